@@ -48,11 +48,11 @@ def main() -> None:
         keys |= {"data.train": str(data.train), "data.eval": str(data.eval)}
     session = Session(from_mapping(RunConfig, keys), distributed.start("cpu"))
     began = time.perf_counter()
-    job = session.job
+    trainer = session.trainer
     loading = time.perf_counter() - began
     found = examine(session, "full")
     began = time.perf_counter()
-    train_step(job, 1)
+    train_step(trainer, 1)
     step = time.perf_counter() - began
     _show(found, loading, step)
     if asked.json:

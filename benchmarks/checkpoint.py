@@ -55,7 +55,7 @@ from taut.run.setup import build
 from taut.train import checkpoint, distributed, sharded
 from taut.train.checkpoint import CheckpointConfig, Checkpoints
 from taut.train.run_dir import CHECKPOINTS, claim
-from taut.train.trainer import Job, train_step
+from taut.train.trainer import Trainer, train_step
 
 Result = dict[str, Any]
 
@@ -68,10 +68,10 @@ NUM_CHATS = 64
 
 
 @dataclass
-class Trainer:
+class Stepped:
     """A run that is taken step by step, and its state."""
 
-    job: Job
+    trainer: Trainer
     out: Path
     step: int = 0
     quiet: list[Took] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Trainer:
         """One more step."""
         self.step += 1
         clock = Clock()
-        train_step(self.job, self.step)
+        train_step(self.trainer, self.step)
         return clock()
 
     def take_until(self, is_done: Callable[[], bool]) -> list[Took]:
@@ -97,7 +97,7 @@ class Trainer:
 
     @property
     def state(self) -> sharded.State:
-        return sharded.training_state(self.job.scorer, self.job.optimizer)
+        return sharded.training_state(self.trainer.scorer, self.trainer.optimizer)
 
     def checkpoints(self, name: str, *, background: bool) -> tuple[Checkpoints, list[Result]]:
         """taut's own, in a directory of their own, and the events they will emit."""
@@ -106,17 +106,17 @@ class Trainer:
         made = Checkpoints(
             folder=out / CHECKPOINTS,
             config=CheckpointConfig(every=1, keep=1, background=background),
-            scorer=self.job.scorer,
-            optimizer=self.job.optimizer,
+            scorer=self.trainer.scorer,
+            optimizer=self.trainer.optimizer,
             num_steps=NUM_STEPS,
-            ranks=self.job.ranks,
+            ranks=self.trainer.ranks,
             emit=lambda kind, **fields: events.append({"kind": kind, **fields}),
-            notes=lambda step: {"cursor": self.job.method.cursor(step), "identity": {}},
+            notes=lambda step: {"cursor": self.trainer.method.cursor(step), "identity": {}},
         )
         return made, events
 
 
-def make(model: Path, work: Path, keys: dict[str, Any], threads: int) -> Trainer:
+def make(model: Path, work: Path, keys: dict[str, Any], threads: int) -> Stepped:
     """The run as taut builds it, on chats of random words."""
     torch.set_num_threads(threads)
     rng = random.Random(0)
@@ -130,51 +130,51 @@ def make(model: Path, work: Path, keys: dict[str, Any], threads: int) -> Trainer
     ranks = distributed.start("cpu")
     inputs = load_inputs(run, ranks)
     built = build(run, inputs, run.plan(inputs.train), ranks, emit=lambda kind, **fields: None)
-    return Trainer(built.job, work)
+    return Stepped(built.trainer, work)
 
 
-def measure(trainer: Trainer, rounds: int) -> Result:
+def measure(stepped: Stepped, rounds: int) -> Result:
     """All ways to save, round after round."""
     for _ in range(2):
-        trainer.take()
-    synchronous, _ = trainer.checkpoints("synchronous", background=False)
-    background, events = trainer.checkpoints("background", background=True)
-    staging = prepare(trainer, background)
+        stepped.take()
+    synchronous, _ = stepped.checkpoints("synchronous", background=False)
+    background, events = stepped.checkpoints("background", background=True)
+    staging = prepare(stepped, background)
     turns: list[dict[str, Save]] = []
     is_right = True
     for number in range(rounds):
         turn = {}
         for label in WAYS:
-            trainer.rest()
+            stepped.rest()
             if label == "background":
-                turn[label], is_same = save_beside(trainer, background, events)
+                turn[label], is_same = save_beside(stepped, background, events)
                 is_right &= is_same
             elif label == "synchronous":
-                turn[label] = save_first(lambda: synchronous.save(trainer.step))
+                turn[label] = save_first(lambda: synchronous.save(stepped.step))
             elif label == "torch.save":
-                turn[label] = save_first(lambda: torch_save(trainer))
+                turn[label] = save_first(lambda: torch_save(stepped))
             else:
-                turn[label] = async_save(trainer)
+                turn[label] = async_save(stepped)
         turns.append(turn)
         said = ", ".join(f"{label} {save.waits:.3f}" for label, save in turn.items())
         print(f"  round {number + 1}, seconds waited: {said}", flush=True)
-    is_right &= overwrite_at_once(trainer, background)
-    found = {"staging": staging, "resume": resume(trainer, background), "is_right": is_right}
+    is_right &= overwrite_at_once(stepped, background)
+    found = {"staging": staging, "resume": resume(stepped, background), "is_right": is_right}
     for some in (synchronous, background):
         some.close()
-    return found | summarise(turns, trainer.quiet)
+    return found | summarise(turns, stepped.quiet)
 
 
-def prepare(trainer: Trainer, background: Checkpoints) -> Result:
+def prepare(stepped: Stepped, background: Checkpoints) -> Result:
     """What room for the copy takes, once: alone, and beside the first steps as in a run."""
-    num_bytes, clock = sharded.num_bytes(trainer.state), Clock()
-    room = sharded.allocate(trainer.state)
+    num_bytes, clock = sharded.num_bytes(stepped.state), Clock()
+    room = sharded.allocate(stepped.state)
     alone = clock()
     assert sharded.num_bytes(room) == num_bytes
     del room
     background.prepare()
     assert background._room is not None
-    steps = trainer.take_until(background._room.done)
+    steps = stepped.take_until(background._room.done)
     return {"bytes": num_bytes, "seconds": alone.seconds, "steps": steps}
 
 
@@ -187,28 +187,28 @@ def save_first(save: Callable[[], object]) -> Save:
 
 
 def save_beside(
-    trainer: Trainer, background: Checkpoints, events: list[Result]
+    stepped: Stepped, background: Checkpoints, events: list[Result]
 ) -> tuple[Save, bool]:
     """Save while training goes on, and whether what was saved is the state that has changed since."""
-    expected = {name: tensor.clone() for name, tensor in trainer.state.items()}
+    expected = {name: tensor.clone() for name, tensor in stepped.state.items()}
     clock = Clock()
-    background.save(trainer.step)
+    background.save(stepped.step)
     waits = clock().seconds
     assert background._pending is not None
-    steps = trainer.take_until(background._pending.done)
+    steps = stepped.take_until(background._pending.done)
     background.settle()
     save = Save(waits, clock().cpu, steps, waits + events[-1]["seconds"])
-    state = trainer.state
+    state = stepped.state
     is_changed = any(not torch.equal(state[name], tensor) for name, tensor in expected.items())
     return save, is_changed and is_saved(expected, background)
 
 
-def overwrite_at_once(trainer: Trainer, background: Checkpoints) -> bool:
+def overwrite_at_once(stepped: Stepped, background: Checkpoints) -> bool:
     """Whether what is saved is the state although this is overwritten as soon as ``save`` returns."""
-    trainer.take()
-    state = trainer.state
+    stepped.take()
+    state = stepped.state
     expected = {name: tensor.clone() for name, tensor in state.items()}
-    background.save(trainer.step)
+    background.save(stepped.step)
     with torch.no_grad():
         for tensor in state.values():
             tensor.fill_(7.0)
@@ -229,7 +229,7 @@ def is_saved(expected: sharded.State, checkpoints: Checkpoints) -> bool:
     return all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
 
-def resume(trainer: Trainer, background: Checkpoints) -> Result:
+def resume(stepped: Stepped, background: Checkpoints) -> Result:
     """Checking and loading the newest checkpoint, its files read from the disk for the checking."""
     files = list(background.folder.glob("step-*/*"))
     for path in files:
@@ -248,25 +248,25 @@ def resume(trainer: Trainer, background: Checkpoints) -> Result:
     }
 
 
-def torch_save(trainer: Trainer) -> None:
-    job, path = trainer.job, trainer.out / "peer.pt"
+def torch_save(stepped: Stepped) -> None:
+    trainer, path = stepped.trainer, stepped.out / "peer.pt"
     with path.open("wb") as file:
-        trained = {n: p for n, p in job.scorer.named_parameters() if p.requires_grad}
-        torch.save({"model": trained, "optimizer": job.optimizer.state_dict()}, file)
+        trained = {n: p for n, p in trainer.scorer.named_parameters() if p.requires_grad}
+        torch.save({"model": trained, "optimizer": trainer.optimizer.state_dict()}, file)
         file.flush()
         os.fsync(file.fileno())
     path.unlink()
 
 
-def async_save(trainer: Trainer) -> Save:
+def async_save(stepped: Stepped) -> Save:
     """torch's own, of the same tensors."""
-    with tempfile.TemporaryDirectory(dir=trainer.out) as place:
+    with tempfile.TemporaryDirectory(dir=stepped.out) as place:
         clock, ends = Clock(), list[float]()
-        saving = state_dict_saver.async_save(trainer.state, checkpoint_id=place, no_dist=True)
+        saving = state_dict_saver.async_save(stepped.state, checkpoint_id=place, no_dist=True)
         waits = clock().seconds
         assert isinstance(saving, Future)
         saving.add_done_callback(lambda _: ends.append(clock().seconds))
-        steps = trainer.take_until(saving.done)
+        steps = stepped.take_until(saving.done)
         saving.result()
         return Save(waits, clock().cpu, steps, ends[0])
 
@@ -309,8 +309,8 @@ def main() -> int:
     for name in CASES:
         if matches(name, arguments.cases):
             with ProcessPoolExecutor(1, mp_context=spawn) as process:
-                job = (name, model, work, arguments.threads, arguments.rounds)
-                results[name] = process.submit(run_case, *job).result()
+                trainer = (name, model, work, arguments.threads, arguments.rounds)
+                results[name] = process.submit(run_case, *trainer).result()
     for name, found in results.items():
         print_case(name, found)
     whole = {"threads": arguments.threads, "cases": results}

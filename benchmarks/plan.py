@@ -139,16 +139,16 @@ def one(name: str, folder: Path) -> dict[str, Any]:
 
     before = _resident()
     built = build(run, inputs, run.plan(inputs.train), ranks)
-    job = replace(built.job, monitors=(), emit=lambda kind, **fields: None)
-    train_step(job, 1)
+    trainer = replace(built.trainer, monitors=(), emit=lambda kind, **fields: None)
+    train_step(trainer, 1)
     taken = []
     for _ in range(ROUNDS + 1):
         clock = time.process_time()
-        train_step(job, 1)
+        train_step(trainer, 1)
         taken.append(time.process_time() - clock)
-    here = [*built.scorer.parameters(), *built.scorer.buffers(), *tensors_of(job.optimizer)]
+    here = [*built.scorer.parameters(), *built.scorer.buffers(), *tensors_of(trainer.optimizer)]
     measured = max(
-        peak_bytes(lambda s=step: train_step(job, s), here, ranks.device)
+        peak_bytes(lambda s=step: train_step(trainer, s), here, ranks.device)
         for step in range(1, 1 + len(work.steps))
     )
     return {

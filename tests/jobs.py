@@ -1,4 +1,4 @@
-"""A job as ``taut.run.setup.build`` makes it, on a tiny model, with its events in a list."""
+"""A trainer as ``taut.run.setup.build`` makes it, on a tiny model, with its events in a list."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def singles(samples: Sequence[Sample]) -> Rows:
 def make(
     place: Path, architecture: str = "qwen2", **keys: Any
 ) -> tuple[Built, list[dict[str, Any]]]:
-    """A built run of six chats a step, and the events its job will emit."""
+    """A built run of six chats a step, and the events its trainer will emit."""
     dotted = {key.replace("__", "."): value for key, value in keys.items()}
     model = save_model(place / architecture, architecture)
     train = write_rows(place / "train.jsonl", chats(10))

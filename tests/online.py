@@ -90,7 +90,7 @@ def train(keys: Mapping[str, Any]) -> taut.Result:
 
 
 def make(keys: Mapping[str, Any]) -> tuple[Built, list[dict[str, Any]]]:
-    """The same run, built and not begun, and the events its job will emit."""
+    """The same run, built and not begun, and the events its trainer will emit."""
     run = from_mapping(METHODS[keys["method"]], keys)
     ranks = distributed.start("cpu")
     inputs = load_inputs(run, ranks)

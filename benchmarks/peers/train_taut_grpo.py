@@ -85,13 +85,13 @@ def watch() -> Phases:
     phases = Phases()
     phases.watch(online.Online, "_rolled_out", "scoring")
     phases.watch(LocalEngine, "generate", "generation")
-    phases.watch(trainer, "filled", "scoring")
+    phases.watch(trainer, "fill_streams", "scoring")
     take_step, make = trainer._take_step, LocalEngine.__init__
 
-    def timed(job: trainer.Job, step: int) -> None:
+    def timed(running: trainer.Trainer, step: int) -> None:
         if step == 1:
             phases.begin()
-        take_step(job, step)
+        take_step(running, step)
         phases.end_step()
 
     def without_stops(engine: LocalEngine, *args: Any, **kwargs: Any) -> None:

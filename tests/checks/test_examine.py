@@ -192,7 +192,7 @@ def test_a_check_that_is_left_out_does_not_stop_a_training_and_is_recorded(
 def state_of(session: Session) -> dict[str, Any]:
     """All of a session that a check might leave changed, copied."""
     scorer = session.scorer
-    optimizer = session.job.optimizer.state_dict()["state"]
+    optimizer = session.trainer.optimizer.state_dict()["state"]
     return {
         "weights": {name: value.clone() for name, value in scorer.state_dict().items()},
         "moments": {(i, k): v.clone() for i, some in optimizer.items() for k, v in some.items()},
@@ -203,7 +203,7 @@ def state_of(session: Session) -> dict[str, Any]:
         "attention": session.model.config._attn_implementation,
         "random": (torch.get_rng_state(), random.getstate(), str(np.random.get_state())),
         "gradient mode": (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")),
-        "budget": (session.job.budget, session.job.policy, session.job.done),
+        "budget": (session.trainer.budget, session.trainer.policy, session.trainer.done),
     }
 
 

@@ -77,9 +77,9 @@ def test_no_submodule_hides_a_public_name() -> None:
 
 
 def is_trainer(node: ast.AST) -> bool:
-    """Whether an expression is a trainer, by its name: ``job``, ``self.job``, ``built.job``."""
+    """Whether an expression is a trainer, by its name: ``trainer``, ``self.trainer``, ``built.trainer``."""
     name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", None)
-    return name in {"job", "trainer"}
+    return name == "trainer"
 
 
 def assigned_to_a_trainer(tree: ast.AST) -> Iterator[str]:
@@ -105,10 +105,10 @@ def test_only_the_loop_assigns_to_a_trainer() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "job.monitors = []",
-        "built.job.done, x = 1, 2",
-        "self.job.loss += 1",
-        "with watch() as job.interrupts: pass",
+        "trainer.monitors = []",
+        "built.trainer.done, x = 1, 2",
+        "self.trainer.loss += 1",
+        "with watch() as trainer.interrupts: pass",
         "setattr(trainer, 'emit', print)",
     ],
 )

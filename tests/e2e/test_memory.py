@@ -20,9 +20,9 @@ from taut.commands.train import _kept
 from taut.errors import OutOfMemory
 from taut.evals.during import HeldOut
 from taut.inference.local import LocalEngine
-from taut.train import trainer
+from taut.train import trainer as loop
 from taut.train.log import all_events
-from taut.train.trainer import Job
+from taut.train.trainer import Trainer
 
 Go = Callable[..., taut.Result]
 ROOM = {3: 200, 5: 90}
@@ -62,16 +62,16 @@ def cut_run(model: Path, train: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 def plant(monkeypatch: pytest.MonkeyPatch, room: Mapping[int, int]) -> None:
     """Micro-batches of more tokens ask the CPU's allocator for more than there is."""
-    backward = trainer.backward
+    backward = loop.backward
 
-    def act(job: Job, packed: Any, scales: Any, step: int) -> Any:
+    def act(trainer: Trainer, packed: Any, scales: Any, step: int) -> Any:
         torch.rand(())
-        scores = backward(job, packed, scales, step)
+        scores = backward(trainer, packed, scales, step)
         if packed.num_tokens > min([tokens for at, tokens in room.items() if at <= step] or [9999]):
             torch.empty(1 << 50)
         return scores
 
-    monkeypatch.setattr(trainer, "backward", act)
+    monkeypatch.setattr(loop, "backward", act)
 
 
 def cut_back(run: Path, to: Path, step: int, seen: int) -> Path:
@@ -217,7 +217,7 @@ def test_an_evaluation_without_memory_keeps_what_was_trained(
 
         def few(self: HeldOut, *given: Any) -> Any:
             too_much = partial(torch.empty, 1 << 50)
-            planted.setattr(type(self.job.scorer), "forward", lambda *_, **__: too_much())
+            planted.setattr(type(self.trainer.scorer), "forward", lambda *_, **__: too_much())
             return add(self, *given)
 
         planted.setattr(HeldOut, "_add", few)
@@ -267,10 +267,10 @@ def test_with_several_ranks_the_newest_checkpoint_is_named_and_none_is_written(g
     """The others are in the middle of the step: a save would wait for them for ever."""
     out, said = go("out").out, []
     folder = out / "checkpoints"
-    job = SimpleNamespace(
+    trainer = SimpleNamespace(
         ranks=SimpleNamespace(size=2), done=5, emit=lambda *_, **e: said.append(e)
     )
-    built: Any = SimpleNamespace(job=job)
+    built: Any = SimpleNamespace(trainer=trainer)
     checkpoints: Any = SimpleNamespace(folder=folder)
     error = _kept(built, OutOfMemory("no room"), checkpoints)
     assert str(error).startswith(f"no room; the newest checkpoint is {folder / 'step-000006'}; ")

@@ -150,7 +150,7 @@ def test_a_reference_taken_from_the_trained_weights_is_seen(
 
     def begin(built: Any, *rest: Any) -> None:
         real(built, *rest)
-        (start,) = built.job.roles
+        (start,) = built.trainer.roles
         assert isinstance(start, Start)
         for number, parameter in enumerate(start._trained):
             start.get_buffer(f"tensor_{number}").copy_(parameter.detach())
@@ -195,19 +195,21 @@ def test_any_layout_gives_the_same_step(
     name: str, given: dict[str, Any], model: Path, tmp_path: Path
 ) -> None:
     """One optimizer step away from the start, so that policy and reference differ."""
-    job = make(keys_of(name, model, tmp_path, **given)).job
-    job.method, found = replace(job.method), []  # type: ignore[type-var]
+    trainer = make(keys_of(name, model, tmp_path, **given)).trainer
+    trainer.method, found = replace(trainer.method), []  # type: ignore[type-var]
     with torch.no_grad():
-        for parameter in job.trained:
+        for parameter in trainer.trained:
             parameter.mul_(1.01)
     for tokens, policy in SETTINGS:
-        job.policy = policy
-        job.budget = job.budget._replace(
+        trainer.policy = policy
+        trainer.budget = trainer.budget._replace(
             tokens_per_microbatch=tokens, min_saved_tokens=policy.min_saved_tokens
         )
-        job.optimizer.zero_grad()
-        report = add_gradients(job, job.method.prepare(1), 1, job.method.observed(1))
-        gradient = {str(n): p.grad.clone() for n, p in enumerate(job.trained) if p.grad is not None}
+        trainer.optimizer.zero_grad()
+        report = add_gradients(trainer, trainer.method.prepare(1), 1, trainer.method.observed(1))
+        gradient = {
+            str(n): p.grad.clone() for n, p in enumerate(trainer.trained) if p.grad is not None
+        }
         found.append((report, gradient))
     first, wanted = found[0]
     assert len(first.scored) < len(found[1][0].scored)

@@ -32,7 +32,7 @@ import taut
 from taut.cli import main
 from taut.models.load import load_tokenizer
 from taut.run.fingerprint import TOLERANCE
-from taut.train import trainer
+from taut.train import trainer as loop
 from taut.train.run_dir import Lock
 
 Go = Callable[..., taut.Result]
@@ -336,12 +336,12 @@ def test_data_that_change_under_the_run_are_told_and_not_used(
 ) -> None:
     train = write_rows(tmp_path / "rows.jsonl", chats(8))
     whole = sft(model, train, tmp_path / "whole", steps=3)
-    real = trainer.train_step
+    real = loop.train_step
 
-    def changing(job: trainer.Job, step: int) -> trainer.StepReport:
+    def changing(trainer: loop.Trainer, step: int) -> loop.StepReport:
         if step == 2:
             write_rows(train, chats(9, seed=4))
-        return real(job, step)
+        return real(trainer, step)
 
     monkeypatch.setattr("taut.train.trainer.train_step", changing)
     monkeypatch.setattr("taut.train.monitors.LOOK_EVERY", -1.0)

@@ -18,7 +18,7 @@ from taut.commands import train as api
 from taut.commands import train as lifecycle
 from taut.errors import Interrupted, OutputError
 from taut.io import files
-from taut.train import trainer
+from taut.train import trainer as loop
 
 Go = Callable[..., taut.Result]
 
@@ -99,8 +99,8 @@ def test_the_best_of_an_abandoned_schedule_goes_though_the_resume_is_killed(
     def killed(*_: object) -> None:
         raise SystemExit
 
-    def killed_after(job: Any, after_step: Sequence[Callable[[int], None]]) -> None:
-        real(job, [*after_step, lambda step: killed() if step == 5 else None])
+    def killed_after(trainer: Any, after_step: Sequence[Callable[[int], None]]) -> None:
+        real(trainer, [*after_step, lambda step: killed() if step == 5 else None])
 
     for place, act, changed in (
         ("run_steps", killed_after, {}),
@@ -121,7 +121,7 @@ def test_a_checkpoint_that_failed_before_does_not_keep_a_signal_from_saving(
     go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, calls = files.sync_tree, []
-    released, backward = threading.Event(), trainer.backward
+    released, backward = threading.Event(), loop.backward
 
     def full_once(path: Path) -> None:
         calls.append(path)
@@ -137,7 +137,7 @@ def test_a_checkpoint_that_failed_before_does_not_keep_a_signal_from_saving(
         return backward(*given)
 
     monkeypatch.setattr(files, "sync_tree", full_once)
-    monkeypatch.setattr(trainer, "backward", with_signal)
+    monkeypatch.setattr(loop, "backward", with_signal)
     with pytest.raises(Interrupted, match="the state after step"):
         go("out")
     assert "No space left" in events(tmp_path / "out", "warning")[-1]["detail"]

@@ -22,7 +22,7 @@ from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine
 from taut.models.scorer import Scorer
 from taut.run.setup import engine_of
-from taut.train.trainer import Job, train_step
+from taut.train.trainer import Trainer, train_step
 from taut.types import Completion, Prompt, Sample
 
 PROMPT = Prompt("p", np.arange(20, 30))
@@ -49,7 +49,9 @@ def gap(scorer: Scorer, completions: list[Completion]) -> float:
 def test_ids_that_text_would_not_give_back_are_scored_as_they_were_sampled(tmp_path: Path) -> None:
     """Class 18: decoding and tokenising again changes most completions here, and none of what is scored."""
     built, _ = jobs.make(tmp_path, dtype="float32")
-    found = engine_of(built.inputs, built.models, built.job.ranks)().generate([PROMPT], SAMPLING)
+    found = engine_of(built.inputs, built.models, built.trainer.ranks)().generate(
+        [PROMPT], SAMPLING
+    )
     tokenizer = built.inputs.tokenizer
     drifted = [
         tokenizer(tokenizer.decode(one.ids_N), add_special_tokens=False)["input_ids"]
@@ -57,7 +59,7 @@ def test_ids_that_text_would_not_give_back_are_scored_as_they_were_sampled(tmp_p
         for one in found
     ]
     assert sum(drifted) >= 4
-    assert gap(built.job.scorer, found) < 1e-4
+    assert gap(built.trainer.scorer, found) < 1e-4
 
 
 @pytest.mark.parametrize("keys", [{}, {"lora__rank": 4}], ids=["full", "lora"])
@@ -66,16 +68,16 @@ def test_the_engine_draws_from_the_weights_of_the_last_step(
 ) -> None:
     """Class 19: after a large step the engine says something else of the same draw, and still what the scorer says."""
     built, _ = jobs.make(tmp_path, dtype="float32", optim__learning_rate=0.1, **keys)
-    job: Job = built.job
-    job.monitors = ()
-    engine = engine_of(built.inputs, built.models, built.job.ranks)()
+    trainer: Trainer = built.trainer
+    trainer.monitors = ()
+    engine = engine_of(built.inputs, built.models, built.trainer.ranks)()
     before = engine.generate([PROMPT], SAMPLING)
     for step in (1, 2):
-        train_step(job, step)
+        train_step(trainer, step)
     after = engine.generate([PROMPT], SAMPLING)
-    moved = scored(job.scorer, before[0]) - torch.from_numpy(before[0].logp_N)
+    moved = scored(trainer.scorer, before[0]) - torch.from_numpy(before[0].logp_N)
     assert float(moved.abs().max()) > 0.1
-    assert gap(job.scorer, after) < 1e-4
+    assert gap(trainer.scorer, after) < 1e-4
 
 
 def test_the_last_token_that_fits_may_be_an_end() -> None:

@@ -35,18 +35,18 @@ def test_a_head_of_zeros_by_hand(tmp_path: Path) -> None:
         optim__learning_rate=1e-3,
         optim__warmup_steps=0,
     )
-    job, head = built.job, built.scorer.model.lm_head.weight  # type: ignore[union-attr]
+    trainer, head = built.trainer, built.scorer.model.lm_head.weight  # type: ignore[union-attr]
     assert isinstance(head, Tensor)
     vocabulary = head.shape[0]
     with torch.no_grad():
         head.zero_()
-    job.method, seen = Fixed([Tree((s,)) for s in nested_family(97)]), {}
+    trainer.method, seen = Fixed([Tree((s,)) for s in nested_family(97)]), {}
 
-    def keep(report: Any, job: Any) -> None:
+    def keep(report: Any, trainer: Any) -> None:
         seen["grad"] = head.grad.clone()
 
-    job.monitors = (keep,)
-    report = train_step(job, 1)
+    trainer.monitors = (keep,)
+    report = train_step(trainer, 1)
     assert report.loss == pytest.approx(math.log(vocabulary), rel=1e-12)
     grad = seen["grad"]
     torch.testing.assert_close(grad.sum(0), torch.zeros_like(grad[0]), rtol=0, atol=1e-12)

@@ -31,11 +31,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def first_step(keys: dict[str, Any]) -> tuple[list[Sample], dict[str, Tensor], dict[str, float]]:
     """The samples of the first step, its gradient, and what it says."""
     built, _ = make(keys)
-    method = built.job.method
+    method = built.trainer.method
     assert isinstance(method, Online)
     try:
         trees = method.prepare(1)
-        report = add_gradients(built.job, trees, 1)
+        report = add_gradients(built.trainer, trees, 1)
     finally:
         method.close()
     named = built.scorer.model.named_parameters()

@@ -100,7 +100,7 @@ def fail(*_, **__):
     if os.environ["RANK"] == "1":
         raise errors.CheckFailed("step 2: planted on the second rank")
 real = loop.train_step
-loop.train_step = lambda job, step: real(job, step) if step < 2 else (fail(), real(job, step))[1]
+loop.train_step = lambda trainer, step: real(trainer, step) if step < 2 else (fail(), real(trainer, step))[1]
 sys.exit(cli.main(sys.argv[1:]))
 """
 """A program whose second rank fails at step 2, while the first waits for it in a collective."""

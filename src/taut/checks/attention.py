@@ -324,7 +324,7 @@ def a_shared_prefix_changes_nothing(session: Session) -> Finding:
 
     One sample with two different ends.
     """
-    if not session.job.policy.share_prefixes:
+    if not session.trainer.policy.share_prefixes:
         return skipped("prefixes are not shared in this run")
     sample = max(session.pair, key=lambda one: one.num_tokens)
     half = first_text_token(sample, max(1, sample.num_tokens // 2))

@@ -959,14 +959,14 @@ def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
     positions, targets, weights and values, read back along what each token sees. Compared answers are in one
     micro-batch. None has more tokens than the budget, except for one sample, or one row of compared answers, alone.
     """
-    method, last = session.job.method, session.job.num_steps
+    method, last = session.trainer.method, session.trainer.num_steps
     assert isinstance(method, Offline | Online)
     wrong = list(_wrong_epoch(session, method.order))
     first = method.order.origin.step + 1 if isinstance(method, Offline) else 1
     plans: list[StepPlan] = []
     for step in range(first, min(first + PLANNED_STEPS - 1, last) + 1):
         trees = method.prepare(step) if isinstance(method, Offline) else session.trees
-        packs = lay_out(trees, session.job.budget, session.job.policy)
+        packs = lay_out(trees, session.trainer.budget, session.trainer.policy)
         wrong += _wrong_samples(samples_of(trees), packs)
         wrong += _wrong_groups(trees, packs)
         wrong += _over_budget(session, trees, packs)
@@ -1084,7 +1084,10 @@ def _wrong_groups(trees: Sequence[Tree], packs: Sequence[Packed]) -> Iterator[st
 def _over_budget(session: Session, trees: Sequence[Tree], packs: Sequence[Packed]) -> Iterator[str]:
     """Micro-batches with more tokens than allowed."""
     atoms = [sorted(sample.id for sample in tree.samples) for tree in trees if tree.is_atom]
-    most, one_sample = session.job.budget.tokens_per_microbatch, session.job.budget.one_sample
+    most, one_sample = (
+        session.trainer.budget.tokens_per_microbatch,
+        session.trainer.budget.one_sample,
+    )
     for packed in packs:
         if packed.num_samples == 1 or sorted(packed.sample_ids) in atoms:
             continue

@@ -50,9 +50,8 @@ from taut.models.heads import scalar_head
 from taut.models.lora import is_adapted
 from taut.models.scorer import score_hidden
 from taut.models.self_test import library_attention
-from taut.train import trainer
 from taut.train.monitors import STEADY_TARGETS, TOLERANCE
-from taut.train.trainer import Job, Scored
+from taut.train.trainer import Scored, Trainer, add_gradients
 from taut.types import Packed, Sample, Scores
 
 # -- what is in force before the first step
@@ -409,7 +408,7 @@ def every_gradient_is_finite(session: Session) -> Finding:
         f"{what} in {owner}: {math.sqrt(squares[owner]):.3g}"
         for what, owner in (("largest", ordered[-1]), ("smallest", ordered[0]))
     ]
-    total, clip = math.hypot(*step.norms.values()), session.job.clip_grad_norm
+    total, clip = math.hypot(*step.norms.values()), session.trainer.clip_grad_norm
     if clip is not None and total > clip:
         notes.append(f"clipped to {clip:g}")
     return passed(f"{len(step.norms)} tensors, loss {step.report.loss:.4g}", total, "norm", notes)
@@ -427,7 +426,7 @@ def linear_weights_are_the_derivative(session: Session) -> Finding:
     A loss that is linear in log-probs gives its weights beforehand, and the head forms the gradient from them alone.
     They must be the derivative of the loss that is reported.
     """
-    loss = session.job.method.loss
+    loss = session.trainer.method.loss
     packed = pack(session.tree_samples)
     weights = loss.linear_weights(packed)
     if weights is None:
@@ -512,7 +511,7 @@ def the_reference_is_the_policy_at_the_start(session: Session) -> Finding:
             "report this",
         )
     says = f"the same on {number} targets; the loss is {report.loss:.6g}"
-    theory = _loss_in_theory(session.job.method.loss)
+    theory = _loss_in_theory(session.trainer.method.loss)
     if theory is None:
         return passed(says, worst, "nats")
     formula, value = theory
@@ -532,7 +531,7 @@ def _reference_logps(session: Session, packed: Packed) -> Tensor:
     """What the loss is given; if the divergence is part of the reward, the reference's forward is run again."""
     if STREAM in packed.streams:
         return packed.streams[STREAM]
-    (role,) = session.job.roles
+    (role,) = session.trainer.roles
     with session.inference(), role.active():
         return role.streams(packed)[STREAM].cpu()
 
@@ -570,7 +569,7 @@ def alone_loss(
     session: Session, samples: Sequence[Sample], numbers: Mapping[str, Tensor]
 ) -> AloneLoss:
     """The loss of these samples for these numbers of the model, by the loss's own formula."""
-    loss, packed = session.job.method.loss, pack(list(samples), ALONE)
+    loss, packed = session.trainer.method.loss, pack(list(samples), ALONE)
     leaves = {name: numbers[name].detach().double().requires_grad_() for name in packed.sample_ids}
     joined = torch.cat(list(leaves.values()))
     if STREAM in loss.needs:
@@ -604,7 +603,7 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
     report = first_step(session).report
     assert report is not None, "asked after loss.reached"
     samples, listed = session.tree_samples, _summed(session, report.scored)
-    unit = "nats a target" if set(session.job.method.loss.units) == CROSS_ENTROPY else ""
+    unit = "nats a target" if set(session.trainer.method.loss.units) == CROSS_ENTROPY else ""
     differ = [line for one in samples if (line := _difference(one, listed.get(one.id)))]
     if differ:
         return failed(
@@ -623,7 +622,7 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
             evidence=[f"{len(samples)} samples, {sum(s.num_targets for s in samples)} targets"],
             remedy="the loss is divided by another count, or leaves targets out; please report this",
         )
-    if session.job.noise is not None:
+    if session.trainer.noise is not None:
         says = "from what the step lists; samples alone would have other noise"
         return passed(says, loss, unit)
     with session.inference():
@@ -650,7 +649,7 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
 
 
 def _loss_of(session: Session, samples: list[Sample], numbers: dict[str, Any]) -> AloneLoss:
-    if set(session.job.method.loss.units) != CROSS_ENTROPY:
+    if set(session.trainer.method.loss.units) != CROSS_ENTROPY:
         tensors = {name: torch.from_numpy(values) for name, values in numbers.items()}
         return alone_loss(session, samples, tensors)
     total = sum(float(-(sample.weight_N * numbers[sample.id]).sum()) for sample in samples)
@@ -759,7 +758,7 @@ def _head_gradients(
     )
     hidden_ND = leaves["hidden states"]
     total: Tensor | None
-    with session.job.compute():
+    with session.trainer.compute():
         if is_linear is None:
             logps = torch.log_softmax(spec.logits(hidden_ND), -1)
             total = (share_N * logps.gather(1, target_N[:, None]).squeeze(1)).sum()
@@ -768,7 +767,7 @@ def _head_gradients(
         else:
             total = (share_N * score_hidden(hidden_ND, target_N, spec).logp_N).sum()
     assert total is not None
-    with session.job.compute_backward():
+    with session.trainer.compute_backward():
         gradients = torch.autograd.grad(total, list(leaves.values()))
     return dict(zip(leaves, gradients, strict=True))
 
@@ -780,10 +779,10 @@ def the_packed_gradient_is_that_of_its_samples(session: Session) -> Finding:
     The run's step (its attention, packing, shared prefixes, chunked head) against the sum over its samples, each alone
     through the library: its numbers times the derivative of the loss by them.
     """
-    job = session.job
+    trainer = session.trainer
     if why_not := session.run.loss_not_in_samples:
         return skipped(why_not)
-    if job.noise is not None:
+    if trainer.noise is not None:
         return skipped("noise is on: samples alone would have other noise")
     if session.ranks.size > 1:
         return skipped("the library's own path runs on one rank")
@@ -796,13 +795,13 @@ def the_packed_gradient_is_that_of_its_samples(session: Session) -> Finding:
         slopes = alone_loss(session, samples, numbers).slopes
         session.scorer.eval()
         for sample in samples:
-            with job.compute():
+            with trainer.compute():
                 values = library_numbers(session, sample)
                 loss = (slopes[sample.id].to(values) * values).sum()
-            with job.compute_backward():
+            with trainer.compute_backward():
                 loss.backward()  # type: ignore[no-untyped-call]
 
-    ours = gradients_of(session, lambda: trainer.add_gradients(job, session.trees, 1))
+    ours = gradients_of(session, lambda: add_gradients(trainer, session.trees, 1))
     name, error = most_different_gradient(gradients_of(session, alone_backward), ours)
     library, limit = library_attention(session.model), GRADIENT_ROUNDING[session.dtype]
     if not error <= limit:
@@ -834,11 +833,11 @@ def micro_batches_do_not_change_the_step(session: Session) -> Finding:
     trees = session.trees
     if len(trees) < 2:
         return skipped("the first step has one tree of samples")
-    ours, loss = _step_of(session, session.job)
+    ours, loss = _step_of(session, session.trainer)
     limit, worst, worst_name = GRADIENT_ROUNDING[session.dtype], 0.0, ""
     cuts = _other_cuts(session)
-    for how, job in cuts.items():
-        theirs, other = _step_of(session, job)
+    for how, trainer in cuts.items():
+        theirs, other = _step_of(session, trainer)
         name, error = most_different_gradient(ours, theirs)
         apart = abs(other - loss) / max(abs(loss), SMALL_LOSS)
         if not (error <= limit and apart <= LOSS_PART * limit):
@@ -857,32 +856,34 @@ def micro_batches_do_not_change_the_step(session: Session) -> Finding:
     return passed(f"cut in {1 + len(cuts)} ways; worst: {worst_name}", worst, "relative")
 
 
-def _other_cuts(session: Session) -> dict[str, Job]:
+def _other_cuts(session: Session) -> dict[str, Trainer]:
     """Other ways to cut the batch."""
-    job = session.job
-    budget, policy = job.budget, job.policy
+    trainer = session.trainer
+    budget, policy = trainer.budget, trainer.policy
     cuts = {}
     if session.trees[0].is_atom:
-        cuts["one row at a time"] = replace(job, budget=budget._replace(tokens_per_microbatch=1))
+        cuts["one row at a time"] = replace(
+            trainer, budget=budget._replace(tokens_per_microbatch=1)
+        )
     else:
-        cuts["one sample at a time"] = replace(job, budget=budget._replace(one_sample=True))
+        cuts["one sample at a time"] = replace(trainer, budget=budget._replace(one_sample=True))
     if session.loaded.one_sample is not None:
         return cuts
     half = max(1, num_tokens(session.batch) // 2)
-    is_shared = not policy.share_prefixes and job.noise is None
+    is_shared = not policy.share_prefixes and trainer.noise is None
     cuts[f"in halves with prefixes {'shared' if is_shared else 'repeated'}"] = replace(
-        job,
+        trainer,
         budget=budget._replace(tokens_per_microbatch=half),
         policy=PackPolicy(is_shared, 1 if is_shared else policy.min_saved_tokens),
     )
     return cuts
 
 
-def _step_of(session: Session, job: Job) -> tuple[dict[str, Tensor], float]:
-    """Gradients and loss of the batch as ``job`` cuts it."""
+def _step_of(session: Session, trainer: Trainer) -> tuple[dict[str, Tensor], float]:
+    """Gradients and loss of the batch as ``trainer`` cuts it."""
     losses_seen: list[float] = []
 
     def backward() -> None:
-        losses_seen.append(trainer.add_gradients(job, session.trees, 1).loss)
+        losses_seen.append(add_gradients(trainer, session.trees, 1).loss)
 
     return gradients_of(session, backward), losses_seen[0]

@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from taut.checks.session import Session, is_text, once
 from taut.models import architecture
 from taut.models.scorer import score_hidden
-from taut.train import trainer
 from taut.train.monitors import STEADY_TARGETS
-from taut.train.trainer import StepReport
+from taut.train.trainer import StepReport, add_gradients
 from taut.types import Packed, Sample, Scores
 
 LOGIT_ROWS = 64
@@ -175,7 +174,7 @@ def gradients_deleted(session: Session) -> Iterator[None]:
     try:
         yield
     finally:
-        session.job.optimizer.zero_grad(set_to_none=True)
+        session.trainer.optimizer.zero_grad(set_to_none=True)
         if session.ranks.size > 1:
             root.unshard()
         root.train(was_training)
@@ -262,11 +261,11 @@ class FirstStep:
 @once
 def first_step(session: Session) -> FirstStep:
     """Measured once; gradients are deleted when it returns."""
-    job, step = session.job, FirstStep()
+    trainer, step = session.trainer, FirstStep()
     with gradients_deleted(session):
         try:
             with _watched_head(session, step.heads):
-                step.report = trainer.add_gradients(job, session.trees, 1)
+                step.report = add_gradients(trainer, session.trees, 1)
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise
@@ -277,7 +276,7 @@ def first_step(session: Session) -> FirstStep:
                 step.absent.append(name)
             else:
                 step.norms[name] = norm(parameter.grad)
-        in_optimizer = {id(parameter) for parameter in job.trained}
+        in_optimizer = {id(parameter) for parameter in trainer.trained}
         for name, parameter in session.scorer.named_parameters():
             if parameter.grad is not None and id(parameter) not in in_optimizer:
                 step.stray.append(name.removeprefix("model."))
@@ -287,7 +286,7 @@ def first_step(session: Session) -> FirstStep:
 
 def head_of(session: Session) -> architecture.HeadSpec:
     """The head, at the temperature at which the loss reads it."""
-    temperature = session.job.method.loss.wants.temperature
+    temperature = session.trainer.method.loss.wants.temperature
     return replace(architecture.head(session.scorer.model), temperature=temperature)
 
 

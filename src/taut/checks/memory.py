@@ -73,7 +73,7 @@ def the_first_steps_fit_into_memory(session: Session) -> Finding:
     needed = footprint(
         prediction.traced,
         ranks.size,
-        stages=stages(run.checkpoint, session.job.num_steps),
+        stages=stages(run.checkpoint, session.trainer.num_steps),
         is_host=ranks.device.type == "cpu",
     )
     peak, tokens = needed.peak / GIB, work.largest.num_tokens
@@ -119,7 +119,7 @@ def _coarse_bound(session: Session) -> int | None:
     if architecture.has_head(model):
         head = 4 * max(CHUNK_ELEMENTS, MIN_CHUNK_ROWS * table.shape[0])
     values = KEPT_FACTOR * tokens * width + weights + head
-    reference = session.run.reference_bytes(session.job.trained)
+    reference = session.run.reference_bytes(session.trainer.trained)
     return session.loaded.dtype.parameters.itemsize * values + reference
 
 
@@ -165,7 +165,7 @@ def a_micro_batch_takes_the_memory_predicted(session: Session) -> Finding:
 def _first_rows_packed(session: Session) -> Packed:
     """The first rows as one micro-batch, compared answers together; of a run that generates, a dry run's."""
     if session.is_generated:
-        return pack(samples_of(session.trees), session.job.policy)
+        return pack(samples_of(session.trees), session.trainer.policy)
     rows = session.run.rows_of(session.train)
     chosen: list[Sequence[Sample]] = []
     left = MEASURED_TOKENS
@@ -179,4 +179,4 @@ def _first_rows_packed(session: Session) -> Packed:
         if chosen and left < 0:
             break
         chosen.append(cut)
-    return pack(samples_of(rows.trees_of(chosen)), session.job.policy)
+    return pack(samples_of(rows.trees_of(chosen)), session.trainer.policy)

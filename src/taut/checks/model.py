@@ -34,7 +34,7 @@ def the_model_loads(session: Session) -> Finding:
 @check("model.trains", after=["model.loads"])
 def what_was_asked_trains(session: Session) -> Finding:
     """Can what was asked be trained: adapters, freezing, added tokens?"""
-    trained = sum(parameter.numel() for parameter in session.job.trained)
+    trained = sum(parameter.numel() for parameter in session.trainer.trained)
     every = sum(parameter.numel() for parameter in session.scorer.parameters())
     notes = [f"{name} {value}: {reason}" for name, value, reason in session.adapted_decisions]
     return passed(f"{trained:,} of {every:,} parameters train", trained / every, "of all", notes)
@@ -100,7 +100,7 @@ def two_forwards_in_training_agree(session: Session) -> Finding:
     Noise that was asked for (noise.*, lora.dropout) is off without a gradient. What is left comes from the model
     itself: dropout that its config does not name, layers skipped at random.
     """
-    with torch.no_grad(), session.job.compute():  # once around both: autocast keeps its casts
+    with torch.no_grad(), session.trainer.compute():  # once around both: autocast keeps its casts
         moved = gap(_forward_in_training(session, {}), _forward_in_training(session, {}))
     quantity = session.quantity
     if moved > session.exact:
@@ -133,7 +133,7 @@ def _forward_in_training(
 
     was_training = scorer.training
     try:
-        with ExitStack() as hooks, torch.no_grad(), session.job.compute():
+        with ExitStack() as hooks, torch.no_grad(), session.trainer.compute():
             for module in names if keeps_sums else ():
                 hooks.enter_context(module.register_forward_hook(keep))
             scorer.train()
@@ -162,7 +162,7 @@ def the_chunked_head_gives_plain_log_probs(session: Session) -> Finding:
         number += len(head.plain_N)
         ways = {"computed again in backward": head.recomputed_N}
         if head.logp_N is not None:
-            is_linear = session.job.method.loss.linear_weights(head.packed) is not None
+            is_linear = session.trainer.method.loss.linear_weights(head.packed) is not None
             way = "gradient formed in the forward" if is_linear else "as the run takes it"
             ways[way] = head.logp_N
         for way, logp_N in ways.items():

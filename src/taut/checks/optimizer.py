@@ -15,8 +15,8 @@ import torch
 from taut.checks.measure import local, restore_weights, trained, weights_put_back
 from taut.checks.registry import Finding, check, failed, passed, skipped, warned
 from taut.checks.session import Session, num_tokens
-from taut.train import distributed, optim, trainer
-from taut.train.trainer import StepReport
+from taut.train import distributed, optim
+from taut.train.trainer import StepReport, add_gradients
 from taut.types import Sample, Tree
 
 SCHEDULE_STEPS = 20_000
@@ -29,9 +29,9 @@ def the_learning_rate_reaches_its_peak(session: Session) -> Finding:
 
     The rate of every step, as the loop will ask for it.
     """
-    job, peak = session.job, optim.highest(session.run.resolved_optim)
-    stride = math.ceil(job.num_steps / SCHEDULE_STEPS)
-    rates = {step: job.learning_rate(step) for step in range(1, job.num_steps + 1, stride)}
+    trainer, peak = session.trainer, optim.highest(session.run.resolved_optim)
+    stride = math.ceil(trainer.num_steps / SCHEDULE_STEPS)
+    rates = {step: trainer.learning_rate(step) for step in range(1, trainer.num_steps + 1, stride)}
     wrong = [step for step, rate in rates.items() if not 0.0 < rate <= peak * (1 + 1e-9)]
     if wrong:
         return failed(
@@ -66,19 +66,19 @@ def one_update_moves_the_weights_downhill(session: Session) -> Finding:
     One update of the run's own optimizer with the gradient of a small batch. Whether the loss falls by it is a note and
     no failure: a cold optimizer's first step may overshoot.
     """
-    job, clip = session.job, session.job.clip_grad_norm
-    rate = max(job.learning_rate(step) for step in range(1, min(job.num_steps, 10_000) + 1))
+    trainer, clip = session.trainer, session.trainer.clip_grad_norm
+    rate = max(trainer.learning_rate(step) for step in range(1, min(trainer.num_steps, 10_000) + 1))
     with weights_put_back(session) as copies:
-        before = trainer.add_gradients(job, session.trees, 1).loss
-        optim.clip(job.optimizer, clip)
-        groups = optim.parts(job.optimizer).values()
+        before = add_gradients(trainer, session.trees, 1).loss
+        optim.clip(trainer.optimizer, clip)
+        groups = optim.parts(trainer.optimizer).values()
         length = max(distributed.clip_gradients(group, None) for group in groups)
         gradients = {
             name: local(p.grad).clone()
             for name, p in trained(session).items()
             if p.grad is not None
         }
-        mine: Any = job.optimizer
+        mine: Any = trainer.optimizer
         twin = type(mine)(
             [{**group} for group in mine.param_groups]
         )  # leaves the run's own as it is
@@ -94,8 +94,8 @@ def one_update_moves_the_weights_downhill(session: Session) -> Finding:
             if bool(torch.any(old)):  # new adapters start at zero
                 moved += float(move.square().sum())
                 size += float(old.to(move.dtype).square().sum())
-        job.optimizer.zero_grad(set_to_none=True)
-        after = trainer.add_gradients(job, session.trees, 1).loss
+        trainer.optimizer.zero_grad(set_to_none=True)
+        after = add_gradients(trainer, session.trees, 1).loss
     moved, size, slope, num_changed = session.ranks.sum([moved, size, slope, num_changed])
     part = math.sqrt(moved / size) if size else 0.0
     at = f"at a learning rate of {rate:g}"
@@ -156,7 +156,7 @@ def a_few_samples_are_learned_by_heart(session: Session) -> Finding:
     on judged answers have floors of their own (a policy's log-ratios are bounded, smoothed labels never certain): there
     it is enough that every pair comes out in order, or every answer on its side.
     """
-    if session.job.noise is not None:
+    if session.trainer.noise is not None:
         return skipped("noise is on, and blurs what a few samples can be learned to")
     if session.is_policy_gradient:
         return skipped("a policy gradient's loss does not say what was learned")
@@ -237,12 +237,12 @@ def _loss_curve(
     """The loss before each update, until the samples are learned, it is stuck, or STEPS are over; and whether they are
     learned.
     """
-    job = session.job
-    optimizer = torch.optim.AdamW(job.trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+    trainer = session.trainer
+    optimizer = torch.optim.AdamW(trainer.trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     curve: list[float] = []
     for step in range(1, STEPS + 1):
-        job.optimizer.zero_grad(set_to_none=True)
-        report = trainer.add_gradients(job, trees, step)
+        trainer.optimizer.zero_grad(set_to_none=True)
+        report = add_gradients(trainer, trees, step)
         curve.append(report.loss)
         is_stuck = step > WINDOW and not curve[-1] < SLOW * curve[-1 - WINDOW]
         if is_stuck or not math.isfinite(curve[-1]) or _is_learned(session, report, curve, PART):

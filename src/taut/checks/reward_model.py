@@ -52,7 +52,7 @@ def a_score_does_not_depend_on_the_batch(session: Session) -> Finding:
         ("beside the same, turned round", samples[::-1], ALONE),
         ("beside a longer one", [longer, *samples], ALONE),
     ]
-    if session.job.policy.share_prefixes:
+    if session.trainer.policy.share_prefixes:
         sharing = PackPolicy(min_saved_tokens=1)
         batches.append(("with its beginning shared", [*samples, longer], sharing))
     worst, where = 0.0, ""

@@ -50,7 +50,7 @@ NONE_GENERATED = "the run generates nothing to learn from"
 
 def _online(session: Session) -> Online:
     """The method of a run that generates."""
-    method = session.job.method
+    method = session.trainer.method
     assert isinstance(method, Online)
     return method
 
@@ -265,7 +265,9 @@ def _answering(session: Session) -> Answering:
     run, renderer = session.run, session.inputs.renderer
     make_engine = engine_of(session.inputs, session.built.models, session.ranks)
     kind = run.row_kind
-    built = build_answering(run.eval.answers, run.data, renderer, make_engine, session.job, kind)
+    built = build_answering(
+        run.eval.answers, run.data, renderer, make_engine, session.trainer, kind
+    )
     assert built is not None
     return built
 
@@ -550,7 +552,7 @@ def _wrong_advantages(session: Session, groups: Sequence[Group]) -> list[str]:
     wrong = [f"{name} names {times} paths" for name, times in counts.items() if times > 1]
     if wrong or not paths or not session.is_policy_gradient:
         return wrong
-    scores = scored(session.job, credit.bare(paths), credit.asked, method.crew.roles, 1)
+    scores = scored(session.trainer, credit.bare(paths), credit.asked, method.crew.roles, 1)
     advantages_of = credit.trees(paths, scores).advantages
     if credit.estimator is None or credit.estimator.compare not in CENTRED:
         return []

@@ -75,7 +75,7 @@ SET_ASIDE = ("batch.share_prefixes", "packing", FROZEN_DECISION)
 def what_was_asked_is_in_force(session: Session) -> Finding:
     """Is everything the run asks for in force on what was built?
 
-    Modules, parameters, optimizer and job are looked at, and no log or configuration of the library's if the thing
+    Modules, parameters, optimizer and trainer are looked at, and no log or configuration of the library's if the thing
     itself can be looked at. What was set aside with a recorded decision is in force as decided, and is noted.
     """
     settings = [
@@ -106,7 +106,7 @@ def _precision_and_attention(session: Session) -> Iterator[Setting]:
     """The dtype of a product of two parameters, the attention of every module of the text model, and recomputation."""
     run, model, chosen = session.run, session.scorer.model, session.loaded.attention
     one = torch.ones(1, 1, dtype=session.loaded.dtype.parameters, device=session.ranks.device)
-    with torch.no_grad(), session.job.compute():
+    with torch.no_grad(), session.trainer.compute():
         product = (one @ one).dtype
     yield Setting("dtype", run.dtype or dtype_name(session.dtype), dtype_name(product))
     modules = architecture.language_model(model).modules()
@@ -126,7 +126,7 @@ def _precision_and_attention(session: Session) -> Iterator[Setting]:
 
 def _frozen_and_trained(session: Session) -> Iterator[Setting]:
     """What is frozen is neither trained nor in the optimizer; what is not, is both."""
-    members = [id(parameter) for parameter in session.job.trained]
+    members = [id(parameter) for parameter in session.trainer.trained]
     named = dict(session.scorer.model.named_parameters())
     in_optimizer = set(members)
     held = {name for name, p in named.items() if p.requires_grad or id(p) in in_optimizer}
@@ -154,7 +154,7 @@ def _frozen_and_trained(session: Session) -> Iterator[Setting]:
 
 def _optimizer(session: Session) -> Iterator[Setting]:
     """AdamW's own settings in each of its groups, and which tensors decay."""
-    config, optimizer = session.run.optim, session.job.optimizer
+    config, optimizer = session.run.optim, session.trainer.optimizer
     groups = optimizer.param_groups
     yield Setting("optim", "AdamW", type(optimizer).__name__)
     yield Setting("optim.beta1", _listed([config.beta1]), _listed(g["betas"][0] for g in groups))
@@ -172,14 +172,14 @@ def _optimizer(session: Session) -> Iterator[Setting]:
             state = f"{decay:g} on {name.removeprefix('model.')}"
             break
     yield Setting("optim.weight_decay", rule, state)
-    clip = session.job.clip_grad_norm
+    clip = session.trainer.clip_grad_norm
     yield Setting("optim.clip_grad_norm", str(config.clip_grad_norm), str(clip))
 
 
 def _layout(session: Session) -> Iterator[Setting]:
     """How samples are packed and shared, or the decision not to; NEFTune's alpha."""
-    batch, job = session.run.batch, session.job
-    budget, policy = job.budget, job.policy
+    batch, trainer = session.run.batch, session.trainer
+    budget, policy = trainer.budget, trainer.policy
     decided = {decision.name for decision in session.built.decisions}
     may_share = batch.share_prefixes and "batch.share_prefixes" not in decided
     yield Setting("batch.share_prefixes", str(may_share), str(policy.share_prefixes))
@@ -190,7 +190,7 @@ def _layout(session: Session) -> Iterator[Setting]:
     packed = "one at a time" if "packing" in decided else "packed"
     yield Setting("samples", packed, "one at a time" if budget.one_sample else "packed")
     yield Setting("ranks", str(session.ranks.size), str(budget.num_ranks))
-    noise = job.noise
+    noise = trainer.noise
     alpha = noise.alpha if noise is not None and noise.is_on else 0.0
     yield Setting(
         "noise.neftune_alpha", _listed([session.run.noise.neftune_alpha]), _listed([alpha])
@@ -321,7 +321,7 @@ def each_step_has_its_samples(session: Session) -> Finding:
     first was asked before, and so does the one that a resumed run makes of a cursor. That an epoch has each sample as
     often as it should is ``data.packing``.
     """
-    method, run, last = session.job.method, session.run, session.job.num_steps
+    method, run, last = session.trainer.method, session.run, session.trainer.num_steps
     if not isinstance(method, Offline):
         return skipped("the method prepares its steps itself")
     order = method.order
@@ -415,8 +415,10 @@ def the_output_fits_on_its_disk(session: Session) -> Finding:
     free += sum(file.stat().st_size for file in files if file.is_file())
     checkpoints, config = 0, run.checkpoint
     if config.every or config.keep_best:
-        size = sharded.num_bytes(sharded.training_state(session.scorer, session.job.optimizer))
-        checkpoints = config.max_count(session.job.num_steps) * int(session.ranks.sum([size])[0])
+        size = sharded.num_bytes(sharded.training_state(session.scorer, session.trainer.optimizer))
+        checkpoints = config.max_count(session.trainer.num_steps) * int(
+            session.ranks.sum([size])[0]
+        )
     sizes = {"checkpoints": checkpoints, "model": saved_model_bytes(session), "kept free": SPARE}
     needed = sum(sizes.values())
     evidence = [f"{name}: {_in_gb(size)}" for name, size in sizes.items()]
@@ -437,7 +439,7 @@ def saved_model_bytes(session: Session) -> int:
     has_adapters = is_adapted(session.scorer.model)
     saved = [p for p in session.scorer.parameters() if not (has_adapters and p.requires_grad)]
     model = session.built.models.saved_dtype.itemsize * sum(p.numel() for p in saved)
-    adapter = 4 * sum(p.numel() for p in session.job.trained) if has_adapters else 0
+    adapter = 4 * sum(p.numel() for p in session.trainer.trained) if has_adapters else 0
     count = 1 if session.run.eval.best is None else 2
     return model * count + adapter if session.run.save.merged else adapter * count
 
@@ -544,7 +546,7 @@ def _other_pictures(session: Session, path: str) -> str:
 @contextmanager
 def _moved_adapters(session: Session) -> Iterator[None]:
     """Inside, adapters have noise added; at the end all is as it was. A model without adapters is left alone."""
-    moved = session.job.trained if is_adapted(session.scorer.model) else []
+    moved = session.trainer.trained if is_adapted(session.scorer.model) else []
     copies = [parameter.detach().clone() for parameter in moved]
     generator = torch.Generator(session.ranks.device).manual_seed(0)
     try:

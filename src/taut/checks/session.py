@@ -48,7 +48,7 @@ from taut.run.inputs import inputs_of, load_language, load_stops
 from taut.run.setup import Adapted, Built, adapt, build_trainer, join_models, load
 from taut.train.distributed import Ranks
 from taut.train.monitors import TOLERANCE
-from taut.train.trainer import Job
+from taut.train.trainer import Trainer
 from taut.types import IntArray, Media, Packed, Sample, Tree, Wants
 
 NUM_ROWS = 64
@@ -135,7 +135,7 @@ class Session:
     @classmethod
     def of(cls, built: Built) -> Session:
         """A run that is ready to train."""
-        session, inputs = cls(built.run, built.job.ranks), built.inputs
+        session, inputs = cls(built.run, built.trainer.ranks), built.inputs
         renderer, config = inputs.renderer, inputs.config
         vars(session).update(
             language=Language(config, inputs.tokenizer, inputs.new_ids, renderer),
@@ -235,8 +235,8 @@ class Session:
         """All of it, ready to train."""
         run, inputs = self.run, self.inputs
         models = join_models(run, inputs, self.ranks, self.loaded, self.adapted)
-        job = build_trainer(run, inputs, models, run.plan(self.train), self.ranks)
-        return Built(run, inputs, models, job)
+        trainer = build_trainer(run, inputs, models, run.plan(self.train), self.ranks)
+        return Built(run, inputs, models, trainer)
 
     @property
     def adapted_decisions(self) -> list[Decision]:
@@ -245,12 +245,12 @@ class Session:
         return [decision for decision in self.built.decisions if decision.name not in before]
 
     @property
-    def job(self) -> Job:
-        return self.built.job
+    def trainer(self) -> Trainer:
+        return self.built.trainer
 
     @property
     def scorer(self) -> Scorer:
-        scorer = self.job.scorer
+        scorer = self.trainer.scorer
         assert isinstance(scorer, Scorer)
         return scorer
 
@@ -367,9 +367,9 @@ class Session:
     @cached_property
     def trees(self) -> list[Tree]:
         """The batch as the method would prepare it."""
-        method = self.job.method
+        method = self.trainer.method
         if isinstance(method, Online):
-            return rehearsed(self.job, method.credit, method.crew.roles, self.batch)
+            return rehearsed(self.trainer, method.credit, method.crew.roles, self.batch)
         if self.run.compares_answers:
             return self._rows.trees_of(self._batch_rows)
         unique = {sample.id: sample for sample in self.batch}
@@ -407,7 +407,7 @@ class Session:
         was_training = self.scorer.training
         self.scorer.eval()
         try:
-            with torch.no_grad(), self.job.compute():
+            with torch.no_grad(), self.trainer.compute():
                 yield
         finally:
             self.scorer.train(was_training)

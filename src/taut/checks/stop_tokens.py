@@ -294,7 +294,7 @@ def the_untrained_model_has_no_other_end(session: Session) -> Finding:
     data = session.train if session.eval is None else session.eval
     config = StopConfig(prompts=BASELINE_PROMPTS, tokens=BASELINE_TOKENS)
     make_engine = engine_of(session.inputs, session.built.models, session.ranks)
-    check = prepare(config, data, session.stops.ids, make_engine, session.job, session.run.seed)
+    check = prepare(config, data, session.stops.ids, make_engine, session.trainer, session.run.seed)
     if check.engine is None:
         return skipped(check.obstacle.partition(";")[0])
     sampling = Sampling(max_new_tokens=BASELINE_TOKENS, seed=session.run.seed)

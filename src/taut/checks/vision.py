@@ -284,7 +284,7 @@ def _moves_of_neighbours(session: Session) -> Iterator[tuple[str, float, float]]
         assert swap.neighbour is not None
         where = f"{swap.neighbour.id}, packed with {swap.sample.id}"
         yield where, gap(*swap.of_neighbour), session.exact
-    if not session.job.policy.share_prefixes:
+    if not session.trainer.policy.share_prefixes:
         return
     sample, neighbour = swaps[0].sample, swaps[0].neighbour
     assert neighbour is not None

@@ -77,7 +77,7 @@ from taut.train.run_dir import (
     require_usable,
 )
 from taut.train.signals import Interrupt, Interrupts
-from taut.train.trainer import Job, go_on_from, run_steps, use_budget
+from taut.train.trainer import Trainer, go_on_from, run_steps, use_budget
 
 
 class Finish(TypedDict):
@@ -233,11 +233,11 @@ class Asked(NamedTuple):
 
 def execute(built: Built, start: Start, lock: Lock, asked: Asked, log: RunLog) -> Ended:
     """Claim the directory of ``lock``, train, measure and save."""
-    run, job, out = built.run, built.job, lock.out
-    if job.ranks.is_writer:
+    run, trainer, out = built.run, built.trainer, lock.out
+    if trainer.ranks.is_writer:
         _claim(built, start, lock)
-    job.ranks.barrier()
-    with log.open(out, run.log, is_writer=job.ranks.is_writer):
+    trainer.ranks.barrier()
+    with log.open(out, run.log, is_writer=trainer.ranks.is_writer):
         checkpoints = _checkpoints(built, out, start, asked.evaluations)
         try:
             _emit_start(built, asked.examination)
@@ -249,7 +249,7 @@ def execute(built: Built, start: Start, lock: Lock, asked: Asked, log: RunLog) -
             raise _kept(built, error, checkpoints) from error
         except TautError as error:
             told = _rescued(built, error, checkpoints)
-            job.emit("end", outcome="stopped", step=job.done, reason=str(told))
+            trainer.emit("end", outcome="stopped", step=trainer.done, reason=str(told))
             if told is error:
                 raise
             raise told from error
@@ -267,114 +267,114 @@ def _claim(built: Built, start: Start, lock: Lock) -> None:
                 f"out={out}: another run began there while this one was made ready; expected no other; name another "
                 "out, or give the command again, with resume=true to go on with that run"
             )
-    if run.resume and start.num_steps_before != built.job.num_steps:
+    if run.resume and start.num_steps_before != built.trainer.num_steps:
         drop_after(out / BEST, start.from_step)  # before the new number stands in resolved.json
     claim(out, _resolved(built, start), overwrite=run.overwrite)
 
 
 def _checkpoints(built: Built, out: Path, start: Start, evaluations: Evaluations) -> Checkpoints:
-    job, best = built.job, evaluations.best
+    trainer, best = built.trainer, evaluations.best
     memories: dict[str, Memory] = {
         type(monitor).__name__: monitor
-        for monitor in job.monitors
+        for monitor in trainer.monitors
         if isinstance(monitor, Untouched | Spikes | Divergence)
     }
-    if job.method.state is not None:
-        memories["online"] = job.method.state
+    if trainer.method.state is not None:
+        memories["online"] = trainer.method.state
     return Checkpoints(
         folder=out / CHECKPOINTS,
         config=built.run.checkpoint,
         scorer=built.scorer,
-        optimizer=job.optimizer,
-        num_steps=job.num_steps,
-        ranks=job.ranks,
-        emit=job.emit,
+        optimizer=trainer.optimizer,
+        num_steps=trainer.num_steps,
+        ranks=trainer.ranks,
+        emit=trainer.emit,
         notes=lambda step: {
-            "cursor": job.method.cursor(step),
-            "loss": job.loss,
+            "cursor": trainer.method.cursor(step),
+            "loss": trainer.loss,
             "identity": start.identity,
         },
         memories=memories if best is None else {**memories, "best": best},
         best_step=lambda: None if best is None else best.step,
-        is_sound=lambda: not _divergence(job).is_suspected,
+        is_sound=lambda: not _divergence(trainer).is_suspected,
     )
 
 
 def _begin(built: Built, start: Start, lock: Lock, checkpoints: Checkpoints) -> None:
     """Say what is in force, and put back what the checkpoint holds."""
-    job, saved, out = built.job, start.saved, lock.out
+    trainer, saved, out = built.trainer, start.saved, lock.out
     if lock.trouble:
-        job.emit("warning", name="lock", detail=lock.trouble)
+        trainer.emit("warning", name="lock", detail=lock.trouble)
     if not built.run.resume:
         checkpoints.prepare()
         return
     from_step = start.from_step
-    if job.ranks.is_writer:
+    if trainer.ranks.is_writer:
         checkpoint.set_aside(out / CHECKPOINTS, from_step)
     checkpoints.prepare()
     is_measured = True
     if saved is not None:
         checkpoints.resume(saved)
         is_measured = saved.meta.is_measured
-        go_on_from(job, from_step, saved.meta.loss, is_measured=is_measured)
-    written = all_events(out / EVENTS) if job.ranks.is_writer else []
+        go_on_from(trainer, from_step, saved.meta.loss, is_measured=is_measured)
+    written = all_events(out / EVENTS) if trainer.ranks.is_writer else []
     cuts = [event for event in written if event["kind"] == "budget"]
-    job.fit.replay(job.ranks.gather(cuts)[0])
-    use_budget(job, from_step, is_reported=True)
-    is_at_end = from_step == job.num_steps  # what is measured there comes after its checkpoint
-    job.emit("resume", from_step=from_step, is_measured=is_measured and not is_at_end)
+    trainer.fit.replay(trainer.ranks.gather(cuts)[0])
+    use_budget(trainer, from_step, is_reported=True)
+    is_at_end = from_step == trainer.num_steps  # what is measured there comes after its checkpoint
+    trainer.emit("resume", from_step=from_step, is_measured=is_measured and not is_at_end)
     for text in start.damaged:
-        job.emit(
+        trainer.emit(
             "warning",
             name="checkpoint",
             detail=f"{text}; going on from an earlier one, this one is kept as damaged-step-*",
         )
     if start.schedule:
         detail = f"{'; '.join(start.schedule)}: in force from step {from_step + 1} on"
-        job.emit("warning", name="schedule", detail=detail)
+        trainer.emit("warning", name="schedule", detail=detail)
     if start.moved:
         detail = f"{'; '.join(start.moved)}: asked there from step {from_step + 1} on"
-        job.emit("warning", name="address", detail=detail)
+        trainer.emit("warning", name="address", detail=detail)
     if start.rounding:
         limit = TOLERANCE[str(start.identity["dtype"])]
         detail = (
             f"{'; '.join(start.rounding)}: losses will be those of the uninterrupted run to {limit:g} of their value, "
             "not bit for bit"
         )
-        job.emit("warning", name="exactness", detail=detail, tolerance=limit)
+        trainer.emit("warning", name="exactness", detail=detail, tolerance=limit)
 
 
 def _run(built: Built, out: Path, checkpoints: Checkpoints, asked: Asked) -> Ended:
-    job, run = built.job, built.run
+    trainer, run = built.trainer, built.run
     _, evaluations, stop_check = asked
     questions = choose_goldens(built)
     began = time.perf_counter()
 
     def measure(step: int) -> None:
-        with job.interrupts.at_once(job.ranks):
+        with trainer.interrupts.at_once(trainer.ranks):
             evaluations(step)
 
     data = [built.inputs.train, *([built.inputs.eval] if built.inputs.eval is not None else [])]
-    watch = ChangedSources(data, job)
-    run_steps(job, after_step=[measure, watch, checkpoints])
-    with job.interrupts.at_once(job.ranks):
-        metrics, stops = _asked_at_end(job, checkpoints, evaluations, stop_check)
-        job.interrupts.agree(job.ranks)
+    watch = ChangedSources(data, trainer)
+    run_steps(trainer, after_step=[measure, watch, checkpoints])
+    with trainer.interrupts.at_once(trainer.ranks):
+        metrics, stops = _asked_at_end(trainer, checkpoints, evaluations, stop_check)
+        trainer.interrupts.agree(trainer.ranks)
         if run.stop.required and stops is not None and not stops.is_enough:
-            state = checkpoints.rescue(job.done, job.random)
+            state = checkpoints.rescue(trainer.done, trainer.random)
             raise CheckFailed(f"{stops}; stop.required=true, so no model is written; {state}")
         model = save_model(built, out / run.save.result, questions, checkpoints)
         if run.eval.best is not None:
             answer_for_best(built, out / BEST, questions)
     checkpoints.settle()
     watch.look()
-    divergence = _divergence(job).found
-    job.emit(
+    divergence = _divergence(trainer).found
+    trainer.emit(
         "end",
         outcome="finished",
-        step=job.done,
-        cursor=job.method.cursor(job.done),
-        loss=job.loss,
+        step=trainer.done,
+        cursor=trainer.method.cursor(trainer.done),
+        loss=trainer.loss,
         eval_loss=metrics.get("loss"),
         metrics=metrics,
         seconds=time.perf_counter() - began,
@@ -382,15 +382,15 @@ def _run(built: Built, out: Path, checkpoints: Checkpoints, asked: Asked) -> End
         stop=stops.as_fields() if stops is not None else None,
         divergence=divergence,
     )
-    return Ended(job.done, job.loss, metrics, stops, divergence)
+    return Ended(trainer.done, trainer.loss, metrics, stops, divergence)
 
 
-def _divergence(job: Job) -> Divergence:
-    return next(monitor for monitor in job.monitors if isinstance(monitor, Divergence))
+def _divergence(trainer: Trainer) -> Divergence:
+    return next(monitor for monitor in trainer.monitors if isinstance(monitor, Divergence))
 
 
 def _asked_at_end(
-    job: Job, checkpoints: Checkpoints, evaluations: Evaluations, stop_check: StopCheck
+    trainer: Trainer, checkpoints: Checkpoints, evaluations: Evaluations, stop_check: StopCheck
 ) -> tuple[dict[str, float], Stops | None]:
     """The last measurements. Where they fail, the training state is kept."""
     try:
@@ -398,38 +398,40 @@ def _asked_at_end(
     except OutOfMemory:
         raise
     except TautError as error:
-        if job.ranks.size > 1:  # the others may not have failed, and would not save
+        if trainer.ranks.size > 1:  # the others may not have failed, and would not save
             raise
-        raise type(error)(f"{error}; {checkpoints.rescue(job.done, job.random)}") from error
+        raise type(error)(f"{error}; {checkpoints.rescue(trainer.done, trainer.random)}") from error
 
 
 def _saved(built: Built, name: str, checkpoints: Checkpoints) -> Interrupted:
     """The error that ends an interrupted run, its last whole step saved."""
-    job = built.job
-    if job.done == 0:
+    trainer = built.trainer
+    if trainer.done == 0:
         reason = f"{name} before the first step was over; nothing was to be saved"
     else:
         try:
-            reason = f"{name}: the state after step {job.done} is in {_save(job, checkpoints)}"
+            reason = (
+                f"{name}: the state after step {trainer.done} is in {_save(trainer, checkpoints)}"
+            )
         except OutputError as error:
-            reason = f"{name}: the state after step {job.done} could not be saved: {error}"
-            job.emit("end", outcome="stopped", step=job.done, reason=reason)
+            reason = f"{name}: the state after step {trainer.done} could not be saved: {error}"
+            trainer.emit("end", outcome="stopped", step=trainer.done, reason=reason)
             raise OutputError(f"interrupted by {reason}") from error
-    job.emit("end", outcome="interrupted", step=job.done, reason=reason)
+    trainer.emit("end", outcome="interrupted", step=trainer.done, reason=reason)
     return Interrupted(f"interrupted by {reason}; the same command with resume=true goes on")
 
 
 def _kept(built: Built, error: OutOfMemory, checkpoints: Checkpoints) -> OutOfMemory:
     """The error that ends a run for want of memory, its last whole step saved."""
-    job, kept = built.job, "nothing was to be saved: the first step was not over"
-    if job.ranks.size > 1:  # the others are in the middle of the step, and would not save
+    trainer, kept = built.trainer, "nothing was to be saved: the first step was not over"
+    if trainer.ranks.size > 1:  # the others are in the middle of the step, and would not save
         kept = _newest(checkpoints)
-    elif job.done:
+    elif trainer.done:
         try:
-            kept = f"the state after step {job.done} is in {_save(job, checkpoints)}"
+            kept = f"the state after step {trainer.done} is in {_save(trainer, checkpoints)}"
         except OutputError as trouble:
-            kept = f"the state after step {job.done} could not be saved: {trouble}"
-    job.emit("end", outcome="stopped", step=job.done, reason=f"{error}; {kept}")
+            kept = f"the state after step {trainer.done} could not be saved: {trouble}"
+    trainer.emit("end", outcome="stopped", step=trainer.done, reason=f"{error}; {kept}")
     return OutOfMemory(f"{error}; {kept}; resume=true goes on from there")
 
 
@@ -442,33 +444,33 @@ def _rescued(built: Built, error: TautError, checkpoints: Checkpoints) -> TautEr
     """The error that ends a run. Where engine or rewards may be at fault, its last whole step is saved; where training
     has diverged it is not, and checkpoints of diverged weights lose their names.
     """
-    job = built.job
+    trainer = built.trainer
     if isinstance(error, DivergenceError):
         checkpoints.settle_or_warn()
-        if job.ranks.is_writer:
-            checkpoint.set_aside(checkpoints.folder, _divergence(job).sound_step)
-        job.ranks.barrier()
+        if trainer.ranks.is_writer:
+            checkpoint.set_aside(checkpoints.folder, _divergence(trainer).sound_step)
+        trainer.ranks.barrier()
         return DivergenceError(f"{error}; {_newest(checkpoints)}")
     is_sound = isinstance(
         error, EngineError | CheckFailed | ConfigError | DataError | UserCodeError
     )
     if not built.run.generates or not is_sound:
         return error
-    if job.ranks.size > 1 or not 0 < job.done < job.num_steps:
+    if trainer.ranks.size > 1 or not 0 < trainer.done < trainer.num_steps:
         return error
-    job.method.reject()
+    trainer.method.reject()
     try:
-        kept = f"the state after step {job.done} is in {_save(job, checkpoints)}"
+        kept = f"the state after step {trainer.done} is in {_save(trainer, checkpoints)}"
     except OutputError as trouble:
-        return type(error)(f"{error}; the state after step {job.done} is not saved: {trouble}")
+        return type(error)(f"{error}; the state after step {trainer.done} is not saved: {trouble}")
     return type(error)(f"{error}; {kept}; resume=true goes on from there")
 
 
-def _save(job: Job, checkpoints: Checkpoints) -> Path:
+def _save(trainer: Trainer, checkpoints: Checkpoints) -> Path:
     """Save the last whole step, as it was before anything that follows it."""
-    is_measured = job.followed == job.done
+    is_measured = trainer.followed == trainer.done
     checkpoints.settle_or_warn()  # one that failed before does not keep this one from being tried
-    return checkpoints.save(job.done, wait=True, is_measured=is_measured, random=job.random)
+    return checkpoints.save(trainer.done, wait=True, is_measured=is_measured, random=trainer.random)
 
 
 def _resolved(built: Built, start: Start) -> dict[str, Any]:
@@ -479,7 +481,7 @@ def _resolved(built: Built, start: Start) -> dict[str, Any]:
         "directory": str(Path.cwd()),
         "config": to_dict(built.run),
         "decisions": [decision._asdict() for decision in built.decisions],
-        "num_steps": built.job.num_steps,
+        "num_steps": built.trainer.num_steps,
         "day": str(built.inputs.renderer.template.day),
         "data": built.inputs.train.fingerprint,
         "identity": start.identity,
@@ -487,27 +489,27 @@ def _resolved(built: Built, start: Start) -> dict[str, Any]:
 
 
 def _emit_start(built: Built, examination: Examination | None) -> None:
-    data, job = built.inputs.train.report, built.job
-    job.emit(
+    data, trainer = built.inputs.train.report, built.trainer
+    trainer.emit(
         "start",
         version=version("taut"),
         model=built.run.model,
-        num_steps=job.num_steps,
-        num_ranks=job.ranks.size,
+        num_steps=trainer.num_steps,
+        num_ranks=trainer.ranks.size,
         num_samples=data.num_samples,
         data=str(data),
         dropped=[f"{incident.place}: {incident.reason}" for incident in data.dropped],
         cut=[f"{incident.place}: {incident.reason}" for incident in data.cut],
         decisions=built.decisions,
         num_parameters=sum(p.numel() for p in built.scorer.parameters()),
-        num_trained=sum(parameter.numel() for parameter in job.trained),
+        num_trained=sum(parameter.numel() for parameter in trainer.trained),
     )
     if examination is None:
-        job.emit("check", name="all", outcome="skipped", value=None, detail="check=off")
+        trainer.emit("check", name="all", outcome="skipped", value=None, detail="check=off")
         return
     for one in examination.answered:
         finding = one.finding
-        job.emit(
+        trainer.emit(
             "check",
             name=one.name,
             part=examination.part,
@@ -587,7 +589,7 @@ def train(run: RunConfig) -> Result:
             if start.finished is None:
                 log = RunLog()
                 built = build(run, inputs, start.plan, ranks, log.emit, interrupts)
-                with closing(built.job.method) as method:
+                with closing(built.trainer.method) as method:
                     built.opened.extend(method.open())
                     built.opened.extend(run.held_out_decisions())
                     evaluations, stop_check = _evaluations(built, out), _stop_check(built)
@@ -623,27 +625,27 @@ def _stop_check(built: Built) -> StopCheck:
     run, inputs = built.run, built.inputs
     data = inputs.train if inputs.eval is None else inputs.eval
     if run.has_scalar_head:
-        return unasked(run.stop, built.job, run.seed, "a reward model writes nothing")
+        return unasked(run.stop, built.trainer, run.seed, "a reward model writes nothing")
     questions = run.questions(data)
-    engine = engine_of(inputs, built.models, built.job.ranks)
-    check = prepare(run.stop, questions, inputs.stops.ids, engine, built.job, run.seed)
+    engine = engine_of(inputs, built.models, built.trainer.ranks)
+    check = prepare(run.stop, questions, inputs.stops.ids, engine, built.trainer, run.seed)
     return replace(check, is_taught=run.teaches_ends, remedy=run.ends_remedy)
 
 
 def _evaluations(built: Built, out: Path) -> Evaluations:
     """What is measured while the model trains; nothing that would fail later passes here."""
-    run, inputs, job = built.run, built.inputs, built.job
+    run, inputs, trainer = built.run, built.inputs, built.trainer
     found = []
     if inputs.eval is not None and not run.generates:
-        found.append(held_out(run.rows_of(inputs.eval), run.eval.every, job))
+        found.append(held_out(run.rows_of(inputs.eval), run.eval.every, trainer))
     if run.has_scalar_head and run.eval.answers.rewards:
         raise ConfigError(
             "eval.answers.rewards is set and a reward model writes no answers; expected none; take the key out"
         )
-    answers, make_engine = run.held_out_answers, engine_of(inputs, built.models, job.ranks)
-    require_judgeable(answers.rewards, job.ranks.size)
+    answers, make_engine = run.held_out_answers, engine_of(inputs, built.models, trainer.ranks)
+    require_judgeable(answers.rewards, trainer.ranks.size)
     renderer, kind = inputs.renderer, run.row_kind
-    answering = build_answering(answers, run.data, renderer, make_engine, job, kind)
+    answering = build_answering(answers, run.data, renderer, make_engine, trainer, kind)
     if answering is not None:
         found.append(answering.as_evaluation())
         settled = answering.decisions
@@ -654,9 +656,9 @@ def _evaluations(built: Built, out: Path) -> Evaluations:
                 "checkpoint.keep_best=true and eval.best is not set; expected the metric that says which is the best; "
                 "set eval.best"
             )
-        return Evaluations(found, job.num_steps, None)
+        return Evaluations(found, trainer.num_steps, None)
     measured = require_best(run.eval.best, found).measured
     if run.resume:
         require_same_measure(out / BEST, run.eval.best, measured)
-    best = Best(run.eval.best, measured, out / BEST, partial(save_best, built), job)
-    return Evaluations(found, job.num_steps, best)
+    best = Best(run.eval.best, measured, out / BEST, partial(save_best, built), trainer)
+    return Evaluations(found, trainer.num_steps, best)

@@ -40,7 +40,7 @@ from taut.rewards.registry import read_parts
 from taut.train.distributed import Ranks
 from taut.train.oom import require_room
 from taut.train.step_statistics import Planned, Sums
-from taut.train.trainer import Job, prepare_microbatches
+from taut.train.trainer import Trainer, prepare_microbatches
 from taut.types import Packed, Scores, Tree
 
 ROWS_AT_A_TIME = 512
@@ -84,40 +84,42 @@ class Found:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Evaluates ``job.method.loss`` on ``rows`` and emits an ``eval`` event."""
+    """Evaluates ``trainer.method.loss`` on ``rows`` and emits an ``eval`` event."""
 
     rows: Rows
-    job: Job
+    trainer: Trainer
 
     def __call__(self, step: int) -> dict[str, float]:
         """``loss`` (each term's sum by its count) and the loss's metrics; every row counts once, whatever the number of
         ranks.
         """
-        job, method, found = self.job, self.job.method, Found()
-        job.scorer.eval()
+        trainer, method, found = self.trainer, self.trainer.method, Found()
+        trainer.scorer.eval()
         for start in range(0, len(self.rows), ROWS_AT_A_TIME):
             indices = list(range(start, min(start + ROWS_AT_A_TIME, len(self.rows))))
             trees, observed = self.rows.trees(indices), method.observed_of(self.rows, indices)
-            planned = prepare_microbatches(job, trees, observed, f"held-out loss after step {step}")
+            planned = prepare_microbatches(
+                trainer, trees, observed, f"held-out loss after step {step}"
+            )
             self._add(planned, trees, found, step)
-        ranks = job.ranks
+        ranks = trainer.ranks
         metrics = {"loss": sum(found.terms.means(ranks).values()), **found.metrics.means(ranks)}
         fields: dict[str, Any] = {"num_tokens": int(ranks.sum([found.num_tokens])[0])}
         calibration = found.calibration(ranks)
         if calibration is not None:
             metrics["calibration_error"] = calibration.error
             fields["calibration"] = calibration.as_dict()["bins"]
-        job.emit("eval", step=step, num_samples=len(self.rows), **fields, **metrics)
+        trainer.emit("eval", step=step, num_samples=len(self.rows), **fields, **metrics)
         return metrics
 
     def _add(self, planned: Planned, trees: Sequence[Tree], found: Found, step: int) -> None:
         """Add what counts. All ranks run equally many forwards."""
-        job, loss = self.job, self.job.method.loss
+        trainer, loss = self.trainer, self.trainer.method.loss
         for packed, is_real in planned:
-            with torch.no_grad(), job.compute():
-                score = partial(job.scorer, packed, wants=loss.wants)
+            with torch.no_grad(), trainer.compute():
+                score = partial(trainer.scorer, packed, wants=loss.wants)
                 where = f"held-out loss after step {step}"
-                scores = job.fit.attempt(score, packed, trees, where)
+                scores = trainer.fit.attempt(score, packed, trees, where)
             if is_real:
                 found.add(loss, scores, packed.to(scores.device))
 
@@ -170,7 +172,7 @@ class Best:
     measured: str
     directory: Path
     save: Save
-    job: Job
+    trainer: Trainer
     value: float | None = None
     """The best value so far."""
     step: int | None = None
@@ -181,10 +183,10 @@ class Best:
 
         A metric without a value that may be trusted (nothing scored, too many errors, NaN) is told; nothing is saved.
         """
-        value = self.job.ranks.gather(metrics.get(self.metric))[0]
+        value = self.trainer.ranks.gather(metrics.get(self.metric))[0]
         if value is None or math.isnan(value):
             detail = f"eval.best: {self.metric} has no value at this step; nothing is kept of it"
-            self.job.emit("warning", step=step, name="best", detail=detail)
+            self.trainer.emit("warning", step=step, name="best", detail=detail)
             return
         if not (
             step == self.step or self._is_better(value)
@@ -201,7 +203,9 @@ class Best:
             lambda folder: _write(folder / FILE, note),
         )
         self.value, self.step = value, step
-        self.job.emit("best", step=step, name=self.metric, value=value, path=str(self.directory))
+        self.trainer.emit(
+            "best", step=step, name=self.metric, value=value, path=str(self.directory)
+        )
 
     def remember(self) -> dict[str, Any]:
         return {
@@ -214,7 +218,7 @@ class Best:
     def recall(self, remembered: Mapping[str, Any]) -> None:
         """Take up where a checkpoint left off, unless something else was measured then or the model is gone."""
         is_same = (remembered["metric"], remembered["measured"]) == (self.metric, self.measured)
-        if self.job.ranks.gather(is_same and (self.directory / FILE).is_file())[0]:
+        if self.trainer.ranks.gather(is_same and (self.directory / FILE).is_file())[0]:
             self.value, self.step = remembered["value"], remembered["step"]
 
     def _is_better(self, value: float) -> bool:
@@ -363,22 +367,22 @@ class Answering:
     panel: Panel | None
     """The writer's: it judges for all."""
     engine: Engine
-    job: Job
+    trainer: Trainer
     left_out: Sequence[Incident] = ()
     """Prompts whose pictures cannot be had."""
 
     def __call__(self, step: int) -> dict[str, float]:
         """name -> value of every metric that may be trusted, on all ranks."""
-        job, names = self.job, self.names
-        devices = [job.ranks.device] if job.ranks.device.type == "cuda" else []
+        trainer, names = self.trainer, self.names
+        devices = [trainer.ranks.device] if trainer.ranks.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):  # a reward may draw
             ask = partial(answer, self.engine, self.rows, self.config.sampling, self.panel)
             answers = require_room(ask, f"answers after step {step}", ROOMIER)
-        mine = build_report(answers, names) if job.ranks.is_writer else None
-        report: Report | None = job.ranks.gather(mine)[0]
+        mine = build_report(answers, names) if trainer.ranks.is_writer else None
+        report: Report | None = trainer.ranks.gather(mine)[0]
         assert report is not None
         values = report.values()
-        job.emit("eval", step=step, **event_fields(report, answers))
+        trainer.emit("eval", step=step, **event_fields(report, answers))
         for metric in report.metrics:
             if metric.error_share <= self.config.max_errors:
                 continue
@@ -386,7 +390,7 @@ class Answering:
                 f"{len(metric.errors)} scores of {metric.name} are errors, the first: {metric.errors[0]}; "
                 "it is not taken as the best"
             )
-            job.emit("warning", step=step, name=metric.name, detail=detail)
+            trainer.emit("warning", step=step, name=metric.name, detail=detail)
             for name in metric_names(metric.name, self.config):
                 values.pop(name, None)
         return values
@@ -427,7 +431,7 @@ def build_answering(
     data: DataConfig,
     renderer: Renderer,
     make_engine: Callable[..., LocalEngine],
-    job: Job,
+    trainer: Trainer,
     kind: Kind = "sft",
 ) -> Answering | None:
     """The evaluation a run asks for, refused now where it could not be made; None where it asks for none.
@@ -438,7 +442,7 @@ def build_answering(
         return None
     parts = read_parts(config.rewards, RESERVED)
     panel = None
-    if job.ranks.is_writer:
+    if trainer.ranks.is_writer:
         panel = open_panel(config.rewards, reserved=RESERVED, open_rater=open_rater)
     needs_reference = any(part.verifier.needs_reference for part in parts)
     rows, left_out = _load_rows(config, data, renderer, needs_reference, kind)
@@ -446,14 +450,14 @@ def build_answering(
         require_scorable(rows, panel, config.max_errors)
     engine = make_engine(config=config.local)
     require_usable([row.as_prompt() for row in rows], engine.context)
-    return Answering(config, rows, [part.label for part in parts], panel, engine, job, left_out)
+    return Answering(config, rows, [part.label for part in parts], panel, engine, trainer, left_out)
 
 
-def held_out(rows: Rows, every: int, job: Job) -> Evaluation:
+def held_out(rows: Rows, every: int, trainer: Trainer) -> Evaluation:
     """The loss, and what it tells beside it, on held-out rows."""
     measured = rows.data.fingerprint[:16]
-    names = ["loss", *job.method.loss.best_by]
-    return Evaluation("eval.every", every, names, measured, HeldOut(rows, job))
+    names = ["loss", *trainer.method.loss.best_by]
+    return Evaluation("eval.every", every, names, measured, HeldOut(rows, trainer))
 
 
 def require_best(metric: str, evaluations: Sequence[Evaluation]) -> Evaluation:

@@ -26,7 +26,7 @@ from taut.errors import ConfigError, ModelError
 from taut.inference.engine import Engine, Sampling
 from taut.inference.local import LocalEngine
 from taut.train.oom import require_room
-from taut.train.trainer import Job
+from taut.train.trainer import Trainer
 from taut.types import Prompt, Sample
 
 LOOKED_AT = 64
@@ -182,7 +182,7 @@ class StopCheck:
     asked: Sequence[Asked]
     engine: Engine | None
     config: StopConfig
-    job: Job
+    trainer: Trainer
     seed: int
     obstacle: str = ""
     """Why it cannot be asked."""
@@ -194,7 +194,9 @@ class StopCheck:
         """Draw the answers, see which end, and emit a ``check`` event. Every rank makes the same calls and learns the
         same. None where it cannot be asked."""
         if self.engine is None:
-            self.job.emit("check", name="stop", outcome="skipped", value=None, detail=self.obstacle)
+            self.trainer.emit(
+                "check", name="stop", outcome="skipped", value=None, detail=self.obstacle
+            )
             return None
         sampling = Sampling(max_new_tokens=self.config.tokens, seed=self.seed)
         ask = partial(self.engine.generate, [one.prompt for one in self.asked], sampling)
@@ -206,14 +208,14 @@ class StopCheck:
             num_ended=len(done) - len(open_ended),
             num_begun=sum(one.is_begun for one in self.asked),
             wanted=self.config.share,
-            end_probability=_end_probability(references, self.job) if references else None,
+            end_probability=_end_probability(references, self.trainer) if references else None,
             examples=tuple((one.prompt_id, one.text[-TAIL:]) for one in open_ended[:EXAMPLES]),
             is_taught=self.is_taught,
             remedy=self.remedy,
         )
         bad = "failed" if self.config.required else "warning"
         outcome = "passed" if stops.is_enough else bad
-        self.job.emit(
+        self.trainer.emit(
             "check",
             name="stop",
             outcome=outcome,
@@ -228,7 +230,7 @@ def prepare(
     data: Sequence[Sample] | Sequence[Prompt],
     stop_ids: Sequence[int],
     make_engine: Callable[[], LocalEngine],
-    job: Job,
+    trainer: Trainer,
     seed: int,
 ) -> StopCheck:
     """The check of a run, before it trains, on samples with their answers or on prompts. Raises ConfigError where it is
@@ -246,24 +248,24 @@ def prepare(
         if not asked:
             engine, obstacle = None, "no answer looked at ends: all were cut"
     if engine is None:
-        return unasked(config, job, seed, obstacle)
-    return StopCheck(asked, engine, config, job, seed)
+        return unasked(config, trainer, seed, obstacle)
+    return StopCheck(asked, engine, config, trainer, seed)
 
 
-def unasked(config: StopConfig, job: Job, seed: int, obstacle: str) -> StopCheck:
+def unasked(config: StopConfig, trainer: Trainer, seed: int, obstacle: str) -> StopCheck:
     """The check of a run in which it cannot be made. Raises ConfigError if it is required."""
     if config.required:
         raise ConfigError(
             f"stop.required=true and it cannot be asked whether the model ends its answers: {obstacle}; set "
             "stop.required=false, or remove the obstacle"
         )
-    return StopCheck([], None, config, job, seed, obstacle)
+    return StopCheck([], None, config, trainer, seed, obstacle)
 
 
-def _end_probability(references: Sequence[Sample], job: Job) -> float:
-    was_training = job.scorer.training
-    job.scorer.eval()
-    with torch.no_grad(), job.compute():
-        logps = [float(job.scorer(pack([sample], ALONE)).logp_N[0]) for sample in references]
-    job.scorer.train(was_training)
+def _end_probability(references: Sequence[Sample], trainer: Trainer) -> float:
+    was_training = trainer.scorer.training
+    trainer.scorer.eval()
+    with torch.no_grad(), trainer.compute():
+        logps = [float(trainer.scorer(pack([sample], ALONE)).logp_N[0]) for sample in references]
+    trainer.scorer.train(was_training)
     return math.exp(sum(logps) / len(logps))

@@ -53,7 +53,7 @@ from taut.train.log import LogConfig
 from taut.train.monitors import DivergenceConfig
 from taut.train.optim import DefaultRates, OptimConfig
 from taut.train.run_dir import SaveConfig
-from taut.train.trainer import Job, Monitor, StepSource
+from taut.train.trainer import Monitor, StepSource, Trainer
 from taut.types import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -367,7 +367,11 @@ class RunConfig:
         return ()
 
     def connect(
-        self, job: Job, inputs: Inputs, models: Models, make_engine: Callable[..., LocalEngine]
+        self,
+        trainer: Trainer,
+        inputs: Inputs,
+        models: Models,
+        make_engine: Callable[..., LocalEngine],
     ) -> None:
         """Give the source of steps what it works with, where it needs more than data."""
 

@@ -34,7 +34,7 @@ from taut.rl.advantages import Credit
 from taut.rl.monitors import Guard, GuardConfig
 from taut.rl.online import Crew, Online
 from taut.rl.rollout import RolloutConfig
-from taut.train.trainer import Job, Monitor, StepSource
+from taut.train.trainer import Monitor, StepSource, Trainer
 from taut.types import Prompt
 
 REWARD_ENDS = "add the reward stop to rewards, or lower optim.learning_rate"
@@ -172,10 +172,14 @@ class OnlineMethod(RunConfig):
         return [method.guard]
 
     def connect(
-        self, job: Job, inputs: Inputs, models: Models, make_engine: Callable[..., LocalEngine]
+        self,
+        trainer: Trainer,
+        inputs: Inputs,
+        models: Models,
+        make_engine: Callable[..., LocalEngine],
     ) -> None:
         """Engine, rewards and environment, opened when they are first needed."""
-        online = job.method
+        online = trainer.method
         assert isinstance(online, Online)
         setting = setup.Setting(
             config=self.rollout,
@@ -193,10 +197,10 @@ class OnlineMethod(RunConfig):
             compute=models.compute,
             dtype=models.loaded.dtype.dtype,
             seed=self.seed,
-            ranks=job.ranks,
+            ranks=trainer.ranks,
         )
-        roles = job.roles if self.scores_reference_first else ()
-        online.join(Crew(job, roles, partial(setup.open_roller, setting)))
+        roles = trainer.roles if self.scores_reference_first else ()
+        online.join(Crew(trainer, roles, partial(setup.open_roller, setting)))
 
     # -- files
 

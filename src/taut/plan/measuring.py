@@ -116,22 +116,22 @@ class Measured:
 
 
 def measure(built: Built, packed: Packed, *, is_first: bool) -> Measured:
-    """Run ``packed`` through a job. ``is_first``: without gradients before it."""
-    job, model = built.job, built.scorer
+    """Run ``packed`` through a trainer. ``is_first``: without gradients before it."""
+    trainer, model = built.trainer, built.scorer
     act = partial(_run, built, packed)
     model.train()
     act()  # warm-up
     if is_first:
-        job.optimizer.zero_grad()
+        trainer.optimizer.zero_grad()
     began = time.perf_counter()
     act()
-    if job.ranks.device.type == "cuda":
-        torch.cuda.synchronize(job.ranks.device)
+    if trainer.ranks.device.type == "cuda":
+        torch.cuda.synchronize(trainer.ranks.device)
     seconds = time.perf_counter() - began
     if is_first:
-        job.optimizer.zero_grad()
+        trainer.optimizer.zero_grad()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    state = tensors_of(job.optimizer)
+    state = tensors_of(trainer.optimizer)
     before = [
         *model.parameters(),
         *model.buffers(),
@@ -139,27 +139,30 @@ def measure(built: Built, packed: Packed, *, is_first: bool) -> Measured:
         *gradients,
         *_reference_tensors(built),
     ]
-    peak = peak_bytes(act, before, job.ranks.device)
-    job.optimizer.zero_grad()
+    peak = peak_bytes(act, before, trainer.ranks.device)
+    trainer.optimizer.zero_grad()
     return Measured(peak, seconds)
 
 
 def measured_parts(built: Built, packed: Packed, *, is_first: bool) -> Parts:
     """The live tensors by part at their peak, with the optimizer state."""
-    job, model = built.job, built.scorer
+    trainer, model = built.trainer, built.scorer
     model.train()
     if not is_first:
         _run(built, packed)
-    held = {"reference": _reference_tensors(built), "optimizer": tensors_of(job.optimizer)}
+    held = {"reference": _reference_tensors(built), "optimizer": tensors_of(trainer.optimizer)}
     parts = _parts(model, partial(_run, built, packed), held)
-    job.optimizer.zero_grad()
+    trainer.optimizer.zero_grad()
     return parts
 
 
 def _run(built: Built, packed: Packed) -> None:
-    job = built.job
+    trainer = built.trainer
     backward(
-        job, _with_streams(job.method.loss, packed), dict.fromkeys(job.method.loss.units, 1.0), 1
+        trainer,
+        _with_streams(trainer.method.loss, packed),
+        dict.fromkeys(trainer.method.loss.units, 1.0),
+        1,
     )
 
 
@@ -177,7 +180,7 @@ def _reference_tensors(built: Built) -> list[Tensor]:
     """The tensors of a reference. One whose log-probs are in a file is freed before the first step."""
     if built.run.models().reference_file is not None:
         return []
-    return [tensor for role in built.job.roles for tensor in role.tensors()]
+    return [tensor for role in built.trainer.roles for tensor in role.tensors()]
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

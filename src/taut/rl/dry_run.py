@@ -21,12 +21,12 @@ from taut.rl.advantages import Credit, Rewarded, paths_of
 from taut.rl.online import numbered
 from taut.rl.rollout import POLICY, Asked, Group, scored
 from taut.rl.sampler import Episode
-from taut.train.trainer import Job, Role
+from taut.train.trainer import Role, Trainer
 from taut.types import FloatArray, IntArray, Prompt, Sample, Tree
 
 
 def rehearsed(
-    job: Job, credit: Credit, roles: Sequence[Role], samples: Sequence[Sample]
+    trainer: Trainer, credit: Credit, roles: Sequence[Role], samples: Sequence[Sample]
 ) -> list[Tree]:
     """The trees of these prompts. ``roles``: models whose word is taken with the roll-out."""
     groups = [
@@ -35,9 +35,9 @@ def rehearsed(
     paths = paths_of(groups, 0)
     trees = credit.bare(paths)
     asked = Asked(policy=True, values=False, temperature=credit.asked.temperature)
-    own = scored(job, trees, asked, (), 1)
+    own = scored(trainer, trees, asked, (), 1)
     paths = [_said(path, own[path.name][POLICY]) for path in paths]
-    given = credit.trees(paths, scored(job, trees, credit.asked, roles, 1))
+    given = credit.trees(paths, scored(trainer, trees, credit.asked, roles, 1))
     return numbered(given.trees)
 
 

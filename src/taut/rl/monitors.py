@@ -33,7 +33,7 @@ from taut.config import configclass
 from taut.errors import CheckFailed
 from taut.losses.policy import largest_difference
 from taut.rl.rollout import Group
-from taut.train.trainer import Job, StepReport
+from taut.train.trainer import StepReport, Trainer
 
 BEGINNING = 3
 """Roll-outs, or updates, that later ones are compared with."""
@@ -321,18 +321,18 @@ class Guard:
             self.told.add(name)
             emit("warning", name=name, step=step, detail=detail)
 
-    def __call__(self, report: StepReport, job: Job) -> None:
+    def __call__(self, report: StepReport, trainer: Trainer) -> None:
         """A monitor of the loop: the engine's log-probs against the trainer's, and how an update changes the policy."""
-        self._look_at_engine(report, job)
-        self._look_at_update(report, job.emit)
+        self._look_at_engine(report, trainer)
+        self._look_at_update(report, trainer.emit)
 
-    def _look_at_engine(self, report: StepReport, job: Job) -> None:
+    def _look_at_engine(self, report: StepReport, trainer: Trainer) -> None:
         found = report.metrics.get(DIFFERENCE)
         if found is None:
             return
         own = [largest_difference(scores, packed) for packed, scores in report.scored]
         most = max(own, default=0.0)
-        report.metrics["engine/largest"] = job.ranks.max([most])[0]
+        report.metrics["engine/largest"] = trainer.ranks.max([most])[0]
         if not found <= self.config.max_difference:
             raise CheckFailed(
                 f"step {report.step}: the engine's log-probs differ from the trainer's by {found:.3g} nats a token on "
@@ -359,7 +359,7 @@ class Guard:
             if is_bad and name not in self.told:
                 self.told.add(name)
                 detail = f"engine and trainer: {detail}"
-                job.emit("warning", name=f"rollout_{name}", step=report.step, detail=detail)
+                trainer.emit("warning", name=f"rollout_{name}", step=report.step, detail=detail)
 
     remembered: ClassVar[Any] = GuardState
 

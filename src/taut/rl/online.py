@@ -40,7 +40,7 @@ from taut.rl.monitors import Guard, GuardState
 from taut.rl.rollout import Rolled, Roller, RolloutConfig, scored
 from taut.train.log.events import to_json
 from taut.train.oom import require_room
-from taut.train.trainer import Job, Role
+from taut.train.trainer import Role, Trainer
 from taut.types import Tree
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ SMALLER = "set a smaller rollout.local.sequences or rollout.local.prefill_tokens
 class Crew(NamedTuple):
     """What a method that generates works with, once there is a model."""
 
-    job: Job
+    trainer: Trainer
     roles: Sequence[Role]
     """Models whose word is part of what a roll-out is worth: a reference that a penalty in the reward is taken from."""
     open_roller: Callable[[], Roller]
@@ -232,7 +232,7 @@ class Online:
         if self.phase is None or self.phase.number != number:
             self.phase = self._rolled_out(number, step)
         for kind, fields in self._untold:  # a resume takes back what is told of steps to come
-            self.crew.job.emit(kind, **fields)
+            self.crew.trainer.emit(kind, **fields)
         self._untold = ()
         return numbered(self._part(self.phase, update))
 
@@ -269,18 +269,18 @@ class Online:
 
     def _rolled_out(self, number: int, step: int) -> Phase:
         """Roll out, score, credit. Nothing that is remembered changes before all of it is done."""
-        job, version, before = self.crew.job, step - 1, self._state
+        trainer, version, before = self.crew.trainer, step - 1, self._state
         told: list[tuple[str, dict[str, Any]]] = []
 
         def tell(kind: str, **fields: Any) -> None:
             told.append((kind, fields))
-            job.emit(kind, **fields)
+            trainer.emit(kind, **fields)
 
         if self._taken is None or self._taken[0] != number:
             draw = partial(self._rolled, number, version)
             if self.config.engine == "local":
                 draw = partial(require_room, draw, f"the roll-out of step {step}", SMALLER)
-            with job.interrupts.at_once(job.ranks):
+            with trainer.interrupts.at_once(trainer.ranks):
                 self._taken = number, draw()
         rolled = self._taken[1]
         self.guard.require_rewards([*rolled.groups, *rolled.left_out], step)
@@ -288,7 +288,7 @@ class Online:
         began = time.perf_counter()
         if paths:
             trees = self.credit.bare(paths)
-            said = scored(job, trees, self.credit.asked, self.crew.roles, step)
+            said = scored(trainer, trees, self.credit.asked, self.crew.roles, step)
         seconds = time.perf_counter() - began
         given = self.credit.trees(paths, said) if paths else Credited([], [], {}, {})
         fields = metrics.fields(rolled, paths, given, version, self.config)
@@ -323,7 +323,7 @@ class Online:
         rolled = generator.take(number)
         if not is_first:
             self._update(version)
-        if (number + 1) * self.config.updates < self.crew.job.num_steps:
+        if (number + 1) * self.config.updates < self.crew.trainer.num_steps:
             generator.start(number + 1, self._generate(number + 1))
         return rolled
 
@@ -336,7 +336,7 @@ class Online:
         return partial(self.roller.roll, number, self._indices(number))
 
     def _update(self, version: int) -> None:
-        with self.crew.job.interrupts.held():  # half of the weights would be nobody's
+        with self.crew.trainer.interrupts.held():  # half of the weights would be nobody's
             self.roller.engine.update(version)
 
     def _indices(self, number: int) -> list[int]:
@@ -376,7 +376,7 @@ class Online:
 
     def _open_phase(self) -> list[Any] | None:
         """The phase that steps to come train on; if none has yet, what was told of it and what was before it."""
-        phase, (number, update) = self.phase, divmod(self.crew.job.done, self.config.updates)
+        phase, (number, update) = self.phase, divmod(self.crew.trainer.done, self.config.updates)
         if phase is None or phase.number != number:
             return None
         held = [encoded(tree) for tree in phase.trees]
@@ -396,7 +396,7 @@ class Online:
         """Forget the phase if no step has trained on it: what stopped the run may be its fault, and a resume is to draw
         it anew.
         """
-        phase, done = self.phase, self.crew.job.done
+        phase, done = self.phase, self.crew.trainer.done
         if phase is None or phase.before is None or phase.number * self.config.updates != done:
             return
         self.phase = None

@@ -37,7 +37,7 @@ from taut.rewards.verifier import Answered, Score
 from taut.rl.environment import EnvironmentConfig, World
 from taut.rl.sampler import Episode, play
 from taut.train.distributed import Ranks
-from taut.train.trainer import Job, Role, pad_microbatches, plan_microbatches
+from taut.train.trainer import Role, Trainer, pad_microbatches, plan_microbatches
 from taut.types import FloatArray, Packed, Sample, Scores, Tree, Wants
 
 RESERVED = ("shaped", "kept")
@@ -376,57 +376,59 @@ def sample_of(
     return replace(sample, read_at_R=np.concatenate([at_N - 1, after]).astype(np.int64))
 
 
-def scored(job: Job, trees: Sequence[Tree], asked: Asked, roles: Sequence[Role], step: int) -> Said:
+def scored(
+    trainer: Trainer, trees: Sequence[Tree], asked: Asked, roles: Sequence[Role], step: int
+) -> Said:
     """What the policy, the critic and ``roles`` say of each sample of these trees."""
     where = f"the roll-out of step {step}"
     found: Said = {s.id: {} for tree in trees for s in tree.samples}
     if not (asked.policy or asked.values or roles):
         return found
-    planned = pad_microbatches(plan_microbatches(trees, job), trees, job)
+    planned = pad_microbatches(plan_microbatches(trees, trainer), trees, trainer)
     if asked.policy or asked.values:
         for packed, is_real in planned:
             scores = _attempted(
-                job, partial(_quiet, job, packed, asked.wants), packed, trees, where
+                trainer, partial(_quiet, trainer, packed, asked.wants), packed, trees, where
             )
             if is_real and asked.policy:
                 _keep(found, POLICY, packed, scores.logp_N, packed.row_N)
             if is_real and scores.scalar_R is not None:
                 _keep(found, VALUE, packed, scores.scalar_R, packed.row_R)
     for role in roles:
-        with job.interrupts.held(), role.active(), job.compute():
+        with trainer.interrupts.held(), role.active(), trainer.compute():
             for packed, is_real in planned:
                 act = partial(role.streams, packed)
-                said = _attempted(job, act, packed, trees, where)
+                said = _attempted(trainer, act, packed, trees, where)
                 for name, value_N in said.items() if is_real else ():
                     _keep(found, name, packed, value_N, packed.row_N)
-    if job.ranks.size == 1:
+    if trainer.ranks.size == 1:
         return found
     everything: Said = {name: {} for name in found}
-    for part in job.ranks.gather(found):
+    for part in trainer.ranks.gather(found):
         for name, said in part.items():
             everything[name] |= said
     return everything
 
 
-def _quiet(job: Job, packed: Packed, wants: Wants) -> Scores:
+def _quiet(trainer: Trainer, packed: Packed, wants: Wants) -> Scores:
     """In evaluation mode."""
-    was_training = job.scorer.training
-    job.scorer.eval()
+    was_training = trainer.scorer.training
+    trainer.scorer.eval()
     try:
-        with job.compute():
-            scores: Scores = job.scorer(packed, wants=wants)
+        with trainer.compute():
+            scores: Scores = trainer.scorer(packed, wants=wants)
     finally:
-        job.scorer.train(was_training)
+        trainer.scorer.train(was_training)
     return scores
 
 
 def _attempted(
-    job: Job, act: Callable[[], T], packed: Packed, trees: Sequence[Tree], where: str
+    trainer: Trainer, act: Callable[[], T], packed: Packed, trees: Sequence[Tree], where: str
 ) -> T:
-    if job.ranks.size == 1:
-        job.interrupts.check()
+    if trainer.ranks.size == 1:
+        trainer.interrupts.check()
     with torch.no_grad():  # outside the attempt: what fits a forward is not what fits a step
-        return job.fit.attempt(act, packed, trees, where)
+        return trainer.fit.attempt(act, packed, trees, where)
 
 
 def _keep(found: Said, name: str, packed: Packed, value: Tensor, row: Tensor) -> None:

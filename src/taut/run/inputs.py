@@ -1,6 +1,6 @@
 """A run's inputs: tokenizer, template, data, made of its configuration by ``load_inputs``.
 
-What is chosen for the user is a ``Decision`` with its reason. ``taut.run.setup`` makes a job of a run and its inputs.
+What is chosen for the user is a ``Decision`` with its reason. ``taut.run.setup`` makes the models and the trainer.
 """
 
 from __future__ import annotations

@@ -43,20 +43,20 @@ def keep_reference(built: Built) -> None:
 
     Raises ConfigError where the file is of another model, data or setting. Every rank calls it.
     """
-    file, job = built.run.models().reference_file, built.job
+    file, trainer = built.run.models().reference_file, built.trainer
     if file is None:
         return
     path = user_path(file, "reference.file")
     splits = _splits(built)
     _require_distinct(splits)
     identity = _identity(built)
-    if job.ranks.gather(path.is_file())[0]:
+    if trainer.ranks.gather(path.is_file())[0]:
         kept, reason = _read(path, identity), "it was there, of this model, data and setting"
     else:
         kept, reason = {name: _compute(built, data) for name, data in splits.items()}, "made now"
-        if job.ranks.is_writer:
+        if trainer.ranks.is_writer:
             _write(path, kept, identity)
-    job.ranks.barrier()
+    trainer.ranks.barrier()
     table: dict[str, Tensor] = {}
     for name, data in splits.items():
         _require_size(path, name, kept, data)
@@ -75,7 +75,7 @@ def _splits(built: Built) -> dict[str, Dataset]:
 
 def _identity(built: Built) -> dict[str, Any]:
     """By content: paths play no part."""
-    whole = identity_of(built.run, built.inputs, built.job.ranks)
+    whole = identity_of(built.run, built.inputs, built.trainer.ranks)
     found = {name: whole.get(name) for name in PARTS}
     found["adapter"] = next(iter(whole["adapter"].values()), None)
     found["data"] = {
@@ -90,16 +90,16 @@ def _identity(built: Built) -> dict[str, Any]:
 
 def _compute(built: Built, data: Dataset) -> Tensor:
     """log-probs of every target of a split, in the order of its samples, the same on every rank."""
-    job, rows = built.job, built.run.rows_of(data)
-    job.scorer.eval()
+    trainer, rows = built.trainer, built.run.rows_of(data)
+    trainer.scorer.eval()
     found: dict[str, Tensor] = {}
     for start in range(0, len(rows), ROWS_AT_A_TIME):
         trees = rows.trees(list(range(start, min(start + ROWS_AT_A_TIME, len(rows)))))
-        for packed, is_real in fill_streams(job, trees, "log-probs of the reference"):
+        for packed, is_real in fill_streams(trainer, trees, "log-probs of the reference"):
             logp_N = packed.streams[STREAM]
             for row, name in enumerate(packed.sample_ids if is_real else ()):
                 found[name] = logp_N[packed.row_N == row]
-    for some in job.ranks.gather(found):
+    for some in trainer.ranks.gather(found):
         found |= some
     return torch.cat([found[data.sample_id(index)] for index in range(len(data))])
 

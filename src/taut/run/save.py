@@ -45,14 +45,14 @@ from taut.run.setup import Built
 from taut.train import distributed
 from taut.train.checkpoint import Checkpoints
 from taut.train.run_dir import ADAPTER, CRITIC, MODEL
-from taut.train.trainer import Job
+from taut.train.trainer import Trainer
 
 
 def choose_goldens(built: Built) -> list[Question]:
     """The golden prompts, chosen before training: a row that is gone is told now. For the writer only."""
     run = built.run
     is_asked = run.save.merged and run.contract.prompts and not run.has_scalar_head
-    if not is_asked or not built.job.ranks.is_writer:
+    if not is_asked or not built.trainer.ranks.is_writer:
         return []
     split: Literal["eval", "train"] = "eval" if run.data.eval else "train"
     data = built.inputs.train if built.inputs.eval is None else built.inputs.eval
@@ -71,7 +71,7 @@ def save_model(
 
     Where that cannot be done or proven, the training state is kept and the run fails, on all ranks.
     """
-    ranks, inputs = built.job.ranks, built.inputs
+    ranks, inputs = built.trainer.ranks, built.inputs
     if built.scorer.critic is not None:
         _save_critic(built, built.scorer.critic, directory.with_name(CRITIC), checkpoints)
     data = inputs.train if inputs.eval is None else inputs.eval
@@ -88,11 +88,13 @@ def save_model(
             failure = str(error)
     failure = ranks.gather(failure)[0]
     if failure:
-        raise CheckFailed(f"{failure}; {checkpoints.rescue(built.job.done, built.job.random)}")
+        raise CheckFailed(
+            f"{failure}; {checkpoints.rescue(built.trainer.done, built.trainer.random)}"
+        )
     older = directory.with_name(MODEL)
     if ranks.is_writer and not built.run.save.merged and older.is_dir():
         detail = f"{older} is of fewer steps than {directory}: removed (save.merged=false)"
-        built.job.emit("warning", name="model", detail=detail)
+        built.trainer.emit("warning", name="model", detail=detail)
         files.remove_directory(older)
     return directory
 
@@ -105,19 +107,19 @@ def _save_critic(built: Built, critic: Critic, directory: Path, checkpoints: Che
             critic,
             directory,
             inputs.tokenizer,
-            built.job.ranks,
+            built.trainer.ranks,
             stop_ids=inputs.stops.ids,
             template=inputs.renderer.template.template,
             dtype=built.models.saved_dtype,
         )
     except OutputError as error:
-        rescued = checkpoints.rescue(built.job.done, built.job.random)
+        rescued = checkpoints.rescue(built.trainer.done, built.trainer.random)
         raise CheckFailed(f"{error}; {rescued}") from error
 
 
 def _write(built: Built, result: Path, trained: Trained, questions: Sequence[Question]) -> None:
     """Write, prove and put in place the merged model, the adapter, or both; the writer does this for all ranks."""
-    run, inputs, device = built.run, built.inputs, built.job.ranks.device
+    run, inputs, device = built.run, built.inputs, built.trainer.ranks.device
     with ExitStack() as stack:
         model = (
             stack.enter_context(_saving_model(built, result, trained.state))
@@ -139,10 +141,12 @@ def _write(built: Built, result: Path, trained: Trained, questions: Sequence[Que
         if model is None:
             assert adapted is not None, "save.merged=false is refused without adapters"
             comparison = compare_adapted(trained, adapted())
-            _emit(built.job, comparison)
+            _emit(built.trainer, comparison)
             require_sound([comparison])
             _emit_contract(
-                built.job, 0, "save.merged=false; `taut merge` writes the model and its contract"
+                built.trainer,
+                0,
+                "save.merged=false; `taut merge` writes the model and its contract",
             )
             return
         origin = Origin(
@@ -155,10 +159,10 @@ def _write(built: Built, result: Path, trained: Trained, questions: Sequence[Que
             adapted=adapted,
         )
         began = time.perf_counter()
-        contract = seal(model, origin, partial(_emit, built.job))
+        contract = seal(model, origin, partial(_emit, built.trainer))
         seconds = time.perf_counter() - began
         answered = f"golden prompts answered; {seconds:.1f} s with what is compared"
-        _emit_contract(built.job, len(contract.goldens), contract.note or answered)
+        _emit_contract(built.trainer, len(contract.goldens), contract.note or answered)
 
 
 def _saving_model(
@@ -213,21 +217,21 @@ def _naming(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def _emit(job: Job, found: Comparison) -> None:
+def _emit(trainer: Trainer, found: Comparison) -> None:
     outcome = "passed" if found.is_sound else "failed"
-    job.emit("check", name=found.name, outcome=outcome, value=found.value, detail=found.detail)
+    trainer.emit("check", name=found.name, outcome=outcome, value=found.value, detail=found.detail)
 
 
-def _emit_contract(job: Job, num_goldens: int, detail: str) -> None:
+def _emit_contract(trainer: Trainer, num_goldens: int, detail: str) -> None:
     outcome = "passed" if num_goldens else "skipped"
-    job.emit("check", name="contract", outcome=outcome, value=num_goldens, detail=detail)
+    trainer.emit("check", name="contract", outcome=outcome, value=num_goldens, detail=detail)
 
 
 def save_best(built: Built, directory: Path, finish: Callable[[Path], None]) -> None:
     """Write the model as it is now (merged, or its adapter alone: save.merged); it takes its place once ``finish`` has
     completed it.
     """
-    run, ranks = built.run, built.job.ranks
+    run, ranks = built.run, built.trainer.ranks
     whole = distributed.full_state_dict(built.scorer.model, ranks)
     state = whole if ranks.size > 1 else None
     if ranks.is_writer and run.save.merged:
@@ -242,12 +246,12 @@ def save_best(built: Built, directory: Path, finish: Callable[[Path], None]) -> 
 
 def answer_for_best(built: Built, best: Path, questions: Sequence[Question]) -> None:
     """The best model's answers to the golden prompts, into its contract: once, when the best is known."""
-    run, job = built.run, built.job
+    run, trainer = built.run, built.trainer
     is_asked = run.save.merged and run.contract.prompts and not run.has_scalar_head
-    if job.ranks.is_writer and best.is_dir() and is_asked:
-        use = room_for(built.scorer.model, job.ranks.device), run.trust_remote_code
+    if trainer.ranks.is_writer and best.is_dir() and is_asked:
+        use = room_for(built.scorer.model, trainer.ranks.device), run.trust_remote_code
         try:
             answer_best(best, questions, built.inputs.stops, run.contract, use)
         except (TautError, OSError) as error:  # the model itself is in place
-            job.emit("warning", name="best", detail=f"{best} has no golden answers: {error}")
-    job.ranks.barrier()
+            trainer.emit("warning", name="best", detail=f"{best} has no golden answers: {error}")
+    trainer.ranks.barrier()

@@ -46,7 +46,7 @@ from taut.train.monitors import TOLERANCE, Divergence, FirstStep, Spikes, Untouc
 from taut.train.oom import build_fit
 from taut.train.optim import Rate, build_optimizer, learning_rate
 from taut.train.signals import Interrupts
-from taut.train.trainer import Job, Lookahead, StepSource, emit_nowhere
+from taut.train.trainer import Lookahead, StepSource, Trainer, emit_nowhere
 
 ALONE_TOKENS = 1024
 """How many tokens of the first step are also run one sample at a time."""
@@ -66,7 +66,7 @@ class Built:
     run: RunConfig
     inputs: Inputs
     models: Models
-    job: Job
+    trainer: Trainer
     opened: list[Decision] = field(default_factory=list)
     """What was settled for the user when the run's engine, rewards and evaluations were opened."""
 
@@ -90,8 +90,8 @@ def build(
 ) -> Built:
     """The models and the trainer of a run; everything is in force or refused when this returns."""
     models = load_models(run, inputs, plan, ranks)
-    job = build_trainer(run, inputs, models, plan, ranks, emit, interrupts)
-    return Built(run, inputs, models, job)
+    trainer = build_trainer(run, inputs, models, plan, ranks, emit, interrupts)
+    return Built(run, inputs, models, trainer)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def build_trainer(
     ranks: Ranks,
     emit: Callable[..., None] = emit_nowhere,
     interrupts: Interrupts | None = None,
-) -> Job:
+) -> Trainer:
     """The trainer of a run, whole: nothing is assigned to it from here on, and only the loop advances it. ``emit``
     writes events, once the output directory is claimed.
     """
@@ -200,7 +200,7 @@ def build_trainer(
     method, num_steps, _ = plan
     pace, rates = run.models().critic_pace(run), rates_of(run, scorer)
     reads_ahead = album is not None and not run.generates
-    job = Job(
+    trainer = Trainer(
         scorer=scorer,
         method=method,
         optimizer=build_optimizer(scorer, run.resolved_optim, pace, rates),
@@ -231,8 +231,8 @@ def build_trainer(
         emit=emit,
         interrupts=Interrupts() if interrupts is None else interrupts,
     )
-    run.connect(job, inputs, models, engine_of(inputs, models, ranks))
-    return job
+    run.connect(trainer, inputs, models, engine_of(inputs, models, ranks))
+    return trainer
 
 
 def shards_of(scorer: Scorer) -> list[nn.Module]:

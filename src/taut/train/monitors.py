@@ -35,7 +35,7 @@ from taut.config import configclass
 from taut.data.dataset import Dataset
 from taut.errors import CheckFailed, DivergenceError
 from taut.models import architecture
-from taut.train.trainer import Job, StepReport
+from taut.train.trainer import StepReport, Trainer
 
 PATIENCE = 3
 """Steps after which a gradient that was always zero is reported (that of LoRA's A is zero at step 1)."""
@@ -80,7 +80,7 @@ class FirstStep:
     """Sample id -> logp_N of the sample run alone."""
     tolerance: float
 
-    def __call__(self, report: StepReport, job: Job) -> None:
+    def __call__(self, report: StepReport, trainer: Trainer) -> None:
         if not self.alone or report.step != 1:  # a resumed run has other weights
             return
         worst, worst_id, compared = 0.0, "", 0
@@ -95,11 +95,11 @@ class FirstStep:
                 gap *= min(1.0, len(differences) / STEADY_TARGETS) ** 0.5
                 if gap > worst:
                     worst, worst_id = gap, sample_id
-        difference = job.ranks.max([worst])[0]
-        total = int(job.ranks.sum([compared])[0])
+        difference = trainer.ranks.max([worst])[0]
+        total = int(trainer.ranks.sum([compared])[0])
         self.alone = {}
         is_sound = difference <= self.tolerance
-        job.emit(
+        trainer.emit(
             "check",
             name="first_step",
             outcome="passed" if is_sound else "failed",
@@ -137,7 +137,7 @@ class Untouched:
         names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         return cls(names, set(names.values()))
 
-    def __call__(self, report: StepReport, job: Job) -> None:
+    def __call__(self, report: StepReport, trainer: Trainer) -> None:
         if self.steps > PATIENCE or not self.silent:
             return
         absent = sorted(name for p, name in self.names.items() if p.grad is None)
@@ -147,10 +147,10 @@ class Untouched:
                 "every trainable tensor is expected to take part in the loss; leave them out with the key freeze"
             )
         flags = [float(bool(p.grad.any())) for p in self.names]  # type: ignore[union-attr]
-        reached = job.ranks.max(flags)
-        if not (job.method.loss.is_cost or _has_advantages(report, job)):
+        reached = trainer.ranks.max(flags)
+        if not (trainer.method.loss.is_cost or _has_advantages(report, trainer)):
             return
-        if any(report.step <= group["waits"] for group in job.optimizer.param_groups):
+        if any(report.step <= group["waits"] for group in trainer.optimizer.param_groups):
             return
         self.steps += 1
         self.silent -= {
@@ -158,12 +158,12 @@ class Untouched:
         }
         if self.silent and self.steps == PATIENCE:
             names = sorted(self.silent)
-            scorer: Any = job.scorer
+            scorer: Any = trainer.scorer
             blind = architecture.parts_without_gradient(
                 scorer.model, self.names.values(), self.silent
             )
             why = f"; no picture was seen: set freeze={json.dumps(blind)}" if blind else ""
-            job.emit(
+            trainer.emit(
                 "warning",
                 name="zero_gradient",
                 step=report.step,
@@ -185,11 +185,11 @@ class Spikes:
     remembered: ClassVar[Any] = list[float]
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=50))
 
-    def __call__(self, report: StepReport, job: Job) -> None:
+    def __call__(self, report: StepReport, trainer: Trainer) -> None:
         if len(self.recent) >= 10:
             median = statistics.median(self.recent)
             if 0.0 < SPIKE * median < report.grad_norm:  # Divergence reports a median of zero
-                job.emit(
+                trainer.emit(
                     "warning",
                     name="grad_norm_spike",
                     step=report.step,
@@ -247,8 +247,8 @@ class Divergence:
     found: str | None = None
     """The reported problem, while it lasts."""
 
-    def __call__(self, report: StepReport, job: Job) -> None:
-        loss = job.method.loss
+    def __call__(self, report: StepReport, trainer: Trainer) -> None:
+        loss = trainer.method.loss
         if loss.is_cost:
             self._take_baseline(report)
             kept = max(self.config.loss_steps, WARN_HIGH)
@@ -256,9 +256,9 @@ class Divergence:
         is_satisfied = loss.may_be_satisfied and report.loss == 0.0
         if report.grad_norm != 0.0 or is_satisfied:
             self.zero_steps = 0
-        elif loss.is_cost or _has_advantages(report, job):
+        elif loss.is_cost or _has_advantages(report, trainer):
             self.zero_steps += 1
-        self._stop_or_warn(report, job)
+        self._stop_or_warn(report, trainer)
 
     @property
     def limit(self) -> float:
@@ -280,7 +280,7 @@ class Divergence:
             self.baseline = max(self.baseline, min(report.loss, self._limit_of(self.first)))
         self.num_samples += len(report.sample_ids)
 
-    def _stop_or_warn(self, report: StepReport, job: Job) -> None:
+    def _stop_or_warn(self, report: StepReport, trainer: Trainer) -> None:
         """Raise or warn by the last steps; clear the reported problem once it is over."""
         high, zero, config = sum(self.is_high), self.zero_steps, self.config
         if not self.is_suspected:
@@ -296,7 +296,7 @@ class Divergence:
                 f"{report.loss:.4g}, and was {self.baseline:.4g} at first)"
             )
         remedy = (
-            f"lower optim.learning_rate (here {job.learning_rate(report.step):.3g}), warm up for longer "
+            f"lower optim.learning_rate (here {trainer.learning_rate(report.step):.3g}), warm up for longer "
             "(optim.warmup_steps), or clip the gradient to a smaller norm (optim.clip_grad_norm)"
         )
         if is_over:
@@ -312,7 +312,7 @@ class Divergence:
             detail = (
                 f"training may have diverged: {problem}; no checkpoint is saved meanwhile; {remedy}"
             )
-            job.emit("warning", name="divergence", step=report.step, detail=detail)
+            trainer.emit("warning", name="divergence", step=report.step, detail=detail)
 
     def remember(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "config"}
@@ -321,10 +321,10 @@ class Divergence:
         vars(self).update(remembered)
 
 
-def _has_advantages(report: StepReport, job: Job) -> bool:
+def _has_advantages(report: StepReport, trainer: Trainer) -> bool:
     """Whether any advantage of the step is nonzero, on any rank."""
     own = any(bool(packed.streams["advantage_N"].any()) for packed, _ in report.scored)
-    return job.ranks.max([float(own)])[0] > 0
+    return trainer.ranks.max([float(own)])[0] > 0
 
 
 @dataclass
@@ -332,7 +332,7 @@ class ChangedSources:
     """Warns once if a data file no longer has the content that was read. Called after steps."""
 
     data: Sequence[Dataset]
-    job: Job
+    trainer: Trainer
     is_reported: bool = False
     looked: float = field(default_factory=time.monotonic)
 
@@ -349,7 +349,7 @@ class ChangedSources:
                 f"{', '.join(dict.fromkeys(changed))}: changed since this run read it; the run continues with what was "
                 "read, but cannot be resumed unless the old content is brought back"
             )
-            self.job.emit("warning", name="data", step=self.job.done, detail=detail)
+            self.trainer.emit("warning", name="data", step=self.trainer.done, detail=detail)
 
 
 def ids_to_compare(sizes: Sequence[tuple[str, int]], most_tokens: int) -> list[str]:

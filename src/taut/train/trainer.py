@@ -7,7 +7,8 @@ exactly one place (``scales`` below), so any split of a step into micro-batches 
 The outputs of other models (roles) and the statistics of the whole step that a loss needs are also computed before the
 first backward.
 
-Monitors examine each step before the update and may stop the run (taut/train/monitors.py). Events go to ``Job.emit``.
+Monitors examine each step before the update and may stop the run (taut/train/monitors.py). Events go to
+``Trainer.emit``.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class StepReport:
 class Monitor(Protocol):
     """Called after the backward of each step and before the update; raises CheckFailed to stop the run."""
 
-    def __call__(self, report: StepReport, job: Job) -> None: ...
+    def __call__(self, report: StepReport, trainer: Trainer) -> None: ...
 
 
 def emit_nowhere(kind: str, **fields: Any) -> None:
@@ -129,7 +130,7 @@ def emit_nowhere(kind: str, **fields: Any) -> None:
 
 
 @dataclass
-class Job:
+class Trainer:
     """Everything that the loop works with, made whole by ``build_trainer`` (taut/run/setup.py). Nothing is assigned to
     it from outside: the loop itself advances ``budget`` and the fields from ``done`` on, all others are final.
     """
@@ -152,7 +153,7 @@ class Job:
     roles: Final[Sequence[Role]] = ()
     clip_grad_norm: Final[float | None] = None
     monitors: Final[Sequence[Monitor]] = ()
-    before_step: Final[Sequence[Callable[[int, Job], None]]] = ()
+    before_step: Final[Sequence[Callable[[int, Trainer], None]]] = ()
     """Preparation of the next step, e.g. reading images."""
     emit: Final[Callable[..., None]] = emit_nowhere
     """Writes an event: ``emit(kind, **fields)``."""
@@ -171,69 +172,69 @@ class Job:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
 
-def go_on_from(job: Job, step: int, loss: float, *, is_measured: bool) -> None:
+def go_on_from(trainer: Trainer, step: int, loss: float, *, is_measured: bool) -> None:
     """Begin after ``step``, whose weights are restored. ``is_measured``: what follows the step was done as well."""
-    job.done, job.followed = step, step - (not is_measured)
-    job.loss = loss
+    trainer.done, trainer.followed = step, step - (not is_measured)
+    trainer.loss = loss
 
 
-def run_steps(job: Job, after_step: Sequence[Callable[[int], None]] = ()) -> None:
+def run_steps(trainer: Trainer, after_step: Sequence[Callable[[int], None]] = ()) -> None:
     """Take all remaining steps. ``after_step``: evaluation and checkpoints, called with each finished step. Raises
     Interrupt with the current step undone.
     """
     while True:
-        job.random = random_state.capture(job.ranks.device)
-        if job.followed < job.done:
+        trainer.random = random_state.capture(trainer.ranks.device)
+        if trainer.followed < trainer.done:
             for act in after_step:
-                act(job.done)
-            job.followed = job.done
-        elif job.done < job.num_steps:
-            _take_step(job, job.done + 1)
+                act(trainer.done)
+            trainer.followed = trainer.done
+        elif trainer.done < trainer.num_steps:
+            _take_step(trainer, trainer.done + 1)
         else:
             return
 
 
-def _take_step(job: Job, step: int) -> None:
+def _take_step(trainer: Trainer, step: int) -> None:
     began = time.perf_counter()
-    report = _step_within_memory(job, step)
-    job.done = step
+    report = _step_within_memory(trainer, step)
+    trainer.done = step
     if report.sample_ids:
-        job.loss = report.loss
-    job.emit(
+        trainer.loss = report.loss
+    trainer.emit(
         "step",
         step=step,
         loss=report.loss,
         grad_norm=report.grad_norm,
-        **optim.learning_rates(job.optimizer),
+        **optim.learning_rates(trainer.optimizer),
         num_targets=report.num_targets,
         num_tokens=report.num_tokens,
         num_tokens_unshared=report.num_tokens_unshared,
         seconds=time.perf_counter() - began,
         sample_ids=report.sample_ids,
-        **_gpu_memory(job.ranks.device),
+        **_gpu_memory(trainer.ranks.device),
         **report.metrics,
     )
 
 
-def _step_within_memory(job: Job, step: int) -> StepReport:
+def _step_within_memory(trainer: Trainer, step: int) -> StepReport:
     """``train_step``; where memory runs out and batch.halve_when_out_of_memory is set, again with a smaller budget."""
     while True:
-        use_budget(job, step)
+        use_budget(trainer, step)
         try:
-            return train_step(job, step)
+            return train_step(trainer, step)
         except OutOfMemory as error:
-            job.optimizer.zero_grad()
-            if not job.fit.halve(step, error):
+            trainer.optimizer.zero_grad()
+            if not trainer.fit.halve(step, error):
                 raise
-        random_state.restore(job.random, job.ranks.device)
+        random_state.restore(trainer.random, trainer.ranks.device)
 
 
-def use_budget(job: Job, step: int, *, is_reported: bool = False) -> None:
+def use_budget(trainer: Trainer, step: int, *, is_reported: bool = False) -> None:
     """Set the token budget of a step, and emit each new cut unless it ``is_reported`` already."""
-    for halving in job.fit.begin(step):
+    for halving in trainer.fit.begin(step):
         if not is_reported:
-            job.emit("budget", **halving._asdict())
-    job.budget = job.budget._replace(tokens_per_microbatch=job.fit.tokens)
+            trainer.emit("budget", **halving._asdict())
+    trainer.budget = trainer.budget._replace(tokens_per_microbatch=trainer.fit.tokens)
 
 
 def _gpu_memory(device: torch.device) -> dict[str, int]:
@@ -243,120 +244,122 @@ def _gpu_memory(device: torch.device) -> dict[str, int]:
     return {"memory_bytes": torch.cuda.max_memory_allocated(device)}
 
 
-def train_step(job: Job, step: int) -> StepReport:
+def train_step(trainer: Trainer, step: int) -> StepReport:
     """One optimizer step. A step without trees is skipped: weights and optimizer state stay, the schedule advances."""
-    for prepare in job.before_step:
-        prepare(step, job)
-    trees = job.method.prepare(step)
+    for prepare in trainer.before_step:
+        prepare(step, trainer)
+    trees = trainer.method.prepare(step)
     if not trees:
-        return _skipped(job, step)
-    report = add_gradients(job, trees, step, job.method.observed(step))
-    require_finite(report.loss, "loss", report, job)
-    norms = optim.clip(job.optimizer, job.clip_grad_norm)
+        return _skipped(trainer, step)
+    report = add_gradients(trainer, trees, step, trainer.method.observed(step))
+    require_finite(report.loss, "loss", report, trainer)
+    norms = optim.clip(trainer.optimizer, trainer.clip_grad_norm)
     report = replace(report, grad_norm=norms.pop("grad_norm"), metrics=report.metrics | norms)
-    require_finite(report.grad_norm, "gradient norm", report, job)
-    job.interrupts.agree(job.ranks)  # before the monitors, which remember the steps they saw
-    for monitor in job.monitors:
-        monitor(report, job)
-    optim.set_learning_rate(job.optimizer, job.learning_rate(step), step)
-    job.optimizer.step()
-    job.optimizer.zero_grad()
-    for role in job.roles:
+    require_finite(report.grad_norm, "gradient norm", report, trainer)
+    trainer.interrupts.agree(
+        trainer.ranks
+    )  # before the monitors, which remember the steps they saw
+    for monitor in trainer.monitors:
+        monitor(report, trainer)
+    optim.set_learning_rate(trainer.optimizer, trainer.learning_rate(step), step)
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+    for role in trainer.roles:
         role.follow(step)
     return report
 
 
-def _skipped(job: Job, step: int) -> StepReport:
+def _skipped(trainer: Trainer, step: int) -> StepReport:
     """A step without trees. Monitors do not see it: it has no gradient."""
-    job.interrupts.agree(job.ranks)
-    optim.set_learning_rate(job.optimizer, job.learning_rate(step), step)
-    for role in job.roles:
+    trainer.interrupts.agree(trainer.ranks)
+    optim.set_learning_rate(trainer.optimizer, trainer.learning_rate(step), step)
+    for role in trainer.roles:
         role.follow(step)
     return StepReport(step, 0.0, {"skipped": 1.0}, 0, 0, 0, [], [], grad_norm=0.0)
 
 
 def add_gradients(
-    job: Job, trees: Sequence[Tree], step: int, observed: Sequence[Tree] | None = None
+    trainer: Trainer, trees: Sequence[Tree], step: int, observed: Sequence[Tree] | None = None
 ) -> StepReport:
     """Add the gradient of a step with these trees. ``observed``: the trees over which the loss's statistics are taken,
     if not these.
     """
-    job.scorer.train()
-    planned = prepare_microbatches(job, trees, observed, f"step {step}")
+    trainer.scorer.train()
+    planned = prepare_microbatches(trainer, trees, observed, f"step {step}")
     microbatches = [packed for packed, is_real in planned if is_real]
-    counts = denominators(job.method.loss, microbatches, job.ranks)
+    counts = denominators(trainer.method.loss, microbatches, trainer.ranks)
     scales = {term: 1.0 / count for term, count in counts.items()}
     nothing = dict.fromkeys(scales, 0.0)
     scored = []
     for packed, is_real in planned:
-        if job.ranks.size == 1:
-            job.interrupts.check()
-        act = partial(backward, job, packed, scales if is_real else nothing, step)
-        scores = job.fit.attempt(act, packed, trees, f"step {step}")
+        if trainer.ranks.size == 1:
+            trainer.interrupts.check()
+        act = partial(backward, trainer, packed, scales if is_real else nothing, step)
+        scores = trainer.fit.attempt(act, packed, trees, f"step {step}")
         if is_real:
             scored.append(Scored(packed, scores))
-    return summarise(job, step, trees, scored, scales)
+    return summarise(trainer, step, trees, scored, scales)
 
 
-def backward(job: Job, packed: Packed, scales: dict[str, float], step: int) -> Scores:
+def backward(trainer: Trainer, packed: Packed, scales: dict[str, float], step: int) -> Scores:
     """Add one micro-batch's share, each term times its scale, to the gradient."""
-    loss = job.method.loss
+    loss = trainer.method.loss
     linear = loss.linear_weights(packed)
-    if job.noise is not None:
-        job.noise.set(step, packed)
-    with job.compute():
+    if trainer.noise is not None:
+        trainer.noise.set(step, packed)
+    with trainer.compute():
         if linear is not None:
             shares = [scales[term] * weight_N for term, weight_N in linear.items()]
-            scores: Scores = job.scorer(packed, torch.stack(shares).sum(0), loss.wants)
+            scores: Scores = trainer.scorer(packed, torch.stack(shares).sum(0), loss.wants)
             total = scores.linear_sum
         else:
-            scores = job.scorer(packed, wants=loss.wants)
+            scores = trainer.scorer(packed, wants=loss.wants)
             terms = loss(scores, packed.to(scores.device)).terms
             total = torch.stack([scales[term] * value for term, value in terms.items()]).sum()
     assert total is not None
-    with job.compute_backward():
+    with trainer.compute_backward():
         total.backward()  # type: ignore[no-untyped-call]
     return scores.detach()
 
 
 def prepare_microbatches(
-    job: Job, trees: Sequence[Tree], observed: Sequence[Tree] | None, where: str
+    trainer: Trainer, trees: Sequence[Tree], observed: Sequence[Tree] | None, where: str
 ) -> list[tuple[Packed, bool]]:
     """This rank's micro-batches with the roles' streams and the step's statistics, and whether each counts."""
-    loss = job.method.loss
-    planned = fill_streams(job, trees, where)
+    loss = trainer.method.loss
+    planned = fill_streams(trainer, trees, where)
     if not loss.observes:
         return planned
-    planned_observed = planned if observed is None else fill_streams(job, observed, where)
+    planned_observed = planned if observed is None else fill_streams(trainer, observed, where)
     observations = []
-    with torch.no_grad(), job.compute():
+    with torch.no_grad(), trainer.compute():
         for packed, _ in planned_observed:
-            score = partial(job.scorer, packed, wants=loss.wants)
-            scores = job.fit.attempt(score, packed, observed or trees, where)
+            score = partial(trainer.scorer, packed, wants=loss.wants)
+            scores = trainer.fit.attempt(score, packed, observed or trees, where)
             observations.append(loss.observe(scores, packed.to(scores.device)))
     counted = [
         observation
         for observation, (_, is_real) in zip(observations, planned_observed, strict=True)
         if is_real
     ]
-    stats = step_statistics.compute_statistics(loss, counted, job.ranks)
-    return step_statistics.attach_statistics(planned, stats, job.ranks)
+    stats = step_statistics.compute_statistics(loss, counted, trainer.ranks)
+    return step_statistics.attach_statistics(planned, stats, trainer.ranks)
 
 
-def fill_streams(job: Job, trees: Sequence[Tree], where: str) -> list[tuple[Packed, bool]]:
+def fill_streams(trainer: Trainer, trees: Sequence[Tree], where: str) -> list[tuple[Packed, bool]]:
     """This rank's micro-batches with the roles' streams, and whether each counts. Starts reading the images."""
-    planned = pad_microbatches(plan_microbatches(trees, job), trees, job)
+    planned = pad_microbatches(plan_microbatches(trees, trainer), trees, trainer)
     for medium in (medium for packed, _ in planned for medium in packed.media):
         medium.picture.expect()
-    missing = set(job.method.loss.needs) - planned[0][0].streams.keys()
-    for role in (role for role in job.roles if role.gives in missing):
-        with job.interrupts.held(), role.active(), torch.no_grad(), job.compute():
+    missing = set(trainer.method.loss.needs) - planned[0][0].streams.keys()
+    for role in (role for role in trainer.roles if role.gives in missing):
+        with trainer.interrupts.held(), role.active(), torch.no_grad(), trainer.compute():
             streams = []
             for packed, _ in planned:
-                if job.ranks.size == 1:
-                    job.interrupts.check()
+                if trainer.ranks.size == 1:
+                    trainer.interrupts.check()
                 compute_streams = partial(role.streams, packed)
-                streams.append(job.fit.attempt(compute_streams, packed, trees, where))
+                streams.append(trainer.fit.attempt(compute_streams, packed, trees, where))
         planned = [
             (replace(packed, streams={**packed.streams, **more}), is_real)
             for (packed, is_real), more in zip(planned, streams, strict=True)
@@ -364,20 +367,20 @@ def fill_streams(job: Job, trees: Sequence[Tree], where: str) -> list[tuple[Pack
     return planned
 
 
-def plan_microbatches(trees: Sequence[Tree], job: Job) -> list[Packed]:
+def plan_microbatches(trees: Sequence[Tree], trainer: Trainer) -> list[Packed]:
     """This rank's micro-batches of a step."""
-    max_tokens = job.budget.tokens_per_microbatch
-    mine = assign(trees, job.budget)[job.ranks.rank]
-    return [packed for planned in mine for packed in layouts(planned, job.policy, max_tokens)]
+    max_tokens = trainer.budget.tokens_per_microbatch
+    mine = assign(trees, trainer.budget)[trainer.ranks.rank]
+    return [packed for planned in mine for packed in layouts(planned, trainer.policy, max_tokens)]
 
 
 def pad_microbatches(
-    microbatches: list[Packed], trees: Sequence[Tree], job: Job
+    microbatches: list[Packed], trees: Sequence[Tree], trainer: Trainer
 ) -> list[tuple[Packed, bool]]:
     """The micro-batches, padded with ones that do not count until all ranks run the same number of backward passes."""
-    missing = int(job.ranks.max([len(microbatches)])[0]) - len(microbatches)
+    missing = int(trainer.ranks.max([len(microbatches)])[0]) - len(microbatches)
     shortest: Sample = min((s for tree in trees for s in tree.samples), key=lambda s: s.num_tokens)
-    filler = layouts((Tree((shortest,)),), job.policy, job.budget.tokens_per_microbatch)
+    filler = layouts((Tree((shortest,)),), trainer.policy, trainer.budget.tokens_per_microbatch)
     return [(packed, True) for packed in microbatches] + [(filler[0], False)] * missing
 
 
@@ -393,7 +396,7 @@ def denominators(loss: Loss, microbatches: Sequence[Packed], ranks: Ranks) -> di
 
 
 def summarise(
-    job: Job,
+    trainer: Trainer,
     step: int,
     trees: Sequence[Tree],
     scored: Sequence[Scored],
@@ -402,28 +405,28 @@ def summarise(
     """Sum the terms, metrics and sizes over micro-batches and ranks."""
     sums = step_statistics.Sums()
     for packed, scores in scored:
-        loss = job.method.loss(scores, packed.to(scores.device))
+        loss = trainer.method.loss(scores, packed.to(scores.device))
         for term, total in loss.terms.items():
             sums.add(f"term {term}", total)
         for name, (total, count) in loss.metrics.items():
             sums.add(name, total, count)
         for name in SIZES:
             sums.add(name, getattr(packed, name))
-    totals = sums.totals(job.ranks)
+    totals = sums.totals(trainer.ranks)
     terms = {term: totals.pop(f"term {term}").total for term in scales}
     sizes = {name: int(totals.pop(name).total) for name in SIZES}
     metrics = {name: part.mean for name, part in totals.items() if part.over}
     return StepReport(
         step=step,
         loss=sum(scale * terms[term] for term, scale in scales.items()),
-        metrics=metrics | job.method.loss.derived(metrics),
+        metrics=metrics | trainer.method.loss.derived(metrics),
         sample_ids=[sample.id for tree in trees for sample in tree.samples],
         scored=list(scored),
         **sizes,
     )
 
 
-def require_finite(value: float, what: str, report: StepReport, job: Job) -> None:
+def require_finite(value: float, what: str, report: StepReport, trainer: Trainer) -> None:
     """Stop before the update if ``value`` is not finite, and name the samples."""
     if torch.isfinite(torch.tensor(value)):
         return
@@ -435,7 +438,7 @@ def require_finite(value: float, what: str, report: StepReport, job: Job) -> Non
         if scores.scalar_R is not None:
             rows += packed.row_R[~torch.isfinite(scores.scalar_R).cpu()].tolist()
         mine |= {packed.sample_ids[row] for row in rows}
-    guilty = sorted(set().union(*job.ranks.gather(mine)))
+    guilty = sorted(set().union(*trainer.ranks.gather(mine)))
     named = guilty or report.sample_ids
     whose = "samples with a score that is not finite" if guilty else "the step's samples"
     raise NonFiniteError(
@@ -457,9 +460,9 @@ class Lookahead:
     expected: int = 0
     """The last step whose images are requested already."""
 
-    def __call__(self, step: int, job: Job) -> None:
+    def __call__(self, step: int, trainer: Trainer) -> None:
         first = max(step, self.expected + 1)
-        self.expected = min(step + 1, job.num_steps)
+        self.expected = min(step + 1, trainer.num_steps)
         for number in range(first, self.expected + 1):
-            packs = plan_microbatches(job.method.prepare(number), job)
+            packs = plan_microbatches(trainer.method.prepare(number), trainer)
             self.album.expect([medium.picture for packed in packs for medium in packed.media])

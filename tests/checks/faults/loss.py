@@ -18,7 +18,7 @@ from taut.data import batching
 from taut.losses.supervised import CrossEntropy
 from taut.models import scorer
 from taut.run import setup
-from taut.train import trainer
+from taut.train import trainer as loop
 from taut.types import Packed
 
 
@@ -283,8 +283,8 @@ def weights_that_are_not_the_derivative(place: Place, is_faulty: bool) -> Sessio
 def a_micro_batch_that_is_lost(place: Place, is_faulty: bool) -> Session:
     """The last micro-batch of each step is never computed."""
     if is_faulty:
-        some = trainer.plan_microbatches
-        place.patch.setattr(trainer, "plan_microbatches", lambda *args: some(*args)[:-1])
+        some = loop.plan_microbatches
+        place.patch.setattr(loop, "plan_microbatches", lambda *args: some(*args)[:-1])
     return place.session(batch__tokens_per_microbatch=64)
 
 
@@ -332,19 +332,19 @@ def a_mean_over_sequences(place: Place, is_faulty: bool) -> Session:
 def a_mean_of_means(place: Place, is_faulty: bool) -> Session:
     """Each micro-batch is divided by its own count."""
     if is_faulty:
-        backward, denominators = trainer.backward, trainer.denominators
+        backward, denominators = loop.backward, loop.denominators
         num: list[int] = []
 
         def counted(loss: Any, microbatches: Any, ranks: Any) -> dict[str, float]:
             num.append(len(microbatches))
             return denominators(loss, microbatches, ranks)
 
-        def own(job: Any, packed: Packed, scales: dict[str, float], step: int) -> Any:
+        def own(trainer: Any, packed: Packed, scales: dict[str, float], step: int) -> Any:
             share = 1.0 / (num[-1] * float(packed.weight_N.sum()))
-            return backward(job, packed, dict.fromkeys(scales, share), step)
+            return backward(trainer, packed, dict.fromkeys(scales, share), step)
 
-        place.patch.setattr(trainer, "denominators", counted)
-        place.patch.setattr(trainer, "backward", own)
+        place.patch.setattr(loop, "denominators", counted)
+        place.patch.setattr(loop, "backward", own)
     return place.session()
 
 

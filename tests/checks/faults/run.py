@@ -117,10 +117,12 @@ def noise_that_is_not_installed(place: Place, is_faulty: bool) -> Session:
 
 @fault("run.in_force", says="optim.clip_grad_norm: asked 0.5, found None")
 def clipping_that_is_forgotten(place: Place, is_faulty: bool) -> Session:
-    """The job is made without the largest norm."""
-    make = setup.Job
+    """The trainer is made without the largest norm."""
+    make = setup.Trainer
     if is_faulty:
-        place.patch.setattr(setup, "Job", lambda **parts: make(**{**parts, "clip_grad_norm": None}))
+        place.patch.setattr(
+            setup, "Trainer", lambda **parts: make(**{**parts, "clip_grad_norm": None})
+        )
     return place.session(optim__clip_grad_norm=0.5)
 
 

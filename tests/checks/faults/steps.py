@@ -14,7 +14,8 @@ from taut.attention import select
 from taut.attention.layout import Call, Layout
 from taut.checks.session import Session
 from taut.run import setup
-from taut.train import distributed, trainer
+from taut.train import distributed
+from taut.train import trainer as loop
 from taut.types import Packed, Scores
 
 
@@ -64,7 +65,7 @@ def a_kernel_with_a_scale_of_its_own(place: Place, is_faulty: bool) -> Session:
 def a_gradient_divided_by_micro_batches(place: Place, is_faulty: bool) -> Session:
     """Accumulation divides by the number of micro-batches what was divided by the count of targets before."""
     if is_faulty:
-        cut, summed = trainer.plan_microbatches, trainer.backward
+        cut, summed = loop.plan_microbatches, loop.backward
         number = [1]
 
         def counted(*args: Any) -> list[Packed]:
@@ -72,11 +73,11 @@ def a_gradient_divided_by_micro_batches(place: Place, is_faulty: bool) -> Sessio
             number[0] = len(found)
             return found
 
-        def divided(job: Any, packed: Packed, scales: dict[str, float], step: int) -> Scores:
-            return summed(job, packed, {k: v / number[0] for k, v in scales.items()}, step)
+        def divided(trainer: Any, packed: Packed, scales: dict[str, float], step: int) -> Scores:
+            return summed(trainer, packed, {k: v / number[0] for k, v in scales.items()}, step)
 
-        place.patch.setattr(trainer, "plan_microbatches", counted)
-        place.patch.setattr(trainer, "backward", divided)
+        place.patch.setattr(loop, "plan_microbatches", counted)
+        place.patch.setattr(loop, "backward", divided)
     return place.session()
 
 

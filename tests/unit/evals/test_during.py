@@ -25,8 +25,8 @@ def test_the_rank_that_judges_opens_the_rewards(rank: int, monkeypatch: pytest.M
     config = AnswersConfig(rewards=["exact_match", "contains"])
     ranks = Ranks(rank, 2, torch.device("cpu"))
     asked: Any = (SimpleNamespace(), lambda **_: SimpleNamespace(context=None))
-    job = cast(Any, SimpleNamespace(ranks=ranks))
-    answering = build_answering(config, DataConfig(train="none"), *asked, job)
+    trainer = cast(Any, SimpleNamespace(ranks=ranks))
+    answering = build_answering(config, DataConfig(train="none"), *asked, trainer)
     assert isinstance(answering, Answering)
     assert (answering.panel is None) == (rank == 1)
     assert list(answering.names) == ["exact_match", "contains"]
@@ -38,7 +38,7 @@ def test_prompts_whose_pictures_cannot_be_had_may_be_left_out(tmp_path: Path) ->
     names = [ref.value, "gone.png"]
     content = [[{"type": "image", "image": name}, tiled.text("what?")] for name in names]
     rows = [{"messages": [{"role": "user", "content": it}], "answer": "red"} for it in content]
-    job = cast(Any, SimpleNamespace(ranks=Ranks(0, 1, torch.device("cpu"))))
+    trainer = cast(Any, SimpleNamespace(ranks=Ranks(0, 1, torch.device("cpu"))))
 
     def built(*given: dict[str, Any]) -> Answering:
         config = AnswersConfig(
@@ -46,7 +46,7 @@ def test_prompts_whose_pictures_cannot_be_had_may_be_left_out(tmp_path: Path) ->
         )
         data = DataConfig(train="none", images=ImagesConfig(bad="drop"))
         engine: Any = lambda **_: SimpleNamespace(context=None)  # noqa: E731
-        found = build_answering(config, data, tiled.renderer(tmp_path), engine, job)
+        found = build_answering(config, data, tiled.renderer(tmp_path), engine, trainer)
         assert found is not None
         return found
 

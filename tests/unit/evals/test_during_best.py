@@ -15,7 +15,7 @@ import torch
 from taut.errors import ConfigError, OutputError
 from taut.evals.during import Best, drop_after, require_same_measure
 from taut.train.distributed import Ranks
-from taut.train.trainer import Job
+from taut.train.trainer import Trainer
 
 
 def make(directory: Path, metric: str = "exact_match") -> Best:
@@ -27,14 +27,16 @@ def make(directory: Path, metric: str = "exact_match") -> Best:
 
     told: list[dict[str, Any]] = []
     ranks = Ranks(0, 1, torch.device("cpu"))
-    job = SimpleNamespace(ranks=ranks, emit=lambda kind, **fields: told.append(fields), told=told)
-    return Best(metric, "m", directory, save, cast(Job, job))
+    trainer = SimpleNamespace(
+        ranks=ranks, emit=lambda kind, **fields: told.append(fields), told=told
+    )
+    return Best(metric, "m", directory, save, cast(Trainer, trainer))
 
 
 def steps_kept(best: Best, values: list[float]) -> list[int]:
     for step, value in enumerate(values, 1):
         best.consider(step, {best.metric: value, "other": 0.0})
-    return [fields["step"] for fields in cast(Any, best.job).told if fields["name"] != "best"]
+    return [fields["step"] for fields in cast(Any, best.trainer).told if fields["name"] != "best"]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,7 @@ def test_an_evaluation_without_a_value_is_told_and_keeps_nothing(
     best = make(tmp_path / "best", "brief_pass_2")
     best.consider(1, metrics)
     assert not (tmp_path / "best").exists()
-    (told,) = cast(Any, best.job).told
+    (told,) = cast(Any, best.trainer).told
     assert told["detail"].startswith("eval.best: brief_pass_2 has no value at this step")
 
 
@@ -72,10 +74,12 @@ def test_a_resumed_run_keeps_what_was_better(tmp_path: Path) -> None:
     again.recall(json.loads(json.dumps(first.remember())))
     assert again.step == 1
     again.consider(1, {"exact_match": 0.5})
-    assert len(cast(Any, again.job).told) == 1, "measured again where it was the best: told again"
+    assert len(cast(Any, again.trainer).told) == 1, (
+        "measured again where it was the best: told again"
+    )
     for step, value in ((2, 0.4), (3, 0.5), (4, 0.7)):
         again.consider(step, {"exact_match": value})
-    assert [fields["step"] for fields in cast(Any, again.job).told] == [1, 4]
+    assert [fields["step"] for fields in cast(Any, again.trainer).told] == [1, 4]
 
 
 def test_what_was_measured_otherwise_is_not_recalled(tmp_path: Path) -> None:

@@ -20,9 +20,10 @@ from taut.errors import ConfigError, ModelError, OutOfMemory
 from taut.evals.during import HeldOut
 from taut.methods.reference import STREAM, ReferenceConfig, Start
 from taut.run.setup import Built
-from taut.train import distributed, random_state, trainer
+from taut.train import distributed, random_state
+from taut.train import trainer as loop
 from taut.train.signals import Interrupt, Interrupts
-from taut.train.trainer import Job, fill_streams, train_step
+from taut.train.trainer import Trainer, fill_streams, train_step
 from taut.types import Packed
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -40,12 +41,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def built_of(place: Path, **keys: Any) -> tuple[Built, Start]:
     built = make(keys_of("dpo", place / "model", place / "run", **keys))
-    built.job.monitors = ()
+    built.trainer.monitors = ()
     return built, start_of(built)
 
 
 def start_of(built: Built) -> Start:
-    (start,) = built.job.roles
+    (start,) = built.trainer.roles
     assert isinstance(start, Start)
     return start
 
@@ -54,22 +55,23 @@ def start_of(built: Built) -> Start:
 def trained(place: Path) -> Built:
     """A run after its first step."""
     built, _ = built_of(place)
-    train_step(built.job, 1)
+    train_step(built.trainer, 1)
     return built
 
 
-def bits(job: Job) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in job.scorer.named_parameters()}
+def bits(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in trainer.scorer.named_parameters()}
 
 
 def require_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert [name for name in wanted if not is_same(found[name], wanted[name])] == []
 
 
-def logps(job: Job) -> list[Tensor]:
+def logps(trainer: Trainer) -> list[Tensor]:
     """What the reference says of the first step."""
     return [
-        packed.streams[STREAM] for packed, _ in fill_streams(job, job.method.prepare(1), "here")
+        packed.streams[STREAM]
+        for packed, _ in fill_streams(trainer, trainer.method.prepare(1), "here")
     ]
 
 
@@ -78,45 +80,47 @@ def test_after_updates_the_reference_is_the_start_and_the_policy_is_as_it_was(
     kind: str, place: Path
 ) -> None:
     built, _ = built_of(place, **KINDS[kind])
-    job = built.job
-    before, first = logps(job), bits(job)
-    with torch.no_grad(), job.compute():
-        (packed, _), *_ = fill_streams(job, job.method.prepare(1), "here")
-        assert torch.equal(job.scorer.eval()(packed).logp_N, before[0]), "the policy is the start"
+    trainer = built.trainer
+    before, first = logps(trainer), bits(trainer)
+    with torch.no_grad(), trainer.compute():
+        (packed, _), *_ = fill_streams(trainer, trainer.method.prepare(1), "here")
+        assert torch.equal(trainer.scorer.eval()(packed).logp_N, before[0]), (
+            "the policy is the start"
+        )
     for step in (1, 2):
-        train_step(job, step)
-    after = bits(job)
+        train_step(trainer, step)
+    after = bits(trainer)
     assert any(not is_same(after[name], first[name]) for name in first)
-    job.scorer.train()
-    for found, wanted in zip(logps(job), before, strict=True):
+    trainer.scorer.train()
+    for found, wanted in zip(logps(trainer), before, strict=True):
         assert torch.equal(found, wanted)
-    assert job.scorer.training
-    require_same(bits(job), after)
+    assert trainer.scorer.training
+    require_same(bits(trainer), after)
 
 
 class Failure(Exception):
     pass
 
 
-def fail_inside(start: Start, job: Job) -> None:
-    before = bits(job)
+def fail_inside(start: Start, trainer: Trainer) -> None:
+    before = bits(trainer)
     with start.active():
-        moved = [name for name, value in bits(job).items() if not is_same(value, before[name])]
+        moved = [name for name, value in bits(trainer).items() if not is_same(value, before[name])]
         assert moved, "the start is in its place"
         raise Failure
 
 
 def test_the_policy_is_untouched_where_the_forward_fails(trained: Built) -> None:
-    after = bits(trained.job)
+    after = bits(trained.trainer)
     with pytest.raises(Failure):
-        fail_inside(start_of(trained), trained.job)
-    require_same(bits(trained.job), after)
+        fail_inside(start_of(trained), trained.trainer)
+    require_same(bits(trained.trainer), after)
 
 
 def test_out_of_memory_in_the_reference_names_the_samples(
     trained: Built, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, after = trained.job, bits(trained.job)
+    trainer, after = trained.trainer, bits(trained.trainer)
 
     def full(self: Start, packed: Any) -> dict[str, Tensor]:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -124,18 +128,18 @@ def test_out_of_memory_in_the_reference_names_the_samples(
     monkeypatch.setattr(Start, "streams", full)
     message = r"^step 2: out of memory \(wanting 2.* of samples .*pairs\.jsonl:\d+#\d.* set batch"
     with pytest.raises(OutOfMemory, match=message) as caught:
-        train_step(job, 2)
+        train_step(trainer, 2)
     assert len(caught.value.sample_ids) == 12, "six pairs"
-    require_same(bits(job), after)
+    require_same(bits(trainer), after)
 
 
 def test_a_step_is_begun_again_with_less_where_the_reference_runs_out(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built, _ = built_of(place, batch__halve_when_out_of_memory=True)
-    job, real, sizes = built.job, Start.streams, []
-    wanted = trainer.add_gradients(job, job.method.prepare(1), 1).loss
-    job.optimizer.zero_grad()
+    trainer, real, sizes = built.trainer, Start.streams, []
+    wanted = loop.add_gradients(trainer, trainer.method.prepare(1), 1).loss
+    trainer.optimizer.zero_grad()
 
     def narrow(self: Start, packed: Packed) -> dict[str, Tensor]:
         sizes.append(packed.num_tokens)
@@ -144,8 +148,8 @@ def test_a_step_is_begun_again_with_less_where_the_reference_runs_out(
         return real(self, packed)
 
     monkeypatch.setattr(Start, "streams", narrow)
-    job.random = random_state.capture(job.ranks.device)
-    found = trainer._step_within_memory(job, 1).loss
+    trainer.random = random_state.capture(trainer.ranks.device)
+    found = loop._step_within_memory(trainer, 1).loss
     assert sizes[0] > 100 >= max(sizes[2:])
     assert found == pytest.approx(wanted, rel=1e-12)
 
@@ -154,31 +158,31 @@ def test_a_signal_leaves_nothing_half_exchanged(
     trained: Built, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In an evaluation a signal is raised at once, but not between two tensors, either way."""
-    job, real, calls = trained.job, distributed.swap, []
-    after = bits(job)
+    trainer, real, calls = trained.trainer, distributed.swap, []
+    after = bits(trainer)
     assert trained.inputs.eval is not None
-    measure = HeldOut(trained.run.rows_of(trained.inputs.eval), job)
+    measure = HeldOut(trained.run.rows_of(trained.inputs.eval), trainer)
 
     def swap(one: Tensor, other: Tensor) -> None:
         real(one, other)
         calls.append(one)
         if len(calls) == stops[-1]:
-            job.interrupts.notice(signal.SIGTERM, None)
+            trainer.interrupts.notice(signal.SIGTERM, None)
 
     monkeypatch.setattr(distributed, "swap", swap)
     stops = [2 * len(after) - 1, len(after) + 1, len(after), 2, 1]
     while stops:
         calls.clear()
         with (
-            Interrupts.watching() as job.interrupts,
+            Interrupts.watching() as trainer.interrupts,
             pytest.raises(Interrupt),
-            job.interrupts.at_once(job.ranks),
+            trainer.interrupts.at_once(trainer.ranks),
         ):
             measure(1)
         assert len(calls) == 2 * len(after)
-        require_same(bits(job), after)
+        require_same(bits(trainer), after)
         stops.pop()
-    job.interrupts = Interrupts()
+    trainer.interrupts = Interrupts()
 
 
 def test_an_adapter_leaves_its_dropout_behind(place: Path) -> None:
@@ -187,8 +191,8 @@ def test_an_adapter_leaves_its_dropout_behind(place: Path) -> None:
     noisy = {"lora.rank": 2, "lora.dropout": 0.5, "steps": 1, "check": "off"}
     adapter = sft(place / "model", rows, place / "noisy", **noisy).out / "adapter"
     built, _ = built_of(place, lora__adapter=str(adapter))
-    assert built.job.noise is None
-    assert train_step(built.job, 1).loss == pytest.approx(math.log(2), abs=1e-12)
+    assert built.trainer.noise is None
+    assert train_step(built.trainer, 1).loss == pytest.approx(math.log(2), abs=1e-12)
     assert ("lora.dropout", "0") in [decision[:2] for decision in built.decisions]
 
 
@@ -205,15 +209,15 @@ def test_it_follows_the_policy_as_far_and_as_often_as_asked(
     every: int, mix: float, place: Path
 ) -> None:
     built, start = built_of(place, reference__update_every=every, reference__update_mix=mix)
-    job = built.job
+    trainer = built.trainer
     held = dict(start.named_buffers())
-    assert all(f"reference.{name}" in job.scorer.state_dict() for name in held), (
+    assert all(f"reference.{name}" in trainer.scorer.state_dict() for name in held), (
         "checkpoints hold it"
     )
-    trained = [p for p in job.scorer.parameters() if p.requires_grad]
+    trained = [p for p in trainer.scorer.parameters() if p.requires_grad]
     wanted = {name: value.clone() for name, value in held.items()}
     for step in (1, 2, 3):
-        train_step(job, step)
+        train_step(trainer, step)
         if step % every == 0:
             for (name, old), policy in zip(wanted.items(), trained, strict=True):
                 wanted[name] = (1 - mix) * old + mix * policy.detach()
@@ -245,6 +249,6 @@ def test_a_reference_taken_from_the_policy_is_seen(
     trained: Built, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first of these tests fails where the fault is planted."""
-    before = logps(trained.job)
+    before = logps(trained.trainer)
     monkeypatch.setattr(Start, "active", lambda self: nullcontext())
-    assert not torch.equal(logps(trained.job)[0], before[0])
+    assert not torch.equal(logps(trained.trainer)[0], before[0])

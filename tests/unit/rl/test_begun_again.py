@@ -30,13 +30,13 @@ def test_a_step_begun_again_for_want_of_memory_finds_its_roll_out(
     config = RolloutConfig(n=2, ahead=is_ahead, **(server if is_ahead else {}))  # type: ignore[arg-type]
     interrupts = SimpleNamespace(at_once=lambda ranks: nullcontext(), held=nullcontext)
     ranks = Ranks(0, 1, torch.device("cpu"))
-    job: Any = SimpleNamespace(
+    trainer: Any = SimpleNamespace(
         interrupts=interrupts, ranks=ranks, num_steps=3, emit=lambda *_, **__: None
     )
     order = Order([], 3, 2, False, None)
     monkeypatch.setattr(Order, "step", lambda self, step: [step, step + 1])
     made = Online(config, None, order, All(CrossEntropy()), Guard(GuardConfig()), 3)  # type: ignore[arg-type]
-    made.join(Crew(job, (), lambda: drawn))
+    made.join(Crew(trainer, (), lambda: drawn))
     tries = iter([OutOfMemory("too little"), None, None])
 
     def scored(*_: object) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def test_weights_that_an_engine_has_are_not_sent_again(monkeypatch: pytest.Monke
     drawn, engine, _ = roller(lambda name, index: f"{name} {index}", lambda one: len(one.text))
     config = RolloutConfig(n=2, ahead=True, engine="server", url="http://127.0.0.1:9/v1")
     interrupts = SimpleNamespace(at_once=lambda ranks: nullcontext(), held=nullcontext)
-    job: Any = SimpleNamespace(
+    trainer: Any = SimpleNamespace(
         interrupts=interrupts, ranks=None, num_steps=3, emit=lambda *_, **__: None
     )
     pushed: list[int] = []
@@ -66,7 +66,7 @@ def test_weights_that_an_engine_has_are_not_sent_again(monkeypatch: pytest.Monke
     monkeypatch.setattr(type(engine), "update", lambda self, version: pushed.append(version))
     order = Order([], 3, 2, False, None)
     made = Online(config, None, order, All(CrossEntropy()), Guard(GuardConfig()), 3)  # type: ignore[arg-type]
-    made.join(Crew(job, (), lambda: drawn))
+    made.join(Crew(trainer, (), lambda: drawn))
     for step in (1, 2, 3):
         made.prepare(step)
     assert pushed == [0, 1, 2]

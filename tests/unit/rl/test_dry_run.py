@@ -35,10 +35,10 @@ def test_every_method_can_learn_from_it(
 ) -> None:
     """The engine's log-probs are the trainer's own."""
     made, _ = make(keys_of(method, model, tmp_path, **given))
-    online = made.job.method
+    online = made.trainer.method
     assert isinstance(online, Online)
     samples: list[Sample] = list(made.inputs.train[:2])
-    trees = rehearsed(made.job, online.credit, online.crew.roles, samples)
+    trees = rehearsed(made.trainer, online.credit, online.crew.roles, samples)
     assert len(trees) == 2
     for tree, prompt in zip(trees, samples, strict=True):
         assert len(tree.samples) == (1 if method == "best_of_n" else 2)
@@ -46,7 +46,7 @@ def test_every_method_can_learn_from_it(
         half = (prompt.num_tokens + 1) // 2
         np.testing.assert_array_equal(first.ids_T, prompt.ids_T)
         assert first.target_at_N.tolist() == list(range(half, prompt.num_tokens))
-    report = add_gradients(made.job, trees, 1)
-    assert np.isfinite(report.loss) and any(p.grad is not None for p in made.job.trained)
+    report = add_gradients(made.trainer, trees, 1)
+    assert np.isfinite(report.loss) and any(p.grad is not None for p in made.trainer.trained)
     if "engine/difference" in report.metrics:
         assert report.metrics["engine/difference"] < 1e-12

@@ -34,7 +34,7 @@ from taut.rl.monitors import (
 )
 from taut.rl.rollout import Group
 from taut.train.distributed import Ranks
-from taut.train.trainer import Job, Scored, StepReport
+from taut.train.trainer import Scored, StepReport, Trainer
 from taut.types import Packed, Scores
 
 
@@ -150,8 +150,8 @@ def report(
 
 
 def watched(guard: Guard, log: Log, seen: StepReport) -> None:
-    job = SimpleNamespace(ranks=Ranks(0, 1, torch.device("cpu")), emit=log)
-    guard(seen, cast(Job, job))
+    trainer = SimpleNamespace(ranks=Ranks(0, 1, torch.device("cpu")), emit=log)
+    guard(seen, cast(Trainer, trainer))
 
 
 def test_an_engine_that_is_far_off_stops_the_run() -> None:

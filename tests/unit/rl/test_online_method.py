@@ -27,15 +27,15 @@ from taut.rl.online import Crew, Online, numbered
 from taut.rl.rollout import Roller, RolloutConfig
 from taut.train.distributed import Ranks
 from taut.train.signals import Interrupts
-from taut.train.trainer import Job
+from taut.train.trainer import Trainer
 from taut.types import Sample, Tree
 
 ONE = Ranks(0, 1, torch.device("cpu"))
 NUM_PROMPTS = 8
 
 
-class Trainer:
-    """As much of a job as a method that asks no model looks at."""
+class FakeTrainer:
+    """As much of a trainer as a method that asks no model looks at."""
 
     def __init__(self, num_steps: int = 100) -> None:
         self.done, self.num_steps, self.ranks = 0, num_steps, ONE
@@ -67,12 +67,12 @@ def online(worth: Any = half, guard: GuardConfig | None = None, **keys: Any) -> 
     method = Online(config, prompts, order, credit, Guard(guard or GuardConfig()), seed=3)
     engine = FakeEngine(lambda name, index: str(index))
     roller = Roller(config, rows(NUM_PROMPTS), engine, Panel(worth), None, 3, ONE)  # type: ignore[arg-type]
-    method.join(Crew(cast(Job, Trainer()), (), lambda: roller))
+    method.join(Crew(cast(Trainer, FakeTrainer()), (), lambda: roller))
     return method
 
 
-def trainer_of(method: Online) -> Trainer:
-    return cast(Trainer, method.crew.job)
+def trainer_of(method: Online) -> FakeTrainer:
+    return cast(FakeTrainer, method.crew.trainer)
 
 
 def names(trees: list[Tree]) -> list[str]:

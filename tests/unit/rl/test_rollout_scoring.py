@@ -44,15 +44,15 @@ def test_where_a_critic_is_read() -> None:
 def test_log_probs_are_at_the_temperature_of_the_roll_out_and_values_at_each_read(
     place: Path,
 ) -> None:
-    job = built(place, "ppo", critic__kind="shared", critic__head="normal").job
+    trainer = built(place, "ppo", critic__kind="shared", critic__head="normal").trainer
     samples = [
         sample_of(episode("a", i, i + 2, finish), f"a{i}", has_reads=True, has_bootstrap=True)
         for i, finish in enumerate(("stop", "length", "stop"))
     ]
     trees, asked = [Tree(tuple(samples))], Asked(policy=True, values=True, temperature=0.5)
-    job.scorer.train()
-    found = scored(job, trees, asked, (), 1)
-    assert job.scorer.training and all(p.grad is None for p in job.trained)
+    trainer.scorer.train()
+    found = scored(trainer, trees, asked, (), 1)
+    assert trainer.scorer.training and all(p.grad is None for p in trainer.trained)
     model = AutoModelForCausalLM.from_pretrained(place / "policy", dtype=torch.float64)
     for sample in samples:
         ids_T = torch.from_numpy(sample.ids_T)
@@ -70,15 +70,15 @@ def test_log_probs_are_at_the_temperature_of_the_roll_out_and_values_at_each_rea
 
 
 def test_nothing_is_computed_where_nothing_is_asked(place: Path) -> None:
-    job = built(place, "grpo").job
+    trainer = built(place, "grpo").trainer
     trees = [Tree((sample_of(episode("a", 0, 2), "a", has_reads=False),))]
-    job.scorer.register_forward_pre_hook(lambda *_: pytest.fail("a forward"))
+    trainer.scorer.register_forward_pre_hook(lambda *_: pytest.fail("a forward"))
     nothing = Asked(policy=False, values=False, temperature=1.0)
-    assert scored(job, trees, nothing, (), 1) == {"a": {}}
+    assert scored(trainer, trees, nothing, (), 1) == {"a": {}}
 
 
 def test_a_forward_alone_says_nothing_of_what_fits_a_step(place: Path) -> None:
-    job = built(place, "grpo").job
+    trainer = built(place, "grpo").trainer
     trees = [Tree((sample_of(episode("a", 0, 2), "a", has_reads=False),))]
-    found = scored(job, trees, Asked(policy=True, values=False, temperature=1.0), (), 1)
-    assert found["a"][POLICY].size == 2 and job.fit.largest == 0
+    found = scored(trainer, trees, Asked(policy=True, values=False, temperature=1.0), (), 1)
+    assert found["a"][POLICY].size == 2 and trainer.fit.largest == 0

@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(model: Path, place: Path, method: str = "grpo", **keys: Any) -> Roller:
     built, _ = make(keys_of(method, model, place, dtype="float32", **keys))
-    online = built.job.method
+    online = built.trainer.method
     assert isinstance(online, Online)
     return online.roller
 
@@ -142,7 +142,7 @@ def test_a_model_that_judges_here_is_refused_on_every_rank_alike(rank: int) -> N
 def test_so_is_one_that_judges_held_out_answers(model: Path, tmp_path: Path) -> None:
     judged = [{"name": "reward_model", "options": {"model": str(model)}}]
     built, _ = make(keys_of("grpo", model, tmp_path, eval__answers__rewards=judged))
-    built.job.ranks = Ranks(0, 2, torch.device("cpu"))
+    built.trainer.ranks = Ranks(0, 2, torch.device("cpu"))
     with pytest.raises(ConfigError, match="reward_model, a model in this process, and 2 ranks"):
         train._evaluations(built, tmp_path)
 

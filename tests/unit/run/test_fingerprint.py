@@ -31,7 +31,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 def identity(built: Built, **changes: Any) -> dict[str, Any]:
-    return identity_of(replace(built.run, **changes), built.inputs, built.job.ranks)
+    return identity_of(replace(built.run, **changes), built.inputs, built.trainer.ranks)
 
 
 def test_the_same_run_is_the_same(built: Built) -> None:
@@ -222,7 +222,7 @@ def test_another_model_of_a_hub_is_known_by_its_commit(
     run = from_mapping(METHODS["dpo"], keys)
     config = SimpleNamespace(_commit_hash="0af1")
     monkeypatch.setattr(module, "load_config", lambda *_: config)
-    found = module._others(run, built.inputs, built.job.ranks)
+    found = module._others(run, built.inputs, built.trainer.ranks)
     assert found == {"reference": {"commit": "0af1"}}
 
 
@@ -231,7 +231,7 @@ def judged(built: Built, judge: Path, **options: Any) -> dict[str, Any]:
     rewards = [{"name": "reward_model", "options": {"model": str(judge), **options}}]
     keys = {"model": built.run.model, "data.train": "d.jsonl", "method": "grpo", "rewards": rewards}
     run = from_mapping(METHODS["grpo"], keys)
-    return module._others(run, built.inputs, built.job.ranks)
+    return module._others(run, built.inputs, built.trainer.ranks)
 
 
 def test_a_reward_model_in_this_process_is_part_of_the_run(built: Built, tmp_path: Path) -> None:

@@ -44,9 +44,9 @@ def fresh(built: Built, tmp_path: Path) -> Built:
     """The same with a file of its own, and with a file that is there."""
     (role,) = built.models.roles
     roles, run = [copy.copy(role)], built.run
-    models, job = replace(built.models, roles=roles), replace(built.job, roles=roles)
+    models, trainer = replace(built.models, roles=roles), replace(built.trainer, roles=roles)
     run = replace(run, reference=replace(run.reference, file=str(tmp_path / "kept.safetensors")))
-    return replace(built, models=models, job=job, run=run)
+    return replace(built, models=models, trainer=trainer, run=run)
 
 
 def file_of(built: Built) -> Path:
@@ -60,16 +60,16 @@ def streams(built: Built) -> list[torch.Tensor]:
     """What the reference says of held-out pairs and of a step, in another layout than the file was made in."""
     assert built.inputs.eval is not None
     trees = built.run.rows_of(built.inputs.eval).trees([3, 0])
-    both = [*built.job.method.prepare(2), *trees]
+    both = [*built.trainer.method.prepare(2), *trees]
     numbered = [
         replace(t, samples=tuple(replace(s, group=i) for s in t.samples))
         for i, t in enumerate(both)
     ]
-    return [packed.streams[STREAM] for packed, _ in fill_streams(built.job, numbered, "here")]
+    return [packed.streams[STREAM] for packed, _ in fill_streams(built.trainer, numbered, "here")]
 
 
 def test_the_file_holds_what_the_reference_says(fresh: Built) -> None:
-    (role,) = fresh.job.roles
+    (role,) = fresh.trainer.roles
     assert isinstance(role, Recorded)
     assert isinstance(role._live, Start)
     wanted = streams(fresh)
@@ -90,7 +90,7 @@ def test_the_file_holds_what_the_reference_says(fresh: Built) -> None:
 def test_one_that_is_there_is_used_and_one_that_is_gone_is_made_again(
     fresh: Built, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (role,) = fresh.job.roles
+    (role,) = fresh.trainer.roles
     assert isinstance(role, Recorded)
     live = role._live
     keep_reference(fresh)

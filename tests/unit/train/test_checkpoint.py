@@ -20,9 +20,9 @@ from taut.io import files
 from taut.train import sharded
 from taut.train.checkpoint import CheckpointConfig, Checkpoints, find_newest, set_aside
 from taut.train.run_dir import LATEST, MARK, complete
-from taut.train.trainer import Job, train_step
+from taut.train.trainer import Trainer, train_step
 
-Made = tuple[Job, list[dict[str, Any]]]
+Made = tuple[Trainer, list[dict[str, Any]]]
 
 
 class Counter:
@@ -45,14 +45,16 @@ def made(tmp_path: Path) -> Made:
     built, events = make(tmp_path / "made")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / MARK).write_text("{}")
-    return built.job, events
+    return built.trainer, events
 
 
 @contextmanager
-def opened(job: Job, out: Path, num_steps: int = 20, **config: Any) -> Iterator[Checkpoints]:
+def opened(
+    trainer: Trainer, out: Path, num_steps: int = 20, **config: Any
+) -> Iterator[Checkpoints]:
     chosen = CheckpointConfig(**config)
     saver = Checkpoints(
-        out / "checkpoints", chosen, job.scorer, job.optimizer, num_steps, job.ranks, job.emit,
+        out / "checkpoints", chosen, trainer.scorer, trainer.optimizer, num_steps, trainer.ranks, trainer.emit,
         notes=lambda step: {
             "cursor": [step, 6 * step], "loss": 1.0, "identity": {"config": {}}
         },
@@ -74,7 +76,7 @@ def kinds(events: list[dict[str, Any]]) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("background", [True, False])
 def test_everything_comes_back_exactly(background: bool, made: Made, tmp_path: Path) -> None:
-    one, other = made[0], make(tmp_path / "other")[0].job
+    one, other = made[0], make(tmp_path / "other")[0].trainer
     counter = Counter()
     with opened(one, tmp_path / "out", every=1, background=background) as saver:
         saver.memories = {"counter": counter}
@@ -93,8 +95,8 @@ def test_everything_comes_back_exactly(background: bool, made: Made, tmp_path: P
         saver.resume(found)
         assert torch.equal(torch.rand(3), drawn)
     assert counter.value == 7
-    for job in (one, other):
-        train_step(job, 3)
+    for trainer in (one, other):
+        train_step(trainer, 3)
     after = parameters_of(other.scorer)
     assert all(torch.equal(value, after[name]) for name, value in parameters_of(one.scorer).items())
     assert int(other.optimizer.state[other.trained[0]]["step"]) == 3
@@ -103,33 +105,34 @@ def test_everything_comes_back_exactly(background: bool, made: Made, tmp_path: P
 def test_what_is_saved_is_the_state_at_the_save_though_training_goes_on(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, _ = made
+    trainer, _ = made
     go_on = threading.Event()
     real = sharded.write
     monkeypatch.setattr(
         "taut.train.sharded.write", lambda *given: (go_on.wait(60), real(*given))[1]
     )
-    with opened(job, tmp_path / "out", every=1) as saver:
-        train_step(job, 1)
+    with opened(trainer, tmp_path / "out", every=1) as saver:
+        train_step(trainer, 1)
         before = {
-            k: v.clone() for k, v in sharded.training_state(job.scorer, job.optimizer).items()
+            k: v.clone()
+            for k, v in sharded.training_state(trainer.scorer, trainer.optimizer).items()
         }
         saver.save(1)
-        train_step(job, 2)
+        train_step(trainer, 2)
         go_on.set()
         saver.settle()
-        found, _ = find_newest(saver.folder, job.ranks, skip_damaged=False)
+        found, _ = find_newest(saver.folder, trainer.ranks, skip_damaged=False)
         assert found is not None
         saver.resume(found)
-    after = sharded.training_state(job.scorer, job.optimizer)
+    after = sharded.training_state(trainer.scorer, trainer.optimizer)
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 def test_saved_when_due_and_after_the_last_step_and_only_the_newest_kept(
     made: Made, tmp_path: Path
 ) -> None:
-    job, events = made
-    with opened(job, tmp_path / "out", num_steps=5, every=2, keep=1) as saver:
+    trainer, events = made
+    with opened(trainer, tmp_path / "out", num_steps=5, every=2, keep=1) as saver:
         for step in range(1, 6):
             saver(step)
             assert (
@@ -144,8 +147,8 @@ def test_saved_when_due_and_after_the_last_step_and_only_the_newest_kept(
 
 
 def test_the_time_a_save_kept_training_waiting_is_told(made: Made, tmp_path: Path) -> None:
-    job, events = made
-    with opened(job, tmp_path / "out", every=1, background=False) as saver:
+    trainer, events = made
+    with opened(trainer, tmp_path / "out", every=1, background=False) as saver:
         saver.save(1)
     assert [event["seconds_blocked"] >= event["seconds"] > 0 for event in events] == [True]
 
@@ -159,8 +162,8 @@ def test_none_are_saved_unless_asked_for(made: Made, tmp_path: Path) -> None:
 
 
 def test_a_step_is_saved_once(made: Made, tmp_path: Path) -> None:
-    job, events = made
-    with opened(job, tmp_path / "out", every=2) as saver:
+    trainer, events = made
+    with opened(trainer, tmp_path / "out", every=2) as saver:
         saver(2)
         saver.save(2, wait=True)
         saver.save(2, wait=True, is_measured=False)
@@ -184,8 +187,8 @@ def test_a_full_disk_is_told_and_nothing_saved_is_lost(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    job, _ = made
-    with opened(job, tmp_path / "out", every=2) as saver:
+    trainer, _ = made
+    with opened(trainer, tmp_path / "out", every=2) as saver:
         saver.save(2, wait=True)
         for place in ("os.fsync", "taut.io.files.sync_tree", "taut.io.files.digest"):
             with monkeypatch.context() as patched:
@@ -204,9 +207,9 @@ def test_a_full_disk_is_told_and_nothing_saved_is_lost(
 def test_room_is_looked_for_before_training_and_before_each_write(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, _ = made
+    trainer, _ = made
     total, used, _ = shutil.disk_usage(tmp_path)
-    with opened(job, tmp_path / "out", every=2) as saver:
+    with opened(trainer, tmp_path / "out", every=2) as saver:
         monkeypatch.setattr("shutil.disk_usage", lambda _: type("U", (), {"free": 1000}))
         with pytest.raises(OutputError, match=r"0\.0\d GB are needed and 0\.00 GB are free"):
             saver.save(2, wait=True)
@@ -215,10 +218,10 @@ def test_room_is_looked_for_before_training_and_before_each_write(
         pytest.raises(
             OutputError, match=r"checkpoint\.keep=2 takes up to .* GB in .* and 0\.00 GB are free"
         ),
-        opened(job, tmp_path / "out", every=2),
+        opened(trainer, tmp_path / "out", every=2),
     ):
         pass
-    with opened(job, tmp_path / "out", every=0):
+    with opened(trainer, tmp_path / "out", every=0):
         pass
     assert used <= total
 
@@ -235,8 +238,8 @@ def test_a_run_whose_directory_was_taken_away_says_so(made: Made, tmp_path: Path
 def test_a_checkpoint_that_somebody_removed_is_told_and_training_goes_on(
     made: Made, tmp_path: Path
 ) -> None:
-    job, events = made
-    with opened(job, tmp_path / "out", every=2) as saver:
+    trainer, events = made
+    with opened(trainer, tmp_path / "out", every=2) as saver:
         saver.save(2, wait=True)
         shutil.rmtree(saver.folder / "step-000002")
         saver.save(4, wait=True)
@@ -269,22 +272,22 @@ def damage(path: Path, how: str) -> None:
 def test_a_damaged_one_is_named_and_passed_over_only_if_allowed(
     how: str, name: str, made: Made, tmp_path: Path
 ) -> None:
-    job, _ = made
-    with opened(job, tmp_path / "out", every=2) as saver:
+    trainer, _ = made
+    with opened(trainer, tmp_path / "out", every=2) as saver:
         saver.save(2, wait=True)
         saver.save(4, wait=True)
     folder = tmp_path / "out" / "checkpoints"
     damage(folder / "step-000004" / name, how)
     if (name, how) != ("meta.json", "missing"):  # without it there is no checkpoint
         with pytest.raises(OutputError, match=rf"step-000004/{name} .*checkpoint\.skip_damaged"):
-            find_newest(folder, job.ranks, skip_damaged=False)
-    found, damaged = find_newest(folder, job.ranks, skip_damaged=True)
+            find_newest(folder, trainer.ranks, skip_damaged=False)
+    found, damaged = find_newest(folder, trainer.ranks, skip_damaged=True)
     assert found is not None
     assert found.step == 2
     assert len(damaged) == ((name, how) != ("meta.json", "missing"))
     damage(folder / "step-000002" / name, "flipped")
     with pytest.raises(OutputError, match=r"no checkpoint is left|damaged|cannot be read"):
-        find_newest(folder, job.ranks, skip_damaged=True)
+        find_newest(folder, trainer.ranks, skip_damaged=True)
 
 
 def test_later_ones_are_set_aside(made: Made, tmp_path: Path) -> None:

@@ -34,24 +34,24 @@ def test_a_failure_ends_the_run_after_the_next_step(
 def test_where_a_run_fails_its_own_error_is_the_one_that_is_told(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, events = made
-    with opened(job, tmp_path / "out", every=2) as saver:
+    trainer, events = made
+    with opened(trainer, tmp_path / "out", every=2) as saver:
         with monkeypatch.context() as patched:
             patched.setattr("taut.io.files.sync_tree", full)
             saver.save(2)
             saver.settle_or_warn()
             assert [event["kind"] for event in events] == ["warning"]
-            told = saver.rescue(2, random_state.capture(job.ranks.device))
+            told = saver.rescue(2, random_state.capture(trainer.ranks.device))
             assert told.startswith("its training state was not saved: a checkpoint cannot be")
-        told = saver.rescue(2, random_state.capture(job.ranks.device))
+        told = saver.rescue(2, random_state.capture(trainer.ranks.device))
         assert told == f"training state: {complete(saver.folder)[0]}"
 
 
 def test_an_interrupt_while_one_is_waited_for_loses_nothing(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, events = made
-    with opened(job, tmp_path / "out", every=2) as saver:
+    trainer, events = made
+    with opened(trainer, tmp_path / "out", every=2) as saver:
         saver.save(2)
         assert saver._pending is not None
 

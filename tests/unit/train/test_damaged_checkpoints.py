@@ -27,7 +27,7 @@ from taut.io import files
 from taut.train.checkpoint import Memory, _digest_of, find_newest
 from taut.train.monitors import Divergence, DivergenceConfig, Spikes, Untouched
 from taut.train.run_dir import MARK
-from taut.train.trainer import Job, train_step
+from taut.train.trainer import Trainer, train_step
 
 SECONDS = 20
 DATA, INDEX, META = "__0_0.distcp", ".metadata", "meta.json"
@@ -35,19 +35,19 @@ Damage = Callable[[Path], None]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
-    """A job, and an ``out`` with checkpoints of steps 2 and 4."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Path]:
+    """A trainer, and an ``out`` with checkpoints of steps 2 and 4."""
     place = tmp_path_factory.mktemp("trained")
-    job = make(place / "made")[0].job
+    trainer = make(place / "made")[0].trainer
     out = place / "out"
     out.mkdir()
     (out / MARK).write_text("{}")
-    with opened(job, out, every=2) as saver:
+    with opened(trainer, out, every=2) as saver:
         saver.memories = memories()
         for step in (2, 4):
-            train_step(job, step)
+            train_step(trainer, step)
             saver.save(step, wait=True)
-    return job, out
+    return trainer, out
 
 
 def memories() -> dict[str, Memory]:
@@ -331,17 +331,17 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_one_that_is_sealed_again_is_refused_in_one_line(
-    kind: str, trained: tuple[Job, Path], tmp_path: Path
+    kind: str, trained: tuple[Trainer, Path], tmp_path: Path
 ) -> None:
-    (job, made), (damage, message) = trained, DAMAGES[kind]
+    (trainer, made), (damage, message) = trained, DAMAGES[kind]
     out = tmp_path / "out"
     shutil.copytree(made, out)
     damage(out / "checkpoints" / "step-000004")
 
     def go_on(*, skip_damaged: bool) -> int:
-        with opened(job, out, every=2) as saver:
+        with opened(trainer, out, every=2) as saver:
             saver.memories = memories()
-            saved, _ = find_newest(saver.folder, job.ranks, skip_damaged=skip_damaged)
+            saved, _ = find_newest(saver.folder, trainer.ranks, skip_damaged=skip_damaged)
             assert saved is not None
             saver.resume(saved)
             return saved.step
@@ -360,14 +360,14 @@ def test_a_damaged_one_that_is_sealed_again_is_refused_in_one_line(
 
 
 def test_a_checkpoint_that_is_not_damaged_is_gone_on_from(
-    trained: tuple[Job, Path], tmp_path: Path
+    trained: tuple[Trainer, Path], tmp_path: Path
 ) -> None:
     """Sealed again without a change: the seal of the cases above is a good one."""
-    job, made = trained
+    trainer, made = trained
     shutil.copytree(made, tmp_path / "out")
     seal_again(tmp_path / "out" / "checkpoints" / "step-000004")
-    with opened(job, tmp_path / "out", every=2) as saver:
-        saved, damaged = find_newest(saver.folder, job.ranks, skip_damaged=False)
+    with opened(trainer, tmp_path / "out", every=2) as saver:
+        saved, damaged = find_newest(saver.folder, trainer.ranks, skip_damaged=False)
         assert saved is not None and not damaged
         saver.resume(saved)
         assert saved.step == 4

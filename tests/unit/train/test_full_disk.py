@@ -57,13 +57,13 @@ def test_tensors(size: int, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_and_the_next_one(tmp_path: Path) -> None:
-    job = make(tmp_path)[0].job
+    trainer = make(tmp_path)[0].trainer
     out = tmp_path / "out"
     out.mkdir()
     (out / MARK).write_text("{}")
     saver = Checkpoints(
-        out / "checkpoints", CheckpointConfig(every=1), job.scorer, job.optimizer, 9, job.ranks,
-        job.emit, notes=lambda step: {},
+        out / "checkpoints", CheckpointConfig(every=1), trainer.scorer, trainer.optimizer, 9, trainer.ranks,
+        trainer.emit, notes=lambda step: {},
     )  # fmt: skip
     saver.save(1, wait=True)
     refused(lambda: saver.save(2, wait=True), 1000)

@@ -49,7 +49,7 @@ def leaking(q: Tensor, k: Tensor, v: Tensor, layout: Layout, call: Call) -> Tens
 def test_first_step_passes_once_on_a_sound_run(tmp_path: Path) -> None:
     built, events = make(tmp_path)
     for step in (1, 2):
-        train_step(built.job, step)
+        train_step(built.trainer, step)
     (check,) = of_kind(events, "check")
     assert (check["name"], check["outcome"]) == ("first_step", "passed")
     assert check["value"] < 1e-9
@@ -64,19 +64,19 @@ def test_first_step_fails_on_a_planted_leak(
     monkeypatch.setitem(select.BACKENDS, "reference", leaking)
     before = parameters_of(built.scorer)
     with pytest.raises(CheckFailed, match=r"step 1: the log-probs of .*train\.jsonl:\d+ differ by"):
-        train_step(built.job, 1)
+        train_step(built.trainer, 1)
     assert [check["outcome"] for check in of_kind(events, "check")] == ["failed"]
     assert all(torch.equal(value, before[n]) for n, value in parameters_of(built.scorer).items())
 
 
 def test_first_step_does_not_pass_on_what_is_no_number(tmp_path: Path) -> None:
     built, _ = make(tmp_path)
-    first = built.job.monitors[0]
+    first = built.trainer.monitors[0]
     assert isinstance(first, FirstStep)
     names = list(first.alone)
     first.alone = {**first.alone, names[0]: first.alone[names[0]] * torch.nan}
     with pytest.raises(CheckFailed, match="differ by inf"):
-        train_step(built.job, 1)
+        train_step(built.trainer, 1)
 
 
 @pytest.mark.parametrize(("num_targets", "is_sound"), [(2, True), (8, True), (32, False)])
@@ -87,12 +87,12 @@ def test_first_step_bears_rounding_of_short_answers(num_targets: int, is_sound: 
     scores = SimpleNamespace(logp_N=torch.full((num_targets,), 0.2))
     report: Any = SimpleNamespace(step=1, scored=[(packed, scores)])
     events: list[dict[str, Any]] = []
-    job: Any = SimpleNamespace(
+    trainer: Any = SimpleNamespace(
         ranks=Ranks(0, 1, torch.device("cpu")),
         emit=lambda kind, **fields: events.append({"kind": kind, **fields}),
     )
     with nullcontext() if is_sound else pytest.raises(CheckFailed, match=r"differ by 0\.2 nats"):
-        alarm(report, job)
+        alarm(report, trainer)
     assert [event["outcome"] for event in events] == ["passed" if is_sound else "failed"]
 
 
@@ -100,9 +100,9 @@ def test_first_step_leaves_later_steps_alone(tmp_path: Path) -> None:
     """A resumed run has other weights than the ones the comparison was made with."""
     built, events = make(tmp_path)
     with torch.no_grad():
-        for parameter in built.job.trained:
+        for parameter in built.trainer.trained:
             parameter.mul_(1.1)
-    train_step(built.job, 2)
+    train_step(built.trainer, 2)
     assert not of_kind(events, "check")
 
 
@@ -110,10 +110,10 @@ def test_untouched_stops_at_a_tensor_outside_the_graph(tmp_path: Path) -> None:
     built, _ = make(tmp_path)
     stray = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     built.scorer.register_parameter("stray", stray)
-    built.job.monitors = [Untouched.watching(built.scorer)]
+    built.trainer.monitors = [Untouched.watching(built.scorer)]
     before = parameters_of(built.scorer)
     with pytest.raises(CheckFailed, match=r"step 1: 1 trainable tensors get no gradient \(stray\)"):
-        train_step(built.job, 1)
+        train_step(built.trainer, 1)
     assert all(torch.equal(value, before[n]) for n, value in parameters_of(built.scorer).items())
 
 
@@ -124,7 +124,7 @@ def test_untouched_reports_a_gradient_that_is_always_zero(tmp_path: Path) -> Non
     )
     parameter.register_hook(torch.zeros_like)
     for step in range(1, PATIENCE + 3):
-        train_step(built.job, step)
+        train_step(built.trainer, step)
     (warning,) = of_kind(events, "warning")
     assert (warning["name"], warning["tensors"]) == ("zero_gradient", [name])
     assert warning["step"] == PATIENCE
@@ -139,9 +139,9 @@ def test_untouched_does_not_count_steps_without_an_advantage(tmp_path: Path) -> 
     parameter.register_hook(torch.zeros_like)
     alarm, num_equal = Untouched.watching(built.scorer), 2 * PATIENCE
 
-    def look(report: StepReport, job: Any) -> None:
+    def look(report: StepReport, trainer: Any) -> None:
         is_equal = report.step <= num_equal
-        for trained in job.trained if is_equal else ():
+        for trained in trainer.trained if is_equal else ():
             trained.grad.zero_()
         packed: Any = SimpleNamespace(
             streams={"advantage_N": torch.full((3,), float(not is_equal))}
@@ -149,16 +149,16 @@ def test_untouched_does_not_count_steps_without_an_advantage(tmp_path: Path) -> 
         method = SimpleNamespace(loss=PolicyGradient())
         seen: Any = SimpleNamespace(
             method=method,
-            ranks=job.ranks,
-            emit=job.emit,
-            scorer=job.scorer,
-            optimizer=job.optimizer,
+            ranks=trainer.ranks,
+            emit=trainer.emit,
+            scorer=trainer.scorer,
+            optimizer=trainer.optimizer,
         )
         alarm(replace(report, scored=[(packed, None)]), seen)
 
-    built.job.monitors = [look]
+    built.trainer.monitors = [look]
     for step in range(1, num_equal + PATIENCE + 1):
-        train_step(built.job, step)
+        train_step(built.trainer, step)
     (warning,) = of_kind(events, "warning")
     assert (warning["tensors"], warning["step"]) == ([name], num_equal + PATIENCE)
 
@@ -167,16 +167,16 @@ def test_untouched_has_patience_with_adapters(tmp_path: Path) -> None:
     """LoRA's A has a gradient of exactly zero at step 1, because B is zero."""
     built, events = make(tmp_path, lora__rank=2)
     zeros = []
-    real = built.job.monitors
+    real = built.trainer.monitors
 
-    def look(report: StepReport, job: Any) -> None:
-        zeros.append(sum(not p.grad.any() for p in job.trained))
+    def look(report: StepReport, trainer: Any) -> None:
+        zeros.append(sum(not p.grad.any() for p in trainer.trained))
         for alarm in real:
-            alarm(report, job)
+            alarm(report, trainer)
 
-    built.job.monitors = [look]
+    built.trainer.monitors = [look]
     for step in range(1, PATIENCE + 2):
-        train_step(built.job, step)
+        train_step(built.trainer, step)
     assert zeros[0] > 0
     assert zeros[1] == 0
     assert not of_kind(events, "warning")
@@ -185,10 +185,10 @@ def test_untouched_has_patience_with_adapters(tmp_path: Path) -> None:
 def test_untouched_does_not_count_steps_in_which_a_critic_alone_learns(tmp_path: Path) -> None:
     """The policy's B stays zero meanwhile, and with it the gradient of A."""
     built, events = make(tmp_path, lora__rank=2)
-    for group in built.job.optimizer.param_groups:
+    for group in built.trainer.optimizer.param_groups:
         group["waits"] = PATIENCE + 1
     for step in range(1, 2 * PATIENCE + 3):
-        train_step(built.job, step)
+        train_step(built.trainer, step)
     assert not of_kind(events, "warning")
 
 
@@ -199,11 +199,11 @@ def report_of(norm: float) -> StepReport:
 def test_spikes_reports_a_norm_far_above_the_recent_median(tmp_path: Path) -> None:
     built, events = make(tmp_path)
     spikes = Spikes()
-    spikes(report_of(500.0), built.job)  # the first norms have nothing to be compared with
+    spikes(report_of(500.0), built.trainer)  # the first norms have nothing to be compared with
     for norm in [1.0, 2.0, 1.5] * 4:
-        spikes(report_of(norm), built.job)
+        spikes(report_of(norm), built.trainer)
     assert not of_kind(events, "warning")
-    spikes(report_of(30.0), built.job)
+    spikes(report_of(30.0), built.trainer)
     (warning,) = of_kind(events, "warning")
     assert (warning["name"], warning["sample_ids"]) == ("grad_norm_spike", ["a.jsonl:3"])
     assert "20 times" in warning["detail"]
@@ -211,14 +211,14 @@ def test_spikes_reports_a_norm_far_above_the_recent_median(tmp_path: Path) -> No
 
 def test_spikes_bears_a_median_of_zero() -> None:
     """Most recent gradients of a hinge may be exactly zero."""
-    spikes, job = Spikes(), watched(CrossEntropy(), events := [])
+    spikes, trainer = Spikes(), watched(CrossEntropy(), events := [])
     for norm in [0.0] * 12 + [1.0]:
-        spikes(report_of(norm), job)
+        spikes(report_of(norm), trainer)
     assert not events
 
 
 def watched(loss: Loss, events: list[dict[str, Any]]) -> Any:
-    """As much of a job as an alarm looks at, with a learning rate of 10."""
+    """As much of a trainer as an alarm looks at, with a learning rate of 10."""
     return SimpleNamespace(
         method=SimpleNamespace(loss=loss),
         ranks=Ranks(0, 1, torch.device("cpu")),
@@ -238,14 +238,14 @@ def follow(
 ) -> tuple[Divergence, list[dict[str, Any]], str | None]:
     """The alarm after a curve, what it reported, and what it stopped the run with."""
     events: list[dict[str, Any]] = []
-    alarm, job = Divergence(DivergenceConfig(**config)), watched(loss, events)
+    alarm, trainer = Divergence(DivergenceConfig(**config)), watched(loss, events)
     streams = {} if advantages is None else {"advantage_N": torch.full((3,), advantages)}
     scored: Any = [(SimpleNamespace(streams=streams), None)]
     for step, value in enumerate(losses, start=1):
         norm = 1.0 if norms is None else norms[step - 1]
         report = StepReport(step, value, {}, 1, 1, 1, ["a"] * samples, scored, norm)
         try:
-            alarm(report, job)
+            alarm(report, trainer)
         except DivergenceError as error:
             return alarm, events, str(error)
     return alarm, events, None
@@ -327,10 +327,10 @@ def test_which_gradients_may_be_zero(
 
 
 def test_an_advantage_on_another_rank_counts() -> None:
-    job = watched(PolicyGradient(), [])
-    job.ranks = SimpleNamespace(max=lambda values: [1.0])
+    trainer = watched(PolicyGradient(), [])
+    trainer.ranks = SimpleNamespace(max=lambda values: [1.0])
     alarm = Divergence(DivergenceConfig())
-    alarm(StepReport(1, 0.0, {}, 1, 1, 1, [], [], 0.0), job)
+    alarm(StepReport(1, 0.0, {}, 1, 1, 1, [], [], 0.0), trainer)
     assert alarm.zero_steps == 1
 
 

@@ -22,10 +22,10 @@ from taut.data.batching import BatchConfig
 from taut.data.packing import PackPolicy, pack
 from taut.errors import ConfigError, OutOfMemory
 from taut.evals.during import HeldOut
-from taut.train import trainer
+from taut.train import trainer as loop
 from taut.train.distributed import Ranks
 from taut.train.oom import Fit, build_fit, is_out_of_memory
-from taut.train.trainer import Job, run_steps
+from taut.train.trainer import Trainer, run_steps
 from taut.types import Sample, Tree
 
 IMPOSSIBLE = 1 << 50
@@ -246,23 +246,23 @@ def test_halving_that_cannot_be_honoured_is_refused(
 def limited(monkeypatch: pytest.MonkeyPatch, tokens: int) -> list[tuple[int, int]]:
     """Backwards of micro-batches of more tokens want what is not there; the (step, tokens) of all."""
     seen: list[tuple[int, int]] = []
-    backward = trainer.backward
+    backward = loop.backward
 
-    def act(job: Job, packed: Any, scales: Any, step: int) -> Any:
+    def act(trainer: Trainer, packed: Any, scales: Any, step: int) -> Any:
         seen.append((step, packed.num_tokens))
-        scores = backward(job, packed, scales, step)
+        scores = backward(trainer, packed, scales, step)
         if packed.num_tokens > tokens:
             torch.empty(IMPOSSIBLE)
         return scores
 
-    monkeypatch.setattr(trainer, "backward", act)
+    monkeypatch.setattr(loop, "backward", act)
     return seen
 
 
-def trained(place: Path, **keys: Any) -> tuple[Job, list[dict[str, Any]]]:
+def trained(place: Path, **keys: Any) -> tuple[Trainer, list[dict[str, Any]]]:
     built, events = make(place, **{"steps": 2, "batch__share_prefixes": False, **keys})
-    built.job.method, built.job.monitors = Fixed(TREES), ()
-    return built.job, events
+    built.trainer.method, built.trainer.monitors = Fixed(TREES), ()
+    return built.trainer, events
 
 
 def test_the_step_is_begun_again_until_it_fits(
@@ -271,36 +271,36 @@ def test_the_step_is_begun_again_until_it_fits(
     whole, told = trained(tmp_path / "whole")
     run_steps(whole)
     seen = limited(monkeypatch, 60)
-    job, events = trained(tmp_path / "cut", batch__halve_when_out_of_memory=True)
-    run_steps(job)
+    trainer, events = trained(tmp_path / "cut", batch__halve_when_out_of_memory=True)
+    run_steps(trainer)
     cuts = [e for e in events if e["kind"] == "budget"]
     budgets = [8192, *(e["tokens"] for e in cuts)]
     failed = [tokens for step, tokens in seen if step == 1 and tokens > 60]
     assert [(e["step"], e["tokens_before"]) for e in cuts] == [(1, b) for b in budgets[:-1]]
     assert budgets[1:] == [min(b, f) // 2 for b, f in zip(budgets[:-1], failed, strict=True)]
     assert max(tokens for step, tokens in seen if step == 2) <= 60
-    assert job.budget.tokens_per_microbatch == cuts[-1]["tokens"]
+    assert trainer.budget.tokens_per_microbatch == cuts[-1]["tokens"]
     steps = [[e for e in some if e["kind"] == "step"] for some in (told, events)]
     for left, right in zip(*steps, strict=True):
         assert left["loss"] == pytest.approx(right["loss"], rel=1e-12)
         assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-9)
         assert left["num_targets"] == right["num_targets"]
-    for name, value in parameters_of(job.scorer).items():
+    for name, value in parameters_of(trainer.scorer).items():
         torch.testing.assert_close(value, parameters_of(whole.scorer)[name], rtol=0, atol=1e-8)
 
 
 def test_a_sample_too_large_ends_it_with_the_gradients_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, events = trained(tmp_path, batch__halve_when_out_of_memory=True)
+    trainer, events = trained(tmp_path, batch__halve_when_out_of_memory=True)
     limited(monkeypatch, 20)
-    before = parameters_of(job.scorer)
+    before = parameters_of(trainer.scorer)
     with pytest.raises(
         OutOfMemory, match=r"of the sample \w+; .* no token budget makes it smaller"
     ):
-        run_steps(job)
-    assert all(parameter.grad is None for parameter in job.trained)
-    assert all(torch.equal(value, before[n]) for n, value in parameters_of(job.scorer).items())
+        run_steps(trainer)
+    assert all(parameter.grad is None for parameter in trainer.trained)
+    assert all(torch.equal(value, before[n]) for n, value in parameters_of(trainer.scorer).items())
     assert [e["kind"] for e in events] == ["budget"] * len(events)
 
 
@@ -310,15 +310,15 @@ def test_generators_stand_where_the_step_began(
     """What a model's own code draws is drawn again."""
     drawn: list[tuple[int, float]] = []
     limited(monkeypatch, 60)
-    backward = trainer.backward
+    backward = loop.backward
 
-    def drawing(job: Job, packed: Any, scales: Any, step: int) -> Any:
+    def drawing(trainer: Trainer, packed: Any, scales: Any, step: int) -> Any:
         drawn.append((step, float(torch.rand(()))))
-        return backward(job, packed, scales, step)
+        return backward(trainer, packed, scales, step)
 
-    monkeypatch.setattr(trainer, "backward", drawing)
-    job, events = trained(tmp_path, batch__halve_when_out_of_memory=True)
-    run_steps(job)
+    monkeypatch.setattr(loop, "backward", drawing)
+    trainer, events = trained(tmp_path, batch__halve_when_out_of_memory=True)
+    run_steps(trainer)
     first = [value for step, value in drawn if step == 1]
     assert first.count(first[0]) == 1 + sum(e["kind"] == "budget" for e in events) > 1
 
@@ -326,9 +326,9 @@ def test_generators_stand_where_the_step_began(
 def test_held_out_loss_that_does_not_fit_names_its_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, _ = trained(tmp_path)
-    monkeypatch.setattr(type(job.scorer), "forward", lambda *_, **__: torch.empty(IMPOSSIBLE))
+    trainer, _ = trained(tmp_path)
+    monkeypatch.setattr(type(trainer.scorer), "forward", lambda *_, **__: torch.empty(IMPOSSIBLE))
     with pytest.raises(
         OutOfMemory, match=r"^held-out loss after step 4: out of memory .* samples \w+, "
     ):
-        HeldOut(singles(SAMPLES), job)(4)
+        HeldOut(singles(SAMPLES), trainer)(4)

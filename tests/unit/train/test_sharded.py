@@ -56,7 +56,7 @@ def test_only_what_trains_and_what_counts_is_saved() -> None:
 
 def test_adapters_are_saved_without_the_base(tmp_path: Path) -> None:
     built, _ = make(tmp_path, lora__rank=2)
-    state = sharded.training_state(built.scorer, built.job.optimizer)
+    state = sharded.training_state(built.scorer, built.trainer.optimizer)
     trained = {name for name, p in built.scorer.named_parameters() if p.requires_grad}
     assert {
         name.removeprefix(

@@ -11,7 +11,7 @@ from tests.pictures import Named, illustrated
 
 from taut.data.batching import Budget
 from taut.data.packing import PackPolicy
-from taut.train.trainer import Job, Lookahead, fill_streams
+from taut.train.trainer import Lookahead, Trainer, fill_streams
 from taut.types import Picture, Tree
 from taut.vision.image_store import Album
 
@@ -45,7 +45,7 @@ def prepare(step: int) -> list[Tree]:
 
 def expected(step: int, rank: int = 0, size: int = 1) -> list[str]:
     album = Expecting()
-    Lookahead(cast(Album, album))(step, cast(Job, job_of(rank, size)))
+    Lookahead(cast(Album, album))(step, cast(Trainer, job_of(rank, size)))
     return album.names
 
 
@@ -75,7 +75,7 @@ def test_whatever_is_planned_is_expected(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_step_that_is_expected_is_not_planned_again() -> None:
     planned: list[int] = []
-    job: Any = SimpleNamespace(
+    trainer: Any = SimpleNamespace(
         method=SimpleNamespace(prepare=lambda step: planned.append(step) or prepare(step)),
         num_steps=3,
         ranks=SimpleNamespace(rank=0, size=1),
@@ -84,5 +84,5 @@ def test_a_step_that_is_expected_is_not_planned_again() -> None:
     )
     lookahead = Lookahead(cast(Album, Expecting()))
     for step in (2, 3):
-        lookahead(step, cast(Job, job))
+        lookahead(step, cast(Trainer, trainer))
     assert planned == [2, 3]

@@ -20,10 +20,10 @@ from taut.errors import NonFiniteError
 from taut.evals.during import HeldOut
 from taut.losses import Loss, Unit
 from taut.losses.supervised import CrossEntropy
-from taut.train import trainer
+from taut.train import trainer as loop
 from taut.train.signals import Interrupt
 from taut.train.trainer import (
-    Job,
+    Trainer,
     _gpu_memory,
     denominators,
     pad_microbatches,
@@ -52,33 +52,33 @@ class TwoTerms(Loss):
         return LossSum({"token": total, "worst": torch.stack(worst).sum()}, metrics)
 
 
-def prepared(place: Path, **keys: Any) -> Job:
-    """A job on TREES without monitors, clipping or update."""
+def prepared(place: Path, **keys: Any) -> Trainer:
+    """A trainer on TREES without monitors, clipping or update."""
     built, _ = make(place, **{"optim__clip_grad_norm": None, **keys})
-    built.job.method, built.job.monitors = Fixed(TREES), ()
-    return built.job
+    built.trainer.method, built.trainer.monitors = Fixed(TREES), ()
+    return built.trainer
 
 
-def gradients(job: Job) -> dict[str, Tensor]:
+def gradients(trainer: Trainer) -> dict[str, Tensor]:
     """The gradients at the moment of the update."""
     seen: dict[str, Tensor] = {}
 
-    def keep(report: Any, job: Job) -> None:
+    def keep(report: Any, trainer: Trainer) -> None:
         seen.update(
-            {n: p.grad.clone() for n, p in job.scorer.named_parameters() if p.grad is not None}
+            {n: p.grad.clone() for n, p in trainer.scorer.named_parameters() if p.grad is not None}
         )
 
-    job.monitors = (keep,)
-    train_step(job, 1)
+    trainer.monitors = (keep,)
+    train_step(trainer, 1)
     return seen
 
 
 def test_the_loss_is_the_sum_over_all_targets_by_their_weight_sum(tmp_path: Path) -> None:
-    job = prepared(tmp_path)
-    model: Any = copy.deepcopy(job.scorer.model)
+    trainer = prepared(tmp_path)
+    model: Any = copy.deepcopy(trainer.scorer.model)
     model.set_attn_implementation("eager")
     total, weight = torch.zeros((), dtype=torch.float64), 0.0
-    with job.compute():
+    with trainer.compute():
         for s in SAMPLES:
             every = (
                 model(torch.from_numpy(s.ids_T)[None], use_cache=False).logits[0].log_softmax(-1)
@@ -88,7 +88,7 @@ def test_the_loss_is_the_sum_over_all_targets_by_their_weight_sum(tmp_path: Path
             total = total - (torch.from_numpy(s.weight_N) * logp).sum()
             weight += float(s.weight_N.sum())
         (total / weight).backward()
-    found = gradients(job)
+    found = gradients(trainer)
     report = train_step(prepared(tmp_path / "again"), 1)
     assert report.loss == pytest.approx(float(total.detach()) / weight, rel=1e-12)
     assert report.num_targets == sum(s.num_targets for s in SAMPLES)
@@ -103,9 +103,9 @@ def test_the_loss_is_the_sum_over_all_targets_by_their_weight_sum(tmp_path: Path
 def test_any_split_gives_the_same_step(loss: Any, tmp_path: Path) -> None:
     found = []
     for tokens in (8192, 40, 10):
-        job = prepared(tmp_path / str(tokens), batch__tokens_per_microbatch=tokens)
-        job.method = Fixed(TREES, loss)
-        found.append((train_step(job, 1), parameters_of(job.scorer)))
+        trainer = prepared(tmp_path / str(tokens), batch__tokens_per_microbatch=tokens)
+        trainer.method = Fixed(TREES, loss)
+        found.append((train_step(trainer, 1), parameters_of(trainer.scorer)))
     for report, after in found[1:]:
         assert len(report.scored) > len(found[0][0].scored)
         assert report.loss == pytest.approx(found[0][0].loss, rel=1e-12)
@@ -116,13 +116,13 @@ def test_any_split_gives_the_same_step(loss: Any, tmp_path: Path) -> None:
 
 
 def test_every_term_has_its_own_denominator(tmp_path: Path) -> None:
-    job = prepared(tmp_path)
-    job.method = Fixed(TREES, TwoTerms())
-    report = train_step(job, 1)
+    trainer = prepared(tmp_path)
+    trainer.method = Fixed(TREES, TwoTerms())
+    report = train_step(trainer, 1)
     (scored,) = report.scored
     sums = TwoTerms()(scored.scores, scored.packed).terms
     weight = sum(float(s.weight_N.sum()) for s in SAMPLES)
-    assert denominators(TwoTerms(), [scored.packed], job.ranks) == pytest.approx(
+    assert denominators(TwoTerms(), [scored.packed], trainer.ranks) == pytest.approx(
         {"token": weight, "worst": 6}
     )
     assert report.loss == pytest.approx(float(sums["token"]) / weight + float(sums["worst"]) / 6)
@@ -132,31 +132,34 @@ def test_every_term_has_its_own_denominator(tmp_path: Path) -> None:
 def test_a_step_without_trees_changes_no_weight_and_no_state_of_the_optimizer(
     tmp_path: Path,
 ) -> None:
-    job = prepared(tmp_path, optim__weight_decay=0.1, optim__schedule="linear")
-    train_step(job, 1)
-    before, state = parameters_of(job.scorer), copy.deepcopy(job.optimizer.state_dict()["state"])
-    job.method, job.loss = Fixed([]), 0.5
-    job.done = job.followed = 1
+    trainer = prepared(tmp_path, optim__weight_decay=0.1, optim__schedule="linear")
+    train_step(trainer, 1)
+    before, state = (
+        parameters_of(trainer.scorer),
+        copy.deepcopy(trainer.optimizer.state_dict()["state"]),
+    )
+    trainer.method, trainer.loss = Fixed([]), 0.5
+    trainer.done = trainer.followed = 1
     told: list[dict[str, Any]] = []
-    job.emit = lambda kind, **fields: told.append(fields)
-    job.num_steps = 2
-    run_steps(job)
-    for name, value in parameters_of(job.scorer).items():
+    trainer.emit = lambda kind, **fields: told.append(fields)
+    trainer.num_steps = 2
+    run_steps(trainer)
+    for name, value in parameters_of(trainer.scorer).items():
         assert torch.equal(value, before[name])
-    for key, value in job.optimizer.state_dict()["state"].items():
+    for key, value in trainer.optimizer.state_dict()["state"].items():
         assert all(torch.equal(value[name], state[key][name]) for name in value)
     assert (told[0]["skipped"], told[0]["grad_norm"], told[0]["num_targets"]) == (1.0, 0.0, 0)
-    assert told[0]["learning_rate"] == job.learning_rate(2)
-    assert (job.done, job.loss) == (2, 0.5), "the loss of the last step that has one"
+    assert told[0]["learning_rate"] == trainer.learning_rate(2)
+    assert (trainer.done, trainer.loss) == (2, 0.5), "the loss of the last step that has one"
 
 
 def test_the_held_out_loss_of_the_same_samples_is_that_of_the_step(tmp_path: Path) -> None:
-    job = prepared(tmp_path, batch__tokens_per_microbatch=40)
+    trainer = prepared(tmp_path, batch__tokens_per_microbatch=40)
     events: list[dict[str, Any]] = []
-    job.emit = lambda kind, **fields: events.append(fields)
-    job.method = Fixed(TREES, TwoTerms())
-    held_out = HeldOut(singles(SAMPLES), job)(0)["loss"]
-    assert held_out == pytest.approx(train_step(job, 1).loss, rel=1e-12)
+    trainer.emit = lambda kind, **fields: events.append(fields)
+    trainer.method = Fixed(TREES, TwoTerms())
+    held_out = HeldOut(singles(SAMPLES), trainer)(0)["loss"]
+    assert held_out == pytest.approx(train_step(trainer, 1).loss, rel=1e-12)
     assert events[0]["num_samples"] == len(SAMPLES)
 
 
@@ -167,7 +170,7 @@ def test_steps_on_a_gpu_tell_its_memory(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_rank_with_fewer_microbatches_runs_ones_that_count_for_nothing(tmp_path: Path) -> None:
-    job = prepared(tmp_path)
+    trainer = prepared(tmp_path)
 
     class Busy:
         """Another rank has three."""
@@ -175,49 +178,49 @@ def test_a_rank_with_fewer_microbatches_runs_ones_that_count_for_nothing(tmp_pat
         def max(self, values: list[float]) -> list[float]:
             return [3.0]
 
-    job.ranks = Busy()  # type: ignore[assignment]
-    found = pad_microbatches([], TREES, job)
+    trainer.ranks = Busy()  # type: ignore[assignment]
+    found = pad_microbatches([], TREES, trainer)
     assert [is_real for _, is_real in found] == [False] * 3
     assert {packed.num_tokens for packed, _ in found} == {min(s.num_tokens for s in SAMPLES)}
 
 
-def poison(job: Job, sample: Sample) -> None:
+def poison(trainer: Trainer, sample: Sample) -> None:
     """A token of one sample embeds to NaN."""
     token = next(
         int(t) for t in sample.ids_T if all(t not in s.ids_T for s in SAMPLES if s is not sample)
     )
     with torch.no_grad():
-        job.scorer.model.get_input_embeddings().weight[token] = torch.nan  # type: ignore[operator]
+        trainer.scorer.model.get_input_embeddings().weight[token] = torch.nan  # type: ignore[operator]
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_update_and_names_the_sample(
     tmp_path: Path,
 ) -> None:
-    job = prepared(tmp_path, architecture="llama")
-    poison(job, SAMPLES[3])
-    before = parameters_of(job.scorer)
+    trainer = prepared(tmp_path, architecture="llama")
+    poison(trainer, SAMPLES[3])
+    before = parameters_of(trainer.scorer)
     with pytest.raises(
         NonFiniteError,
         match=r"step 1: the loss is nan; the weights are those of step 0; samples with .*: alone; ",
     ):
-        train_step(job, 1)
-    for name, value in parameters_of(job.scorer).items():
+        train_step(trainer, 1)
+    for name, value in parameters_of(trainer.scorer).items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0, equal_nan=True)
-    assert not any(state["step"] for state in job.optimizer.state.values())
+    assert not any(state["step"] for state in trainer.optimizer.state.values())
 
 
 def test_a_gradient_that_is_not_finite_stops_before_the_update(tmp_path: Path) -> None:
-    job = prepared(tmp_path, optim__clip_grad_norm=1.0)
-    job.trained[3].register_hook(lambda grad: grad * torch.inf)
-    before = parameters_of(job.scorer)
+    trainer = prepared(tmp_path, optim__clip_grad_norm=1.0)
+    trainer.trained[3].register_hook(lambda grad: grad * torch.inf)
+    before = parameters_of(trainer.scorer)
     with pytest.raises(
         NonFiniteError, match=r"step 2: the gradient norm is (nan|inf); .*the step's samples: a, b"
     ):
-        train_step(job, 2)
+        train_step(trainer, 2)
     assert all(
-        torch.equal(value, before[name]) for name, value in parameters_of(job.scorer).items()
+        torch.equal(value, before[name]) for name, value in parameters_of(trainer.scorer).items()
     )
-    assert not any(state["step"] for state in job.optimizer.state.values())
+    assert not any(state["step"] for state in trainer.optimizer.state.values())
 
 
 def test_gradients_are_clipped_to_the_norm(tmp_path: Path) -> None:
@@ -230,32 +233,32 @@ def test_gradients_are_clipped_to_the_norm(tmp_path: Path) -> None:
 
 def test_train_tells_each_step_and_calls_what_follows(tmp_path: Path) -> None:
     built, events = make(tmp_path)
-    job = built.job
-    job.done, job.followed, job.num_steps = 2, 2, 5
+    trainer = built.trainer
+    trainer.done, trainer.followed, trainer.num_steps = 2, 2, 5
     called: list[int] = []
-    run_steps(job, after_step=[called.append])
+    run_steps(trainer, after_step=[called.append])
     assert called == [3, 4, 5]
     steps = [event for event in events if event["kind"] == "step"]
     assert [event["step"] for event in steps] == [3, 4, 5]
-    assert (job.done, job.followed, job.loss) == (5, 5, steps[-1]["loss"])
-    assert steps[0]["learning_rate"] == job.optimizer.param_groups[0]["lr"]
+    assert (trainer.done, trainer.followed, trainer.loss) == (5, 5, steps[-1]["loss"])
+    assert steps[0]["learning_rate"] == trainer.optimizer.param_groups[0]["lr"]
 
 
 def test_an_interrupted_step_is_none_that_monitors_remember(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A signal that comes after the last micro-batch: the step will be taken again."""
-    job = prepared(tmp_path)
+    trainer = prepared(tmp_path)
     seen: list[int] = []
-    job.monitors = [lambda report, job: seen.append(report.step)]
+    trainer.monitors = [lambda report, trainer: seen.append(report.step)]
 
-    summarise = trainer.summarise
+    summarise = loop.summarise
 
-    def with_signal(*given: Any) -> trainer.StepReport:
-        job.interrupts.notice(signal.SIGTERM, None)
+    def with_signal(*given: Any) -> loop.StepReport:
+        trainer.interrupts.notice(signal.SIGTERM, None)
         return summarise(*given)
 
-    monkeypatch.setattr(trainer, "summarise", with_signal)
+    monkeypatch.setattr(loop, "summarise", with_signal)
     with pytest.raises(Interrupt):
-        train_step(job, 1)
+        train_step(trainer, 1)
     assert not seen
