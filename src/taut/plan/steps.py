@@ -27,10 +27,10 @@ from taut.plan.rates import Work, work_of
 from taut.plan.tracing import skeleton
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
-from taut.rl.advantages import paths_of
+from taut.rl.advantages import judged_trajectories
 from taut.rl.online import Online, Phase
 from taut.rl.rollout import POLICY, REFERENCE, VALUE, Group, distinct
-from taut.rl.sampler import Episode
+from taut.rl.sampler import Trajectory
 from taut.run.setup import build_budget, build_policy
 from taut.train.distributed import Ranks
 from taut.train.trainer import StepSource
@@ -240,19 +240,16 @@ def _assumed(method: Online, config: PreTrainedConfig, number: int) -> list[Tree
         size = most if context is None else max(1, min(most, context - row.ids_T.size))
         ids_SN = draw.integers(0, vocabulary, (method.config.n, size))
         worth = [method.credit.good + index / method.config.n for index in range(len(ids_SN))]
-        episodes = tuple(_episode(row, index, ids_N) for index, ids_N in enumerate(ids_SN))
-        groups.append(Group(episodes, tuple(Verdict({"assumed": Score(w)}, w) for w in worth)))
-    paths = paths_of(groups, number)
+        trajectories = tuple(_episode(row, index, ids_N) for index, ids_N in enumerate(ids_SN))
+        groups.append(Group(trajectories, tuple(Verdict({"assumed": Score(w)}, w) for w in worth)))
+    paths = judged_trajectories(groups, number)
     names = (POLICY, REFERENCE, VALUE)
-    said = {
-        path.name: {name: np.zeros(path.episode.sampled_at_N.size) for name in names}
-        for path in paths
-    }
+    said = {path.name: {name: np.zeros(path.sampled_at_N.size) for name in names} for path in paths}
     return method.credit.trees(paths, said).trees
 
 
-def _episode(row: PromptRow, index: int, ids_N: IntArray) -> Episode:
-    return Episode(
+def _episode(row: PromptRow, index: int, ids_N: IntArray) -> Trajectory:
+    return Trajectory(
         row=row,
         index=index,
         ids_T=np.concatenate([row.ids_T, ids_N]),
