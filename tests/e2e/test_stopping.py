@@ -32,7 +32,7 @@ from taut.errors import DataError, ModelError
 from taut.inference.engine import Sampling
 from taut.inference.open import ModelUse, open_engine
 from taut.models.load import quiet_library
-from taut.run import config as run_module
+from taut.run import inputs as run_module
 from taut.run import setup as build_module
 from taut.types import Prompt, Sample
 
