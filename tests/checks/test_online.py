@@ -143,8 +143,10 @@ def test_tools_raise_no_false_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_small_roll_out_is_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody judges it, so that nothing in it is good enough; and no other prompts are asked for that."""
     place, played = Place(tmp_path, monkeypatch), []
-    play = rollout.play
-    monkeypatch.setattr(rollout, "play", lambda *args: played.append(args) or play(*args))
+    original = rollout.sample_trajectories
+    monkeypatch.setattr(
+        rollout, "sample_trajectories", lambda *args: played.append(args) or original(*args)
+    )
     session = generating(place, method="best_of_n", best_of_n__at_least=0.5)
     (found,) = answers(examine(session, only=["rollout.groups"])).values()
     close(session)

@@ -10,7 +10,7 @@ from tests.unit.rl.test_environment import Scripted, renderer_of, row_of, world_
 
 from taut.inference.engine import Sampling
 from taut.rl.environment import EnvironmentConfig
-from taut.rl.sampler import play
+from taut.rl.sampler import sample_trajectories
 
 
 def test_the_example_plays(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_the_example_plays(tmp_path: Path) -> None:
         most=8,
     )
     rows = [row_of(renderer, name, secret=42) for name in "abc"]
-    found, lost, cut = play(engine, rows, Sampling(), world)
+    found, lost, cut = sample_trajectories(engine, rows, Sampling(), world)
     assert found.rewards == {"found": 1.0, "speed": 0.5}
     assert [m["content"] for m in found.messages[1::2]] == ["Lower.", "That is no number."]
     assert (lost.rewards, lost.num_turns, lost.finish_reason) == ({"found": 0.0}, 6, "stop")

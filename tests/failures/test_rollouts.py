@@ -16,7 +16,7 @@ from taut.errors import ConfigError
 from taut.methods.grpo import Grpo
 from taut.rl.advantages import Gae, ShapingConfig
 from taut.rl.monitors import BEGINNING, RECENT, Guard, GuardConfig
-from taut.rl.online import Kept, Online
+from taut.rl.online import Online
 from taut.rl.rollout import VALUE, RolloutConfig
 
 RUN = {**QUIET, "model": "m", "data.train": "d.jsonl", "method": "grpo", "rewards": "exact_match"}
@@ -39,14 +39,14 @@ def test_a_missing_end_is_punished_where_the_answer_was_cut_and_nowhere_else() -
     shaping = ShapingConfig(missing_stop=0.5)
     credit = policy(estimate=Gae(gamma=1.0, lam=1.0, is_whitened=False), shaping=shaping)
     cut, ended = paths([[1.0, 1.0]], a0="length")
-    sizes = {path.name: path.episode.sampled_at_N.size for path in (cut, ended)}
+    sizes = {path.name: path.sampled_at_N.size for path in (cut, ended)}
     said = {name: {VALUE: np.zeros(size)} for name, size in sizes.items()}
     given = credit.trees([cut, ended], said)
     # without a discount every token answers for what the last one gets
     assert given.advantages[cut.name].tolist() == [0.5] * sizes[cut.name]
     assert given.advantages[ended.name].tolist() == [1.0] * sizes[ended.name]
     last = {s.id: int(s.target_at_N[-1]) for tree in given.trees for s in tree.samples}
-    assert last[cut.name] == cut.episode.ids_T.size - 1
+    assert last[cut.name] == cut.ids_T.size - 1
 
 
 def test_answers_that_cease_to_end_are_told_once() -> None:
@@ -70,10 +70,9 @@ def test_what_is_older_than_allowed_is_not_trained_on(version: int, *, is_young:
     order = Order(np.ones(4), 0, 2)
     guard = Guard(GuardConfig())
     method = Online(config, cast(PromptSet, None), order, policy(), guard, 0)
-    ((_, tree),) = policy().trees(paths([[1.0, 0.0]]), {p.name: {} for p in paths([[1.0, 0.0]])})[1]
     drawn_at = 4
     # its second update is one further from the weights it was drawn from
-    assert method._is_young(Kept(drawn_at, tree), drawn_at + 1 + version) == is_young
+    assert method._is_young(drawn_at, drawn_at + 1 + version) == is_young
 
 
 def test_a_roll_out_that_would_be_too_old_is_refused() -> None:

@@ -20,7 +20,7 @@ from taut.inference.local import LocalEngine
 from taut.models.precision import compute_context
 from taut.models.scorer import Scorer
 from taut.rl.environment import EnvironmentConfig, Step, World
-from taut.rl.sampler import Episode, play
+from taut.rl.sampler import Trajectory, sample_trajectories
 from taut.rl.turns import Bridge
 from taut.types import Packed, Sample
 
@@ -46,12 +46,12 @@ def world(renderer: Renderer, stop_ids: tuple[int, ...], turns: int) -> World:
     return World(config, Asks, Bridge(renderer, stop_ids), None, (), 256, None)
 
 
-def sample(episode: Episode, seed: int) -> Sample:
-    size = episode.sampled_at_N.size
+def sample(trajectory: Trajectory, seed: int) -> Sample:
+    size = trajectory.sampled_at_N.size
     advantage_N = np.random.default_rng(seed).normal(size=size)
-    name = f"{episode.row.id}#{episode.index}"
-    streams = {"advantage_N": advantage_N, "engine_logp_N": episode.logp_N}
-    return Sample(name, episode.ids_T, episode.sampled_at_N, np.ones(size), streams=streams)
+    name = f"{trajectory.row.id}#{trajectory.index}"
+    streams = {"advantage_N": advantage_N, "engine_logp_N": trajectory.logp_N}
+    return Sample(name, trajectory.ids_T, trajectory.sampled_at_N, np.ones(size), streams=streams)
 
 
 def gradient(scorer: Scorer, layouts: list[Packed]) -> dict[str, Tensor]:
@@ -68,15 +68,15 @@ def test_the_engine_and_the_trainer_agree_on_every_turn(scorer: Scorer) -> None:
     engine = LocalEngine(scorer, tiny_tokenizer(), stop_ids, context=256)
     rows = [row_of(renderer, name) for name in "ab"]
     sampling = Sampling(n=3, max_new_tokens=20, seed=1)
-    found = play(engine, rows, sampling, world(renderer, stop_ids, turns=3))
-    assert max(episode.num_turns for episode in found) == 3
-    assert len({tuple(episode.ids_T.tolist()) for episode in found}) == 6
+    found = sample_trajectories(engine, rows, sampling, world(renderer, stop_ids, turns=3))
+    assert max(trajectory.num_turns for trajectory in found) == 3
+    assert len({tuple(trajectory.ids_T.tolist()) for trajectory in found}) == 6
     for policy in (ALONE, PackPolicy(True, 1)):
-        packed = pack([sample(episode, 0) for episode in found], policy)
+        packed = pack([sample(trajectory, 0) for trajectory in found], policy)
         with torch.no_grad():
             logp_N = scorer(packed).logp_N
         assert float((logp_N - packed.streams["engine_logp_N"]).abs().max()) < LIMIT
-    again = play(engine, rows, sampling, world(renderer, stop_ids, turns=3))
+    again = sample_trajectories(engine, rows, sampling, world(renderer, stop_ids, turns=3))
     assert [e.ids_T.tolist() for e in again] == [e.ids_T.tolist() for e in found]
 
 
@@ -85,7 +85,7 @@ def test_paths_that_branch_share_their_past(scorer: Scorer) -> None:
     engine = Scripted(
         renderer, lambda name, index, turn: "first" if turn == 0 else f"{name[-3:]} goes on"
     )
-    left, right = play(
+    left, right = sample_trajectories(
         engine, [row_of(renderer)], Sampling(n=2), world(renderer, renderer.stop_ids, turns=2)
     )
     samples = [sample(left, 1), sample(right, 2)]

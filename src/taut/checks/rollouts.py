@@ -32,11 +32,11 @@ from taut.rewards import Panel, Score, Verdict
 from taut.rewards.registry import Part
 from taut.rewards.user import UserReward
 from taut.rewards.verifier import Judged
-from taut.rl.advantages import Rewarded, paths_of
+from taut.rl.advantages import judged_trajectories
 from taut.rl.environment import World
 from taut.rl.online import Online
 from taut.rl.rollout import Group, Roller, scored
-from taut.rl.sampler import Episode
+from taut.rl.sampler import Trajectory
 from taut.run.setup import engine_of
 from taut.train.monitors import TOLERANCE
 from taut.types import Completion, FloatArray, Media, Prompt, Sample
@@ -488,31 +488,31 @@ def each_group_answers_one_prompt(session: Session) -> Finding:
             remedy="answers would be compared with those to other prompts, or with themselves; please report this, "
             "with the settings of rollout",
         )
-    number = sum(len(group.episodes) for group in groups)
+    number = sum(len(group.trajectories) for group in groups)
     return passed(f"{len(groups)} groups, each of one prompt", number, "completions")
 
 
 def _wrong_membership(groups: Sequence[Group], world: World | None) -> Iterator[str]:
     """Completions that are not in their group."""
-    sizes = {len(group.episodes) for group in groups}
+    sizes = {len(group.trajectories) for group in groups}
     if len(sizes) > 1:
         yield f"groups have {min(sizes)} to {max(sizes)} completions"
     for number, group in enumerate(groups):
-        names = Counter(episode.row.id for episode in group.episodes)
+        names = Counter(trajectory.row.id for trajectory in group.trajectories)
         if len(names) > 1:
             yield f"group {number} has completions of {len(names)} prompts: {', '.join(names)}"
-        numbers = [episode.index for episode in group.episodes]
+        numbers = [trajectory.index for trajectory in group.trajectories]
         if len(set(numbers)) < len(numbers):
             yield f"{group.row.id}: completions are numbered {numbers}"
-        for episode in group.episodes:
-            row, asked = episode.row, episode.asked
+        for trajectory in group.trajectories:
+            row, asked = trajectory.row, trajectory.asked
             prompt: list[int] = row.ids_T.tolist()
             media: Sequence[Media] = row.media
             if world is not None and asked is not None and (asked != row.prompt or world.tools):
                 prompt, media = world.bridge.prompt_media(asked, world.tools or row.tools)
-            begin = episode.ids_T[: len(prompt)].tolist(), episode.media[: len(media)]
+            begin = trajectory.ids_T[: len(prompt)].tolist(), trajectory.media[: len(media)]
             if begin != (prompt, tuple(media)):
-                yield f"{row.id}#{episode.index} does not begin with its prompt"
+                yield f"{row.id}#{trajectory.index} does not begin with its prompt"
     counts = Counter(group.row.id for group in groups)
     if twice := [name for name, times in counts.items() if times > 1]:
         yield f"{twice[0]} has two groups"
@@ -522,11 +522,13 @@ def _repeated_completions(groups: Sequence[Group]) -> list[str]:
     """Completions that are the same, and unlikely so by chance."""
     chance, same = 0.0, []
     for group in groups:
-        first = {episode.ids_T.tobytes(): episode for episode in reversed(group.episodes)}
-        for episode in group.episodes:
-            if first[episode.ids_T.tobytes()] is not episode:
-                chance += float(episode.logp_N.sum())
-                name = f"{episode.row.id}#{episode.index}"
+        first = {
+            trajectory.ids_T.tobytes(): trajectory for trajectory in reversed(group.trajectories)
+        }
+        for trajectory in group.trajectories:
+            if first[trajectory.ids_T.tobytes()] is not trajectory:
+                chance += float(trajectory.logp_N.sum())
+                name = f"{trajectory.row.id}#{trajectory.index}"
                 same.append(f"{name} is another completion of it once more")
     return same if chance < UNLIKELY else []
 
@@ -540,14 +542,16 @@ def _wrong_advantages(session: Session, groups: Sequence[Group]) -> list[str]:
     credit = method.credit
     judged = []
     for number, group in enumerate(groups):
-        episodes: tuple[Episode, ...] = tuple(
-            replace(episode, finish_reason="stop") for episode in group.episodes
+        trajectories: tuple[Trajectory, ...] = tuple(
+            replace(trajectory, finish_reason="stop") for trajectory in group.trajectories
         )
-        good = next((at for at, episode in enumerate(episodes) if episode.error is None), 0)
-        rewards = [credit.good - (at != good) / (1 + number) for at in range(len(episodes))]
+        good = next(
+            (at for at, trajectory in enumerate(trajectories) if trajectory.error is None), 0
+        )
+        rewards = [credit.good - (at != good) / (1 + number) for at in range(len(trajectories))]
         verdicts = tuple(Verdict({"check": Score(reward)}, reward) for reward in rewards)
-        judged.append(Group(episodes, verdicts))
-    paths = paths_of(judged, 0)
+        judged.append(Group(trajectories, verdicts))
+    paths = judged_trajectories(judged, 0)
     counts = Counter(path.name for path in paths)
     wrong = [f"{name} names {times} paths" for name, times in counts.items() if times > 1]
     if wrong or not paths or not session.is_policy_gradient:
@@ -561,12 +565,12 @@ def _wrong_advantages(session: Session, groups: Sequence[Group]) -> list[str]:
         # All have one offset: the mean over tokens is not that over samples.
         offset = _mean(list(advantage_of.values()))
         advantage_of = {name: advantage - offset for name, advantage in advantage_of.items()}
-    by_group: dict[int, list[Rewarded]] = {}
+    by_group: dict[int, list[Trajectory]] = {}
     for path in paths:
         by_group.setdefault(path.group, []).append(path)
     for together in by_group.values():
         each = [advantage_of[path.name] for path in together]
-        place = together[0].episode.row.id
+        place = together[0].row.id
         if abs(sum(each)) > ADVANTAGE_ROUNDING * sum(map(abs, each)):
             wrong.append(f"{place}: the advantages of its group add up to {sum(each):.3g}, not 0")
         elif credit.is_plain and len(each) > 1 and (max(each) != each[0] or each[0] <= 0):
@@ -587,29 +591,29 @@ def rewards_read_the_sampled_text(session: Session) -> Finding:
     if why_not := _no_small_rollout(session):
         return why_not
     groups = _small_rollout(session)
-    episodes = [one for group in groups for one in group.episodes if one.error is None]
+    trajectories = [one for group in groups for one in group.trajectories if one.error is None]
     wrong = []
-    for episode in episodes:
-        at_N = episode.sampled_at_N
+    for trajectory in trajectories:
+        at_N = trajectory.sampled_at_N
         breaks = np.flatnonzero(np.diff(at_N) > 1)
-        ids = episode.ids_T[at_N[breaks[-1] + 1 :] if breaks.size else at_N].tolist()
+        ids = trajectory.ids_T[at_N[breaks[-1] + 1 :] if breaks.size else at_N].tolist()
         if ids and ids[-1] in session.stops.ids:
             ids = ids[:-1]
         text = str(session.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
         for stop in roller(session).config.stop:
             text = text.partition(stop)[0]
-        if episode.text != text:
-            name = f"{episode.row.id}#{episode.index}"
-            wrong.append(f"{name}: rewards read {episode.text!r:.60}, sampled was {text!r:.60}")
+        if trajectory.text != text:
+            name = f"{trajectory.row.id}#{trajectory.index}"
+            wrong.append(f"{name}: rewards read {trajectory.text!r:.60}, sampled was {text!r:.60}")
     if wrong:
         return failed(
-            f"the text of {len(wrong)} of {len(episodes)} completions is not that of their tokens",
+            f"the text of {len(wrong)} of {len(trajectories)} completions is not that of their tokens",
             number=len(wrong),
-            unit=f"of {len(episodes)} completions",
+            unit=f"of {len(trajectories)} completions",
             evidence=wrong[:SHOWN],
             remedy="rewards would judge what was not said; please report this",
         )
-    return passed("texts are those of the sampled tokens", len(episodes), "completions")
+    return passed("texts are those of the sampled tokens", len(trajectories), "completions")
 
 
 # -- the engine against the trainer

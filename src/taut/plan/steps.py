@@ -29,10 +29,10 @@ from taut.plan.rates import Work, work_of
 from taut.plan.tracing import skeleton
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
-from taut.rl.advantages import paths_of
+from taut.rl.advantages import judged_trajectories
 from taut.rl.online import Online, Phase
 from taut.rl.rollout import POLICY, REFERENCE, VALUE, Group, distinct
-from taut.rl.sampler import Episode
+from taut.rl.sampler import Trajectory
 from taut.run.setup import build_budget, build_policy
 from taut.train.distributed import Ranks
 from taut.train.trainer import StepSource
@@ -231,19 +231,20 @@ def _rollout_trees(method: Online, config: PreTrainedConfig, number: int) -> lis
             size = max(1, min(size, context - row.ids_T.size))
         ids_SN = draw.integers(0, vocabulary, (method.config.n, size))
         rewards = [method.credit.good + index / method.config.n for index in range(len(ids_SN))]
-        episodes = tuple(_episode(row, index, ids_N) for index, ids_N in enumerate(ids_SN))
-        groups.append(Group(episodes, tuple(Verdict({"assumed": Score(r)}, r) for r in rewards)))
-    paths = paths_of(groups, number)
+        sampled = tuple(_trajectory(row, index, ids_N) for index, ids_N in enumerate(ids_SN))
+        verdicts = tuple(Verdict({"assumed": Score(reward)}, reward) for reward in rewards)
+        groups.append(Group(sampled, verdicts))
+    trajectories = judged_trajectories(groups, number)
     names = (POLICY, REFERENCE, VALUE)
     scores = {
-        path.name: {name: np.zeros(path.episode.sampled_at_N.size) for name in names}
-        for path in paths
+        trajectory.name: {name: np.zeros(trajectory.sampled_at_N.size) for name in names}
+        for trajectory in trajectories
     }
-    return method.credit.trees(paths, scores).trees
+    return method.credit.trees(trajectories, scores).trees
 
 
-def _episode(row: PromptRow, index: int, ids_N: IntArray) -> Episode:
-    return Episode(
+def _trajectory(row: PromptRow, index: int, ids_N: IntArray) -> Trajectory:
+    return Trajectory(
         row=row,
         index=index,
         ids_T=np.concatenate([row.ids_T, ids_N]),

@@ -27,10 +27,9 @@ from taut.errors import CheckFailed, ConfigError
 from taut.losses import Loss, policy
 from taut.losses import advantages as shaping
 from taut.losses.advantages import Estimator, Scale, are_alike, gae, whiten
-from taut.rewards.panel import Verdict
 from taut.rl.buffer_state import as_tuple
 from taut.rl.rollout import POLICY, REFERENCE, VALUE, Asked, Group, Said, sample_of
-from taut.rl.sampler import Episode
+from taut.rl.sampler import Trajectory
 from taut.types import FloatArray, Sample, Tree
 
 
@@ -47,38 +46,18 @@ class BestOfNConfig:
     to run on where one is chosen."""
 
 
-@dataclass(frozen=True, eq=False)
-class Rewarded:
-    """An episode with a reward."""
-
-    name: str
-    """Unique in a run."""
-    group: int
-    """Unique in a roll-out."""
-    episode: Episode
-    verdict: Verdict
-    reward: float
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether it did not end by itself."""
-        return self.episode.finish_reason == "length"
-
-    @property
-    def version(self) -> int:
-        """The oldest weights it was drawn from."""
-        return int(self.episode.version_N.min())
-
-
-def paths_of(groups: Sequence[Group], phase: int) -> list[Rewarded]:
-    """The paths of a roll-out that have a reward."""
-    found = []
-    for number, group in enumerate(groups):
-        for episode, verdict in group.judged:
-            assert verdict.total is not None
-            name = f"{episode.row.id}#{episode.index} of roll-out {phase + 1}"
-            found.append(Rewarded(name, number, episode, verdict, verdict.total))
-    return found
+def judged_trajectories(groups: Sequence[Group], phase: int) -> list[Trajectory]:
+    """The trajectories of a roll-out that have a reward, each with its name, group and verdict."""
+    return [
+        replace(
+            trajectory,
+            name=f"{trajectory.row.id}#{trajectory.index} of roll-out {phase + 1}",
+            group=number,
+            verdict=verdict,
+        )
+        for number, group in enumerate(groups)
+        for trajectory, verdict in group.judged
+    ]
 
 
 class Credited(NamedTuple):
@@ -111,10 +90,10 @@ class Credit:
     def __init__(self, loss: Loss) -> None:
         self.loss = loss
 
-    def bare(self, paths: Sequence[Rewarded]) -> list[Tree]:
+    def bare(self, paths: Sequence[Trajectory]) -> list[Tree]:
         """The paths, a tree for each group, as the models that score them see them."""
         reads = {"has_reads": self.asked.values, "has_bootstrap": self.asked.bootstrap}
-        return _trees([(p.group, sample_of(p.episode, p.name, **reads)) for p in paths])
+        return _trees([(p.group, sample_of(p, p.name, **reads)) for p in paths])
 
     estimator: Estimator | None = None
     """How advantages are estimated from the rewards of a group, where they are."""
@@ -127,7 +106,7 @@ class Credit:
         """Whether anything can be learned from a group: its rewards differ."""
         return group.has_signal
 
-    def trees(self, paths: Sequence[Rewarded], said: Said) -> Credited:
+    def trees(self, paths: Sequence[Trajectory], said: Said) -> Credited:
         """What is trained on."""
         raise NotImplementedError
 
@@ -150,7 +129,7 @@ class Pairs(Credit):
 
     needs_one = True
 
-    def trees(self, paths: Sequence[Rewarded], said: Said) -> Credited:
+    def trees(self, paths: Sequence[Trajectory], said: Said) -> Credited:
         made = []
         for group in _groups(paths).values():
             best, worst = max(group, key=_reward), min(group, key=_reward)
@@ -180,22 +159,22 @@ class Best(Credit):
             for one, said in group.judged
         )
 
-    def _may_be_learned(self, episode: Episode, reward: float) -> bool:
-        is_whole = episode.finish_reason != "length" or self.config.overlong == "keep"
+    def _may_be_learned(self, trajectory: Trajectory, reward: float) -> bool:
+        is_whole = trajectory.finish_reason != "length" or self.config.overlong == "keep"
         return is_whole and (self.config.at_least is None or reward >= self.config.at_least)
 
-    def trees(self, paths: Sequence[Rewarded], said: Said) -> Credited:
+    def trees(self, paths: Sequence[Trajectory], said: Said) -> Credited:
         made = []
         for group in _groups(paths).values():
-            good = [one for one in group if self._may_be_learned(one.episode, one.reward)]
+            good = [one for one in group if self._may_be_learned(one, one.reward)]
             chosen = sorted(good, key=lambda one: -one.reward)[: self.config.keep]
-            made += [(one, sample_of(one.episode, one.name, has_reads=False)) for one in chosen]
+            made += [(one, sample_of(one, one.name, has_reads=False)) for one in chosen]
         if not made:
             raise CheckFailed(self._nothing(paths))
         kept = float(np.mean([path.reward for path, _ in made]))
         return credited(made, {"kept": float(len(made)), "reward_kept": kept}, {})
 
-    def _nothing(self, paths: Sequence[Rewarded]) -> str:
+    def _nothing(self, paths: Sequence[Trajectory]) -> str:
         """Why no answer of a roll-out can be learned."""
         whole = [path for path in paths if not path.is_cut]
         if not whole and self.config.overlong == "drop":
@@ -213,13 +192,13 @@ class Best(Credit):
 class All(Credit):
     """Every answer as it is."""
 
-    def trees(self, paths: Sequence[Rewarded], said: Said) -> Credited:
-        made = [(path, sample_of(path.episode, path.name, has_reads=False)) for path in paths]
+    def trees(self, paths: Sequence[Trajectory], said: Said) -> Credited:
+        made = [(path, sample_of(path, path.name, has_reads=False)) for path in paths]
         return credited(made, {}, {})
 
 
 def credited(
-    made: Sequence[tuple[Rewarded, Sample]],
+    made: Sequence[tuple[Trajectory, Sample]],
     metrics: dict[str, float],
     advantages: Mapping[str, FloatArray],
     *,
@@ -245,19 +224,19 @@ def _trees(made: Sequence[tuple[int, Sample]], *, is_atom: bool = False) -> list
     return [Tree(tuple(samples), is_atom) for samples in by_group.values()]
 
 
-def _groups(paths: Sequence[Rewarded]) -> dict[int, list[Rewarded]]:
-    found: dict[int, list[Rewarded]] = {}
+def _groups(paths: Sequence[Trajectory]) -> dict[int, list[Trajectory]]:
+    found: dict[int, list[Trajectory]] = {}
     for path in paths:
         found.setdefault(path.group, []).append(path)
     return found
 
 
-def _preferred(path: Rewarded) -> Sample:
+def _preferred(path: Trajectory) -> Sample:
     values = {"preference": path.reward, "margin": path.reward}
-    return replace(sample_of(path.episode, path.name, has_reads=False), values=values)
+    return replace(sample_of(path, path.name, has_reads=False), values=values)
 
 
-def _reward(path: Rewarded) -> float:
+def _reward(path: Trajectory) -> float:
     return path.reward
 
 
@@ -374,7 +353,7 @@ class PolicyCredit(Credit):
         self._scale = Scale()
         self._coef = 0.0 if ways.penalty is None else ways.penalty.coef
 
-    def trees(self, paths: Sequence[Rewarded], said: Said) -> Credited:
+    def trees(self, paths: Sequence[Trajectory], said: Said) -> Credited:
         scale, reward_S = self._shaped(paths)
         penalties = [self._penalty(path, said[path.name]) for path in paths]
         if isinstance(self.ways.estimate, Gae):
@@ -406,7 +385,7 @@ class PolicyCredit(Credit):
             learned=_Learned(scale, self._next_coef(metrics)), num_told_apart=len(told_apart)
         )
 
-    def _told_apart(self, paths: Sequence[Rewarded], reward_S: Tensor) -> set[int]:
+    def _told_apart(self, paths: Sequence[Trajectory], reward_S: Tensor) -> set[int]:
         """Groups that have a signal by their rewards alone: what a critic expects, or a penalty takes off, is never all
         the same. With a critic all are compared with each other.
         """
@@ -429,13 +408,13 @@ class PolicyCredit(Credit):
     def recall(self, remembered: Mapping[str, Any]) -> None:
         self._scale, self._coef = Scale(*remembered["scale"]), remembered["coef"]
 
-    def _shaped(self, paths: Sequence[Rewarded]) -> tuple[Scale, Tensor]:
+    def _shaped(self, paths: Sequence[Trajectory]) -> tuple[Scale, Tensor]:
         """The rewards as they are compared, and what is known of their spread with them."""
         how, limit = self.ways.shaping, self.ways.limit
         reward_S = torch.tensor([path.reward for path in paths], dtype=torch.float64)
         length_S = torch.tensor([_length(path) for path in paths])
         if how.missing_stop:
-            ends = [path.episode.finish_reason for path in paths]
+            ends = [path.finish_reason for path in paths]
             reward_S = reward_S + shaping.unfinished(ends, how.missing_stop)
         if how.soft_overlong is not None:
             reward_S = reward_S + shaping.soft_overlong(
@@ -450,31 +429,33 @@ class PolicyCredit(Credit):
         scale = (self._scale if how.scale == "running" else Scale()).merged(reward_S)
         return scale, scale.scaled(reward_S)
 
-    def _penalty(self, path: Rewarded, said: Mapping[str, FloatArray]) -> Tensor:
+    def _penalty(self, path: Trajectory, said: Mapping[str, FloatArray]) -> Tensor:
         """What is added to each token's reward, [N], for its divergence from the reference."""
         if self.ways.penalty is None:
-            return torch.zeros(path.episode.sampled_at_N.size, dtype=torch.float64)
+            return torch.zeros(path.sampled_at_N.size, dtype=torch.float64)
         return policy.penalty(_tensor(said[POLICY]), _tensor(said[REFERENCE]), self._coef)
 
     def _sample(
         self,
-        path: Rewarded,
+        path: Trajectory,
         advantage_N: FloatArray,
         return_N: FloatArray | None,
         said: Mapping[str, FloatArray],
     ) -> Sample:
-        streams = {"advantage_N": advantage_N, "engine_logp_N": path.episode.logp_N}
+        streams = {"advantage_N": advantage_N, "engine_logp_N": path.logp_N}
         if self.ways.has_old:
             streams[POLICY] = said[POLICY]
         if REFERENCE in said and self.ways.penalty is None:
             streams[REFERENCE] = said[REFERENCE]
-        sample = replace(sample_of(path.episode, path.name, has_reads=False), streams=streams)
+        sample = replace(sample_of(path, path.name, has_reads=False), streams=streams)
         if return_N is None:
             return sample
         values = {"return": return_N, "value": said[VALUE][: return_N.size]}
         return replace(sample, read_at_R=sample.target_at_N - 1, read_values=values)
 
-    def _metrics(self, reward_S: Tensor, paths: Sequence[Rewarded], said: Said) -> dict[str, float]:
+    def _metrics(
+        self, reward_S: Tensor, paths: Sequence[Trajectory], said: Said
+    ) -> dict[str, float]:
         metrics = {}
         if self.ways.shaping != ShapingConfig():
             metrics["reward_shaped"] = float(reward_S.mean())
@@ -495,7 +476,7 @@ class PolicyCredit(Credit):
 
 def _by_critic(
     how: Gae,
-    paths: Sequence[Rewarded],
+    paths: Sequence[Trajectory],
     reward_S: Tensor,
     scale: Scale,
     penalties: Sequence[Tensor],
@@ -509,7 +490,7 @@ def _by_critic(
     values, sums = [], []
     for path, reward, penalty_N in zip(paths, reward_S.tolist(), penalties, strict=True):
         size, turn_N = penalty_N.numel(), torch.zeros_like(penalty_N)
-        for n, turn_reward in path.episode.turn_rewards:
+        for n, turn_reward in path.turn_rewards:
             turn_N[n] += turn_reward
         turn_N = scale.scaled(turn_N)  # as the whole reward was
         reward_N = turn_N + penalty_N
@@ -537,9 +518,9 @@ def _by_critic(
     return [one.numpy() for one in advantages], returns, ranges
 
 
-def _length(path: Rewarded) -> int:
+def _length(path: Trajectory) -> int:
     """Tokens a path has beyond its prompt: an environment's too, as its limit counts them."""
-    return int(path.episode.ids_T.size - path.episode.sampled_at_N[0])
+    return int(path.ids_T.size - path.sampled_at_N[0])
 
 
 def _tensor(value: FloatArray) -> Tensor:

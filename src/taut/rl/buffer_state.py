@@ -1,8 +1,6 @@
-"""Trees as JSON-able values and back, to the last bit: what a checkpoint keeps of roll-outs that are not used up.
+"""Trees as JSON-able values and back, to the last bit: the part of a checkpoint that holds unused roll-outs.
 
 An array is its dtype, its shape and its bytes, compressed, as base64; no pickled object.
-
-May import types and vision. online.method calls it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""A roll-out without an engine: what a run that generates would train on if prompts had gone on as they do.
+"""A roll-out without an engine: the trees a run that generates would train on if its prompts were completions.
 
-The second half of each prompt stands for one answer, and the same tokens backwards for another, one of them a good one.
-The trainer's own log-probs stand for the engine's. From there on all is as in training: scores, credit, trees. For
-checks, which look at what a step computes before anything is generated.
-
-May import online and what it may. checks call it.
+The second half of each prompt stands for one answer, and the same tokens reversed for another; one of them gets a good
+reward. The trainer's own log-probs stand for the engine's. Scores, advantages and trees are then made as in training.
+Checks use it to look at what a step computes before anything is generated.
 """
 
 from __future__ import annotations
@@ -17,12 +15,12 @@ import numpy as np
 from taut.data.prompts import PromptRow
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
-from taut.rl.advantages import Credit, Rewarded, paths_of
+from taut.rl.advantages import Credit, judged_trajectories
 from taut.rl.online import numbered
 from taut.rl.rollout import POLICY, Asked, Group, scored
-from taut.rl.sampler import Episode
+from taut.rl.sampler import Trajectory
 from taut.train.trainer import Role, Trainer
-from taut.types import FloatArray, IntArray, Prompt, Sample, Tree
+from taut.types import IntArray, Prompt, Sample, Tree
 
 
 def rehearsed(
@@ -32,11 +30,11 @@ def rehearsed(
     groups = [
         _group(sample, credit.good) for sample in samples if _half(sample) < sample.num_tokens
     ]
-    paths = paths_of(groups, 0)
+    paths = judged_trajectories(groups, 0)
     trees = credit.bare(paths)
     asked = Asked(policy=True, values=False, temperature=credit.asked.temperature)
     own = scored(trainer, trees, asked, (), 1)
-    paths = [_said(path, own[path.name][POLICY]) for path in paths]
+    paths = [replace(path, logp_N=own[path.name][POLICY]) for path in paths]
     given = credit.trees(paths, scored(trainer, trees, credit.asked, roles, 1))
     return numbered(given.trees)
 
@@ -46,9 +44,9 @@ def _group(sample: Sample, good: float) -> Group:
     half = _half(sample)
     ends = (sample.ids_T[half:], sample.ids_T[half:][::-1])
     prompt = Prompt(sample.id, sample.ids_T[:half], media=sample.media)
-    episodes = tuple(_episode(prompt, end, number) for number, end in enumerate(ends))
+    trajectories = tuple(_trajectory(prompt, end, number) for number, end in enumerate(ends))
     verdicts = tuple(Verdict({"rehearsal": Score(worth)}, worth) for worth in (good, good - 1))
-    return Group(episodes, verdicts)
+    return Group(trajectories, verdicts)
 
 
 def _half(sample: Sample) -> int:
@@ -56,10 +54,10 @@ def _half(sample: Sample) -> int:
     return max((sample.num_tokens + 1) // 2, *(one.stop for one in sample.media), 1)
 
 
-def _episode(prompt: Prompt, end_N: IntArray, index: int) -> Episode:
+def _trajectory(prompt: Prompt, end_N: IntArray, index: int) -> Trajectory:
     name, prompt_T = prompt.id, prompt.ids_T
     nothing_N = np.zeros(end_N.size)
-    return Episode(
+    return Trajectory(
         row=PromptRow(name, name, prompt_T, "", (), None, {}),
         index=index,
         ids_T=np.concatenate([prompt_T, end_N]),
@@ -70,7 +68,3 @@ def _episode(prompt: Prompt, end_N: IntArray, index: int) -> Episode:
         text="",
         media=prompt.media,
     )
-
-
-def _said(path: Rewarded, logp_N: FloatArray) -> Rewarded:
-    return replace(path, episode=replace(path.episode, logp_N=logp_N))

@@ -1,7 +1,4 @@
-"""What an event ``rollout`` says: what was generated, what it was worth, and a few of the completions, token by token.
-
-May import data, rollout, online.credit and online.rollouts. online.method calls it.
-"""
+"""The `rollout` log event: generation statistics, rewards, and sample completions token by token."""
 
 from __future__ import annotations
 
@@ -16,8 +13,9 @@ import numpy as np
 from taut.data.messages import named
 from taut.inference.engine import Engine
 from taut.inference.vllm import ServerEngine
-from taut.rl.advantages import Credited, Rewarded
-from taut.rl.rollout import Rolled, RolloutConfig
+from taut.rl.advantages import Credited
+from taut.rl.rollout import Rollout, RolloutConfig
+from taut.rl.sampler import Trajectory
 
 LOGGED = 2
 """Completions of a roll-out that are shown whole: the best and the worst of the group whose rewards differ most."""
@@ -25,24 +23,28 @@ DIGITS = 4
 
 
 def fields(
-    rolled: Rolled, paths: Sequence[Rewarded], given: Credited, version: int, config: RolloutConfig
+    rolled: Rollout,
+    paths: Sequence[Trajectory],
+    given: Credited,
+    version: int,
+    config: RolloutConfig,
 ) -> dict[str, Any]:
     """The event's fields."""
     groups = [*rolled.groups, *rolled.left_out]
-    episodes = [one for group in groups for one in group.episodes]
-    whole = [one for one in episodes if one.error is None]
+    trajectories = [one for group in groups for one in group.trajectories]
+    whole = [one for one in trajectories if one.error is None]
     lengths = [int(one.sampled_at_N.size) for one in whole]
     staleness = [version - int(v) for one in whole for v in one.version_N[:1]]
     errors = [
         f"{one.row.place}#{one.index}: {reason}"
         for group in groups
-        for one, said in zip(group.episodes, group.verdicts, strict=True)
+        for one, said in zip(group.trajectories, group.verdicts, strict=True)
         if (reason := one.error or said.error) is not None
     ]
     found: dict[str, Any] = {
         **(_worth(rolled, given) if rolled.is_judged else {}),
         "groups": len(groups),
-        "completions": len(episodes),
+        "completions": len(trajectories),
         "errors": len(errors),
         "seconds_generating": rolled.spent.generating,
         "seconds_judging": rolled.spent.judging,
@@ -79,12 +81,12 @@ def push(engine: Engine) -> dict[str, float]:
     }
 
 
-def _worth(rolled: Rolled, given: Credited) -> dict[str, float]:
+def _worth(rolled: Rollout, given: Credited) -> dict[str, float]:
     """What the completions are worth, those of groups that were left out included."""
     groups = [*rolled.groups, *rolled.left_out]
     rewards = [said.total for group in groups for _, said in group.judged if said.total is not None]
     said_of = [
-        pair for group in groups for pair in zip(group.episodes, group.verdicts, strict=True)
+        pair for group in groups for pair in zip(group.trajectories, group.verdicts, strict=True)
     ]
     has_none = [said.total is None and (one.error or said.error) is None for one, said in said_of]
     worth = {}
@@ -101,7 +103,7 @@ def _worth(rolled: Rolled, given: Credited) -> dict[str, float]:
     }
 
 
-def _parts(rolled: Rolled) -> dict[str, float]:
+def _parts(rolled: Rollout) -> dict[str, float]:
     """The mean of each part of the reward where it applies; and how many answers it could not judge, if any."""
     values: dict[str, list[float]] = {}
     num_unjudged: Counter[str] = Counter()
@@ -116,11 +118,11 @@ def _parts(rolled: Rolled) -> dict[str, float]:
     return {f"reward/{name}": fmean(some) for name, some in values.items()} | unjudged
 
 
-def shown(paths: Sequence[Rewarded]) -> list[Rewarded]:
+def shown(paths: Sequence[Trajectory]) -> list[Trajectory]:
     """The best and the worst path of the group whose rewards differ most; none where no path has a reward."""
     if not paths:
         return []
-    groups: dict[int, list[Rewarded]] = {}
+    groups: dict[int, list[Trajectory]] = {}
     for path in paths:
         groups.setdefault(path.group, []).append(path)
     ordered = [sorted(some, key=lambda path: -path.reward) for some in groups.values()]
@@ -128,20 +130,20 @@ def shown(paths: Sequence[Rewarded]) -> list[Rewarded]:
     return [chosen[0], chosen[-1]][: min(LOGGED, len(chosen))]
 
 
-def sample(path: Rewarded, given: Credited) -> dict[str, Any]:
-    """A path for people to look at."""
-    episode = path.episode
-    advantage_N = given.advantages.get(path.name)
+def sample(trajectory: Trajectory, given: Credited) -> dict[str, Any]:
+    """A trajectory as a field of the event."""
+    assert trajectory.verdict is not None
+    advantage_N = given.advantages.get(trajectory.name)
     return {
-        "id": path.name,
-        "text": episode.text,
-        "messages": named(episode.messages) if episode.num_turns > 1 else [],
-        "references": list(episode.row.references),
-        "finish_reason": episode.finish_reason,
-        "reward": path.reward,
-        "rewards": {name: score.value for name, score in path.verdict.parts.items()},
-        "version": int(episode.version_N[0]) if episode.version_N.size else None,
-        "ids": episode.ids_T[episode.sampled_at_N].tolist(),
-        "logp": np.round(episode.logp_N, DIGITS).tolist(),
+        "id": trajectory.name,
+        "text": trajectory.text,
+        "messages": named(trajectory.messages) if trajectory.num_turns > 1 else [],
+        "references": list(trajectory.row.references),
+        "finish_reason": trajectory.finish_reason,
+        "reward": trajectory.reward,
+        "rewards": {name: score.value for name, score in trajectory.verdict.parts.items()},
+        "version": int(trajectory.version_N[0]) if trajectory.version_N.size else None,
+        "ids": trajectory.ids_T[trajectory.sampled_at_N].tolist(),
+        "logp": np.round(trajectory.logp_N, DIGITS).tolist(),
         "advantage": None if advantage_N is None else np.round(advantage_N, DIGITS).tolist(),
     }

@@ -135,7 +135,9 @@ class Guard:
         for ``max_unrewarded`` roll-outs.
         """
         pairs = [
-            pair for group in groups for pair in zip(group.episodes, group.verdicts, strict=True)
+            pair
+            for group in groups
+            for pair in zip(group.trajectories, group.verdicts, strict=True)
         ]
         errors = [
             f"{one.row.place}#{one.index}: {reason}"

@@ -34,10 +34,10 @@ from taut.data.batching import Cursor, Order, Rows
 from taut.data.prompts import PromptSet
 from taut.losses import Loss
 from taut.rl import metrics
-from taut.rl.advantages import Credit, Credited, paths_of
+from taut.rl.advantages import Credit, Credited, judged_trajectories
 from taut.rl.buffer_state import KeptTree, as_tuple, decoded, encoded
 from taut.rl.monitors import Guard, GuardState
-from taut.rl.rollout import Rolled, Roller, RolloutConfig, scored
+from taut.rl.rollout import Roller, Rollout, RolloutConfig, scored
 from taut.train.log.events import to_json
 from taut.train.oom import require_room
 from taut.train.trainer import Role, Trainer
@@ -119,14 +119,6 @@ class Crew(NamedTuple):
     """Makes engine and rewards ready, when they are first needed."""
 
 
-class Kept(NamedTuple):
-    """A tree that may be trained on again."""
-
-    version: int
-    """The oldest weights it was drawn from."""
-    tree: Tree
-
-
 class KeptState(TypedDict):
     """A ``State`` as JSON-able values."""
 
@@ -155,19 +147,20 @@ class OnlineState(KeptState):
 class State(NamedTuple):
     """What the steps to come need of those before, beside the phase they train on."""
 
-    replayed: list[Kept]
+    replayed: list[tuple[int, Tree]]
+    """Trees that may be trained on again, each with the version of the oldest weights it was drawn from."""
     credit: Any
     guard: dict[str, Any]
 
     def encoded(self) -> dict[str, Any]:
         """As JSON-able values."""
-        replayed = [[kept.version, encoded(kept.tree)] for kept in self.replayed]
+        replayed = [[version, encoded(tree)] for version, tree in self.replayed]
         return {"replayed": replayed, "credit": self.credit, "guard": self.guard}
 
     @classmethod
     def decoded(cls, kept: Mapping[str, Any], album: Album | None) -> State:
         """What was ``encoded``."""
-        replayed = [Kept(version, decoded(tree, album)) for version, tree in kept["replayed"]]
+        replayed = [(version, decoded(tree, album)) for version, tree in kept["replayed"]]
         return cls(replayed, kept["credit"], kept["guard"])
 
 
@@ -195,11 +188,11 @@ class Online:
     guard: Guard
     seed: int
     phase: Phase | None = None
-    replayed: list[Kept] = field(default_factory=list)
+    replayed: list[tuple[int, Tree]] = field(default_factory=list)
     _crew: Crew | None = None
     _opened: Roller | None = None
-    _ahead: Ahead[Rolled] | None = None
-    _taken: tuple[int, Rolled] | None = None
+    _ahead: Ahead[Rollout] | None = None
+    _taken: tuple[int, Rollout] | None = None
     """The number of a phase that is being made, and its roll-out: a step begun again does not draw it anew."""
     _untold: Sequence[tuple[str, dict[str, Any]]] = ()
     """What is to be told of a phase that came from a checkpoint."""
@@ -284,7 +277,7 @@ class Online:
                 self._taken = number, draw()
         rolled = self._taken[1]
         self.guard.require_rewards([*rolled.groups, *rolled.left_out], step)
-        paths = paths_of(rolled.groups, number)
+        paths = judged_trajectories(rolled.groups, number)
         began = time.perf_counter()
         if paths:
             trees = self.credit.bare(paths)
@@ -292,7 +285,7 @@ class Online:
         seconds = time.perf_counter() - began
         given = self.credit.trees(paths, said) if paths else Credited([], [], {}, {})
         fields = metrics.fields(rolled, paths, given, version, self.config)
-        replayed = [kept for kept in self.replayed if self._is_young(kept, version)]
+        replayed = [kept for kept in self.replayed if self._is_young(kept[0], version)]
         event = {"step": step, **fields}
         event |= {"num_replayed": len(replayed), "seconds_scoring": seconds}
         event |= metrics.push(self.roller.engine)
@@ -300,16 +293,15 @@ class Online:
         self.guard.look(step, fields, tell)
         if paths:
             self.credit.learn(given)
-        fresh = [Kept(v, tree) for v, tree in given.with_signal]
-        self.replayed = [*fresh, *replayed][: self.config.replay]
+        self.replayed = [*given.with_signal, *replayed][: self.config.replay]
         self._taken = None
-        return Phase(number, [*given.trees, *(kept.tree for kept in replayed)], told, before)
+        return Phase(number, [*given.trees, *(tree for _, tree in replayed)], told, before)
 
-    def _is_young(self, kept: Kept, version: int) -> bool:
+    def _is_young(self, drawn_at: int, version: int) -> bool:
         most = self.config.max_staleness
-        return most is None or version + self.config.updates - 1 - kept.version <= most
+        return most is None or version + self.config.updates - 1 - drawn_at <= most
 
-    def _rolled(self, number: int, version: int) -> Rolled:
+    def _rolled(self, number: int, version: int) -> Rollout:
         """The roll-out of a phase, generated with the weights of now, or ahead of time; and the next begun."""
         if not self.config.ahead:
             self._update(version)
@@ -328,11 +320,11 @@ class Online:
         return rolled
 
     @cached_property
-    def _generator(self) -> Ahead[Rolled]:
+    def _generator(self) -> Ahead[Rollout]:
         self._ahead = Ahead()
         return self._ahead
 
-    def _generate(self, number: int) -> Callable[[], Rolled]:
+    def _generate(self, number: int) -> Callable[[], Rollout]:
         return partial(self.roller.roll, number, self._indices(number))
 
     def _update(self, version: int) -> None:

@@ -1,4 +1,4 @@
-"""Roll-outs of a phase: prompts -> episodes -> verdicts -> groups, and groups without a signal asked anew.
+"""Roll-outs of a phase: prompts -> trajectories -> verdicts -> groups, and groups without a signal asked anew.
 
 Which prompts a phase has is a pure function of the seed and the phase (data/plan.py's Order). With ``rollout.refills``
 groups whose rewards are all equal, from which nothing can be learned, are replaced by other prompts: dynamic sampling,
@@ -35,7 +35,7 @@ from taut.losses.advantages import are_alike
 from taut.rewards.panel import Panel, Verdict
 from taut.rewards.verifier import Answered, Score
 from taut.rl.environment import EnvironmentConfig, World
-from taut.rl.sampler import Episode, play
+from taut.rl.sampler import Trajectory, sample_trajectories
 from taut.train.distributed import Ranks
 from taut.train.trainer import Role, Trainer, pad_microbatches, plan_microbatches
 from taut.types import FloatArray, Packed, Sample, Scores, Tree, Wants
@@ -149,17 +149,17 @@ class RolloutConfig:
 class Group:
     """The completions of one prompt, judged."""
 
-    episodes: tuple[Episode, ...]
+    trajectories: tuple[Trajectory, ...]
     verdicts: tuple[Verdict, ...]
 
     @property
     def row(self) -> PromptRow:
-        return self.episodes[0].row
+        return self.trajectories[0].row
 
     @property
-    def judged(self) -> list[tuple[Episode, Verdict]]:
+    def judged(self) -> list[tuple[Trajectory, Verdict]]:
         """Episodes that can be learned from: there is a completion, and it has a reward."""
-        pairs = zip(self.episodes, self.verdicts, strict=True)
+        pairs = zip(self.trajectories, self.verdicts, strict=True)
         return [(one, said) for one, said in pairs if one.error is None and said.total is not None]
 
     @property
@@ -177,7 +177,7 @@ class Spent:
 
 
 @dataclass(frozen=True)
-class Rolled:
+class Rollout:
     """The roll-out of a phase."""
 
     groups: tuple[Group, ...]
@@ -208,7 +208,7 @@ class Roller:
     settled: Sequence[Decision] = ()
     """What was chosen for the user when it was opened."""
 
-    def roll(self, phase: int, indices: Sequence[int]) -> Rolled:
+    def roll(self, phase: int, indices: Sequence[int]) -> Rollout:
         """The judged groups of these prompts. Every rank calls it, and has the same in the end."""
         wanted, groups, left_out = len(indices), [], []
         spent = Spent()
@@ -216,7 +216,7 @@ class Roller:
         for number in range(max(self.config.refills, TRIES if self.needs_one else 0) + 1):
             found = self._once(phase, number, indices, spent)
             if not self.config.refills and not self.needs_one:
-                return Rolled(tuple(found), (), spent, self.is_judged)
+                return Rollout(tuple(found), (), spent, self.is_judged)
             groups += [group for group in found if self.is_useful(group)]
             left_out += [group for group in found if not self.is_useful(group)]
             is_enough = number >= self.config.refills and groups
@@ -226,21 +226,21 @@ class Roller:
             seen.update(indices)
         if not groups:  # a step has to have something
             groups, left_out = left_out, []
-        return Rolled(tuple(groups), tuple(left_out), spent, self.is_judged)
+        return Rollout(tuple(groups), tuple(left_out), spent, self.is_judged)
 
     def _once(self, phase: int, number: int, indices: Sequence[int], spent: Spent) -> list[Group]:
         rows = distinct([self.prompts[index] for index in indices])
         sampling = self.config.sampling(seed_of(self.seed, phase, number))
         began = time.perf_counter()
-        episodes = play(self.engine, rows, sampling, self.world)
+        trajectories = sample_trajectories(self.engine, rows, sampling, self.world)
         generated = time.perf_counter()
-        verdicts = self._shared(lambda: self._judged(episodes))
+        verdicts = self._shared(lambda: self._judged(trajectories))
         spent.generating += generated - began
         spent.judging += time.perf_counter() - generated
         size = self.config.n
         return [
-            Group(tuple(episodes[at : at + size]), tuple(verdicts[at : at + size]))
-            for at in range(0, len(episodes), size)
+            Group(tuple(trajectories[at : at + size]), tuple(verdicts[at : at + size]))
+            for at in range(0, len(trajectories), size)
         ]
 
     def close(self) -> None:
@@ -250,13 +250,13 @@ class Roller:
         if isinstance(self.engine, ServerEngine):
             self.engine.close()
 
-    def _judged(self, episodes: Sequence[Episode]) -> list[Verdict]:
-        whole = [one for one in episodes if one.error is None]
+    def _judged(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
+        whole = [one for one in trajectories if one.error is None]
         asked = [answered(one) for one in whole]
         nothing = NOTHING if self.is_judged else UNJUDGED
         found = [nothing] * len(whole) if self.panel is None else self.panel.grade(asked)
         said = iter([with_own(verdict, one) for verdict, one in zip(found, whole, strict=True)])
-        return [NOTHING if one.error is not None else next(said) for one in episodes]
+        return [NOTHING if one.error is not None else next(said) for one in trajectories]
 
     def _shared(self, make: Callable[[], T]) -> T:
         """What the writer makes, on all ranks; what it raises is raised on all of them."""
@@ -282,35 +282,35 @@ class Roller:
         return [index for index in order if index not in seen][:missing]
 
 
-def with_own(said: Verdict, episode: Episode) -> Verdict:
+def with_own(said: Verdict, trajectory: Trajectory) -> Verdict:
     """The verdict with what the environment itself said of the path. Raises DataError where the two share a name."""
-    if not episode.rewards:
+    if not trajectory.rewards:
         return said
-    for name in episode.rewards:
+    for name in trajectory.rewards:
         if name in said.parts or name in RESERVED:
             raise DataError(
-                f"{episode.row.place}: the environment gives the reward {name!r}, and another number of the run has "
+                f"{trajectory.row.place}: the environment gives the reward {name!r}, and another number of the run has "
                 "that name; expected one of its own; rename it"
             )
-    parts = {name: Score(value) for name, value in episode.rewards.items()} | dict(said.parts)
-    total = sum(episode.rewards.values())
+    parts = {name: Score(value) for name, value in trajectory.rewards.items()} | dict(said.parts)
+    total = sum(trajectory.rewards.values())
     if said.parts:
         return Verdict(parts, None if said.error is not None else total + (said.total or 0.0))
     return Verdict(parts, total)
 
 
-def answered(episode: Episode) -> Answered:
-    """What rewards are told of an episode: the path up to its last turn, which is what they judge."""
-    roles = [message["role"] for message in episode.messages]
+def answered(trajectory: Trajectory) -> Answered:
+    """What rewards are told of a trajectory: the path up to its last turn, which is what they judge."""
+    roles = [message["role"] for message in trajectory.messages]
     num_after = roles[::-1].index("assistant") if "assistant" in roles else 0
     return Answered(
-        text=episode.text,
-        references=episode.row.references,
-        row=episode.row.columns,
-        num_tokens=int(episode.sampled_at_N.size),
-        finish_reason=episode.finish_reason,
-        prompt=episode.row.prompt if episode.asked is None else episode.asked,
-        messages=episode.messages[: len(roles) - num_after],
+        text=trajectory.text,
+        references=trajectory.row.references,
+        row=trajectory.row.columns,
+        num_tokens=int(trajectory.sampled_at_N.size),
+        finish_reason=trajectory.finish_reason,
+        prompt=trajectory.row.prompt if trajectory.asked is None else trajectory.asked,
+        messages=trajectory.messages[: len(roles) - num_after],
     )
 
 
@@ -362,17 +362,17 @@ class Asked:
 
 
 def sample_of(
-    episode: Episode, name: str, *, has_reads: bool, has_bootstrap: bool = False
+    trajectory: Trajectory, name: str, *, has_reads: bool, has_bootstrap: bool = False
 ) -> Sample:
-    """An episode as a sample: what was sampled is its targets. ``has_reads``: a critic is read before each target.
+    """A trajectory as a sample: what was sampled is its targets. ``has_reads``: a critic is read before each target.
     ``has_bootstrap``: where the path was cut, also after the last one.
     """
-    at_N = episode.sampled_at_N
-    sample = Sample(name, episode.ids_T, at_N, np.ones(at_N.size), episode.media)
+    at_N = trajectory.sampled_at_N
+    sample = Sample(name, trajectory.ids_T, at_N, np.ones(at_N.size), trajectory.media)
     if not has_reads:
         return sample
-    is_cut = episode.finish_reason == "length"
-    after = [episode.ids_T.size - 1] if has_bootstrap and is_cut else []
+    is_cut = trajectory.finish_reason == "length"
+    after = [trajectory.ids_T.size - 1] if has_bootstrap and is_cut else []
     return replace(sample, read_at_R=np.concatenate([at_N - 1, after]).astype(np.int64))
 
 

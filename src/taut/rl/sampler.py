@@ -1,10 +1,18 @@
-"""What a roll-out is: one path from a prompt to its end, token for token as it was sampled.
+"""Prompts and an engine -> trajectories: paths from a prompt to its end, token for token as they were sampled.
 
-    prompt ids | completion | what the environment said | completion | ...
+    prompt ids | completion | environment's messages | completion | ...
 
-Only sampled tokens are targets; what an environment said is context. Nothing is tokenised again and nothing rewritten.
+Only sampled tokens are targets; what an environment adds is context. No token is tokenised again or rewritten.
 
-May import data, types and rewards. Whoever rolls out makes them; methods and rewards read them.
+Without an environment a trajectory is a prompt and its completion. With one, the next turns of all unfinished
+trajectories are one call of the engine; then their environments answer in parallel, and the tokens that the template
+writes between two turns are inserted (``turns.py``). A trajectory ends where its environment is done, where a
+completion was cut (a half answer gets no reply), at the limits of turns, tokens or context, or with an error: then it
+is not trained on.
+
+Random streams are keyed by (seed, prompt id, index). With an environment the id of a turn's prompt is the row's id with
+the sample's index and the turn, so that no trajectory depends on what happens to another. A caller that samples a
+prompt again in another phase passes another seed.
 """
 
 from __future__ import annotations
@@ -24,6 +32,7 @@ from taut.data.prompts import PromptRow
 from taut.data.tool_calls import ToolCall
 from taut.errors import DataError, PictureError, RenderError
 from taut.inference.engine import Engine, Sampling
+from taut.rewards.panel import Verdict
 from taut.rl.environment import Step, World, read_reset, read_reward, read_step
 from taut.rl.turns import Rendered, moved
 from taut.types import Completion, FinishReason, FloatArray, IntArray, Media, Prompt
@@ -31,11 +40,14 @@ from taut.vision.content import ImageRef
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Episode:
-    """One path. N counts its sampled tokens, in the order of the path."""
+class Trajectory:
+    """One path that was sampled from a prompt to its end. N counts its sampled tokens, in order.
+
+    ``name``, ``group`` and ``verdict`` are set once its group has been judged (``advantages.judged_trajectories``).
+    """
 
     row: PromptRow
-    """What was asked, with its references."""
+    """The prompt, with its references."""
     index: int
     """Which of the prompt's samples, from 0."""
     ids_T: IntArray
@@ -68,27 +80,33 @@ class Episode:
     """The messages that an environment's path began with; None: the row's prompt."""
     media: tuple[Media, ...] = ()
     """The pictures among the ids, ascending."""
+    name: str = ""
+    """Unique in a run."""
+    group: int = -1
+    """Index of its group in the roll-out."""
+    verdict: Verdict | None = None
+    """Its rewards by name, with their total."""
 
+    @property
+    def reward(self) -> float:
+        """The total of its verdict."""
+        assert self.verdict is not None and self.verdict.total is not None, "it has no reward"
+        return self.verdict.total
 
-# --------------------------------------------------------------------------------------------------
-# Prompts and an engine -> episodes: paths from a prompt to its end, token for token as they were sampled.
-#
-# Without an environment a path is a prompt and its completion. With one, the next turns of all paths that go on are
-# one call of the engine; then their environments answer side by side, and what the template writes between two turns
-# is put between them (``bridge.py``). A path ends where its environment says so, where a completion was cut (half an
-# answer is answered by nobody), at the limits of turns, tokens or context, or as an error: then nothing is learned
-# from it.
-#
-# Random streams are keyed by (seed, prompt's id, index); where there is an environment, the id of a turn's prompt is
-# the row's, with the sample's index and the turn, so that no path draws otherwise for what becomes of another. A
-# prompt that is asked again in another phase is to be asked with another seed.
-#
-# May import rollout and what it may. Methods import it.
+    @property
+    def is_cut(self) -> bool:
+        """Whether a limit ended it."""
+        return self.finish_reason == "length"
+
+    @property
+    def version(self) -> int:
+        """The oldest weights it was drawn from."""
+        return int(self.version_N.min())
 
 
 @dataclass(eq=False, slots=True)
-class Underway:
-    """An episode under way."""
+class PartialTrajectory:
+    """A trajectory while it is being sampled."""
 
     row: PromptRow
     index: int
@@ -160,13 +178,13 @@ class Underway:
         for name, number in reward.items():
             self.rewards[name] = self.rewards.get(name, 0.0) + number
 
-    def episode(self) -> Episode:
-        """What has come of it."""
+    def finished(self) -> Trajectory:
+        """The trajectory. Asserts that its ids are those that were sampled."""
         assert self.finish is not None, f"{self.row.id}: the path has not ended"
         ids_T, at_N = _integers(self.ids), _integers(self.sampled_at)
         sampled_N = np.concatenate([_integers([]), *self.sampled])
         assert (ids_T[at_N] == sampled_N).all(), f"{self.row.id}: other ids than were sampled"
-        return Episode(
+        return Trajectory(
             row=self.row,
             index=self.index,
             ids_T=ids_T,
@@ -187,16 +205,16 @@ class Underway:
         )
 
 
-def play(
+def sample_trajectories(
     engine: Engine, rows: Sequence[PromptRow], sampling: Sampling, world: World | None = None
-) -> list[Episode]:
-    """``sampling.n`` episodes of each row, in the order of rows and samples.
+) -> list[Trajectory]:
+    """``sampling.n`` trajectories of each row, in the order of rows and samples.
 
     Raises DataError for a row that is a text where there is an environment: it speaks in messages.
     """
     samples = [(row, index) for row in rows for index in range(sampling.n)]
     paths = [
-        Underway(row, index, number, row.ids_T.tolist(), row.media)
+        PartialTrajectory(row, index, number, row.ids_T.tolist(), row.media)
         for number, (row, index) in enumerate(samples)
     ]
     if world is None:
@@ -206,10 +224,12 @@ def play(
             path.finish = path.finish or "stop"
     else:
         _play(engine, paths, sampling, world)
-    return [path.episode() for path in paths]
+    return [path.finished() for path in paths]
 
 
-def _play(engine: Engine, paths: Sequence[Underway], sampling: Sampling, world: World) -> None:
+def _play(
+    engine: Engine, paths: Sequence[PartialTrajectory], sampling: Sampling, world: World
+) -> None:
     """All turns of all paths."""
     _reset(paths, world)
     turn = 0
@@ -228,7 +248,7 @@ def _play(engine: Engine, paths: Sequence[Underway], sampling: Sampling, world: 
             paths[number].fail(f"the environment's cut {outcome.error}")
 
 
-def _reset(paths: Sequence[Underway], world: World) -> None:
+def _reset(paths: Sequence[PartialTrajectory], world: World) -> None:
     """Give each path its environment, its first messages and their ids."""
     found = world.each({path.number: partial(_begin, path, world) for path in paths})
     known: dict[str, Rendered] = {}
@@ -244,7 +264,10 @@ def _reset(paths: Sequence[Underway], world: World) -> None:
 
 
 def _place(
-    path: Underway, messages: tuple[Message, ...] | None, world: World, known: dict[str, Rendered]
+    path: PartialTrajectory,
+    messages: tuple[Message, ...] | None,
+    world: World,
+    known: dict[str, Rendered],
 ) -> None:
     """Begin a path with these messages; None: with the row's. ``known``: ids of messages that were seen."""
     asked = path.row.prompt if messages is None else messages
@@ -267,14 +290,14 @@ def _place(
         path.fail(f"the prompt has {len(path.ids):,} tokens and the context is {path.limit:,}")
 
 
-def _begin(path: Underway, world: World) -> Any:
+def _begin(path: PartialTrajectory, world: World) -> Any:
     path.environment = world.make()
     reset = getattr(path.environment, "reset", None)
     row = copy.deepcopy(dict(path.row.columns))  # no path sees what another has done to it
     return None if reset is None else read_reset(reset(row), path.row.place)
 
 
-def _answer(paths: Sequence[Underway], world: World) -> None:
+def _answer(paths: Sequence[PartialTrajectory], world: World) -> None:
     """Let each environment answer its path's turn."""
     jobs: dict[int, Callable[[], Step]] = {}
     for path in paths:
@@ -288,7 +311,7 @@ def _answer(paths: Sequence[Underway], world: World) -> None:
             _go_on(path, outcome.value, world)
 
 
-def _calls(path: Underway, world: World) -> list[ToolCall]:
+def _calls(path: PartialTrajectory, world: World) -> list[ToolCall]:
     """The calls in a path's last turn, which its message is told."""
     if world.calls is None:
         return []
@@ -302,16 +325,16 @@ def _calls(path: Underway, world: World) -> list[ToolCall]:
     return calls
 
 
-def _step(path: Underway, calls: list[ToolCall]) -> Step:
+def _step(path: PartialTrajectory, calls: list[ToolCall]) -> Step:
     return read_step(path.environment.step(path.text, calls), path.row.place)
 
 
-def _cut(path: Underway) -> Mapping[str, float]:
+def _cut(path: PartialTrajectory) -> Mapping[str, float]:
     cut = getattr(path.environment, "cut", None)
     return {} if cut is None else read_reward(cut(), path.row.place)
 
 
-def _go_on(path: Underway, step: Step, world: World) -> None:
+def _go_on(path: PartialTrajectory, step: Step, world: World) -> None:
     """Take an answer, and put what comes before the next turn after the path; or end it."""
     assert isinstance(step.reward, Mapping)
     path.earn(step.reward)

@@ -199,7 +199,6 @@ def build_trainer(
     scorer, loaded, album = models.scorer, models.loaded, inputs.renderer.album
     method, num_steps, _ = plan
     pace, rates = run.models().critic_pace(run), rates_of(run, scorer)
-    reads_ahead = album is not None and not run.generates
     trainer = Trainer(
         scorer=scorer,
         method=method,
@@ -227,7 +226,7 @@ def build_trainer(
             Divergence(run.divergence),
             *run.monitors(method),
         ],
-        before_step=[Lookahead(album)] if album is not None and reads_ahead else [],
+        before_step=[] if album is None or run.generates else [Lookahead(album)],
         emit=emit,
         interrupts=Interrupts() if interrupts is None else interrupts,
     )

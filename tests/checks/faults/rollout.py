@@ -93,13 +93,13 @@ def an_end_of_turn_that_depends_on_the_turn(place: Place, is_faulty: bool) -> Se
 @fault("rollout.groups", says="completions of 2 prompts", part="quick")
 def groups_of_answers_to_several_prompts(place: Place, is_faulty: bool) -> Session:
     """Roll-outs come back sample by sample, and are cut into groups as if they came prompt by prompt: class 38."""
-    play = rollout.play
+    original = rollout.sample_trajectories
 
     def dealt(*args: Any) -> Any:
-        return sorted(play(*args), key=lambda episode: episode.index)
+        return sorted(original(*args), key=lambda trajectory: trajectory.index)
 
     if is_faulty:
-        place.patch.setattr(rollout, "play", dealt)
+        place.patch.setattr(rollout, "sample_trajectories", dealt)
     return generating(place)
 
 

@@ -25,21 +25,20 @@ from taut.rl.advantages import (
     KlPenalty,
     Pairs,
     PolicyCredit,
-    Rewarded,
     ShapingConfig,
     Ways,
-    paths_of,
+    judged_trajectories,
 )
 from taut.rl.rollout import Group
-from taut.rl.sampler import Episode
+from taut.rl.sampler import Trajectory
 from taut.types import FinishReason, FloatArray
 
 PROMPT = np.array([7, 8, 9])
 REWARDS = [[1.0, 0.0, 0.0], [0.5, 0.5, 0.5]]
 
 
-def episode(name: str, index: int, size: int, finish: FinishReason = "stop") -> Episode:
-    return Episode(
+def trajectory(name: str, index: int, size: int, finish: FinishReason = "stop") -> Trajectory:
+    return Trajectory(
         row=PromptRow(name, name, PROMPT, "", (), None, {}),
         index=index,
         ids_T=np.concatenate([PROMPT, 10 + np.arange(size) + index]),
@@ -51,14 +50,16 @@ def episode(name: str, index: int, size: int, finish: FinishReason = "stop") -> 
     )
 
 
-def paths(rewards: Sequence[Sequence[float]] = REWARDS, **cut: FinishReason) -> list[Rewarded]:
+def paths(rewards: Sequence[Sequence[float]] = REWARDS, **cut: FinishReason) -> list[Trajectory]:
     """Groups a, b, ...; the path of reward i has i + 2 tokens. ``cut``: a1="length"."""
     groups = []
     for name, of in zip("abc", rewards, strict=False):
-        episodes = [episode(name, i, i + 2, cut.get(f"{name}{i}", "stop")) for i in range(len(of))]
+        trajectories = [
+            trajectory(name, i, i + 2, cut.get(f"{name}{i}", "stop")) for i in range(len(of))
+        ]
         verdicts = [Verdict({"r": Score(value)}, value) for value in of]
-        groups.append(Group(tuple(episodes), tuple(verdicts)))
-    return paths_of(groups, 0)
+        groups.append(Group(tuple(trajectories), tuple(verdicts)))
+    return judged_trajectories(groups, 0)
 
 
 def policy(**keys: Any) -> PolicyCredit:
@@ -72,12 +73,10 @@ def policy(**keys: Any) -> PolicyCredit:
     return PolicyCredit(PolicyGradient(), Ways(**{**given, **keys}))
 
 
-def said(every: Sequence[Rewarded], **values: float) -> dict[str, dict[str, Any]]:
+def said(every: Sequence[Trajectory], **values: float) -> dict[str, dict[str, Any]]:
     """The same number for every token of every path."""
     return {
-        path.name: {
-            name: np.full(path.episode.sampled_at_N.size, value) for name, value in values.items()
-        }
+        path.name: {name: np.full(path.sampled_at_N.size, value) for name, value in values.items()}
         for path in every
     }
 
@@ -93,8 +92,8 @@ def test_every_token_has_its_paths_advantage_and_the_prompt_none() -> None:
     assert all(not s.streams["advantage_N"].any() for s in second.samples)
     assert given.with_signal == [(4, first)]
     for sample, path in zip(first.samples, every, strict=False):
-        assert sample.target_at_N.tolist() == path.episode.sampled_at_N.tolist()
-        np.testing.assert_equal(sample.streams["engine_logp_N"], path.episode.logp_N)
+        assert sample.target_at_N.tolist() == path.sampled_at_N.tolist()
+        np.testing.assert_equal(sample.streams["engine_logp_N"], path.logp_N)
 
 
 def test_a_penalty_for_divergence_is_a_part_of_the_reward() -> None:
@@ -116,7 +115,7 @@ def test_one_mean_and_one_deviation_of_all_tokens_of_a_roll_out(name: str) -> No
     given = policy(estimate=ESTIMATORS[name]).trees(every, said(every))
     trees = [np.concatenate([s.streams["advantage_N"] for s in t.samples]) for t in given.trees]
     of_all = np.concatenate(trees)
-    assert of_all.size == sum(path.episode.sampled_at_N.size for path in every)
+    assert of_all.size == sum(path.sampled_at_N.size for path in every)
     assert of_all.mean() == pytest.approx(0.0, abs=1e-12)
     assert of_all.std(ddof=1) == pytest.approx(1.0, abs=1e-6)
     assert all(abs(of_tree.mean()) > 0.01 for of_tree in trees)
@@ -172,8 +171,8 @@ def test_the_value_after_a_cut_may_take_the_place_of_the_paths_reward() -> None:
     np.testing.assert_allclose(cut.read_values["value"], [0.25] * 3)
 
 
-def of_turns(path: Rewarded, *turn_rewards: tuple[int, float]) -> Rewarded:
-    return replace(path, episode=replace(path.episode, turn_rewards=turn_rewards))
+def of_turns(path: Trajectory, *turn_rewards: tuple[int, float]) -> Trajectory:
+    return replace(path, turn_rewards=turn_rewards)
 
 
 def test_a_critic_charges_a_turns_reward_to_the_last_token_of_the_turn() -> None:
@@ -218,14 +217,14 @@ def test_where_a_value_replaces_the_reward_of_a_cut_path_its_turns_keep_theirs()
     assert given.advantages[path.name].tolist() == [1.25, 0.25, 0.25]
 
 
-def fitted(estimate: Gae, every: Sequence[Rewarded], rounds: int) -> FloatArray:
+def fitted(estimate: Gae, every: Sequence[Trajectory], rounds: int) -> FloatArray:
     """V of the states after 0, 1, ... tokens: 0.3 at first, then set to the mean return ``rounds`` times."""
-    longest = max(path.episode.sampled_at_N.size for path in every)
+    longest = max(path.sampled_at_N.size for path in every)
     value = np.full(longest + 1, 0.3)
     for _ in range(rounds):
         known = {}
         for path in every:
-            reads = path.episode.sampled_at_N.size + (path.is_cut and estimate.bootstraps_cut)
+            reads = path.sampled_at_N.size + (path.is_cut and estimate.bootstraps_cut)
             known[path.name] = {"value_R": value[:reads]}
         samples = [
             s for t in policy(estimate=estimate).trees(every, known).trees for s in t.samples
@@ -285,9 +284,9 @@ def test_rewards_are_shaped_in_order() -> None:
 def test_a_paths_length_is_what_it_has_beyond_its_prompt() -> None:
     """Of eight tokens the policy chose two; a limit of ten counts all eight."""
     (one, other) = paths([[0.0, 0.0]])
-    played = replace(one.episode, ids_T=np.concatenate([PROMPT, np.arange(8)]))
+    played = replace(one, ids_T=np.concatenate([PROMPT, np.arange(8)]))
     how = policy(shaping=ShapingConfig(length_cost=1.0), limit=10)
-    given = how.trees([replace(one, episode=played), other], said([one, other]))
+    given = how.trees([played, other], said([one, other]))
     found = [s.streams["advantage_N"][0] for s in given.trees[0].samples]
     np.testing.assert_allclose(found, [(-0.8 + 0.3) / 2, (0.8 - 0.3) / 2])
 
@@ -345,7 +344,7 @@ def test_a_cut_answer_is_no_candidate_of_best_of_n_unless_it_is_asked_for() -> N
         CheckFailed, match=r"all 2 completions .* were cut, and best_of_n\.overlong"
     ):
         made.trees(cut, {})
-    group = Group(tuple(p.episode for p in cut), tuple(p.verdict for p in cut))
+    group = Group(tuple(p for p in cut), tuple(p.verdict for p in cut))
     assert (made.is_useful(group), keeping.is_useful(group)) == (False, True)
     good = Best(CrossEntropy(), BestOfNConfig(at_least=0.6))
     with pytest.raises(CheckFailed, match=r"at_least=0\.6; the best has 0\.5"):

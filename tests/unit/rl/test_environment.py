@@ -31,7 +31,7 @@ from taut.rl.environment import (
     load_tool,
     open_world,
 )
-from taut.rl.sampler import Episode, play
+from taut.rl.sampler import Trajectory, sample_trajectories
 from taut.types import Completion, FinishReason, Prompt
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 + 3"}}\n</tool_call>'
@@ -111,9 +111,11 @@ def own(step: Callable[[str, list[ToolCall]], Any], **options: Any) -> World:
 
 def played(
     world: World, script: Callable[[str, int, int], str], n: int = 1, row: PromptRow | None = None
-) -> list[Episode]:
+) -> list[Trajectory]:
     renderer = world.bridge.renderer
-    return play(Scripted(renderer, script), [row or row_of(renderer)], Sampling(n=n), world)
+    return sample_trajectories(
+        Scripted(renderer, script), [row or row_of(renderer)], Sampling(n=n), world
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3"])
@@ -123,7 +125,7 @@ def test_tools_answer_until_a_turn_has_no_call(name: str) -> None:
         renderer, lambda name, index, turn: f"I add.{CALL}" if turn == 0 else "It is 5."
     )
     world = world_of(TOOLS, renderer)
-    (found,) = play(engine, [row_of(renderer)], Sampling(), world)
+    (found,) = sample_trajectories(engine, [row_of(renderer)], Sampling(), world)
     assert (found.finish_reason, found.num_turns, found.num_calls, found.text) == (
         "stop",
         2,
@@ -167,7 +169,7 @@ def test_each_turn_of_each_path_has_a_stream_of_its_own() -> None:
         lambda name, index, turn: "end" if turn == 2 or (turn, index) == (0, 1) else f"{turn}",
     )
     rows = [row_of(world.bridge.renderer, name) for name in "ab"]
-    found = play(engine, rows, Sampling(n=2), world)
+    found = sample_trajectories(engine, rows, Sampling(n=2), world)
     assert [[prompt.id for prompt in prompts] for prompts in engine.asked] == [
         ["a#0@0", "a#1@0", "b#0@0", "b#1@0"],
         ["a#0@1", "b#0@1"],
@@ -187,7 +189,7 @@ def test_a_class_of_ones_own(tmp_path: Path) -> None:
     renderer = renderer_of("chatml")
     world = world_of(EnvironmentConfig(name=f"{file}:Count"), renderer)
     engine = Scripted(renderer, lambda name, index, turn: f"turn {turn}")
-    long, short = play(
+    long, short = sample_trajectories(
         engine, [row_of(renderer, "a", turns=3), row_of(renderer, "b", turns=1)], Sampling(), world
     )
     assert (long.rewards, long.num_turns) == ({"steps": 3.0, "end": 2.5}, 3)
@@ -207,7 +209,9 @@ def test_a_malformed_call_is_told_and_counted() -> None:
     renderer = renderer_of()
     script = ["<tool_call>{add}</tool_call>", CALL.replace("calculator", "abacus"), "Five."]
     engine = Scripted(renderer, lambda name, index, turn: script[turn])
-    (found,) = play(engine, [row_of(renderer)], Sampling(), world_of(TOOLS, renderer))
+    (found,) = sample_trajectories(
+        engine, [row_of(renderer)], Sampling(), world_of(TOOLS, renderer)
+    )
     assert (found.num_calls, found.num_malformed_calls, found.num_turns) == (2, 1, 3)
     assert found.messages[0] == {"role": "assistant", "content": script[0]}
     told = [message["content"] for message in found.messages if message["role"] == "tool"]
@@ -232,7 +236,7 @@ def test_an_environment_that_raises_hangs_or_has_nothing_to_say_is_an_error() ->
     began = time.monotonic()
     found = played(world, lambda name, index, turn: words[index], n=len(words))
     assert time.monotonic() - began < 30
-    reasons = [episode.error for episode in found]
+    reasons = [trajectory.error for trajectory in found]
     assert reasons[:2] == [
         "the environment's step raised KeyError: 'lost'",
         "the environment's step did not return within 0.2 s",
@@ -252,8 +256,15 @@ def test_true_and_false_are_rewards_of_1_and_0() -> None:
         return Step(done=True, reward=rewards[int(text)])
 
     found = played(own(step), lambda name, index, turn: str(index), n=len(rewards))
-    assert [episode.error for episode in found] == [None] * len(rewards)
-    assert [sum(episode.rewards.values()) for episode in found] == [1.0, 0.0, 1.0, 0.5, 2.0, 1.0]
+    assert [trajectory.error for trajectory in found] == [None] * len(rewards)
+    assert [sum(trajectory.rewards.values()) for trajectory in found] == [
+        1.0,
+        0.0,
+        1.0,
+        0.5,
+        2.0,
+        1.0,
+    ]
 
 
 class Junk:
@@ -328,7 +339,7 @@ def test_a_path_draws_the_same_whatever_becomes_of_others() -> None:
     for is_bad in (False, True):
         engine = Scripted(renderer, lambda *_: "x")
         rows = [row_of(renderer), row_of(renderer, "b", is_bad=is_bad)]
-        play(engine, rows, Sampling(n=2), world)
+        sample_trajectories(engine, rows, Sampling(n=2), world)
         asked.append([prompt.id for prompt in engine.asked[0] if prompt.id.startswith("a")])
     assert asked[0] == asked[1]
 
@@ -378,7 +389,7 @@ def test_a_prompt_beyond_the_context_is_an_error_of_its_path() -> None:
     renderer = renderer_of()
     world = world_of(TOOLS, renderer, context=20)
     engine = Scripted(renderer, lambda *_: "x")
-    (found,) = play(engine, [row_of(renderer)], Sampling(), world)
+    (found,) = sample_trajectories(engine, [row_of(renderer)], Sampling(), world)
     assert found.error is not None
     assert "the context is 20" in found.error
     assert not engine.asked
@@ -388,7 +399,9 @@ def test_a_text_is_refused() -> None:
     renderer = renderer_of()
     row = PromptRow("f:1", "f:1", np.array([1]), "Once upon", (), None, {})
     with pytest.raises(DataError, match="speaks in messages"):
-        play(Scripted(renderer, lambda *_: "x"), [row], Sampling(), world_of(TOOLS, renderer))
+        sample_trajectories(
+            Scripted(renderer, lambda *_: "x"), [row], Sampling(), world_of(TOOLS, renderer)
+        )
 
 
 @pytest.mark.parametrize(

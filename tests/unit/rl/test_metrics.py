@@ -9,21 +9,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from tests.engines import FakeEngine
-from tests.unit.rl.test_advantages import episode
+from tests.unit.rl.test_advantages import trajectory
 
 from taut.losses.supervised import CrossEntropy
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
-from taut.rl.advantages import All, Credited, paths_of
+from taut.rl.advantages import All, Credited, judged_trajectories
 from taut.rl.environment import EnvironmentConfig
 from taut.rl.metrics import fields, push, sample, shown
-from taut.rl.rollout import Group, Rolled, RolloutConfig, Spent
+from taut.rl.rollout import Group, Rollout, RolloutConfig, Spent
 from taut.vision.content import ImageRef
 
 
 def group(name: str, *rewards: float | None) -> Group:
-    episodes = [
-        episode(name, i, i + 1, "length" if i == 2 else "stop") for i in range(len(rewards))
+    trajectories = [
+        trajectory(name, i, i + 1, "length" if i == 2 else "stop") for i in range(len(rewards))
     ]
     verdicts = [
         Verdict({"r": Score(r), "other": Score()}, r)
@@ -31,21 +31,21 @@ def group(name: str, *rewards: float | None) -> Group:
         else Verdict({"r": Score(error="late")}, None)
         for r in rewards
     ]
-    return Group(tuple(episodes), tuple(verdicts))
+    return Group(tuple(trajectories), tuple(verdicts))
 
 
-def rolled(is_judged: bool = True) -> Rolled:
+def rolled(is_judged: bool = True) -> Rollout:
     kept = (group("a", 1.0, 0.0, 0.5), group("b", 0.25, None))
-    return Rolled(kept, (group("c", 0.0, 0.0),), Spent(2.0, 0.5), is_judged)
+    return Rollout(kept, (group("c", 0.0, 0.0),), Spent(2.0, 0.5), is_judged)
 
 
-def credited(found: Rolled) -> Credited:
-    return All(CrossEntropy()).trees(paths_of(found.groups, 0), {})
+def credited(found: Rollout) -> Credited:
+    return All(CrossEntropy()).trees(judged_trajectories(found.groups, 0), {})
 
 
 def test_everything_that_was_generated_counts() -> None:
     found = rolled()
-    paths = paths_of(found.groups, 0)
+    paths = judged_trajectories(found.groups, 0)
     told = fields(found, paths, credited(found), 6, RolloutConfig())
     assert told["reward"] == told["reward/r"] == pytest.approx(1.75 / 6)
     assert "reward/other" not in told
@@ -62,53 +62,53 @@ def test_everything_that_was_generated_counts() -> None:
 
 def test_paths_that_no_reward_applies_to_are_counted() -> None:
     found = rolled()
-    one = Group((episode("d", 0, 2),), (Verdict({"r": Score()}, None),))
+    one = Group((trajectory("d", 0, 2),), (Verdict({"r": Score()}, None),))
     found = replace(found, left_out=(*found.left_out, one))
-    told = fields(found, paths_of(found.groups, 0), credited(found), 6, RolloutConfig())
+    told = fields(found, judged_trajectories(found.groups, 0), credited(found), 6, RolloutConfig())
     assert (told["without_reward"], told["errors"], told["completions"]) == (1, 1, 8)
     assert told["rewarded"] == 6
 
 
 def test_a_roll_out_without_a_reward_or_without_a_completion_has_no_means() -> None:
     nothing = Credited([], [], {}, {})
-    bare = Rolled((group("a", None, None),), (), Spent(), True)
+    bare = Rollout((group("a", None, None),), (), Spent(), True)
     told = fields(bare, [], nothing, 6, RolloutConfig())
     assert (told["rewarded"], told["completions"], told["stopped"]) == (0, 2, 1.0)
     assert "reward" not in told and told["samples"] == []
-    lost = replace(episode("a", 0, 0), finish_reason="error", error="gone")
-    empty = Rolled((Group((lost,), (Verdict({}, None),)),), (), Spent(), True)
+    lost = replace(trajectory("a", 0, 0), finish_reason="error", error="gone")
+    empty = Rollout((Group((lost,), (Verdict({}, None),)),), (), Spent(), True)
     told = fields(empty, [], nothing, 6, RolloutConfig())
     assert (told["rewarded"], told["errors"]) == (0, 1) and "stopped" not in told
 
 
 def test_what_nobody_judges_has_no_reward() -> None:
     found = rolled(is_judged=False)
-    told = fields(found, paths_of(found.groups, 0), credited(found), 4, RolloutConfig())
+    told = fields(found, judged_trajectories(found.groups, 0), credited(found), 4, RolloutConfig())
     assert not [name for name in told if name.startswith("reward")]
     assert "groups_with_signal" not in told
 
 
 def test_turns_and_calls_of_an_environment() -> None:
-    one = replace(episode("a", 0, 2), num_turns=3, num_calls=2, num_malformed_calls=1)
-    found = Rolled((Group((one,), (Verdict({}, 1.0),)),), (), Spent(), True)
+    one = replace(trajectory("a", 0, 2), num_turns=3, num_calls=2, num_malformed_calls=1)
+    found = Rollout((Group((one,), (Verdict({}, 1.0),)),), (), Spent(), True)
     config = RolloutConfig(environment=EnvironmentConfig(name="own.py:Own"))
-    told = fields(found, paths_of(found.groups, 0), credited(found), 4, config)
+    told = fields(found, judged_trajectories(found.groups, 0), credited(found), 4, config)
     assert (told["turns_mean"], told["calls"], told["malformed_calls"]) == (3, 2, 1)
 
 
 def test_the_best_and_the_worst_of_the_group_that_differs_most_are_shown() -> None:
     groups = [group("a", 0.5, 0.4), group("b", 0.1, 0.9, 0.3), group("c", 1.0)]
-    best, worst = shown(paths_of(groups, 0))
-    assert (best.episode.row.id, best.reward, worst.reward) == ("b", 0.9, 0.1)
-    (only,) = shown(paths_of(groups[2:], 0))
+    best, worst = shown(judged_trajectories(groups, 0))
+    assert (best.row.id, best.reward, worst.reward) == ("b", 0.9, 0.1)
+    (only,) = shown(judged_trajectories(groups[2:], 0))
     assert only.reward == 1.0
 
 
 def test_a_path_is_shown_token_by_token() -> None:
-    (path,) = paths_of([group("a", 1.0)], 2)
-    unknown = replace(path.episode, logp_N=np.array([math.nan]))
+    (path,) = judged_trajectories([group("a", 1.0)], 2)
+    unknown = replace(path, logp_N=np.array([math.nan]))
     given = Credited([], [], {}, {path.name: np.array([0.123456])})
-    told = sample(replace(path, episode=unknown), given)
+    told = sample(unknown, given)
     assert told["ids"] == [10] and math.isnan(told["logp"][0])
     assert told["advantage"] == [0.1235]
     assert told["rewards"] == {"r": 1.0, "other": None}
@@ -124,9 +124,9 @@ def test_a_path_with_pictures_can_be_told() -> None:
     picture = {"type": "image", "image": ImageRef("bytes", b"12")}
     said = {"role": "user", "content": [picture, {"type": "text", "text": "Look."}]}
     found = rolled()
-    (path,) = paths_of(found.groups, 0)[:1]
-    seen = replace(path.episode, messages=(said,), num_turns=2)
-    told = sample(replace(path, episode=seen), credited(found))
+    (path,) = judged_trajectories(found.groups, 0)[:1]
+    seen = replace(path, messages=(said,), num_turns=2)
+    told = sample(seen, credited(found))
     assert json.loads(json.dumps(told["messages"])) == [
         {"role": "user", "content": "[picture of 2 bytes]Look."}
     ]

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from tests.preferences import plain_pairs
-from tests.unit.rl.test_advantages import episode
+from tests.unit.rl.test_advantages import trajectory
 
 from taut.errors import CheckFailed
 from taut.losses.policy import PolicyGradient
@@ -41,7 +41,7 @@ from taut.types import Packed, Scores
 def group(*totals: float | None, error: str | None = None) -> Group:
     """A path for each number; None: its reward is an error, or does not apply."""
     verdicts = [Verdict({"r": Score(t, None if t is not None else error)}, t) for t in totals]
-    return Group(tuple(episode("a", i, 2) for i in range(len(totals))), tuple(verdicts))
+    return Group(tuple(trajectory("a", i, 2) for i in range(len(totals))), tuple(verdicts))
 
 
 def told(**fields: Any) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def test_errors_are_bounded_by_their_share() -> None:
         CheckFailed, match=r"step 2: 2 of 4 .* at most 25% .*nothing was updated; a#"
     ):
         guard.require_rewards([group(1.0, None, None, 0.0, error="late")], 2)
-    broken = replace(episode("a", 0, 2), finish_reason="error", error="the server went away")
+    broken = replace(trajectory("a", 0, 2), finish_reason="error", error="the server went away")
     lost = Group((broken,), (Verdict({}, None),))
     with pytest.raises(CheckFailed, match="the server went away"):
         guard.require_rewards([lost], 3)

@@ -124,7 +124,7 @@ def test_groups_with_a_signal_are_replayed_newest_first() -> None:
     signals = [fields["groups_with_signal"] for fields in told]
     before = np.cumsum([0, *signals])[:5]
     assert [fields["num_replayed"] for fields in told] == np.minimum(before, 3).tolist()
-    versions = [kept.version for kept in method.replayed]
+    versions = [version for version, _ in method.replayed]
     assert versions == sorted(versions, reverse=True) and len(versions) == 3
 
 

@@ -18,7 +18,7 @@ from taut.data.stop_tokens import derive_stop_set
 from taut.inference.engine import Sampling
 from taut.rl.environment import EnvironmentConfig, Step, World
 from taut.rl.rollout import sample_of
-from taut.rl.sampler import Episode, play
+from taut.rl.sampler import Trajectory, sample_trajectories
 from taut.rl.turns import Bridge
 from taut.vision.content import ImageRef, ImagesConfig
 from taut.vision.image_store import Album
@@ -40,7 +40,9 @@ def shown(directory: Path, name: str, size: tuple[int, int], text: str) -> dict[
     return {"role": "user", "content": [picture, {"type": "text", "text": text}]}
 
 
-def played(renderer: Renderer, asked: dict[str, Any], said: dict[str, Any], **own: Any) -> Episode:
+def played(
+    renderer: Renderer, asked: dict[str, Any], said: dict[str, Any], **own: Any
+) -> Trajectory:
     """Two turns, with ``said`` between them."""
     bridge = Bridge(renderer, derive_stop_set(renderer).ids)
 
@@ -52,7 +54,7 @@ def played(renderer: Renderer, asked: dict[str, Any], said: dict[str, Any], **ow
     ids_T, media = renderer.prompt_media([asked])
     row = PromptRow("a", "a", ids_T, (asked,), ("5",), "answer", {}, media=media)
     engine = Scripted(renderer, lambda name, index, turn: "Seen." if turn else "Go on.")
-    (found,) = play(engine, [row], Sampling(), world)
+    (found,) = sample_trajectories(engine, [row], Sampling(), world)
     for (last,) in engine.asked[-1:]:
         assert [one.start for one in last.media] == [one.start for one in found.media]
     return found

@@ -60,7 +60,10 @@ def test_each_prompt_has_its_group_and_rewards_are_told_of_the_answer() -> None:
     made, engine, panel = roller(lambda name, index: f"{name} {index}", lambda one: len(one.text))
     rolled = made.roll(0, [5, 1])
     assert [group.row.id for group in rolled.groups] == ["p:5", "p:1"]
-    assert [[one.index for one in group.episodes] for group in rolled.groups] == [[0, 1], [0, 1]]
+    assert [[one.index for one in group.trajectories] for group in rolled.groups] == [
+        [0, 1],
+        [0, 1],
+    ]
     assert [prompt.id for prompt in engine.asked] == ["p:5", "p:1"]
     first = panel.asked[0]
     assert (first.text, first.references, first.row) == ("p:5 0", ("5",), {"i": 5})

@@ -15,7 +15,7 @@ from taut.inference.engine import Sampling
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
 from taut.rl.rollout import answered, with_own
-from taut.rl.sampler import play
+from taut.rl.sampler import sample_trajectories
 
 
 def row(name: str, ids: list[int]) -> PromptRow:
@@ -25,7 +25,7 @@ def row(name: str, ids: list[int]) -> PromptRow:
 
 def test_episodes_in_the_order_of_rows_and_samples() -> None:
     engine = FakeEngine(lambda name, index: f"{name} says {index}")
-    found = play(engine, [row("a", [7, 8]), row("b", [9])], Sampling(n=2))
+    found = sample_trajectories(engine, [row("a", [7, 8]), row("b", [9])], Sampling(n=2))
     assert [(e.row.id, e.index, e.text) for e in found] == [
         ("a", 0, "a says 0"),
         ("a", 1, "a says 1"),
@@ -42,7 +42,7 @@ def test_episodes_in_the_order_of_rows_and_samples() -> None:
 def test_what_was_cut_or_failed_says_so() -> None:
     reasons = {"long": "length", "bad": "error", "fine": "stop"}
     engine = FakeEngine(lambda name, index: name, finish=lambda text: reasons[text])
-    found = play(engine, [row(name, [1]) for name in reasons], Sampling())
+    found = sample_trajectories(engine, [row(name, [1]) for name in reasons], Sampling())
     assert [(e.finish_reason, e.error) for e in found] == [
         ("length", None),
         ("error", "the server went away"),
@@ -51,7 +51,9 @@ def test_what_was_cut_or_failed_says_so() -> None:
 
 
 def test_rewards_are_told_what_was_asked_and_the_path_up_to_its_last_turn() -> None:
-    (found,) = play(FakeEngine(lambda name, index: "Paris"), [row("a", [1])], Sampling())
+    (found,) = sample_trajectories(
+        FakeEngine(lambda name, index: "Paris"), [row("a", [1])], Sampling()
+    )
     assert answered(found).prompt == found.row.prompt
     asked: tuple[dict[str, Any], ...] = ({"role": "user", "content": "What did reset say?"},)
     turn = {"role": "assistant", "content": "Paris"}
@@ -64,7 +66,9 @@ def test_rewards_are_told_what_was_asked_and_the_path_up_to_its_last_turn() -> N
 
 @pytest.mark.parametrize("name", ["numeric", "kept"])
 def test_an_environments_reward_has_a_name_of_its_own(name: str) -> None:
-    (found,) = play(FakeEngine(lambda name, index: "Paris"), [row("a", [1])], Sampling())
+    (found,) = sample_trajectories(
+        FakeEngine(lambda name, index: "Paris"), [row("a", [1])], Sampling()
+    )
     said = Verdict({"numeric": Score(0.0)}, 0.0)
     assert with_own(said, replace(found, rewards={"own": 1.0})).total == 1.0
     with pytest.raises(DataError, match=f"a: the environment gives the reward '{name}'"):
