@@ -176,7 +176,8 @@ def test_signals_of_one_notice_count_once(
 
 PROGRAM = """\
 import os, signal, sys, time
-from taut import cli, loop
+from taut import cli
+from taut.train import trainer as loop
 real, calls = loop.backward, []
 def backward(*given):
     calls.append(1)
@@ -257,7 +258,7 @@ def test_a_signal_before_training_ends_the_run_in_a_line_and_leaves_nothing(
         assert (done.returncode, done.stderr) == (
             75,
             f"taut: error: interrupted by {which.name} before training began; nothing was changed in out; "
-            "the same command begins again\n",
+            "the same command starts again\n",
         )
     assert not out.exists()
     assert not list((tmp_path / "cache").glob(".*"))  # nothing half-written
