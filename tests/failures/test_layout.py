@@ -18,17 +18,18 @@ FLAT = (
     "attention",
     "data",
     "evals",
+    "inference",
     "losses",
     "methods",
     "models",
-    "rollout",
-    "build.py",
-    "loop.py",
+    "rl",
+    "run",
+    "train",
     "types.py",
 )
 """What trains, scores and generates."""
 PADDING = ("pad_sequence", "pad_token", "pad_token_id", "padding_side")
-SAVING = ("models/save.py", "models/gguf_vocabulary.py", "models/heads.py")
+SAVING = ("models/save.py", "models/gguf.py", "models/heads.py", "evals/contract.py")
 """Here a pad token is named: in files written for others, and where the library's own class is asked what it makes of
 hidden states."""
 

@@ -4,7 +4,7 @@ Samples are laid out packed, without padding; what two of them begin with alike 
 across rows. A forward takes about ``tokens_per_batch`` tokens. The number of a sample does not depend on what it is
 scored with, to rounding; the model goes through the proofs that training goes through.
 
-Answers are rendered as for training a reward model (``data/answers.py``): they end with the token at which a server
+Answers are rendered as for training a reward model (``data/render.py``): they end with the token at which a server
 stops, and are read there.
 
 May import what is below rollout. Commands import it.
