@@ -47,12 +47,20 @@ def judged_trajectories(groups: Sequence[Group], phase: int) -> list[Trajectory]
     ]
 
 
+class TrainSample(NamedTuple):
+    """What is trained on: the trajectories of a group as a tree, with their streams and advantages."""
+
+    version: int
+    """The version of the oldest weights that sampled it."""
+    tree: Tree
+
+
 class Credited(NamedTuple):
     """What has come of a roll-out."""
 
     trees: list[Tree]
-    with_signal: list[tuple[int, Tree]]
-    """Those from which something is learned, each with the version of the oldest weights it was drawn from."""
+    with_signal: list[TrainSample]
+    """Those of the trees from which something is learned."""
     metrics: dict[str, float]
     advantages: Mapping[str, FloatArray]
     """Of each path that is learned from."""
@@ -124,7 +132,7 @@ def credited(
     for path, _ in made:
         versions[path.group] = min(path.version, versions.get(path.group, path.version))
     with_signal = [
-        (version, tree)
+        TrainSample(version, tree)
         for version, tree in zip(versions.values(), trees, strict=True)
         if any(bool(s.streams.get("advantage_N", np.ones(1)).any()) for s in tree.samples)
     ]
