@@ -513,14 +513,16 @@ def read_url(text: str, key: str, secret_key: str) -> str:
     try:
         parts = urlsplit(text)
         host, port = parts.hostname, parts.port
+        is_plain = parts.username is None and not parts.query and not parts.fragment
     except ValueError:
-        parts, host, port = urlsplit(""), None, None
-    is_plain = parts.username is None and not parts.query and not parts.fragment
+        parts, host, port, is_plain = urlsplit(""), None, None, False
     if parts.scheme not in ("http", "https") or not host or port == 0 or not is_plain:
+        # What is not plain may hold a secret: then no more than the host is shown.
+        rest = f": has more than host and path{f' ({host})' if host else ''}"
+        found = f"={text}: cannot be used" if is_plain else rest
         raise ConfigError(
-            f"{key}: found a URL{f' for {host}' if host else ''} that cannot be used; expected a URL "
-            "of host and path, as in http://127.0.0.1:8000/v1; correct it; a key or password "
-            f"goes into the environment variable that {secret_key} names"
+            f"{key}{found}; expected a URL of host and path, as in http://127.0.0.1:8000/v1; correct it; a key or "
+            f"password goes into the environment variable that {secret_key} names"
         )
     return text.rstrip("/")
 
@@ -533,7 +535,7 @@ def read_secret(variable: str | None, key: str) -> str | None:
     if not secret:
         raise ConfigError(
             f"{key}={variable}: no environment variable of this name is set; expected it to hold the server's key; "
-            f"export it, or correct {key}"
+            f"export it, correct the name, or remove {key}"
         )
     return secret
 

@@ -117,7 +117,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_anew(whole: Path, di
     [
         ([], "found 0 directories; expected one run to continue, as in taut resume runs/a"),
         (["DIED", "out=other"], "found 2 directories"),
-        (["DIED", "other"], "found 'other' beside OUT; expected settings as key=value"),
+        (["DIED", "other"], "found 'other' next to OUT; expected settings as key=value"),
         (["nowhere"], "nowhere is not a taut run (no resolved.json)"),
         (["DIED/resolved.json"], "is not a taut run (no resolved.json)"),
         (["DIED", "stepz=3"], "unknown key 'stepz' on the command line; did you mean 'steps'?"),

@@ -200,7 +200,7 @@ def scores_one_token_early(place: Place, is_faulty: bool) -> Session:
 def a_pad_that_ends_answers(place: Place, is_faulty: bool) -> Session:
     """The library looks for the last token that is not the pad; saved so, it would miss the one that was trained."""
     if is_faulty:
-        place.patch.setattr(save, "_unread_pad", lambda tokenizer, ends: tokenizer.eos_token)
+        place.patch.setattr(save, "_pad_token", lambda served, ends, has_scalar: served.eos_token)
     return place.session(data=place.data(compared()), method="reward")
 
 
