@@ -1,7 +1,6 @@
 """Evaluation by generation: an engine answers prompts, rewards judge the answers.
 
-Reads no file and prints nothing; what the answers come to is in ``report.py``. Commands, the training loop's evaluation
-and the demo import it.
+Reads no file and prints nothing; ``report.py`` computes the metrics.
 """
 
 from __future__ import annotations

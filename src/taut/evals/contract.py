@@ -1,8 +1,23 @@
-"""Pictures made of rectangles, the same wherever they are drawn: for a model's golden prompts, which keep no picture of
-anybody's data.
+"""``contract.json`` in a saved model directory: what its files say and what the model answers, so that anyone can check
+that a server does the same (``taut verify``).
 
-As data URLs, which are their own file: what is read again is what was asked, whatever library wrote the PNG. May import
-nothing of ours. Imported by golden.
+    facts      dtype, digests of template, tokenizer and what describes pictures, eos and pad wherever they are
+               written, generation_config
+    stops      the stop set: id, token, why
+    goldens    prompts (messages or text, and their ids), the greedy continuation of each, the logprob of each of its
+               ids at temperature 1, and its margin: the distance to the runner-up, in nats
+    checks     how the model in training, the merged and the reloaded one compare (``taut.evals.reload``)
+
+Golden prompts are a few prompts that a server can render by itself: what comes before the first learned turn of a row,
+its ``prompt``, or the beginning of a document. The answer is greedy. Its logprobs and margins come from one forward
+over prompt and answer, each pair alone, on the saved weights, loaded again and computed in float32.
+
+No picture of the user's data is saved with a model: drawn rectangles replace the pictures of a row, the same on every
+machine, as data URLs (so what is read again is what was sent, whichever library wrote the PNG). A model that takes
+pictures has at least one such prompt.
+
+The tokenizer's digest leaves out the order of keys and what calls of a tokenizer change (truncation, padding).
+Engines are chosen, and servers judged, in commands/verify.py.
 """
 
 from __future__ import annotations
@@ -91,16 +106,6 @@ def drawn(number: int) -> str:
     image.save(file, "PNG")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode('ascii')}"
 
-
-# --------------------------------------------------------------------------------------------------
-# Golden prompts: a few prompts as a server can render them itself, and what a model answers.
-#
-# The answer is greedy. Its log-probabilities and margins come from one forward over prompt and answer, each pair
-# alone. Prompts are what is before the first learned turn of a row, its ``prompt``, or the beginning of a document.
-# In the place of a row's pictures are drawn ones (vision/drawn.py): nobody's pictures are saved with a model. One
-# that takes pictures is asked about at least one.
-#
-# ``contract`` and ``commands`` import it.
 
 PROMPT_TOKENS = 1024
 """Longer prompts are passed over: a golden prompt is to be replayed in seconds."""
@@ -345,22 +350,6 @@ def teacher_forced(scorer: Scorer, prompt: Prompt, ids: Sequence[int]) -> tuple[
     others = every.scatter(1, packed.target_N[:, None], -torch.inf).amax(1)
     return logp_N.cpu(), (logp_N - others).cpu()
 
-
-# --------------------------------------------------------------------------------------------------
-# ``contract.json`` in a saved model directory: what its files say and what the model answers, so that anyone can check
-# that a server does the same (``taut verify``).
-#
-#  facts      dtype, digests of template, tokenizer and what describes pictures, eos and pad wherever they are written,
-#             generation_config
-#  stops      the stop set: id, token, why
-#  goldens    prompts (messages or text, and their ids), the greedy continuation of each, the log-probability of each
-#             of its ids at temperature 1, and its margin: by how much it beats the runner-up, in nats
-#  checks     how the model in training, the merged and the reloaded one compared (``taut.evals.reload``)
-#
-# Goldens describe the saved weights, loaded anew and computed in float32. The tokenizer's digest leaves out what calls
-# of a tokenizer change (truncation, padding) and the order of keys.
-#
-# Does not choose an engine and does not judge (``commands/verify.py`` does). ``api`` and ``commands`` import it.
 
 FILE = "contract.json"
 FORMAT = 1

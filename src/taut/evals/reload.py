@@ -13,8 +13,6 @@ only rounding in float32 is let through. Where weights are saved in fewer bits, 
 mean over tokens: rounding to b significant bits moves a weight by up to 2^-b of itself (bfloat16: b = 8, at most
 0.4%), and such errors add up like noise over the layers: hundredths to tenths of a nat on average, more for tokens the
 model finds unlikely. Its limit is wide; faults show in ``weights`` and ``merge``.
-
-``contract`` and ``commands/merge.py`` import it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Each function is one system call through ctypes, or a short fixed sequence, and raises OSError where the kernel refuses.
 
-Runs under ``python -s -S -P`` without the rest of taut: imports the standard library only. ``guest`` and ``mechanism``
-import it.
+Runs under ``python -s -S -P`` without the rest of taut: imports the standard library only.
 """
 
 from __future__ import annotations
