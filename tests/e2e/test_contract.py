@@ -29,7 +29,7 @@ NEW = [f"<|new{number}|>" for number in range(9)]
 
 
 @pytest.fixture(scope="session")
-def trajectory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model trained until it ends its answers, with its contract."""
     place = tmp_path_factory.mktemp("finished")
     model = save_model(place / "qwen2")

@@ -222,27 +222,28 @@ class Ended(NamedTuple):
     """What was reported as divergence and still held after the last step."""
 
 
-class Asked(NamedTuple):
-    """What is measured of a run beside its loss: before it trains, meanwhile, at its end."""
-
-    examination: Examination | None
-    """What ``taut check`` found; None: it was turned off."""
-    evaluations: Evaluations
-    stop_check: StopCheck
-
-
-def execute(built: Built, start: Start, lock: Lock, asked: Asked, log: RunLog) -> Ended:
-    """Claim the directory of ``lock``, train, measure and save."""
+def execute(
+    built: Built,
+    start: Start,
+    lock: Lock,
+    log: RunLog,
+    examination: Examination | None,
+    evaluations: Evaluations,
+    stop_check: StopCheck,
+) -> Ended:
+    """Claim the directory of ``lock``, train, evaluate and save. ``examination``: what the checks found; None: they
+    were turned off.
+    """
     run, trainer, out = built.run, built.trainer, lock.out
     if trainer.ranks.is_writer:
         _claim(built, start, lock)
     trainer.ranks.barrier()
     with log.open(out, run.log, is_writer=trainer.ranks.is_writer):
-        checkpoints = _checkpoints(built, out, start, asked.evaluations)
+        checkpoints = _checkpoints(built, out, start, evaluations)
         try:
-            _emit_start(built, asked.examination)
+            _emit_start(built, examination)
             _begin(built, start, lock, checkpoints)
-            return _run(built, out, checkpoints, asked)
+            return _run(built, out, checkpoints, evaluations, stop_check)
         except Interrupt as interrupt:
             raise _saved(built, str(interrupt), checkpoints) from None
         except OutOfMemory as error:
@@ -344,9 +345,14 @@ def _begin(built: Built, start: Start, lock: Lock, checkpoints: Checkpoints) -> 
         trainer.emit("warning", name="exactness", detail=detail, tolerance=limit)
 
 
-def _run(built: Built, out: Path, checkpoints: Checkpoints, asked: Asked) -> Ended:
+def _run(
+    built: Built,
+    out: Path,
+    checkpoints: Checkpoints,
+    evaluations: Evaluations,
+    stop_check: StopCheck,
+) -> Ended:
     trainer, run = built.trainer, built.run
-    _, evaluations, stop_check = asked
     questions = choose_goldens(built)
     began = time.perf_counter()
 
@@ -593,10 +599,10 @@ def train(run: RunConfig) -> Result:
                     built.opened.extend(method.open())
                     built.opened.extend(run.held_out_decisions())
                     evaluations, stop_check = _evaluations(built, out), _stop_check(built)
-                    asked = Asked(before_training(built), evaluations, stop_check)
+                    examination = before_training(built)
                     keep_reference(built)
                     preparation.close()  # from here on a signal saves the state
-                    ended = execute(built, start, lock, asked, log)
+                    ended = execute(built, start, lock, log, examination, evaluations, stop_check)
                 result = Result(out, model, *ended)
             else:
                 result = _as_finished(out, model, start.finished)
