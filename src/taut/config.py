@@ -742,7 +742,7 @@ def _flatten(
 
 
 def _require_disjoint(cls: type[Any], paths: Sequence[tuple[str, ...]], place: str) -> None:
-    """No key twice, no key beside its own table, no table as a whole."""
+    """Raise ConfigError for a key that is set twice, a key next to its own table, and a table set as a whole."""
     seen: set[tuple[str, ...]] = set()
     for path in paths:
         if path in seen:

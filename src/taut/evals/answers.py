@@ -34,7 +34,7 @@ def answer(
     panel: Panel | None,
     on_done: OnDone | None = None,
 ) -> list[Answer]:
-    """The judged answers to every row, in the order of rows and samples; without a panel nobody judges them."""
+    """The judged answers to every row, in the order of rows and samples; without a panel they are not judged."""
     return judge(rows, engine.generate([row.as_prompt() for row in rows], sampling, on_done), panel)
 
 

@@ -201,7 +201,7 @@ def _longest(question: Question) -> int:
 
 
 def _by_itself(renderer: Renderer) -> Renderer:
-    """The renderer as whoever verifies has it: a run's limits on pictures are not the model's."""
+    """The renderer that ``taut verify`` has: a run's limits on pictures are not the model's."""
     if renderer.album is None:
         return renderer
     album = Album(renderer.album.processor, ImagesConfig(), default_directory() / "pictures")
@@ -253,7 +253,7 @@ def text_ids(text: str, renderer: Renderer) -> list[int]:
 
 
 def rendered(question: Question, renderer: Renderer) -> list[int]:
-    """The ids of a golden prompt, rendered anew."""
+    """The ids of a golden prompt, rendered again."""
     if question.messages is not None:
         found: list[int] = renderer.prompt_ids(question.asked(), question.tools).tolist()
         return found
@@ -391,7 +391,7 @@ class Facts:
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """What a saved model came from: all that its contract says beside its files."""
+    """What a saved model came from: what its contract records in addition to its files."""
 
     trained: Trained
     questions: Sequence[Question]
@@ -497,7 +497,7 @@ def _goldens(
 def _renderer(
     directory: Path, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool
 ) -> Renderer:
-    """As whoever verifies will have it."""
+    """The renderer that ``taut verify`` builds from the saved directory."""
     path, images, cache = str(directory), ImagesConfig(), default_directory()
     config = load_config(path, trust_remote_code)
     album = open_album(path, config, tokenizer, images, cache, trust_remote_code=trust_remote_code)
@@ -559,7 +559,7 @@ def write_contract(directory: Path, contract: Contract) -> None:
     in_lines = NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
     durable.write_text(
         directory / FILE, in_lines + "\n"
-    )  # a best model's is written anew in its place
+    )  # a best model's is written again in its place
 
 
 def describe(

@@ -355,8 +355,8 @@ class LocalEngine:
         live = [row for row in rows if row.finish is None]
         if live:
             is_alone = len(rows) == 1 and call.sampling.n == 1 and not begun.is_leaf_shared
-            beside = None if is_alone or not call.groups else call.groups[-1].own
-            call.groups.append(_group(begun, live, beside, is_alone=is_alone))
+            previous = None if is_alone or not call.groups else call.groups[-1].own
+            call.groups.append(_group(begun, live, previous, is_alone=is_alone))
             call.rows.append(live)
 
     def _decode(self, call: _Call) -> Iterator[Row]:
@@ -421,9 +421,9 @@ def _as_sample(prompt: Prompt) -> Sample:
     return Sample(prompt.id, prompt.ids_T, nothing_N, NOTHING, prompt.media)
 
 
-def _group(begun: Prefilled, rows: Sequence[Row], beside: Own | None, *, is_alone: bool) -> Group:
-    """Completions that have their first token; ``is_alone``: nobody else sees the prompt's last stretch. ``beside``:
-    what the completions before them have.
+def _group(begun: Prefilled, rows: Sequence[Row], previous: Own | None, *, is_alone: bool) -> Group:
+    """The group of completions that have their first token. ``is_alone``: no other completion sees the prompt's last
+    stretch. ``previous``: the stored tokens of the previous group, which this one joins if there is room.
     """
     prompt, capacity = rows[0].prompt, rows[0].room
     size, leaf = prompt.ids_T.size, begun.path[-1]
@@ -433,7 +433,7 @@ def _group(begun: Prefilled, rows: Sequence[Row], beside: Own | None, *, is_alon
         own.join(1)
         own.take_over(leaf)
         return Group(begun.path[:-1], leaf.depth, own, 1, offset)
-    own = beside if beside is not None and beside.takes(capacity) else Own(capacity)
+    own = previous if previous is not None and previous.takes(capacity) else Own(capacity)
     own.join(len(rows))
     return Group(begun.path, size, own, len(rows), offset)
 

@@ -341,7 +341,7 @@ class Asked:
         return [parsed(_Reports, {"found": result}).found for result in results]
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        """Under a name nobody else has. One that is sent again, since its answer was lost, vLLM refuses."""
+        """Load an adapter under a unique name. vLLM refuses a name that is sent again because its response was lost."""
         try:
             self.root.tell("v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
         except RequestRefused as error:
