@@ -227,7 +227,7 @@ def test_f5_a_request_that_does_not_reach_the_model_is_refused(
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", forgetful)
     out = tmp_path / "out"
-    with pytest.raises(ModelError, match="the attention sdpa in force; expected taut_reference"):
+    with pytest.raises(ModelError, match="uses the attention sdpa; expected taut_reference"):
         sft(learned, write_rows(tmp_path / "train.jsonl", chats(16)), out, steps=1)
     assert not out.exists()
 

@@ -18,20 +18,20 @@ FLAT = (
     "attention",
     "data",
     "evals",
+    "inference",
     "losses",
     "methods",
     "models",
-    "inference",
     "rl",
-    "run/setup.py",
-    "train/trainer.py",
+    "run",
+    "train",
     "types.py",
 )
 """What trains, scores and generates."""
 PADDING = ("pad_sequence", "pad_token", "pad_token_id", "padding_side")
 SAVING = ("models/save.py", "models/gguf.py", "models/heads.py", "evals/contract.py")
-"""Here a pad token is named: in files written for others, in what is recorded of them, and where the library's own
-class computes a score."""
+"""Here a pad token is named: in files written for others, and where the library's own class is asked what it makes of
+hidden states."""
 
 
 def rectangular(tree: ast.AST) -> Iterator[str]:

@@ -1,17 +1,81 @@
-"""Rejection sampling (RAFT, arXiv 2304.06767): the best of several answers to a prompt, learned as they are. Which
-answers those are is in rl/advantages.py.
-"""
+"""Rejection sampling (RAFT, arXiv 2304.06767): the best of several answers to a prompt, learned as they are."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
 
 from taut.config import configclass
-from taut.errors import ConfigError
+from taut.errors import CheckFailed, ConfigError
+from taut.losses import Loss
 from taut.methods.method import MethodName
 from taut.methods.online import OnlineMethod
-from taut.rl.advantages import Best, BestOfNConfig
+from taut.rl.advantages import Credit, Credited, by_group, credited
+from taut.rl.rollout import Group, Said, sample_of
+from taut.rl.sampler import Trajectory
 from taut.train.optim import DefaultRates
+
+
+@configclass
+class BestOfNConfig:
+    """Which answers are learned."""
+
+    keep: Annotated[int, Field(ge=1)] = 1
+    """How many of a prompt's answers, the best first."""
+    at_least: float | None = None
+    """The reward an answer must have to be learned; None: any."""
+    overlong: Literal["drop", "keep"] = "drop"
+    """drop: completions that were cut are not learned. keep: they are candidates like the others, and the model learns
+    to run on where one is chosen."""
+
+
+class Best(Credit):
+    """Rejection sampling: of each group the best answers that are good enough and, unless cut ones are kept, whole."""
+
+    needs_one = True
+
+    def __init__(self, loss: Loss, config: BestOfNConfig) -> None:
+        super().__init__(loss)
+        self.config = config
+        self.good = max(self.good, config.at_least or 0.0)
+
+    def is_useful(self, group: Group) -> bool:
+        return any(
+            said.total is not None and self._may_be_learned(one, said.total)
+            for one, said in group.judged
+        )
+
+    def _may_be_learned(self, trajectory: Trajectory, reward: float) -> bool:
+        is_whole = trajectory.finish_reason != "length" or self.config.overlong == "keep"
+        return is_whole and (self.config.at_least is None or reward >= self.config.at_least)
+
+    def trees(self, paths: Sequence[Trajectory], said: Said) -> Credited:
+        made = []
+        for group in by_group(paths).values():
+            good = [one for one in group if self._may_be_learned(one, one.reward)]
+            chosen = sorted(good, key=lambda one: -one.reward)[: self.config.keep]
+            made += [(one, sample_of(one, one.name, has_reads=False)) for one in chosen]
+        if not made:
+            raise CheckFailed(self._nothing(paths))
+        kept = float(np.mean([path.reward for path, _ in made]))
+        return credited(made, {"kept": float(len(made)), "reward_kept": kept}, {})
+
+    def _nothing(self, paths: Sequence[Trajectory]) -> str:
+        """Why no answer of a roll-out can be learned."""
+        whole = [path for path in paths if not path.is_cut]
+        if not whole and self.config.overlong == "drop":
+            return (
+                f"all {len(paths)} completions of a roll-out were cut, and best_of_n.overlong=drop leaves those out; "
+                "expected some that end; raise rollout.max_new_tokens, or set best_of_n.overlong=keep"
+            )
+        best = max(path.reward for path in (whole if self.config.overlong == "drop" else paths))
+        return (
+            f"no answer of a roll-out has a reward of best_of_n.at_least={self.config.at_least:g}; the best has "
+            f"{best:g}; expected some; lower it, raise rollout.n, or take easier prompts"
+        )
 
 
 @configclass

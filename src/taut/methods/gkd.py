@@ -4,6 +4,7 @@ The section ``[distill]`` is that of methods/teacher.py, without what a file of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -16,8 +17,9 @@ from taut.methods.method import MethodName
 from taut.methods.online import OnlineMethod
 from taut.methods.teacher import DistillConfig
 from taut.rewards.panel import PanelConfig
-from taut.rl.advantages import All
-from taut.rl.rollout import RolloutConfig
+from taut.rl.advantages import Credit, Credited, credited
+from taut.rl.rollout import RolloutConfig, Said, sample_of
+from taut.rl.sampler import Trajectory
 from taut.train.optim import DefaultRates
 
 
@@ -50,6 +52,14 @@ class GkdConfig(DistillConfig):
                 "student's, whose log-prob has a mean gradient of 0; expected none; leave it out"
             )
         super().__post_init__()
+
+
+class All(Credit):
+    """Every answer as it is: the teacher says what of it is right."""
+
+    def trees(self, paths: Sequence[Trajectory], said: Said) -> Credited:
+        made = [(path, sample_of(path, path.name, has_reads=False)) for path in paths]
+        return credited(made, {}, {})
 
 
 @configclass

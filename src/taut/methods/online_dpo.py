@@ -4,19 +4,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import attrgetter
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from taut.config import configclass
+from taut.errors import CheckFailed
 from taut.losses.loss import Loss
 from taut.methods.aux_models import AuxModels
 from taut.methods.method import MethodName
 from taut.methods.online import OnlineMethod, require_live_reference
 from taut.methods.preference import DpoConfig
 from taut.methods.reference import STREAM, ReferenceConfig
-from taut.rl.advantages import Pairs
-from taut.rl.rollout import RolloutConfig
+from taut.rl.advantages import Credit, Credited, by_group, credited
+from taut.rl.rollout import RolloutConfig, Said, sample_of
+from taut.rl.sampler import Trajectory
 from taut.train.optim import DefaultRates
 
 
@@ -26,6 +31,29 @@ class PairsRollout(RolloutConfig):
 
     n: Annotated[int, Field(ge=2)] = 2
     """Completions per prompt; the best and the worst of them are a pair."""
+
+
+class Pairs(Credit):
+    """Online preferences: of each group the best answer and the worst."""
+
+    needs_one = True
+
+    def trees(self, paths: Sequence[Trajectory], said: Said) -> Credited:
+        reward_of = attrgetter("reward")
+        made = []
+        for group in by_group(paths).values():
+            best, worst = max(group, key=reward_of), min(group, key=reward_of)
+            if best.reward > worst.reward:
+                for path in (best, worst):
+                    values = {"preference": path.reward, "margin": path.reward}
+                    sample = sample_of(path, path.name, has_reads=False)
+                    made.append((path, replace(sample, values=values)))
+        if not made:
+            raise CheckFailed(
+                "in no group of a roll-out is one answer better than another, so there is no pair to learn from; "
+                "expected rewards that differ; set rollout.refills, or take easier or harder prompts"
+            )
+        return credited(made, {"pairs": len(made) / 2}, {}, is_atom=True)
 
 
 @configclass

@@ -1,9 +1,9 @@
 """What becomes of judged paths: the trees that are trained on, with what each token is given credit for.
 
-    PolicyCredit  every token its advantage: policy gradients (online/policy_credit.py)
-    Pairs         the best and the worst answer of a group, as a preference: online DPO (arXiv 2402.04792)
-    Best          the best answers of a group, to be learned as they are: rejection sampling (RAFT, arXiv 2304.06767)
-    All           every answer as it is: a teacher says what of it is right (GKD, arXiv 2306.13649)
+    Credit        the base: what a method that learns from its own completions implements
+    PolicyCredit  policy gradients: every sampled token gets its advantage
+
+The credits of best-of-n, online DPO and GKD are in the files of those methods (src/taut/methods).
 
 Wiring: the maths is in losses. What was sampled is trained on token for token.
 
@@ -33,19 +33,6 @@ from taut.rl.sampler import Trajectory
 from taut.types import FloatArray, Sample, Tree
 
 
-@configclass
-class BestOfNConfig:
-    """Which answers are learned."""
-
-    keep: Annotated[int, Field(ge=1)] = 1
-    """How many of a prompt's answers, the best first."""
-    at_least: float | None = None
-    """The reward an answer must have to be learned; None: any."""
-    overlong: Literal["drop", "keep"] = "drop"
-    """drop: completions that were cut are not learned. keep: they are candidates like the others, and the model learns
-    to run on where one is chosen."""
-
-
 def judged_trajectories(groups: Sequence[Group], phase: int) -> list[Trajectory]:
     """The trajectories of a roll-out that have a reward, each with its name, group and verdict."""
     return [
@@ -60,12 +47,20 @@ def judged_trajectories(groups: Sequence[Group], phase: int) -> list[Trajectory]
     ]
 
 
+class TrainSample(NamedTuple):
+    """What is trained on: the trajectories of a group as a tree, with their streams and advantages."""
+
+    version: int
+    """The version of the oldest weights that sampled it."""
+    tree: Tree
+
+
 class Credited(NamedTuple):
     """What has come of a roll-out."""
 
     trees: list[Tree]
-    with_signal: list[tuple[int, Tree]]
-    """Those from which something is learned, each with the version of the oldest weights it was drawn from."""
+    with_signal: list[TrainSample]
+    """Those of the trees from which something is learned."""
     metrics: dict[str, float]
     advantages: Mapping[str, FloatArray]
     """Of each path that is learned from."""
@@ -124,79 +119,6 @@ class Credit:
         """Take it back."""
 
 
-class Pairs(Credit):
-    """Online preferences: of each group the best answer and the worst."""
-
-    needs_one = True
-
-    def trees(self, paths: Sequence[Trajectory], said: Said) -> Credited:
-        made = []
-        for group in _groups(paths).values():
-            best, worst = max(group, key=_reward), min(group, key=_reward)
-            if best.reward > worst.reward:
-                made += [(one, _preferred(one)) for one in (best, worst)]
-        if not made:
-            raise CheckFailed(
-                "in no group of a roll-out is one answer better than another, so there is no pair to learn from; "
-                "expected rewards that differ; set rollout.refills, or take easier or harder prompts"
-            )
-        return credited(made, {"pairs": len(made) / 2}, {}, is_atom=True)
-
-
-class Best(Credit):
-    """Rejection sampling: of each group the best answers that are good enough and, unless cut ones are kept, whole."""
-
-    needs_one = True
-
-    def __init__(self, loss: Loss, config: BestOfNConfig) -> None:
-        super().__init__(loss)
-        self.config = config
-        self.good = max(self.good, config.at_least or 0.0)
-
-    def is_useful(self, group: Group) -> bool:
-        return any(
-            said.total is not None and self._may_be_learned(one, said.total)
-            for one, said in group.judged
-        )
-
-    def _may_be_learned(self, trajectory: Trajectory, reward: float) -> bool:
-        is_whole = trajectory.finish_reason != "length" or self.config.overlong == "keep"
-        return is_whole and (self.config.at_least is None or reward >= self.config.at_least)
-
-    def trees(self, paths: Sequence[Trajectory], said: Said) -> Credited:
-        made = []
-        for group in _groups(paths).values():
-            good = [one for one in group if self._may_be_learned(one, one.reward)]
-            chosen = sorted(good, key=lambda one: -one.reward)[: self.config.keep]
-            made += [(one, sample_of(one, one.name, has_reads=False)) for one in chosen]
-        if not made:
-            raise CheckFailed(self._nothing(paths))
-        kept = float(np.mean([path.reward for path, _ in made]))
-        return credited(made, {"kept": float(len(made)), "reward_kept": kept}, {})
-
-    def _nothing(self, paths: Sequence[Trajectory]) -> str:
-        """Why no answer of a roll-out can be learned."""
-        whole = [path for path in paths if not path.is_cut]
-        if not whole and self.config.overlong == "drop":
-            return (
-                f"all {len(paths)} completions of a roll-out were cut, and best_of_n.overlong=drop leaves those out; "
-                "expected some that end; raise rollout.max_new_tokens, or set best_of_n.overlong=keep"
-            )
-        best = max(path.reward for path in (whole if self.config.overlong == "drop" else paths))
-        return (
-            f"no answer of a roll-out has a reward of best_of_n.at_least={self.config.at_least:g}; the best has "
-            f"{best:g}; expected some; lower it, raise rollout.n, or take easier prompts"
-        )
-
-
-class All(Credit):
-    """Every answer as it is."""
-
-    def trees(self, paths: Sequence[Trajectory], said: Said) -> Credited:
-        made = [(path, sample_of(path, path.name, has_reads=False)) for path in paths]
-        return credited(made, {}, {})
-
-
 def credited(
     made: Sequence[tuple[Trajectory, Sample]],
     metrics: dict[str, float],
@@ -210,7 +132,7 @@ def credited(
     for path, _ in made:
         versions[path.group] = min(path.version, versions.get(path.group, path.version))
     with_signal = [
-        (version, tree)
+        TrainSample(version, tree)
         for version, tree in zip(versions.values(), trees, strict=True)
         if any(bool(s.streams.get("advantage_N", np.ones(1)).any()) for s in tree.samples)
     ]
@@ -224,20 +146,12 @@ def _trees(made: Sequence[tuple[int, Sample]], *, is_atom: bool = False) -> list
     return [Tree(tuple(samples), is_atom) for samples in by_group.values()]
 
 
-def _groups(paths: Sequence[Trajectory]) -> dict[int, list[Trajectory]]:
+def by_group(paths: Sequence[Trajectory]) -> dict[int, list[Trajectory]]:
+    """The trajectories of each group, by its number."""
     found: dict[int, list[Trajectory]] = {}
     for path in paths:
         found.setdefault(path.group, []).append(path)
     return found
-
-
-def _preferred(path: Trajectory) -> Sample:
-    values = {"preference": path.reward, "margin": path.reward}
-    return replace(sample_of(path, path.name, has_reads=False), values=values)
-
-
-def _reward(path: Trajectory) -> float:
-    return path.reward
 
 
 # --------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from taut.data.batching import Cursor, Order, Rows
 from taut.data.prompts import PromptSet
 from taut.losses import Loss
 from taut.rl import metrics
-from taut.rl.advantages import Credit, Credited, judged_trajectories
+from taut.rl.advantages import Credit, Credited, TrainSample, judged_trajectories
 from taut.rl.buffer_state import KeptTree, as_tuple, decoded, encoded
 from taut.rl.monitors import Guard, GuardState
 from taut.rl.rollout import Roller, Rollout, RolloutConfig, scored
@@ -147,20 +147,22 @@ class OnlineState(KeptState):
 class State(NamedTuple):
     """What the steps to come need of those before, beside the phase they train on."""
 
-    replayed: list[tuple[int, Tree]]
+    replayed: list[TrainSample]
     """Trees that may be trained on again, each with the version of the oldest weights it was drawn from."""
     credit: Any
     guard: dict[str, Any]
 
     def encoded(self) -> dict[str, Any]:
         """As JSON-able values."""
-        replayed = [[version, encoded(tree)] for version, tree in self.replayed]
+        replayed = [[sample.version, encoded(sample.tree)] for sample in self.replayed]
         return {"replayed": replayed, "credit": self.credit, "guard": self.guard}
 
     @classmethod
     def decoded(cls, kept: Mapping[str, Any], album: Album | None) -> State:
         """What was ``encoded``."""
-        replayed = [(version, decoded(tree, album)) for version, tree in kept["replayed"]]
+        replayed = [
+            TrainSample(version, decoded(tree, album)) for version, tree in kept["replayed"]
+        ]
         return cls(replayed, kept["credit"], kept["guard"])
 
 
@@ -188,7 +190,7 @@ class Online:
     guard: Guard
     seed: int
     phase: Phase | None = None
-    replayed: list[tuple[int, Tree]] = field(default_factory=list)
+    replayed: list[TrainSample] = field(default_factory=list)
     _crew: Crew | None = None
     _opened: Roller | None = None
     _ahead: Ahead[Rollout] | None = None
@@ -285,7 +287,7 @@ class Online:
         seconds = time.perf_counter() - began
         given = self.credit.trees(paths, said) if paths else Credited([], [], {}, {})
         fields = metrics.fields(rolled, paths, given, version, self.config)
-        replayed = [kept for kept in self.replayed if self._is_young(kept[0], version)]
+        replayed = [sample for sample in self.replayed if self._is_young(sample.version, version)]
         event = {"step": step, **fields}
         event |= {"num_replayed": len(replayed), "seconds_scoring": seconds}
         event |= metrics.push(self.roller.engine)
@@ -295,7 +297,7 @@ class Online:
             self.credit.learn(given)
         self.replayed = [*given.with_signal, *replayed][: self.config.replay]
         self._taken = None
-        return Phase(number, [*given.trees, *(tree for _, tree in replayed)], told, before)
+        return Phase(number, [*given.trees, *(sample.tree for sample in replayed)], told, before)
 
     def _is_young(self, drawn_at: int, version: int) -> bool:
         most = self.config.max_staleness

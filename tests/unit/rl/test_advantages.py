@@ -15,15 +15,14 @@ from taut.errors import CheckFailed
 from taut.losses.advantages import ESTIMATORS
 from taut.losses.policy import PolicyGradient
 from taut.losses.supervised import CrossEntropy
+from taut.methods.best_of_n import Best, BestOfNConfig
+from taut.methods.gkd import All
+from taut.methods.online_dpo import Pairs
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
 from taut.rl.advantages import (
-    All,
-    Best,
-    BestOfNConfig,
     Gae,
     KlPenalty,
-    Pairs,
     PolicyCredit,
     ShapingConfig,
     Ways,

@@ -13,8 +13,8 @@ from tests.unit.rl.test_rollout_rollouts import roller
 from taut.data.batching import Order
 from taut.errors import OutOfMemory
 from taut.losses.supervised import CrossEntropy
+from taut.methods.gkd import All
 from taut.rl import online
-from taut.rl.advantages import All
 from taut.rl.monitors import Guard, GuardConfig
 from taut.rl.online import Crew, Online
 from taut.rl.rollout import RolloutConfig

@@ -12,9 +12,10 @@ from tests.engines import FakeEngine
 from tests.unit.rl.test_advantages import trajectory
 
 from taut.losses.supervised import CrossEntropy
+from taut.methods.gkd import All
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
-from taut.rl.advantages import All, Credited, judged_trajectories
+from taut.rl.advantages import Credited, judged_trajectories
 from taut.rl.environment import EnvironmentConfig
 from taut.rl.metrics import fields, push, sample, shown
 from taut.rl.rollout import Group, Rollout, RolloutConfig, Spent
