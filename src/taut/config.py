@@ -1,9 +1,17 @@
-"""What is wrong with a configuration, in one line: pydantic's errors in taut's words.
+"""TOML and dotted overrides -> a frozen tree of dataclasses, or one line that says what is wrong. Knows no component.
 
-Unknown keys come first, with the nearest known one (or the one that does what it does elsewhere); then values of
-another kind; then keys that are missing. Keys and values are shown short and on one line, whatever is in them.
+A configuration is a class made with ``configclass``; classes nest. ``load`` reads a TOML file and sets ``a.b=value`` on
+top; ``from_mapping`` does the same with Python values. Both refuse unknown keys, values of another kind than the
+field's, and keys that are set twice. Values are checked, never rewritten.
 
-Imports nothing of ours. Imported by ``config.py``.
+The value of an override is TOML (``1e-4``, ``true``, ``[1, 2]``); what is not TOML, or is of no kind that the field
+takes, is taken as text (``out=1`` is a directory called 1). ``none`` unsets an optional field. The texts of a list need
+no quotes, which a shell would remove (``lora.targets=[q_proj,v_proj]``).
+
+``explain`` turns pydantic's errors into one line: unknown keys first, with the nearest known one (or the one that does
+what it does in another framework), then values of another kind, then missing keys. Keys and values are shown short.
+
+Imports errors and io.files only.
 """
 
 from __future__ import annotations
@@ -381,20 +389,6 @@ IS_TRAINING = "optim.learning_rate"
 """The key by which a command that trains is known."""
 
 
-# --------------------------------------------------------------------------------------------------
-# TOML and dotted overrides -> a frozen tree of dataclasses. Knows no component.
-#
-# A configuration is a class made with ``configclass``; classes nest. ``load`` reads a TOML file and sets
-# ``a.b=value`` on top; ``from_mapping`` does the same with Python values. Both refuse what no field reads, values of
-# another kind than the field's, and keys set twice. Values are checked, never rewritten: what is in force is what was
-# written.
-#
-# The value of an override is TOML (``1e-4``, ``true``, ``[1, 2]``); what is not TOML, or is of no kind the field
-# takes, is taken as the text it is (``out=1`` is a directory called 1). ``none`` unsets a field that may be unset.
-# The texts of a list need no quotes, which a shell would take away (``lora.targets=[q_proj,v_proj]``).
-#
-# Imports nothing of ours but errors and ``explain.py``. Anyone may import it.
-
 T = TypeVar("T")
 
 LARGEST = 2**24
@@ -750,7 +744,7 @@ def _flatten(
 
 
 def _require_disjoint(cls: type[Any], paths: Sequence[tuple[str, ...]], place: str) -> None:
-    """No key twice, no key beside its own table, no table as a whole."""
+    """Raise ConfigError for a key that is set twice, a key next to its own table, and a table set as a whole."""
     seen: set[tuple[str, ...]] = set()
     for path in paths:
         if path in seen:

@@ -52,6 +52,7 @@ def rectangular(tree: ast.AST) -> Iterator[str]:
 def files() -> Iterator[Path]:
     for name in FLAT:
         path = SOURCE / name
+        assert path.exists(), path
         yield from [path] if path.is_file() else path.rglob("*.py")
 
 

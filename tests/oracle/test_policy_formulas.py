@@ -6,7 +6,7 @@ Where the two differ on purpose they are compared in the setting in which they m
 - its epsilon_high of cispo is 1 + our clip_high, and there is no lower bound: clip_low is 1
 - its ``delta`` is the dual clip, where it is above 1 + clip_high
 - its dr_grpo divides by max_completion_length: our constant_length
-- its use_bias_correction_kl gives r k3, whose gradient is that of our k2 (losses/kl.py): compared as gradients
+- its use_bias_correction_kl gives r k3, whose gradient is that of our k2 (losses/policy.py): compared as gradients
 - its weights of engine against trainer multiply the policy term alone, as ours
 - its entropy is a mean over tokens, whatever the loss's average, as ours
 - its ratio is not held beyond e^30

@@ -461,10 +461,10 @@ class BrokenText(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """The rows of a split.
+    """Hashes of the rows of a split, to find duplicates.
 
-    A row is what the run reads of it: columns that its format does not read (an id, a source) are left out, numbers and
-    pictures count too. Two rows are near-duplicates if they are equal without case and white space.
+    Hashed are the columns that the run reads, numbers and pictures included; columns that it does not read (an id, a
+    source) are left out. Two rows are near-duplicates if they are equal without case and white space.
     """
 
     places: list[str]

@@ -155,7 +155,7 @@ LEAKED_ANSWERS = 0.8
 FEWEST = 4
 """Rows without which nothing can be said."""
 LONG, BEFORE = 20, 10
-"""Characters of an answer that nobody extracts by accident as a whole line, and of the words before it."""
+"""An answer of so many characters is not a whole line of the prompt by accident, nor are so many before it."""
 
 
 @check("data.leak", after=["data.rows"])

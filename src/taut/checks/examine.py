@@ -3,8 +3,6 @@
 A check is left out if ``checks.skip`` names it. It is skipped, with the reason, if one it comes ``after`` failed or was
 skipped for that (its answer would be the same fault again), or if a part of the run that it needs cannot be made. With
 several ranks all of them ask alike, and a check that fails on one fails for all.
-
-May import checks and what they import. lifecycle, api and commands import it.
 """
 
 from __future__ import annotations

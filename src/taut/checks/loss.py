@@ -69,7 +69,7 @@ def every_tensor_is_in_its_dtype(session: Session) -> Finding:
         float64, float32    parameters, products and log-probs are in it
         bfloat16            parameters, RoPE and log-probs in float32, products in bfloat16 under autocast
 
-    A product in a narrower dtype than was asked for is a cast that nobody sees; its layer is named.
+    A product in a narrower dtype than was asked for is a silent cast; its layer is named.
     """
     parameters, asked, many = session.loaded.dtype.parameters, session.dtype, session.quantity.many
     narrow = _narrow_tensors(session, parameters)
@@ -265,7 +265,7 @@ def a_new_adapter_changes_nothing(session: Session) -> Finding:
 
 @contextmanager
 def _adapter_off(session: Session) -> Iterator[None]:
-    """Without the adapter. peft then sets anew what requires a gradient, for frozen tensors too."""
+    """Without the adapter. peft then sets again what requires a gradient, for frozen tensors too."""
     model: Any = session.scorer.model
     required = {p: p.requires_grad for p in model.parameters()}
     try:

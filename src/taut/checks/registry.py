@@ -14,8 +14,6 @@ A check answers with a Finding:
     warning   the run is probably not what the user means: it starts, and the finding is shown first
     passed    nothing is wrong, or taut corrects it by itself (with a note)
     skipped   the question does not apply to this run, or could not be asked
-
-Imports nothing of ours. Every topic of checks imports it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An examination for people, in 100 columns: failures and warnings, then one line that counts the rest; and for
 programs, as JSON with a named schema.
 
-Adds nothing to what is in the examination. Commands import it.
+Adds nothing to what is in the examination.
 """
 
 from __future__ import annotations

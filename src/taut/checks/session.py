@@ -6,8 +6,6 @@ already (``Session.of``).
 
 Nothing is trained and nothing is written (tokenised data goes to the cache). After each check weights, gradients and
 random generators are as before.
-
-May import run, build and what is below them. Checks import it.
 """
 
 from __future__ import annotations

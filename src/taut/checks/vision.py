@@ -140,7 +140,7 @@ def _numbered_alone(session: Session, sample: Sample) -> Tensor:
 
 @dataclass(frozen=True)
 class StandIn:
-    """A picture of noise."""
+    """A picture of noise in the size of another one, which it replaces in a check."""
 
     original: Picture
 

@@ -56,7 +56,7 @@ LONGEST_TARGET = 2_000
 
 
 def show(run: RunConfig, console: Console | None = None) -> None:
-    """Print the preview of ``run``."""
+    """Print the decisions of ``run``, its first samples with the learned tokens marked, and its first steps."""
     ranks = distributed.start(run.device)
     inputs = load_inputs(run, ranks)
     if ranks.is_writer:

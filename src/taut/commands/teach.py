@@ -95,7 +95,7 @@ def run(config: Teach) -> int:
 
 
 def teach(config: Teach) -> Taught:
-    """Write ``config.out``. Raises TautError before anything is computed where that cannot be."""
+    """Write the teacher's top logprobs to ``config.out``. Raises TautError before the first forward if it cannot."""
     out = user_path(config.out, "out")
     if out.exists():
         raise OutputError(f"out={out} exists; expected a new file; name another, or remove it")

@@ -142,7 +142,7 @@ def input_paths(config: DataConfig) -> list[str]:
 def build_renderer(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, album: Album | None = None
 ) -> Renderer:
-    """The renderer that a data config asks for. ``album``: the image store of a model that takes images."""
+    """The renderer that a data configuration describes. ``album``: the image store of a model that takes images."""
     if config.template is None:
         return Renderer(tokenizer, None, config.targets, album=album)
     path = user_path(config.template, "data.template")
@@ -172,7 +172,7 @@ def read_rows(config: DataConfig, split: Split, kind: Kind = "sft") -> Iterator[
 
 
 class Attempt(NamedTuple):
-    """What became of a record: its samples, or its error."""
+    """The result of reading one record: its samples, or its error."""
 
     number: int
     """The line or record in the source."""

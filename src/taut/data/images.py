@@ -50,14 +50,14 @@ class Placed:
 
 
 class Pictures:
-    """Images on their way through a tokenizer. Without an album there must be none."""
+    """Images on their way through a tokenizer. Without an image store there must be none."""
 
     def __init__(self, album: Album | None, tokenizer: PreTrainedTokenizerBase) -> None:
         self.album = album
         self.tokenizer = tokenizer
 
     def look(self, rows: Iterable[tuple[str, Sequence[Message]]]) -> None:
-        """Let the album read the images of these messages, several at a time, so that ``place`` does not wait."""
+        """Let the image store read the images of these messages, several at a time, so that ``place`` does not wait."""
         album = self.album
         if album is None:
             return

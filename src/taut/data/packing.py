@@ -94,7 +94,9 @@ def num_distinct_tokens(samples: Sequence[Sample], policy: PackPolicy) -> int:
 
 
 def shared_prefixes(samples: Sequence[Sample], policy: PackPolicy) -> tuple[list[int], list[int]]:
-    """An order of the samples, and the number of leading tokens that each shares with the one before it."""
+    """``(order, shared)``: the indices of the samples in the order in which they are laid out, and for each sample in
+    that order the number of leading tokens that it shares with the previous one.
+    """
     if not policy.share_prefixes or len(samples) == 1:
         return list(range(len(samples))), [0] * len(samples)
     order = prefix_order(samples)

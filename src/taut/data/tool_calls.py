@@ -338,7 +338,7 @@ def _value(text: str, key: str, kind: Any) -> Any:
 
 
 def own_id(number: int) -> str:
-    """Nine letters and digits, as Mistral's templates want them."""
+    """The id of a tool call: nine letters and digits, as Mistral's templates require."""
     return f"call{number:05d}"
 
 

@@ -1,7 +1,6 @@
 """Evaluation by generation: an engine answers prompts, rewards judge the answers.
 
-Reads no file and prints nothing; what the answers come to is in ``report.py``. Commands, the training loop's evaluation
-and the demo import it.
+Reads no file and prints nothing; ``report.py`` computes the metrics.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def answer(
     panel: Panel | None,
     on_done: OnDone | None = None,
 ) -> list[Answer]:
-    """The judged answers to every row, in the order of rows and samples; without a panel nobody judges them."""
+    """The judged answers to every row, in the order of rows and samples; without a panel they are not judged."""
     return judge(rows, engine.generate([row.as_prompt() for row in rows], sampling, on_done), panel)
 
 

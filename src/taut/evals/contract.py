@@ -1,8 +1,23 @@
-"""Pictures made of rectangles, the same wherever they are drawn: for a model's golden prompts, which keep no picture of
-anybody's data.
+"""``contract.json`` in a saved model directory: what its files say and what the model answers, so that anyone can check
+that a server does the same (``taut verify``).
 
-As data URLs, which are their own file: what is read again is what was asked, whatever library wrote the PNG. May import
-nothing of ours. Imported by golden.
+    facts      dtype, digests of template, tokenizer and what describes pictures, eos and pad wherever they are
+               written, generation_config
+    stops      the stop set: id, token, why
+    goldens    prompts (messages or text, and their ids), the greedy continuation of each, the logprob of each of its
+               ids at temperature 1, and its margin: the distance to the runner-up, in nats
+    checks     how the model in training, the merged and the reloaded one compare (``taut.evals.reload``)
+
+Golden prompts are a few prompts that a server can render by itself: what comes before the first learned turn of a row,
+its ``prompt``, or the beginning of a document. The answer is greedy. Its logprobs and margins come from one forward
+over prompt and answer, each pair alone, on the saved weights, loaded again and computed in float32.
+
+No picture of the user's data is saved with a model: drawn rectangles replace the pictures of a row, the same on every
+machine, as data URLs (so what is read again is what was sent, whichever library wrote the PNG). A model that takes
+pictures has at least one such prompt.
+
+The tokenizer's digest leaves out the order of keys and what calls of a tokenizer change (truncation, padding).
+Engines are chosen, and servers judged, in commands/verify.py.
 """
 
 from __future__ import annotations
@@ -91,16 +106,6 @@ def drawn(number: int) -> str:
     image.save(file, "PNG")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode('ascii')}"
 
-
-# --------------------------------------------------------------------------------------------------
-# Golden prompts: a few prompts as a server can render them itself, and what a model answers.
-#
-# The answer is greedy. Its log-probabilities and margins come from one forward over prompt and answer, each pair
-# alone. Prompts are what is before the first learned turn of a row, its ``prompt``, or the beginning of a document.
-# In the place of a row's pictures are drawn ones (vision/drawn.py): nobody's pictures are saved with a model. One
-# that takes pictures is asked about at least one.
-#
-# ``contract`` and ``commands`` import it.
 
 PROMPT_TOKENS = 1024
 """Longer prompts are passed over: a golden prompt is to be replayed in seconds."""
@@ -196,7 +201,7 @@ def _longest(question: Question) -> int:
 
 
 def _by_itself(renderer: Renderer) -> Renderer:
-    """The renderer as whoever verifies has it: a run's limits on pictures are not the model's."""
+    """The renderer that ``taut verify`` has: a run's limits on pictures are not the model's."""
     if renderer.album is None:
         return renderer
     album = Album(renderer.album.processor, ImagesConfig(), default_directory() / "pictures")
@@ -248,7 +253,7 @@ def text_ids(text: str, renderer: Renderer) -> list[int]:
 
 
 def rendered(question: Question, renderer: Renderer) -> list[int]:
-    """The ids of a golden prompt, rendered anew."""
+    """The ids of a golden prompt, rendered again."""
     if question.messages is not None:
         found: list[int] = renderer.prompt_ids(question.asked(), question.tools).tolist()
         return found
@@ -346,22 +351,6 @@ def teacher_forced(scorer: Scorer, prompt: Prompt, ids: Sequence[int]) -> tuple[
     return logp_N.cpu(), (logp_N - others).cpu()
 
 
-# --------------------------------------------------------------------------------------------------
-# ``contract.json`` in a saved model directory: what its files say and what the model answers, so that anyone can check
-# that a server does the same (``taut verify``).
-#
-#  facts      dtype, digests of template, tokenizer and what describes pictures, eos and pad wherever they are written,
-#             generation_config
-#  stops      the stop set: id, token, why
-#  goldens    prompts (messages or text, and their ids), the greedy continuation of each, the log-probability of each
-#             of its ids at temperature 1, and its margin: by how much it beats the runner-up, in nats
-#  checks     how the model in training, the merged and the reloaded one compared (``taut.evals.reload``)
-#
-# Goldens describe the saved weights, loaded anew and computed in float32. The tokenizer's digest leaves out what calls
-# of a tokenizer change (truncation, padding) and the order of keys.
-#
-# Does not choose an engine and does not judge (``commands/verify.py`` does). ``api`` and ``commands`` import it.
-
 FILE = "contract.json"
 FORMAT = 1
 """Raised whenever a reader of an older file could misread a newer one."""
@@ -402,7 +391,7 @@ class Facts:
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """What a saved model came from: all that its contract says beside its files."""
+    """What a saved model came from: what its contract records in addition to its files."""
 
     trained: Trained
     questions: Sequence[Question]
@@ -508,7 +497,7 @@ def _goldens(
 def _renderer(
     directory: Path, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool
 ) -> Renderer:
-    """As whoever verifies will have it."""
+    """The renderer that ``taut verify`` builds from the saved directory."""
     path, images, cache = str(directory), ImagesConfig(), default_directory()
     config = load_config(path, trust_remote_code)
     album = open_album(path, config, tokenizer, images, cache, trust_remote_code=trust_remote_code)
@@ -570,7 +559,7 @@ def write_contract(directory: Path, contract: Contract) -> None:
     in_lines = NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
     durable.write_text(
         directory / FILE, in_lines + "\n"
-    )  # a best model's is written anew in its place
+    )  # a best model's is written again in its place
 
 
 def describe(

@@ -1,4 +1,18 @@
-"""Loss on held-out data: the training loss's own sums and metrics, without gradient, over every row of a set."""
+"""Evaluation during training: held-out loss, measured answers, and the best model so far.
+
+Held-out loss is the training loss's own sums and metrics, without gradient, over every row of a set. Answers come from
+the engine on the weights that train, with separate random streams: a run with evaluations and one without take the same
+steps, bit for bit. Under several ranks all of them generate, the writer judges, and the others receive its scores.
+
+The best model by one metric is in ``out/best``: a model directory like ``model/``, with ``best.json``:
+
+    {"step": 40, "metric": "exact_match", "value": 0.61, "measured": "..."}
+
+``measured`` is the fingerprint of the rows and settings of the measurement; a resumed run in which these differ is
+refused, because the values cannot be compared. A resumed run knows the best value up to its checkpoint; a later model
+in the directory is recognised at its step. Of equal values the earlier one stays. The directory is replaced as a whole,
+so a killed run leaves the old best or the new one.
+"""
 
 from __future__ import annotations
 
@@ -123,18 +137,6 @@ class HeldOut:
             if is_real:
                 found.add(loss, scores, packed.to(scores.device))
 
-
-# --------------------------------------------------------------------------------------------------
-# The best model so far, by one metric, in ``out/best``: a model directory like ``model/``, with ``best.json``.
-#
-#     {"step": 40, "metric": "exact_match", "value": 0.61, "measured": "..."}
-#
-# ``measured`` is the fingerprint of what the metric is measured on and how; where a resumed run measures otherwise,
-# values cannot be compared and it is refused. A resumed run knows the best value up to its checkpoint; a later model
-# that is in the directory is found again at its step. Of equal values the earlier stays. The directory takes its place
-# whole, so a killed run leaves the best before or the best after.
-#
-# Does not measure and does not know models: ``save`` writes one. May import durable, errors and loop.
 
 FILE = "best.json"
 
@@ -265,15 +267,6 @@ def _read(path: Path) -> Note | None:
 def _write(path: Path, note: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(note) + "\n", encoding="utf-8")
 
-
-# --------------------------------------------------------------------------------------------------
-# Evaluation while a model trains: which measurements are due after which step, and answers among them.
-#
-# Answers come from the engine on the very weights that train, with random streams of its own: a run with evaluations
-# and one without take the same steps, bit for bit. Under several ranks all of them generate, the writer judges, and
-# the others take its word.
-#
-# May import what evals may. run names its configuration, api wires it.
 
 SAMPLES_LOGGED = 4
 ROOMIER = "set a smaller eval.answers.local.sequences or eval.answers.local.prefill_tokens"
@@ -454,7 +447,7 @@ def build_answering(
 
 
 def held_out(rows: Rows, every: int, trainer: Trainer) -> Evaluation:
-    """The loss, and what it tells beside it, on held-out rows."""
+    """The loss and its metrics, measured on held-out rows."""
     measured = rows.data.fingerprint[:16]
     names = ["loss", *trainer.method.loss.best_by]
     return Evaluation("eval.every", every, names, measured, HeldOut(rows, trainer))
@@ -478,7 +471,7 @@ def require_best(metric: str, evaluations: Sequence[Evaluation]) -> Evaluation:
 
 
 def metric_names(reward: str, config: AnswersConfig) -> list[str]:
-    """The metrics that may come of a reward."""
+    """Names of the metrics that a reward is reported under: its mean, and pass@k for each k."""
     return [reward, *(f"{reward}_pass_{k}" for k in pass_ks(config.sampling.n))]
 
 
@@ -496,14 +489,14 @@ def event_fields(report: Report, answers: Sequence[Answer]) -> dict[str, Any]:
     return fields
 
 
-def sample_fields(one: Answer) -> dict[str, Any]:
+def sample_fields(answer: Answer) -> dict[str, Any]:
     """An answer for people to look at."""
     return {
-        "place": one.place,
-        "references": list(one.row.references),
-        "text": one.completion.text,
-        "finish_reason": one.completion.finish_reason,
-        "scores": {name: score.value for name, score in one.scores.items()},
+        "place": answer.place,
+        "references": list(answer.row.references),
+        "text": answer.completion.text,
+        "finish_reason": answer.completion.finish_reason,
+        "scores": {name: score.value for name, score in answer.scores.items()},
     }
 
 

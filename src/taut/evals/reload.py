@@ -1,4 +1,4 @@
-"""Trained, merged, reloaded: one and the same model? Merges lose tied tables and new tokens where nobody looks.
+"""Compares the trained, the merged and the reloaded model: a merge can silently lose tied tables and new tokens.
 
 Log-probabilities of a few samples, every token a target (of a reward model: its number at every token), and of a run
 of all new and stop tokens, so that the rows of the embedding and of the head that matter most take part:
@@ -13,8 +13,6 @@ only rounding in float32 is let through. Where weights are saved in fewer bits, 
 mean over tokens: rounding to b significant bits moves a weight by up to 2^-b of itself (bfloat16: b = 8, at most
 0.4%), and such errors add up like noise over the layers: hundredths to tenths of a nat on average, more for tokens the
 model finds unlikely. Its limit is wide; faults show in ``weights`` and ``merge``.
-
-``contract`` and ``commands/merge.py`` import it.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ from taut.models.tokens import add_tokens
 from taut.types import Media, Sample, Scores, Wants
 
 SAMPLES = 4
-"""Samples compared, beside the run of new and stop tokens."""
+"""Samples compared, in addition to the run of new and stop tokens."""
 SAMPLE_TOKENS = 256
 """How much of each."""
 EXTRA_TOKENS = 128

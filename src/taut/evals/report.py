@@ -1,11 +1,10 @@
-"""Answers -> numbers: each metric's mean with an interval, pass@k, how answers end and how long they are.
+"""Answers -> numbers (each metric's mean with an interval, pass@k, how answers end and how long they are), and these as
+tables for people.
 
 A prompt counts once, however many completions it has: a metric's mean is the mean over prompts of the mean over their
 scored completions. Where every value is 0 or 1 the interval is Wilson's with prompts as trials, else a bootstrap over
 prompts. Scores that do not apply and scores that are errors are left out of the mean and counted; completions that an
-engine could not finish (finish_reason error) are counted apart and scored by nobody.
-
-May import types, data.prompts, rewards and evals.statistics. Evals, commands and the demo import it.
+engine could not finish (finish_reason error) are counted separately and not scored.
 """
 
 from __future__ import annotations
@@ -203,9 +202,6 @@ def _lengths(lengths: Sequence[int]) -> Lengths | None:
         ),
     )
 
-
-# --------------------------------------------------------------------------------------------------
-# A report as tables for people. Says nothing that is not in the report. Commands import it.
 
 BAR = 30
 """Characters of the longest bar of a histogram."""

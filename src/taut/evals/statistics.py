@@ -1,7 +1,12 @@
-"""What a few answers say of a model: intervals, and how often one of k tries would be right.
+"""Statistics of a few answers: intervals, pass@k, and how well predicted probabilities are calibrated.
 
-Pure functions of numbers; draws nothing from the global random state. Imports numpy only. Evals, commands and the demo
-import it.
+    expected calibration error = sum over bins of (count / total) * |mean predicted - mean seen|     (arXiv:1706.04599)
+
+For a pair with the difference d = score(chosen) - score(rejected), a Bradley-Terry model predicts that the answer it
+prefers is the better one with probability s(|d|), at least one half, and the data say whether it was. The prediction
+does not depend on which answer was chosen. Equal scores count as half right.
+
+Pure functions of numbers; the global random state is not used. Imports numpy and types only.
 """
 
 from __future__ import annotations
@@ -74,17 +79,6 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
-# --------------------------------------------------------------------------------------------------
-# How far probabilities can be believed: what was predicted against what was seen, in bins.
-#
-#   expected calibration error = sum over bins of (count / total) * |mean predicted - mean seen|     (arXiv:1706.04599)
-#
-# Of a pair with the difference d = score(chosen) - score(rejected) a Bradley-Terry model predicts that the answer it
-# prefers is the better one with probability s(|d|), at least one half, and it is seen whether it was; so nothing is
-# known beforehand of which answer was chosen. Equal scores are seen half right.
-#
-# Pure functions of numbers. May import types. Commands and reports import it.
-
 NUM_BINS = 10
 
 
@@ -96,14 +90,14 @@ class Bin:
     high: float
     count: int
     predicted: float | None
-    """Their mean; None where there are none."""
+    """Mean predicted probability; None without predictions."""
     seen: float | None
-    """The mean of what came of them."""
+    """Observed frequency; None without predictions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Predictions against what was seen."""
+    """Predicted probabilities compared with observed frequencies."""
 
     bins: tuple[Bin, ...]
     error: float

@@ -4,8 +4,6 @@ Each answer is drawn at temperature 1 from a random stream of its own, up to ``t
 answer whose reference is longer than half of that is begun with the reference's own words, so that half remains: a
 model that was taught to write long answers is not blamed for them. The probability of the end where the references end
 says why, where too few do.
-
-May import what evals may. run names its configuration, api calls it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,15 @@
-"""Sampled ids -> text, and where a stop string ends it.
+"""What every engine takes and returns; sampled ids -> text, and where a stop string ends it.
+
+    engine.generate(prompts, sampling) -> completions
+    engine.update(version)                                 from now on with the weights after that step
+
+Tokens are drawn from the model's distribution after, in this order (the library's): the repetition penalty
+(arXiv:1909.05858) over the ids of prompt and completion, temperature, top-k, top-p (arXiv:1904.09751), min-p
+(arXiv:2407.01082); then it is renormalised. Temperature 0 takes the most likely token.
 
 A character may take several tokens, so text is decoded from all ids so far. What follows a stop string is cut from the
 text; the ids stay as they were sampled. Special tokens other than the one that ended the completion stay visible:
 hiding them would hide a fault.
-
-May import nothing of ours. Engines import it.
 """
 
 from __future__ import annotations
@@ -56,18 +61,6 @@ class Texts:
             )
         )
 
-
-# --------------------------------------------------------------------------------------------------
-# What every engine takes and gives.
-#
-#     engine.generate(prompts, sampling) -> completions
-#     engine.update(version)                                 from now on with the weights after that step
-#
-# The policy a token is drawn from is, in this order (the library's): the repetition penalty (arXiv:1909.05858) over
-# the ids of prompt and completion, temperature, top-k, top-p (arXiv:1904.09751), min-p (arXiv:2407.01082); then
-# renormalised. Temperature 0 takes the most likely token.
-#
-# May import config, errors and types. Engines, commands, evals and methods import it.
 
 OnDone = Callable[[Completion], None]
 

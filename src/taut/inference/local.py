@@ -1,13 +1,26 @@
-"""Logits -> the next token of every completion, and its log-probability twice over.
+"""The engine in this process: generates with the very weights that train.
+
+    prefill   prompts are laid out as one flat run, common prefixes once; every attention layer leaves its keys and
+              values, which are cut into the stretches of the prompts' tree and kept once, those of pictures too
+    decode    one forward per step over one new token of each live completion, flat (attention/decode.py), numbered
+              after the pictures of its prompt (vision/placeholders.py)
+
+A completion that ends leaves the batch at once and a waiting one enters; the order depends on counts only, never on
+time. Under several ranks the prompts are divided and all ranks run equally many forwards (sharded weights need that).
+Modes are restored and no global random state is read or changed.
+
+Sampling: logits -> the next token of every completion, and its logprob under the model and under the distribution that
+it was drawn from:
 
     z = logits of the model               logp_one = log_softmax(z)[id]
     y = truncate(penalise(z) / temperature)   logp = log_softmax(y)[id]
     id = the first v with  sum_{w <= v} softmax(y)_w > u
 
-One number u per token decides, drawn from the completion's own stream: what else is in the batch changes a token only
-where u lies within rounding of the boundary between two. The sum is taken in float64. Temperature 0: argmax y, logp 0.
+One number u per token decides, drawn from the completion's own stream: the rest of the batch changes a token only where
+u lies within rounding of the boundary between two. The sum is taken in float64. Temperature 0: argmax y, logp 0.
 
-Shapes: logits [B, V] of B completions. May import engine.py. Imported by local.py only.
+Not here: models with state across tokens (refused by name), weights on other machines.
+Shapes: logits [B, V] of B completions.
 """
 
 from __future__ import annotations
@@ -131,21 +144,6 @@ def _invert(z: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     return ids_B, logp_B.squeeze(1)
 
 
-# --------------------------------------------------------------------------------------------------
-# The engine in this process, on the very weights that train.
-#
-#     prefill   prompts are laid out as one flat run, common prefixes once; every attention layer leaves its keys and
-#               values, which are cut into the stretches of the prompts' tree and kept once; so are those of pictures
-#     decode    one forward per step over one new token of each live completion, flat (attention/decode.py), numbered
-#               after the pictures of its prompt (vision/positions.py)
-#
-# A completion that ends leaves the batch at once and a waiting one enters. Who enters when depends on counts only,
-# never on time. Under several ranks the prompts are dealt out and all run equally many forwards (sharded weights need
-# that). Modes are put back and no global random state is read or moved.
-#
-# Deliberately not here: models with state across tokens (refused by name), weights on other machines. May import
-# rollout/engine, sampling, text; attention; models; data.pack; vision.positions; parallel.
-
 NOTHING = np.empty(0)
 SHARE = PackPolicy(share_prefixes=True, min_saved_tokens=16)
 
@@ -206,7 +204,7 @@ class _Call:
 
 
 class LocalEngine:
-    """Generates with a Scorer's model. See rollout/engine.py for what ``generate`` takes and gives."""
+    """Generates with a Scorer's model. See engine.py for what ``generate`` takes and returns."""
 
     def __init__(
         self,
@@ -357,8 +355,8 @@ class LocalEngine:
         live = [row for row in rows if row.finish is None]
         if live:
             is_alone = len(rows) == 1 and call.sampling.n == 1 and not begun.is_leaf_shared
-            beside = None if is_alone or not call.groups else call.groups[-1].own
-            call.groups.append(_group(begun, live, beside, is_alone=is_alone))
+            previous = None if is_alone or not call.groups else call.groups[-1].own
+            call.groups.append(_group(begun, live, previous, is_alone=is_alone))
             call.rows.append(live)
 
     def _decode(self, call: _Call) -> Iterator[Row]:
@@ -423,9 +421,9 @@ def _as_sample(prompt: Prompt) -> Sample:
     return Sample(prompt.id, prompt.ids_T, nothing_N, NOTHING, prompt.media)
 
 
-def _group(begun: Prefilled, rows: Sequence[Row], beside: Own | None, *, is_alone: bool) -> Group:
-    """Completions that have their first token; ``is_alone``: nobody else sees the prompt's last stretch. ``beside``:
-    what the completions before them have.
+def _group(begun: Prefilled, rows: Sequence[Row], previous: Own | None, *, is_alone: bool) -> Group:
+    """The group of completions that have their first token. ``is_alone``: no other completion sees the prompt's last
+    stretch. ``previous``: the stored tokens of the previous group, which this one joins if there is room.
     """
     prompt, capacity = rows[0].prompt, rows[0].room
     size, leaf = prompt.ids_T.size, begun.path[-1]
@@ -435,7 +433,7 @@ def _group(begun: Prefilled, rows: Sequence[Row], beside: Own | None, *, is_alon
         own.join(1)
         own.take_over(leaf)
         return Group(begun.path[:-1], leaf.depth, own, 1, offset)
-    own = beside if beside is not None and beside.takes(capacity) else Own(capacity)
+    own = previous if previous is not None and previous.takes(capacity) else Own(capacity)
     own.join(len(rows))
     return Group(begun.path, size, own, len(rows), offset)
 

@@ -1,11 +1,9 @@
 """A model directory and an engine's settings -> an engine that is ready, with all that goes with it.
 
 ``ModelUse`` is the head of the configuration of every command that uses a finished model (generate, eval, chat,
-verify). The local engine's weights are kept in the dtype it computes in, since nothing is trained; the model goes
-through the proofs that training goes through. What an exact answer cannot be had for is refused: layers with state
-across tokens by name, RoPE beyond the length up to which it does not depend on the length.
-
-May import what is below rollout.
+verify). The local engine's weights are kept in the dtype it computes in, since nothing is trained; the model passes the
+same start-up checks as in training. Models for which answers would not be exact are refused: layers with state across
+tokens, by name, and RoPE beyond the length up to which it does not depend on the length.
 """
 
 from __future__ import annotations

@@ -1,13 +1,19 @@
 """A reward model in this process: samples in, the numbers of its scalar head out.
 
-Samples are laid out packed, without padding; what two of them begin with alike is computed once, within a row and
-across rows. A forward takes about ``tokens_per_batch`` tokens. The number of a sample does not depend on what it is
-scored with, to rounding; the model goes through the proofs that training goes through.
+Samples are packed without padding; prefixes that samples share are computed once, within a row and across rows. A
+forward takes about ``tokens_per_batch`` tokens. A sample's number does not depend on the samples it is scored with, to
+rounding; the model passes the same start-up checks as in training (models/self_test.py).
 
-Answers are rendered as for training a reward model (``data/render.py``): they end with the token at which a server
-stops, and are read there.
+Answers are rendered as for training a reward model (data/render.py): they end with the token at which a server stops,
+and are read there. A truncated answer is therefore read as if it had ended; the reward ``stop`` tells them apart.
 
-May import what is below rollout. Commands import it.
+One thread owns the model, so that several callers can share it: waiting requests are rendered and scored together, up
+to the token budget. A request that cannot be scored fails alone. If the thread itself fails, all waiting and later
+requests fail with its error: nothing waits for ever.
+
+``open_rater`` makes reward models members of a panel of rewards. Answers to one prompt share its computation. An answer
+that cannot be rendered, or is too long for the model, is an error of that answer; a number that is not finite ends the
+run, because the model itself is then broken.
 """
 
 from __future__ import annotations
@@ -277,15 +283,6 @@ def _first_bad(values_R: FloatArray) -> float:
     return next(float(value) for value in values_R if not math.isfinite(value))
 
 
-# --------------------------------------------------------------------------------------------------
-# One thread that owns a reward model, and any number of others that ask it.
-#
-# What waits is rendered and scored together, as much as the token budget takes, so that many small requests cost what
-# one large one does. A request that cannot be scored fails alone. Where the thread itself ends by a mistake, whoever
-# waits and whoever asks afterwards is told why: nothing waits for ever.
-#
-# May import rollout/judge and what it may. Commands import it.
-
 PICTURE = 256
 """About how many tokens one has."""
 
@@ -420,17 +417,6 @@ def _guess(row: AnyRow | Rendered) -> int:
 
 def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
-
-
-# --------------------------------------------------------------------------------------------------
-# Reward models in this process as rewards of a panel: ``open_panel(..., open_rater=open_rater)``.
-#
-# An answer is rendered as a reward model's training renders one: prompt, answer, and the token that ends it, where
-# the number is read. So a cut answer is read as if it had ended; the reward ``stop`` tells them apart. Answers to one
-# prompt share its computation. An answer that cannot be rendered, or is longer than the model was made for, is an
-# error of that answer; a number that is not finite ends the run, for then the model is broken.
-#
-# May import what rollout may. Evals, commands and methods import it.
 
 
 def open_rater(verifier: Verifier) -> Rater:

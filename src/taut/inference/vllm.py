@@ -17,9 +17,7 @@ the model's own is what it is at temperature 1. Filled is what follows from that
     unknown      the value if plain, 0 if greedy        the value if plain
     none         0 if greedy                            never
 
-``follow`` makes the server's weights those of a model in training, after each ``update`` (``sync.py``).
-
-May import what rollout may; ``open.py`` opens it.
+``follow`` makes the server's weights those of a model in training, after each ``update`` (``weight_sync.py``).
 """
 
 from __future__ import annotations

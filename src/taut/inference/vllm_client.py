@@ -1,9 +1,17 @@
-"""HTTP to an OpenAI-compatible endpoint: requests as JSON, answers as JSON, as many at a time as the caller starts.
+"""HTTP to an OpenAI-compatible endpoint: requests and responses as JSON, as many at a time as the caller starts.
 
-Requests that failed in transit or met a busy server are repeated by the policy of ``taut.io.http``. Then, and for what
-no repetition mends, EngineError says what was found; RequestRefused if only this request is at fault. Requests run on a
-thread of their own (``ClientThread``); cancelling a future closes its connection, and the server stops working on it.
-The API key comes from the environment variable named by the caller and appears in no message.
+Requests that failed in transit or met a busy server are repeated by the policy of ``taut.io.http``. Other failures are
+an EngineError, or RequestRefused if only this request is at fault. Requests run on a separate thread
+(``ClientThread``); cancelling a future closes its connection, and the server stops working on it. The API key comes
+from the environment variable named by the caller and appears in no message.
+
+Responses are parsed strictly, as far as they are used, and compared with the request. The weights of a vLLM server are
+controlled by these endpoints:
+
+    /v1/completions          prompt_logprobs of a fixed text
+    /v1/load_lora_adapter, /v1/unload_lora_adapter          with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1
+    /collective_rpc, /reset_prefix_cache                    with VLLM_SERVER_DEV_MODE=1; the methods are those of
+                                                            inference/worker/taut_worker.py
 """
 
 from __future__ import annotations
@@ -157,11 +165,6 @@ def _awaited(future: Future[Any], within: float | None = None) -> Any:
         future.cancel()
 
 
-# --------------------------------------------------------------------------------------------------
-# What an OpenAI-compatible endpoint answers, as far as it is read: parsed strictly, and checked against what was sent.
-#
-# May import errors and types. ``server.py`` imports it.
-
 ABOVE_ZERO = 1e-4
 """How far rounding may lift a log-prob above 0."""
 BELOW_ALL = -9999.0
@@ -247,16 +250,6 @@ def no_ids(what: str) -> EngineError:
         "serve the model with vLLM 0.10.2 or newer (return_token_ids)"
     )
 
-
-# --------------------------------------------------------------------------------------------------
-# What a vLLM server is asked about its weights, beside completions.
-#
-#     /v1/completions          prompt_logprobs of a fixed text
-#     /v1/load_lora_adapter, /v1/unload_lora_adapter          with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1
-#     /collective_rpc, /reset_prefix_cache                    with VLLM_SERVER_DEV_MODE=1; the methods are those of
-#                                                             rollout/worker/taut_worker.py
-#
-# May import errors, types and what is beside it. ``sync.py`` imports it.
 
 EMPTYING = 5
 """How often a server is asked to empty its prefix cache: what has just ended may hold a block for a moment."""
@@ -348,7 +341,7 @@ class Asked:
         return [parsed(_Reports, {"found": result}).found for result in results]
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        """Under a name nobody else has. One that is sent again, since its answer was lost, vLLM refuses."""
+        """Load an adapter under a unique name. vLLM refuses a name that is sent again because its response was lost."""
         try:
             self.root.tell("v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
         except RequestRefused as error:

@@ -1,14 +1,26 @@
-"""Weights on their way to a server: files in a folder that both see, and checksums of what arrived.
+"""Weight sync: pushes the training weights to a server after an update, and proves that they arrived.
 
-Tensors are written under the names of a Hugging Face checkpoint (an adapter merged, tied tensors once), in the dtype
-the server computes in, so that what it reads needs no rounding and checksums are those of the very bits.
+    mode      what is sent                                        how vLLM takes it
+    full      every weight, adapters merged, in its dtype         files in a folder; POST /collective_rpc to taut's
+                                                                  worker extension; the prefix cache is emptied
+    adapter   the adapter alone, in peft's format                 POST /v1/load_lora_adapter under a name per version,
+                                                                  which requests then use; the last one is unloaded
 
-The folder is in memory (/dev/shm) unless the user names another. It is a ``TemporaryFolder``, so that what a killed
-process leaves is removed by the next one. By default, and in a place where every user may write, only the user who
-trains (and root) can read it: mode 0700, files 0600. In another place that the user names, whoever may read the place
-may read the weights: they get its group and its permissions to read.
+Tensors are written under the names of a Hugging Face checkpoint (tied tensors once) in the dtype that the server
+computes in, so nothing is rounded on the way and checksums cover the exact bits.
 
-May import models, errors, temporary, rollout/served and rollout/worker. ``sync.py`` imports it.
+The folder is in memory (/dev/shm) unless the user names another. It is a ``TemporaryFolder``: the next process removes
+what a killed one leaves. By default, and in a place where every user may write, only the user who trains (and root) can
+read it: mode 0700, files 0600. In another place that the user names, the files get its group and its read permissions.
+
+A push is proven twice. Checksums (full): each parameter in the server's process equals the tensor that was sent, bit
+for bit. Logprobs (both): the server's logprobs of a fixed text equal the training model's, to within rounding. A
+difference is an EngineError, so every completion comes from known weights.
+
+Before each round of generation the server reports its process and the weights it holds. A server that was restarted
+gets the same files once more. One that is restarted during a round ends the run.
+
+Not here: transfers between GPUs (NCCL), a server that shards a layer's input on CPU kernels, more than one server.
 """
 
 from __future__ import annotations
@@ -190,26 +202,6 @@ def _batches(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[dict
 def _memory() -> Path:
     return MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
 
-
-# --------------------------------------------------------------------------------------------------
-# A server's weights follow those in training: pushed after an update, and proven to have arrived.
-#
-#    mode      what goes over                                      how vLLM takes it
-#    full      every weight, adapters merged, in its dtype         files in a folder; POST /collective_rpc to taut's
-#                                                                  worker extension; the prefix cache is emptied
-#    adapter   the adapter alone, in peft's format                 POST /v1/load_lora_adapter under a name per version,
-#                                                                  which requests then name; the last one is unloaded
-#
-# A push is proven twice. Checksums (full): each parameter's as the server's process has it equals that of the tensors
-# sent, bit for bit. Log-probs (both): what the server says of a fixed text equals the training model's own log-probs
-# to within rounding. What is not so is an EngineError that says what was found; so no completion is ever of unknown
-# weights.
-#
-# Before each round of generation the server is asked which process it is and what it holds. One that was started again
-# has lost what it was given: it gets the same files once more. One that is started again meanwhile ends the run.
-#
-# Deliberately not here: transfers between GPUs (NCCL), a server that shards a layer's input on CPU kernels, more than
-# one server. May import what rollout may; ``server.py`` imports it.
 
 PROBE = "The quick brown fox jumps over the lazy dog. 12 x 3.5 = 42, so: what comes next?"
 """The text whose log-probs server and model must agree on."""

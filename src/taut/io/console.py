@@ -2,7 +2,7 @@
 that fails is written to no more. Text from data cannot control the terminal: control characters are shown as escapes
 (``\\x1b``), and secrets in URLs as ``***``. ``terminal.py`` does the same for what rich prints.
 
-    with guarded():                     sys.stdout and sys.stderr of a command, whoever prints to them
+    with guarded():                     sys.stdout and sys.stderr of a command, whichever code prints to them
     Printer.on(sys.stdout)              one stream, for the reports of a run that is started from Python
     with told_when_slow("reading"):     a line on stderr, if it takes long
     is_first_on_host()                  which of several ranks prints how they end

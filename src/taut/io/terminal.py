@@ -54,6 +54,6 @@ def _shown(segment: Segment) -> Segment:
         return segment
     if (
         style is not None and style.link
-    ):  # a library's own line that was printed beside a progress bar
+    ):  # a library's own line that was printed next to a progress bar
         style = style.update_link(None)
     return Segment(escaped(text), style)

@@ -113,7 +113,7 @@ class Models:
     loaded: Loaded
     """The policy as it was loaded, with the dtype and attention that are in force for all models."""
     roles: Sequence[Role]
-    """Models whose outputs the loss reads beside the policy's: a reference."""
+    """Models other than the policy whose outputs the loss reads: a reference."""
     noise: Noise | None
     policy: PackPolicy
     """How samples share prefixes."""

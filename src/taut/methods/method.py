@@ -1,13 +1,11 @@
 """``RunConfig``, the base of all training methods: the keys that every run has, and what a method answers about
 itself.
 
-A method is a subclass in a file of its own. It adds its sections to the configuration and refuses settings that have
+A method is a subclass in a separate file. It adds its sections to the configuration and refuses settings that have
 no meaning (``__post_init__``); it says what a row of its data is, what it minimises, which models stand next to the
 policy and where its steps come from. Every member has a default, which is that of supervised fine-tuning, so that a
 method states what is different about it and no more. No other room asks which method a run has: it asks these
 members.
-
-May import rl, evals, inference, train and what is below them. ``run`` and all above it import it.
 """
 
 from __future__ import annotations

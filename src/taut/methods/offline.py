@@ -17,45 +17,45 @@ from taut.types import Tree
 
 @dataclass(frozen=True)
 class Offline:
-    """Which trees each step trains on."""
+    """The source of steps of a method that trains on fixed data."""
 
     rows: Rows
     order: Order
     epochs: float | None
-    """Where the data end; None: they go round and round."""
+    """Number of epochs after which the run ends; None: the data are repeated as long as steps are left."""
     loss: Loss
     mismatched_length: int | None = None
-    """Statistics of a step are taken over prompts with each other's answers, of at most so many tokens; None: over the
-    step itself."""
+    """If set, the loss's statistics are computed on the step's prompts combined with each other's answers, of at most
+    this many tokens; None: on the step's own trees."""
 
     def prepare(self, step: int) -> list[Tree]:
         """The trees of a step (counted from 1)."""
         return self.rows.trees(self.order.step(step, self.epochs))
 
     def observed(self, step: int) -> list[Tree] | None:
-        """The trees that the loss's statistics are taken over; None: those of the step."""
+        """The trees on which the loss's statistics of this step are computed; None: the step's own trees."""
         return self.observed_of(self.rows, self.order.step(step, self.epochs))
 
     def observed_of(self, rows: Rows, indices: list[int]) -> list[Tree] | None:
-        """The same of any rows, as of held-out ones."""
+        """Like ``observed``, for the given rows, which may be held-out ones."""
         if self.mismatched_length is None:
             return None
         return rows.mismatched(indices, self.mismatched_length)
 
     def cursor(self, step: int) -> Cursor:
-        """How far the data are after a step."""
+        """The position in the data after a step."""
         return self.order.cursor(step, self.epochs)
 
     def open(self) -> Sequence[Decision]:
-        """It needs nothing but its data."""
+        """Nothing to open."""
         return ()
 
     @property
     def state(self) -> None:
-        """The cursor is all that a resumed run needs."""
+        """None: a resumed run needs only the cursor."""
 
     def reject(self) -> None:
-        """Nothing is generated."""
+        """Nothing to discard: nothing is generated."""
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Nothing to close."""

@@ -104,17 +104,17 @@ class OnlineMethod(RunConfig):
     # -- what such a method answers besides
 
     def make_credit(self) -> Credit:
-        """Makes what judged completions become: it has a state."""
+        """Make the Credit, which turns judged completions into trees to train on. It has state: one for each run."""
         raise NotImplementedError
 
     def loss_decisions(self) -> list[Decision]:
-        """What was chosen for the user about the loss."""
+        """The settings of the loss that were chosen automatically, with reasons."""
         return []
 
     @property
     def scores_reference_first(self) -> bool:
-        """Whether the reference scores a roll-out before it is trained on, and not each step: its log-probs are part
-        of the reward, or used by more than one step.
+        """Whether the reference scores a whole rollout once, before training on it, instead of each micro-batch of each
+        step. True where its logprobs are part of the reward or more than one step uses them.
         """
         return False
 

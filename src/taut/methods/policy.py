@@ -216,7 +216,7 @@ class PolicyConfig:
         )
 
     def decisions(self, how: Correction) -> list[Decision]:
-        """What was chosen for the user about the correction."""
+        """The settings of the correction that were chosen automatically, with reasons."""
         decisions: list[Decision] = []
         if how.kind == "none":
             return decisions

@@ -86,7 +86,7 @@ def fullest(moments: Iterable[Parts], shares: Shares) -> Parts:
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: no types
-    """Records allocations and frees inside ``with``."""
+    """Records which part of the model or step allocates and frees how many bytes, inside ``with``."""
 
     def __init__(
         self, known: Mapping[str, Iterable[Tensor]], vocabulary: int | None = None

@@ -106,7 +106,7 @@ def work_of(packed: Packed, window: int | None) -> Work:
 
 @dataclass(frozen=True)
 class Seconds:
-    """One optimizer step."""
+    """Predicted seconds of one optimizer step."""
 
     compute: float
     update: float
@@ -115,7 +115,7 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """The total; communication overlaps with computation."""
+        """Seconds of the whole step; communication overlaps with computation."""
         return max(self.compute, self.communication) + self.update
 
 

@@ -65,7 +65,7 @@ class Workers:
         return self._threads.submit(self._ask, number, answered)
 
     def drop(self) -> None:
-        """End what is under way: nobody waits for it any more. The next answer gets a new process."""
+        """End the running call, whose result is no longer needed. The next answer gets a new process."""
         self._num_drops += 1
         for worker in self._workers:
             worker.kill()

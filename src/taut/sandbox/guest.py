@@ -125,7 +125,7 @@ def _begin() -> None:
 
 
 def _set_up(begin: Mapping[str, Any]) -> None:
-    """Bound the scratch folder, become a user that nobody is, give up every capability."""
+    """Bound the scratch folder, become a user ID that no account has, give up every capability."""
     if begin["has_namespaces"]:
         kernel.limit_scratch(SCRATCH, begin["scratch_mb"], begin["scratch_files"])
         for device in kernel.DEVICES:
@@ -267,7 +267,7 @@ def _limit(limits: Mapping[str, Any]) -> None:
         (resource.RLIMIT_MEMLOCK, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
     ):
-        most = resource.getrlimit(kind)[1]  # of whoever started taut
+        most = resource.getrlimit(kind)[1]  # of the user who started taut
         if most != resource.RLIM_INFINITY:
             soft, hard = min(soft, most), min(hard, most)
         resource.setrlimit(kind, (soft, hard))

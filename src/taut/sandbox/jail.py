@@ -241,7 +241,7 @@ class Streams:
                 return None
 
     def rest(self) -> Outcome | None:
-        """Read what was printed last: nobody is left to write."""
+        """Read what was printed last: no process is left that could write."""
         for reader in self._readers:
             while self._room >= 0 and wait_for([(reader, select.POLLIN)], 0) and self._read(reader):
                 pass
@@ -264,7 +264,7 @@ class Streams:
     def _write(self) -> None:
         try:
             self._unfed = self._unfed[os.write(self._feed, self._unfed[:_CHUNK]) :]
-        except BrokenPipeError:  # nobody reads it
+        except BrokenPipeError:  # no process reads it
             self._unfed = self._unfed[:0]
         if not self._unfed:
             self._close_feed()

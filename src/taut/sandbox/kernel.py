@@ -2,8 +2,7 @@
 
 Each function is one system call through ctypes, or a short fixed sequence, and raises OSError where the kernel refuses.
 
-Runs under ``python -s -S -P`` without the rest of taut: imports the standard library only. ``guest`` and ``mechanism``
-import it.
+Runs under ``python -s -S -P`` without the rest of taut: imports the standard library only.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def limit_scratch(path: str, megabytes: int, files: int) -> None:
 
 
 def keep_attributes(device: str) -> None:
-    """Let nobody change the times, mode or owner of a device that is mounted at ``device``; it is used as before."""
+    """Forbid changes of times, mode and owner of the device at ``device``; it can be read and written as before."""
     _remount(device, _BIND | _RDONLY | _NOSUID | _NOEXEC, "")
 
 

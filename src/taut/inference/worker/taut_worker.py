@@ -13,7 +13,7 @@ the same; what the model says of a probe does not.
 
 On a CPU, vLLM's kernels keep weights in a layout of their own, mostly with nothing left to read. Some columns are then
 read through the kernel: it is given rows of zeros with a single 1, which give back columns without rounding. A head
-tied to the embedding has such a copy too, which vLLM 0.32 forgets when it loads weights anew: it is made again here.
+tied to the embedding has such a copy too, which vLLM 0.32 forgets when it loads weights again: it is made again here.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def columns(width: int) -> list[int]:
 
 
 def _worker(extension: object) -> Any:
-    """The worker this class is mixed into, whose type is not to be had here."""
+    """The worker this class is mixed into, whose type cannot be imported here."""
     return extension
 
 
@@ -156,7 +156,7 @@ def _parts(model: Any, names: list[str]) -> dict[str, list[str]]:
 
 
 def _copied(model: Any) -> list[tuple[str, Any]]:
-    """Layers that keep their weight, and beside it a copy for their kernel."""
+    """Layers that keep their weight and, in addition, a copy of it for their kernel."""
     return [
         (name, layer)
         for name, layer in model.named_modules()

@@ -232,7 +232,7 @@ ROLLED = ("reward", "rewarded", "completions", "stopped", "tokens_mean")
 """What a line shows of a roll-out."""
 
 SUMMARISED = ("loss", "eval_loss", "model", "divergence", "reason")
-"""Fields of the end that the summary shows, and the reason of an early one, which whoever stopped the run tells."""
+"""Fields of the end that the summary shows, and the reason of an early one, given by what stopped the run."""
 
 WIDTH = 60
 """Characters shown of an answer and of what was expected."""

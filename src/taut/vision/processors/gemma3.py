@@ -1,6 +1,6 @@
 """Gemma 3 (arXiv:2503.19786): every picture is scaled to one square and is image_seq_length tokens, which see each
 other both ways. Pan and scan, which adds crops of long pictures, is refused: the library's processor leaves it out
-unless it is asked for in a call. Imported by the registry.
+unless it is asked for in a call.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """InternVL (arXiv:2504.10479) in the library's form: a picture is cut into up to max_patches square tiles in the grid
 nearest to its shape, with a small view of the whole after them where there are several; each tile is image_seq_length
-tokens. Imported by the registry.
+tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CUT = {"crop_to_patches": True}
 
 
 class InternVL(Family):
-    """Pictures in tiles."""
+    """The processor of InternVL: each picture is cut into square tiles, with a small view of the whole."""
 
     def __init__(self, files: ModelFiles) -> None:
         image = files.named_token("context_image_token")

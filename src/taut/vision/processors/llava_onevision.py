@@ -1,7 +1,6 @@
 """LLaVA-OneVision (arXiv:2408.03326): the only picture of a row is scaled into the best of a list of resolutions and
 cut into square tiles, behind a view of the whole; its features lose what is padding and get one more at the end of each
 line. A picture with company is put into one square instead, so what it becomes depends on how many its row has.
-Imported by the registry.
 """
 
 from __future__ import annotations
