@@ -1,8 +1,8 @@
 """Tiny vision-language models with random weights, one of every family, saved as complete directories: config, weights,
 generation_config, a tokenizer with the family's words and chat template, and what describes its pictures.
 
-As in ``tests.models``, weights are large enough for each token's logits to depend on the very keys, and pictures, it
-sees. Pictures of different sizes have different numbers of tokens wherever the family knows sizes; a tile is 4 to 9
+As in ``tests.tiny_models``, weights are large enough for each token's logits to depend on the very keys, and pictures,
+it sees. Pictures of different sizes have different numbers of tokens wherever the family knows sizes; a tile is 4 to 9
 tokens. Two seeds differ in the weights alone.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from tests import vision_templates as templates
-from tests.tokenizers import save_tokenizer, tiny_tokenizer
+from tests.tiny_tokenizers import save_tokenizer, tiny_tokenizer
 from tests.vision_processors import image_tokens, named_tokens, save_processor
 from torch import nn
 from transformers import (

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from tests.chats import SENTENCE, chats, write_rows
+from tests.chat_runs import SENTENCE, chats, write_rows
 from tests.checks.faults.data import plain, talks, words
 from tests.checks.planting import Place
-from tests.tokenizers import CHATML
+from tests.tiny_tokenizers import CHATML
 
 from taut.checks import CHECKS
 from taut.checks import data as reading

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.chats import QUIET, chats, events, save_model, sft, weights, words_of, write_rows
+from tests.chat_runs import QUIET, chats, events, save_model, sft, weights, words_of, write_rows
 from tests.checks.planting import Place
-from tests.forked import run
+from tests.forked_processes import run
 
 from taut.checks import CHECKS, Check
 from taut.checks.examine import Examination, examine

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import QUIET, chats, save_model, write_rows
-from tests.models import CARRIED, STATEFUL, save_tiny
-from tests.slow import slow_except
-from tests.tokenizers import tiny_tokenizer
+from tests.chat_runs import QUIET, chats, save_model, write_rows
+from tests.slow_cases import slow_except
+from tests.tiny_models import CARRIED, STATEFUL, save_tiny
+from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.checks.examine import Examination, examine
 from taut.checks.session import Session

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import sft
+from tests.chat_runs import sft
 from tests.checks.planting import Place
 
 from taut.checks.examine import examine

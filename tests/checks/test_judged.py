@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import chats
+from tests.chat_runs import chats
 from tests.checks.faults.judged import compared, labelled
 from tests.checks.planting import Place
 from tests.checks.test_planted import told

@@ -12,9 +12,9 @@ from tests.checks.faults.rollout import generating, sums
 from tests.checks.planting import Place
 from tests.checks.test_judged import answers
 from tests.checks.test_planted import told
-from tests.models import save_tiny
-from tests.services import serving
-from tests.tokenizers import tiny_tokenizer
+from tests.fake_executors import serving
+from tests.tiny_models import save_tiny
+from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.checks.examine import examine
 from taut.checks.rollouts import close, prompts_leave_room_for_answers

@@ -9,8 +9,8 @@ import pytest
 from tests.checks.faults.template import CALL, TOOL, rows_of
 from tests.checks.planting import Place
 from tests.checks.test_planted import told
-from tests.models import save_tiny
-from tests.tokenizers import QWEN3, tiny_tokenizer
+from tests.tiny_models import save_tiny
+from tests.tiny_tokenizers import QWEN3, tiny_tokenizer
 
 from taut.checks import CHECKS
 from taut.checks.examine import Examination, examine

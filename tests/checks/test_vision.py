@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import QUIET, chats, write_rows
-from tests.pictured import chats_with_pictures
+from tests.chat_runs import QUIET, chats, write_rows
+from tests.picture_rows import chats_with_pictures
 from tests.vision_models import tiny_vlm
 
 from taut.checks.examine import Examination, examine

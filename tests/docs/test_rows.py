@@ -7,7 +7,7 @@ import re
 
 import pytest
 from tests.docs.pages import ROOT
-from tests.tokenizers import tiny_tokenizer
+from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.data.render import Renderer, render_any
 from taut.data.schema import Columns, Kind, read_any

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.chats import chats, save_model, write_rows
+from tests.chat_runs import chats, save_model, write_rows
 
 
 @pytest.fixture(scope="session")

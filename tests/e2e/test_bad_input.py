@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import QUIET, chats, words_of, write_rows
+from tests.chat_runs import QUIET, chats, words_of, write_rows
 
 from taut.cli import main
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.chats import chats, column, events, save_model, sft, weights, write_rows
+from tests.chat_runs import chats, column, events, save_model, sft, weights, write_rows
 from torch import nn
 from transformers import AutoTokenizer
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from tests.chats import QUIET, events, weights, write_rows
+from tests.chat_runs import QUIET, events, weights, write_rows
 from tests.vision_models import tiny_vlm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import (
+from tests.chat_runs import (
     QUIET,
     chats,
     column,
@@ -17,7 +17,7 @@ from tests.chats import (
     weights,
     write_rows,
 )
-from tests.tokenizers import tiny_tokenizer
+from tests.tiny_tokenizers import tiny_tokenizer
 
 import taut
 from taut.errors import ConfigError, DataError

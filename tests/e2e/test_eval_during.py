@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import (
+from tests.chat_runs import (
     PLAIN,
     QUIET,
     chats,
@@ -21,7 +21,7 @@ from tests.chats import (
     words_of,
     write_rows,
 )
-from tests.forked import run
+from tests.forked_processes import run
 
 import taut
 from taut.cli import main

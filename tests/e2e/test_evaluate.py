@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import chats, write_rows
-from tests.engines import FakeEngine
+from tests.chat_runs import chats, write_rows
+from tests.scripted_engines import FakeEngine
 
 import taut
 from taut import cli

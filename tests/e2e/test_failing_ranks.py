@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.chats import QUIET, words_of
-from tests.forked import LIMIT, start, worlds
+from tests.chat_runs import QUIET, words_of
+from tests.forked_processes import LIMIT, start, worlds
 from torch.distributed import TCPStore
 
 PROGRAM = """\

@@ -26,9 +26,9 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from tests.chats import QUIET, chats, words_of, write_rows
-from tests.malformed import FLAT, JUDGED, ROWS, SIMPLE, TEXT, TOML, spoil_bytes, spoil_value
-from tests.tokenizers import tiny_tokenizer
+from tests.chat_runs import QUIET, chats, words_of, write_rows
+from tests.malformed_inputs import FLAT, JUDGED, ROWS, SIMPLE, TEXT, TOML, spoil_bytes, spoil_value
+from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut import cli
 from taut.cli import config_class, main

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.chats import chats, save_model, sft, words_of, write_rows
-from tests.server import FakeServer, Fault
-from tests.tokenizers import tiny_tokenizer
+from tests.chat_runs import chats, save_model, sft, words_of, write_rows
+from tests.fake_vllm import FakeServer, Fault
+from tests.tiny_tokenizers import tiny_tokenizer
 
 import taut
 from taut.cli import main

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import (
+from tests.chat_runs import (
     PLAIN,
     QUIET,
     chats,
@@ -22,7 +22,7 @@ from tests.chats import (
     words_of,
     write_rows,
 )
-from tests.forked import run
+from tests.forked_processes import run
 
 import taut
 from taut.errors import Interrupted

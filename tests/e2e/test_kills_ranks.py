@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import column, events, largest_difference, weights
-from tests.kills import kill, resume, shuffled_mixture, whole
-from tests.left import Left, left, require_equal
-from tests.points import Operation, Point, point
-from tests.slow import slow_except
+from tests.chat_runs import column, events, largest_difference, weights
+from tests.kill_points import Operation, Point, point
+from tests.killed_runs import kill, resume, shuffled_mixture, whole
+from tests.run_directories import Left, left, require_equal
+from tests.slow_cases import slow_except
 
 from taut.run.fingerprint import TOLERANCE
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chats import PLAIN, column, events, largest_difference, sft, weights
+from tests.chat_runs import PLAIN, column, events, largest_difference, sft, weights
 
 import taut
 from taut.cli import main

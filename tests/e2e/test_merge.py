@@ -10,7 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from tests.chats import largest_difference, save_model, sft, weights
+from tests.chat_runs import largest_difference, save_model, sft, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import taut

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from tests.chats import column, events, largest_difference, sft, weights, write_rows
-from tests.models import save_tiny
-from tests.online import METHODS_KEYS, TWICE, keys_of, questions, save_models, train
-from tests.tokenizers import tiny_tokenizer
+from tests.chat_runs import column, events, largest_difference, sft, weights, write_rows
+from tests.online_runs import METHODS_KEYS, TWICE, keys_of, questions, save_models, train
+from tests.tiny_models import save_tiny
+from tests.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import taut

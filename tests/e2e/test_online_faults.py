@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import column, events, largest_difference, weights
-from tests.online import keys_of, save_models, train
+from tests.chat_runs import column, events, largest_difference, weights
+from tests.online_runs import keys_of, save_models, train
 
 import taut
 from taut.errors import CheckFailed, ConfigError, UserCodeError

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from tests.chats import events
-from tests.kills import kill, resume, whole
-from tests.left import Left, left, require_equal
-from tests.online import keys_of, save_models
-from tests.points import Operation, Point
+from tests.chat_runs import events
+from tests.kill_points import Operation, Point
+from tests.killed_runs import kill, resume, whole
+from tests.online_runs import keys_of, save_models
+from tests.run_directories import Left, left, require_equal
 
 COMMON = {"dtype": "float32", "checkpoint__background": False}
 KINDS: dict[str, dict[str, Any]] = {

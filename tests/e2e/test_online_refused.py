@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import events, write_rows
-from tests.models import save_tiny
-from tests.online import keys_of, make, questions, save_models, train
-from tests.tokenizers import tiny_tokenizer
+from tests.chat_runs import events, write_rows
+from tests.online_runs import keys_of, make, questions, save_models, train
+from tests.tiny_models import save_tiny
+from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.config import from_mapping
 from taut.errors import ConfigError, DataError, ModelError, TautError

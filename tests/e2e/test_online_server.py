@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chats import column, events, save_model
-from tests.online import keys_of, train
-from tests.sampling import SamplingServer
-from tests.server import Body, Fault
-from tests.weights import tiny
+from tests.chat_runs import column, events, save_model
+from tests.fake_vllm import Body, Fault
+from tests.fake_weight_sync import tiny
+from tests.online_runs import keys_of, train
+from tests.sampling_server import SamplingServer
 from transformers import AutoModelForCausalLM
 
 from taut.errors import CheckFailed, EngineError, Interrupted

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chats import column, decisions, events, largest_difference, save_model, weights
-from tests.judged import keys_of, make, train
-from tests.left import is_same, read_checkpoint
+from tests.chat_runs import column, decisions, events, largest_difference, save_model, weights
+from tests.judged_runs import keys_of, make, train
+from tests.run_directories import is_same, read_checkpoint
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import chats, save_model, words_of, write_rows
+from tests.chat_runs import chats, save_model, words_of, write_rows
 from tests.e2e.test_bad_input import tree
-from tests.judged import keys_of, pairs, train
-from tests.models import save_tiny
-from tests.tokenizers import tiny_tokenizer
+from tests.judged_runs import keys_of, pairs, train
+from tests.tiny_models import save_tiny
+from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.cli import main
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import events
-from tests.judged import keys_of
-from tests.kills import kill, resume, whole
-from tests.left import Left, left, require_equal
-from tests.points import Operation, point
-from tests.slow import slow_except
+from tests.chat_runs import events
+from tests.judged_runs import keys_of
+from tests.kill_points import Operation, point
+from tests.killed_runs import kill, resume, whole
+from tests.run_directories import Left, left, require_equal
+from tests.slow_cases import slow_except
 
 STEPS = {
     "steps": 5,

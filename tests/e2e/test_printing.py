@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import QUIET, column, events, save_model, words_of
-from tests.forked import run
+from tests.chat_runs import QUIET, column, events, save_model, words_of
+from tests.forked_processes import run
 
 PROGRAM = """\
 import os, sys

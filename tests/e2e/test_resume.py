@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chats import (
+from tests.chat_runs import (
     PLAIN,
     QUIET,
     chats,
@@ -26,7 +26,7 @@ from tests.chats import (
     words_of,
     write_rows,
 )
-from tests.forked import start
+from tests.forked_processes import start
 
 import taut
 from taut.cli import main

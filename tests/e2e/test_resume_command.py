@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import QUIET, chats, column, largest_difference, weights, words_of, write_rows
+from tests.chat_runs import QUIET, chats, column, largest_difference, weights, words_of, write_rows
 
 import taut
 from taut.cli import main

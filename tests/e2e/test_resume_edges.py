@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import PLAIN, chats, column, events, sft, write_rows
+from tests.chat_runs import PLAIN, chats, column, events, sft, write_rows
 
 import taut
 from taut.commands import train as api

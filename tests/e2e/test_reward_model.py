@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chats import QUIET, events, save_model, write_rows
-from tests.tokenizers import tiny_tokenizer
+from tests.chat_runs import QUIET, events, save_model, write_rows
+from tests.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 import taut

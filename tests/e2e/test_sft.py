@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chats import (
+from tests.chat_runs import (
     PLAIN,
     QUIET,
     SENTENCE,
@@ -24,9 +24,9 @@ from tests.chats import (
     words_of,
     write_rows,
 )
-from tests.forked import run
-from tests.models import CARRIED, STATEFUL
-from tests.slow import slow_except
+from tests.forked_processes import run
+from tests.slow_cases import slow_except
+from tests.tiny_models import CARRIED, STATEFUL
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import taut
@@ -120,7 +120,7 @@ def test_files_and_events_of_a_run(go: Go, train: Path) -> None:
             "contract",
         ],
         "passed",
-    ) | {"stop": "skipped"}  # tests.chats.QUIET asks for none
+    ) | {"stop": "skipped"}  # tests.chat_runs.QUIET asks for none
     assert result.loss == steps[-1]["loss"] == lines[-1]["loss"]
     resolved = json.loads((out / "resolved.json").read_text())
     assert resolved["config"]["steps"] == 5
@@ -392,7 +392,7 @@ def test_every_architecture_trains_packed_and_saves_what_it_trained(
     result = sft(model, train, tmp_path / "out", **keys)
     again = sft(model, train, tmp_path / "recomputed", activation_checkpointing=True, **keys)
     checks = {event["name"]: event["outcome"] for event in events(result.out, "check")}
-    assert checks.pop("stop") == "skipped"  # tests.chats.QUIET asks for none
+    assert checks.pop("stop") == "skipped"  # tests.chat_runs.QUIET asks for none
     assert checks.pop("data.overlap") == "warning"  # it is measured on what it learns from
     assert set(checks.values()) <= {"passed", "skipped"}
     assert {checks["attention.packed"], checks["first_step"], checks["reload"]} == {"passed"}

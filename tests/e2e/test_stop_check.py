@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.chats import QUIET, events, save_model, sft, words_of, write_rows
-from tests.models import STATEFUL
+from tests.chat_runs import QUIET, events, save_model, sft, words_of, write_rows
+from tests.tiny_models import STATEFUL
 
 from taut import cli
 from taut.data.dataset import DataConfig, Dataset, load_dataset

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.chats import decisions, events, sft, write_rows
-from tests.models import save_tiny
-from tests.tokenizers import SPECIALS, save_tokenizer, tiny_tokenizer
+from tests.chat_runs import decisions, events, sft, write_rows
+from tests.tiny_models import save_tiny
+from tests.tiny_tokenizers import SPECIALS, save_tokenizer, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import taut

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import chats, save_model, sft, write_rows
-from tests.server import FakeServer, Fault
+from tests.chat_runs import chats, save_model, sft, write_rows
+from tests.fake_vllm import FakeServer, Fault
 
 from taut.commands.verify import Verify, run, verify
 from taut.evals.contract import read_contract

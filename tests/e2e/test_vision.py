@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import column, events, largest_difference, weights
-from tests.kills import kill, resume, whole
-from tests.left import left, require_equal
-from tests.points import point
-from tests.shown import QUESTIONS, keys_of, train
+from tests.chat_runs import column, events, largest_difference, weights
+from tests.kill_points import point
+from tests.killed_runs import kill, resume, whole
+from tests.picture_runs import QUESTIONS, keys_of, train
+from tests.run_directories import left, require_equal
 from tests.vision_models import tiny_vlm
 from tests.vision_templates import LLAVA_ONEVISION
 

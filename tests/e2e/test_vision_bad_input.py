@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from tests.chats import events, save_model, write_rows
-from tests.shown import draw, keys_of, train
+from tests.chat_runs import events, save_model, write_rows
+from tests.picture_runs import draw, keys_of, train
 from tests.vision_models import tiny_vlm
 
 from taut.cli import main

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests import jobs
-from tests.models import logits_of, tiny_model
-from tests.tokenizers import tiny_tokenizer
+from tests import tiny_trainers as jobs
+from tests.tiny_models import logits_of, tiny_model
+from tests.tiny_tokenizers import tiny_tokenizer
 from torch import Tensor
 
 from taut.attention import select

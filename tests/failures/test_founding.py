@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.chats import chats, column, events, save_model, sft, write_rows
-from tests.models import logits_of, tiny_model
-from tests.tokenizers import tiny_tokenizer
+from tests.chat_runs import chats, column, events, save_model, sft, write_rows
+from tests.tiny_models import logits_of, tiny_model
+from tests.tiny_tokenizers import tiny_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model

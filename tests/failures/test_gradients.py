@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import chats, column, largest_difference, save_model, sft, weights, write_rows
+from tests.chat_runs import chats, column, largest_difference, save_model, sft, weights, write_rows
 from transformers import PreTrainedModel
 
 from taut.errors import CheckFailed

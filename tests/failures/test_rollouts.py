@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from tests.chats import QUIET
+from tests.chat_runs import QUIET
 from tests.unit.rl.test_advantages import paths, policy
 
 from taut.config import from_mapping

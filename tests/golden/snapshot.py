@@ -24,8 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from tests import judged, online, shown
-from tests.chats import chats, save_model, write_rows
+from tests import judged_runs as judged
+from tests import online_runs as online
+from tests import picture_runs as shown
+from tests.chat_runs import chats, save_model, write_rows
 from tests.golden.renames import Renames
 from tests.vision_models import tiny_vlm
 

@@ -23,7 +23,7 @@ from math import exp, log, sqrt
 
 import pytest
 import torch
-from tests.preferences import plain_pairs, scales
+from tests.preference_rows import plain_pairs, scales
 
 from taut.losses.policy import Average, Bounds, Kl, PolicyGradient
 from taut.types import Packed, Scores

@@ -30,7 +30,7 @@ from math import exp, log, log1p, sqrt
 import numpy as np
 import pytest
 import torch
-from tests.preferences import ONE, answer, plain_pairs, with_values
+from tests.preference_rows import ONE, answer, plain_pairs, with_values
 
 from taut.data.packing import ALONE, pack
 from taut.losses import Loss

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chats import chats, column, save_model, sft, write_rows
-from tests.jobs import Fixed, make
-from tests.samples import nested_family
+from tests.chat_runs import chats, column, save_model, sft, write_rows
+from tests.tiny_samples import nested_family
+from tests.tiny_trainers import Fixed, make
 from torch import Tensor
 
 from taut.train.trainer import train_step

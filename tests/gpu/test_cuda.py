@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.chats import chats, column, save_model, sft, write_rows
+from tests.chat_runs import chats, column, save_model, sft, write_rows
 from tests.unit.attention.test_backends import FLAT, TREE, dense
 from torch import Tensor
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.models import tiny_model
-from tests.samples import nested_family
+from tests.tiny_models import tiny_model
+from tests.tiny_samples import nested_family
 from torch import Tensor
 from transformers import PreTrainedModel
 

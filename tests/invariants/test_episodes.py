@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.models import tiny_model
-from tests.tokenizers import tiny_tokenizer
+from tests.tiny_models import tiny_model
+from tests.tiny_tokenizers import tiny_tokenizer
 from tests.unit.rl.test_environment import Scripted, row_of
 from torch import Tensor
 

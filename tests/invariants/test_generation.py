@@ -11,9 +11,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from tests.models import CARRIED, tiny_model
-from tests.slow import slow_except
-from tests.tokenizers import tiny_tokenizer
+from tests.slow_cases import slow_except
+from tests.tiny_models import CARRIED, tiny_model
+from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.attention.select import PREFIX
 from taut.config import replace

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from tests import emulation
-from tests.models import CARRIED, EIGHT, tiny_model
-from tests.samples import nested_family
-from tests.slow import slow_except
+from tests import kernel_emulation as emulation
+from tests.slow_cases import slow_except
+from tests.tiny_models import CARRIED, EIGHT, tiny_model
+from tests.tiny_samples import nested_family
 from torch import Tensor
 from transformers import PreTrainedModel
 

@@ -11,8 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from tests.models import CARRIED, tiny_config, tiny_model
-from tests.preferences import (
+from tests.preference_rows import (
     ROLLED_OUT,
     answers_for,
     groups_of,
@@ -23,6 +22,7 @@ from tests.preferences import (
     step_loss,
     step_metrics,
 )
+from tests.tiny_models import CARRIED, tiny_config, tiny_model
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 

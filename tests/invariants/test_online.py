@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.chats import column, events, largest_difference, weights
-from tests.online import LENGTH, keys_of, make, save_models, train
+from tests.chat_runs import column, events, largest_difference, weights
+from tests.online_runs import LENGTH, keys_of, make, save_models, train
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

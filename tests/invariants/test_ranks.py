@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chats import (
+from tests.chat_runs import (
     QUIET,
     chats,
     column,
@@ -25,7 +25,7 @@ from tests.chats import (
     words_of,
     write_rows,
 )
-from tests.forked import run
+from tests.forked_processes import run
 from tests.vision_models import tiny_vlm
 from tests.vision_samples import Drawn
 
@@ -128,7 +128,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def torchrun(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    """Two processes of ``python WORDS``, as they are started in earnest; ``tests.forked`` is quicker."""
+    """Two processes of ``python WORDS``, as they are started in earnest; ``tests.forked_processes`` is quicker."""
     launcher = [
         sys.executable,
         "-m",

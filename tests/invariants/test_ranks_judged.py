@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chats import column, events, largest_difference, save_model, weights
+from tests.chat_runs import column, events, largest_difference, save_model, weights
 from tests.invariants.test_ranks import LIMIT, two_ranks
-from tests.judged import keys_of, train
-from tests.left import read_checkpoint
+from tests.judged_runs import keys_of, train
+from tests.run_directories import read_checkpoint
 
 UNEVEN = {"batch.samples_per_step": 5, "batch.tokens_per_microbatch": 90, "steps": 3}
 """The ranks have different numbers of micro-batches."""

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import column, events, largest_difference, weights
+from tests.chat_runs import column, events, largest_difference, weights
 from tests.invariants.test_ranks import LIMIT, two_ranks
-from tests.online import TWICE, keys_of, save_models, train
+from tests.online_runs import TWICE, keys_of, save_models, train
 
 UNEVEN = {"batch.tokens_per_microbatch": 90, "steps": 3}
 """The ranks have different numbers of micro-batches."""

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.chats import column, events, save_model, write_rows
-from tests.online import keys_of, questions, train
+from tests.chat_runs import column, events, save_model, write_rows
+from tests.online_runs import keys_of, questions, train
 from transformers import AutoTokenizer
 
 from taut.inference.local import LocalEngine

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.models import save_tiny
-from tests.tokenizers import tiny_tokenizer
+from tests.tiny_models import save_tiny
+from tests.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoTokenizer
 
 import taut

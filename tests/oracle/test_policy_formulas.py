@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.preferences import packs, scales
+from tests.preference_rows import packs, scales
 from torch import Tensor
 
 from taut.losses import Loss

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from tests.preferences import plain_pairs, scales, with_values
+from tests.preference_rows import plain_pairs, scales, with_values
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chats import sft, write_rows
-from tests.models import save_tiny
-from tests.tokenizers import CORPUS, MARKERS, SPECIALS, TEMPLATES, tiny_tokenizer
+from tests.chat_runs import sft, write_rows
+from tests.tiny_models import save_tiny
+from tests.tiny_tokenizers import CORPUS, MARKERS, SPECIALS, TEMPLATES, tiny_tokenizer
 from tests.unit.commands.test_export import LLAMA3
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -26,7 +27,6 @@ from taut.commands.export import Export, run
 from taut.data.cache import default_directory
 from taut.demo import fetch
 from taut.models.gguf import PRE_TOKENIZERS
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 pytestmark = [
     pytest.mark.real,

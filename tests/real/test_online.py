@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import column, events, write_rows
+from tests.chat_runs import column, events, write_rows
 from tests.real.vllm import needs_vllm
 
 import taut

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.fake_weight_sync import CPU, change
 from tests.real.vllm import needs_vllm
-from tests.weights import CPU, change
 from torch import nn
 
 from taut.attention.select import select

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from tests.checks.faults.template import PLAIN, WORDS, rows_of, templated, tokenized
 from tests.checks.planting import Place, fault
-from tests.models import save_tiny
-from tests.tokenizers import CHATML, LLAMA3, QWEN3, TEMPLATES, tiny_tokenizer
+from tests.tiny_models import save_tiny
+from tests.tiny_tokenizers import CHATML, LLAMA3, QWEN3, TEMPLATES, tiny_tokenizer
 
 from taut.checks.session import Session
 from taut.data.render import Renderer

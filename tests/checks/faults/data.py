@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from PIL import Image
-from tests.chats import WORDS, chats
+from tests.chat_runs import WORDS, chats
 from tests.checks.planting import Place, fault
-from tests.models import save_tiny
-from tests.tokenizers import tiny_tokenizer
+from tests.tiny_models import save_tiny
+from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.checks.session import Session
 from taut.data import batching

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.chats import WORDS
+from tests.chat_runs import WORDS
 from tests.checks.faults.attention import _reaching
 from tests.checks.planting import Place, fault
 from torch import Tensor

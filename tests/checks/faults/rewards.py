@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.chats import chats, write_rows
+from tests.chat_runs import chats, write_rows
 from tests.checks.planting import Place, fault
 
 from taut.checks.session import Session

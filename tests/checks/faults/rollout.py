@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.checks.planting import Place, fault
-from tests.tokenizers import CHATML
+from tests.tiny_tokenizers import CHATML
 
 from taut.checks.session import Session
 from taut.inference import local

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.checks.faults.template import PLAIN, WORDS, rows_of, templated
 from tests.checks.planting import Place, fault
-from tests.models import save_tiny
-from tests.tokenizers import CHATML, tiny_tokenizer
+from tests.tiny_models import save_tiny
+from tests.tiny_tokenizers import CHATML, tiny_tokenizer
 
 from taut.checks.session import Session
 from taut.data.render import Renderer

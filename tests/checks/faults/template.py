@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.chats import chats
+from tests.chat_runs import chats
 from tests.checks.planting import Place, fault
-from tests.models import save_tiny
-from tests.tokenizers import CHATML, QWEN3, QWEN25, tiny_tokenizer
+from tests.tiny_models import save_tiny
+from tests.tiny_tokenizers import CHATML, QWEN3, QWEN25, tiny_tokenizer
 
 from taut.checks.session import Session
 

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tests.checks.planting import Place, fault
-from tests.pictured import chats_with_pictures
+from tests.picture_rows import chats_with_pictures
 from tests.vision_models import tiny_vlm
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests import emulation
+from tests import kernel_emulation as emulation
 from torch import Tensor, nn
 from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig, PreTrainedConfig
 

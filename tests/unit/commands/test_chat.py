@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import save_model
-from tests.engines import FakeEngine
-from tests.tokenizers import tiny_tokenizer
+from tests.chat_runs import save_model
+from tests.scripted_engines import FakeEngine
+from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.cli import main
 from taut.commands.chat import Chat, Stream, chat

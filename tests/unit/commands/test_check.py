@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import QUIET, chats, save_model, words_of, write_rows
+from tests.chat_runs import QUIET, chats, save_model, words_of, write_rows
 from tests.docs.pages import CHECK_PAGE
-from tests.forked import run
+from tests.forked_processes import run
 
 import taut
 from taut.checks import CHECKS, Check

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFReader, TokenType
-from tests.models import logits_of, save_tiny, tiny_config, tiny_model
-from tests.tokenizers import tiny_tokenizer
+from tests.tiny_models import logits_of, save_tiny, tiny_config, tiny_model
+from tests.tiny_tokenizers import tiny_tokenizer
+from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -22,7 +23,6 @@ from taut.errors import CheckFailed, ModelError, OutputError
 from taut.models import gguf
 from taut.models.gguf import PRE_TOKENIZERS, pre_tokenizer_name, vocabulary
 from taut.models.load import quiet_library
-from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 LLAMA3 = {
     "rope_type": "llama3",

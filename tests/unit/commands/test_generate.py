@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import save_model, write_rows
-from tests.engines import FakeEngine
+from tests.chat_runs import save_model, write_rows
+from tests.scripted_engines import FakeEngine
 
 from taut.cli import main
 from taut.commands import generate as command

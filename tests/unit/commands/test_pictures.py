@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from tests.chats import save_model, write_rows
-from tests.engines import FakeEngine
+from tests.chat_runs import save_model, write_rows
+from tests.scripted_engines import FakeEngine
 from tests.vision_models import tiny_vlm
 
 from taut.commands.chat import Chat, chat

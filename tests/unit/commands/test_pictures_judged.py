@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 from starlette.testclient import TestClient
-from tests.chats import write_rows
-from tests.tokenizers import save_tokenizer
+from tests.chat_runs import write_rows
+from tests.tiny_tokenizers import save_tokenizer
 from tests.vision_models import tiny_vlm, vision_tokenizer
 from tests.vision_processors import save_processor
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.chats import chats, save_model, write_rows
-from tests.models import tiny_config
+from tests.chat_runs import chats, save_model, write_rows
+from tests.tiny_models import tiny_config
 
 from taut.commands import plan as command
 from taut.commands.plan import Plan, memory, plan, show

@@ -80,7 +80,7 @@ def test_texts_and_messages_get_the_library_s_numbers(model: Path, client: TestC
 
 
 def theirs_eos() -> str:
-    from tests.tokenizers import tiny_tokenizer
+    from tests.tiny_tokenizers import tiny_tokenizer
 
     return str(tiny_tokenizer().eos_token)
 

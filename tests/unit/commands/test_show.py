@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from tests.models import save_tiny
-from tests.tokenizers import TEMPLATES, tiny_tokenizer
+from tests.tiny_models import save_tiny
+from tests.tiny_tokenizers import TEMPLATES, tiny_tokenizer
 
 import taut
 from taut.cli import main

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.chats import QUIET, chats, save_model, write_rows
-from tests.tokenizers import tiny_tokenizer
+from tests.chat_runs import QUIET, chats, save_model, write_rows
+from tests.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from taut.commands import teach as command

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.chats import chats, write_rows
-from tests.tokenizers import tiny_tokenizer
+from tests.chat_runs import chats, write_rows
+from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.data import cache
 from taut.data.dataset import DataConfig, Dataset, load_dataset

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.hangs import time_limit
+from tests.time_limits import time_limit
 
 from taut.data.sources import Source, open_source
 from taut.errors import DataError

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.tokenizers import QWEN3, tiny_tokenizer
+from tests.tiny_tokenizers import QWEN3, tiny_tokenizer
 
 from taut.data import cache
 from taut.data.dataset import DataConfig, Dataset, build_renderer, load_dataset

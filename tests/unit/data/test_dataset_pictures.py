@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from tests.chats import write_rows
-from tests.tiled import picture, renderer
+from tests.chat_runs import write_rows
+from tests.counted_pictures import picture, renderer
 
 from taut.config import from_mapping
 from taut.data import images

@@ -6,15 +6,15 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.slow import slow_except
-from tests.tokenizers import CHATML, tiny_tokenizer
+from tests.slow_cases import slow_except
+from tests.tiny_tokenizers import CHATML, tiny_tokenizer
+from tokenizers import Regex, pre_tokenizers
 
 from taut.data.chat_template import Template
 from taut.data.messages import Conversation
 from taut.data.render import Renderer
 from taut.errors import ModelError, RenderError
 from taut.io import processes
-from tokenizers import Regex, pre_tokenizers
 
 ROW = Conversation(
     "rows.jsonl:7",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.pictures import Piece, illustrated
+from tests.picture_names import Piece, illustrated
 
 from taut.attention.layout import Layout
 from taut.data.batching import prefix_groups

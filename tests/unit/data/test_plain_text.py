@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import QUIET, events, save_model, sft, write_rows
-from tests.tokenizers import tiny_tokenizer
+from tests.chat_runs import QUIET, events, save_model, sft, write_rows
+from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.commands.generate import Generate
 from taut.commands.reading import columns_of, source_of

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet
 import pytest
-from tests.chats import write_rows
-from tests.tokenizers import tiny_tokenizer
+from tests.chat_runs import write_rows
+from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.data.prompts import LAST_MESSAGE, PromptRow, load_prompts
 from taut.data.render import Renderer

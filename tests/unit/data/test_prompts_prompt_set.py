@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import write_rows
-from tests.tokenizers import tiny_tokenizer
+from tests.chat_runs import write_rows
+from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.config import from_mapping
 from taut.data.dataset import DataConfig

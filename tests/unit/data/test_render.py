@@ -6,7 +6,7 @@ import datetime
 from typing import Any
 
 import pytest
-from tests.tokenizers import CHATML, MISTRAL, TEMPLATES, tiny_tokenizer
+from tests.tiny_tokenizers import CHATML, MISTRAL, TEMPLATES, tiny_tokenizer
 
 from taut.data.messages import Completion, Document, read_conversation
 from taut.data.render import Renderer, Targets

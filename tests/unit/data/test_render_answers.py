@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tokenizers import CHATML, TEMPLATES, tiny_tokenizer
+from tests.tiny_tokenizers import CHATML, TEMPLATES, tiny_tokenizer
 
 from taut.data.dataset import DataConfig, Dataset, build_renderer, load_dataset, read_rows
 from taut.data.packing import common_prefix, pack

@@ -8,8 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tests.tiled import TEMPLATES, WORDS, chat, learned, picture, renderer, said, spans, text
-from tests.tokenizers import tiny_tokenizer
+from tests.counted_pictures import (
+    TEMPLATES,
+    WORDS,
+    chat,
+    learned,
+    picture,
+    renderer,
+    said,
+    spans,
+    text,
+)
+from tests.tiny_tokenizers import tiny_tokenizer
 from tests.vision_models import FAMILIES, vision_config, vision_tokenizer
 from tests.vision_processors import save_processor
 

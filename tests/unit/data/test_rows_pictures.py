@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.chats import write_rows
-from tests.tiled import chat, learned, picture, renderer, said
+from tests.chat_runs import write_rows
+from tests.counted_pictures import chat, learned, picture, renderer, said
 
 from taut.config import from_mapping
 from taut.data import images

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.models import save_tiny, tiny_config
-from tests.tokenizers import TEMPLATES, tiny_tokenizer
+from tests.tiny_models import save_tiny, tiny_config
+from tests.tiny_tokenizers import TEMPLATES, tiny_tokenizer
 from transformers import GenerationConfig
 
 from taut.data.messages import Completion, read_conversation

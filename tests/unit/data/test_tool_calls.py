@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.tokenizers import TEMPLATES, tiny_tokenizer
+from tests.tiny_tokenizers import TEMPLATES, tiny_tokenizer
 
 from taut.data.chat_template import Template
 from taut.data.tool_calls import TOOLS, CallFormat, ToolCall, derive_call_format

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.chats import chats, write_rows
-from tests.tokenizers import CHATML, tiny_tokenizer
+from tests.chat_runs import chats, write_rows
+from tests.tiny_tokenizers import CHATML, tiny_tokenizer
 
 from taut.data.dataset import DataConfig, Dataset, load_dataset
 from taut.data.packing import pack

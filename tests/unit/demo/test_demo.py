@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.tokenizers import tiny_tokenizer
+from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.config import load
 from taut.data.prompts import PromptRow

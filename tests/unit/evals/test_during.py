@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from tests import tiled
-from tests.chats import write_rows
+from tests import counted_pictures as tiled
+from tests.chat_runs import write_rows
 
 from taut.data.dataset import DataConfig
 from taut.errors import DataError

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.engines import FakeEngine
+from tests.scripted_engines import FakeEngine
 
 from taut.config import from_mapping
 from taut.data.prompts import PromptRow

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from tests.pictures import illustrated
+from tests.picture_names import illustrated
 
 from taut.evals.stopping import StopConfig, choose
 from taut.rl.dry_run import _group

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.models import STATEFUL, tiny_model
-from tests.tokenizers import tiny_tokenizer
+from tests.tiny_models import STATEFUL, tiny_model
+from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.attention.select import PREFIX
 from taut.config import replace

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from tests.server import (
+from tests.fake_vllm import (
     BEST,
     CONFIG,
     GREEDY,
@@ -19,7 +19,7 @@ from tests.server import (
     opened,
     prompt,
 )
-from tests.tokenizers import tiny_tokenizer
+from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.config import replace
 from taut.errors import ConfigError, DataError, EngineError

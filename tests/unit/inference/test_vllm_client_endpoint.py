@@ -16,7 +16,8 @@ from email.utils import format_datetime
 from typing import Any
 
 import pytest
-from tests.server import (
+from tests.broken_servers import answers, repeats, serving
+from tests.fake_vllm import (
     CONFIG,
     GREEDY,
     PROBED,
@@ -27,8 +28,7 @@ from tests.server import (
     opened,
     prompt,
 )
-from tests.tokenizers import tiny_tokenizer
-from tests.wire import answers, repeats, serving
+from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.config import replace
 from taut.errors import ConfigError, EngineError

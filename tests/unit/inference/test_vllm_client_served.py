@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from tests.server import CONFIG, Body, FakeServer, Fault, _send, opened, prompt
-from tests.tokenizers import tiny_tokenizer
-from tests.weights import WeightServer, change, tiny, trained
+from tests.fake_vllm import CONFIG, Body, FakeServer, Fault, _send, opened, prompt
+from tests.fake_weight_sync import WeightServer, change, tiny, trained
+from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.config import replace
 from taut.errors import ConfigError, EngineError, TautError

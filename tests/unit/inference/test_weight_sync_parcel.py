@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.models import tiny_model
-from tests.weights import change, tiny
+from tests.fake_weight_sync import change, tiny
+from tests.tiny_models import tiny_model
 from torch import Tensor
 
 from taut.errors import EngineError, OutputError

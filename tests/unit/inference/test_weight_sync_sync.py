@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.server import CONFIG, GREEDY, PROBED, FakeServer, after_probe, prompt
-from tests.tokenizers import tiny_tokenizer
-from tests.weights import CPU, WeightServer, Worker, change, tiny, trained
+from tests.fake_vllm import CONFIG, GREEDY, PROBED, FakeServer, after_probe, prompt
+from tests.fake_weight_sync import CPU, WeightServer, Worker, change, tiny, trained
+from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.config import from_mapping, replace
 from taut.errors import ConfigError, EngineError

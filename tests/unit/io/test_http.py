@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import anyio
 import httpx2
 import pytest
-from tests.wire import OK, Server, Talk, answers, redirects, repeats, sends, serving
+from tests.broken_servers import OK, Server, Talk, answers, redirects, repeats, sends, serving
 
 from taut.io import http
 from taut.io.http import Answer, Limits, Refused, TooLarge, open_client, request

@@ -13,9 +13,9 @@ from pathlib import Path
 import datasets
 import pytest
 from huggingface_hub import constants
-from tests.chats import chats, decisions, save_model, sft, write_rows
-from tests.models import save_tiny
-from tests.tokenizers import tiny_tokenizer
+from tests.chat_runs import chats, decisions, save_model, sft, write_rows
+from tests.tiny_models import save_tiny
+from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.data.sources import Source, open_source
 from taut.errors import DataError, ModelError

@@ -7,7 +7,7 @@ from math import exp, log
 
 import pytest
 import torch
-from tests.preferences import plain_pairs
+from tests.preference_rows import plain_pairs
 
 from taut.errors import ConfigError
 from taut.losses.policy import (

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tests.preferences import plain_pairs
+from tests.preference_rows import plain_pairs
 
 from taut.losses.loss import STEEPEST, relative_power, share_above
 from taut.losses.preference import log_odds, nll_of_best

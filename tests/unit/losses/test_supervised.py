@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.samples import nested_family
+from tests.tiny_samples import nested_family
 
 from taut.data.packing import PackPolicy, pack
 from taut.losses.supervised import Distill

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chats import chats, save_model, sft, write_rows
-from tests.judged import keys_of, make
-from tests.left import is_same
+from tests.chat_runs import chats, save_model, sft, write_rows
+from tests.judged_runs import keys_of, make
+from tests.run_directories import is_same
 from torch import Tensor
 
 from taut.config import from_mapping

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chats import save_model
-from tests.models import save_tiny
-from tests.tokenizers import tiny_tokenizer
+from tests.chat_runs import save_model
+from tests.tiny_models import save_tiny
+from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.config import from_mapping
 from taut.errors import ConfigError, ModelError

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 
 import pytest
 from pydantic import Field
-from tests.chats import QUIET, chats, column, save_model, words_of, write_rows
+from tests.chat_runs import QUIET, chats, column, save_model, words_of, write_rows
 from tests.docs.pages import config_page, rates_page
 
 import taut

@@ -16,7 +16,7 @@ from peft.utils.constants import (
     TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS,
 )
 from rich.console import Console
-from tests.tokenizers import save_tokenizer, tiny_tokenizer
+from tests.tiny_tokenizers import save_tokenizer, tiny_tokenizer
 
 from taut.config import load
 from taut.methods.method import RunConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tokenizers import save_tokenizer, tiny_tokenizer
+from tests.tiny_tokenizers import save_tokenizer, tiny_tokenizer
 
 from taut.migrate.examine import examine
 from taut.migrate.facts import FACTS, Answer, Facts

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.models import tiny_model
+from tests.tiny_models import tiny_model
 from torch import nn
 
 from taut.checks.run import adapter_targets

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.models import CARRIED, REFUSED, STATEFUL, tiny_model
+from tests.tiny_models import CARRIED, REFUSED, STATEFUL, tiny_model
 from tests.vision_models import FAMILIES, vision_config
 from torch import nn
 from transformers import AutoModelForImageTextToText

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.critics import (
+from tests.tiny_critics import (
     BOTH,
     CPU,
     KINDS,
@@ -23,8 +23,8 @@ from tests.critics import (
     setting_of,
     values_of,
 )
-from tests.models import parameters_of
-from tests.tokenizers import tiny_tokenizer
+from tests.tiny_models import parameters_of
+from tests.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from taut.data.packing import ALONE, pack

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.models import logits_of, save_tiny, tiny_model
-from tests.tokenizers import tiny_tokenizer
+from tests.tiny_models import logits_of, save_tiny, tiny_model
+from tests.tiny_tokenizers import tiny_tokenizer
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 

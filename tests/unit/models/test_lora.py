@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.models import logits_of, parameters_of, tiny_model, with_weights_of
+from tests.tiny_models import logits_of, parameters_of, tiny_model, with_weights_of
 from tests.vision_models import vision_model
 from torch import Tensor, nn
 from transformers import Qwen2ForCausalLM

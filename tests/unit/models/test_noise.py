@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.models import tiny_model
-from tests.samples import sample
+from tests.tiny_models import tiny_model
+from tests.tiny_samples import sample
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

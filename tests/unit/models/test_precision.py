@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from tests.models import tiny_model
-from tests.samples import sample
+from tests.tiny_models import tiny_model
+from tests.tiny_samples import sample
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.models import save_tiny
-from tests.tokenizers import tiny_tokenizer
+from tests.tiny_models import save_tiny
+from tests.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from taut.attention.select import PREFIX, select

@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.models import CARRIED, STATEFUL, logits_of, parameters_of, tiny_model, with_weights_of
-from tests.tokenizers import tiny_tokenizer
+from tests.tiny_models import (
+    CARRIED,
+    STATEFUL,
+    logits_of,
+    parameters_of,
+    tiny_model,
+    with_weights_of,
+)
+from tests.tiny_tokenizers import tiny_tokenizer
 from tests.vision_models import vision_config
 from tests.vision_processors import save_processor
 from transformers import (

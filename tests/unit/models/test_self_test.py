@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from tests.models import CARRIED, EIGHT, STATEFUL, tiny_model
-from tests.samples import sample
+from tests.tiny_models import CARRIED, EIGHT, STATEFUL, tiny_model
+from tests.tiny_samples import sample
 from torch import Tensor
 from transformers import PreTrainedModel
 

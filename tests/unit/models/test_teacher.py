@@ -9,8 +9,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from tests.models import tiny_model
-from tests.samples import nested_family
+from tests.tiny_models import tiny_model
+from tests.tiny_samples import nested_family
 from torch import Tensor, nn
 
 from taut.attention.select import PREFIX

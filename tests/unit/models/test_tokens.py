@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.models import parameters_of, tiny_model
-from tests.tokenizers import tiny_tokenizer
+from tests.tiny_models import parameters_of, tiny_model
+from tests.tiny_tokenizers import tiny_tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 

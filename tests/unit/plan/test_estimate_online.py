@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chats import QUIET, save_model, write_rows
-from tests.online import questions
+from tests.chat_runs import QUIET, save_model, write_rows
+from tests.online_runs import questions
 
 from taut.config import from_mapping
 from taut.errors import ModelError

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.jobs import make
-from tests.models import tiny_config
+from tests.tiny_models import tiny_config
+from tests.tiny_trainers import make
 from torch import Tensor
 from transformers import PreTrainedConfig
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.services import serving
+from tests.fake_executors import serving
 
 from taut.errors import ConfigError, DataError, SandboxError
 from taut.rewards import PanelConfig, RewardSpec, open_panel

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from tests.wire import OK, answers, repeats, serving
+from tests.broken_servers import OK, answers, repeats, serving
 
 from taut.errors import ConfigError, UserCodeError
 from taut.io.http import Retries

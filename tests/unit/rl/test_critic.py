@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.critics import ATTENTION, CPU, load, save_models, setting_of
-from tests.models import save_tiny
+from tests.tiny_critics import ATTENTION, CPU, load, save_models, setting_of
+from tests.tiny_models import save_tiny
 
 from taut.config import from_mapping
 from taut.errors import ConfigError, ModelError

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.online import keys_of, make, save_models
+from tests.online_runs import keys_of, make, save_models
 
 from taut.rl.dry_run import rehearsed
 from taut.rl.online import Online

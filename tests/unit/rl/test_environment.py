@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.tokenizers import QWEN25, tiny_tokenizer
+from tests.tiny_tokenizers import QWEN25, tiny_tokenizer
 
 from taut.config import from_mapping
 from taut.data.prompts import PromptRow

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.services import serving
+from tests.fake_executors import serving
 from transformers.utils.chat_template_utils import get_json_schema
 
 from taut.data.tool_calls import ToolCall

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.engines import FakeEngine
+from tests.scripted_engines import FakeEngine
 from tests.unit.rl.test_advantages import trajectory
 
 from taut.losses.supervised import CrossEntropy

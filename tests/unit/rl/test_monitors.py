@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from tests.preferences import plain_pairs
+from tests.preference_rows import plain_pairs
 from tests.unit.rl.test_advantages import trajectory
 
 from taut.errors import CheckFailed

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from tests.engines import FakeEngine
+from tests.scripted_engines import FakeEngine
 from tests.unit.rl.test_rollout_rollouts import Panel, rows
 
 from taut.data.batching import Order

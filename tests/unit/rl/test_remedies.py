@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.online import METHODS_KEYS, keys_of, make, save_models
+from tests.online_runs import METHODS_KEYS, keys_of, make, save_models
 from tests.unit.rl.test_monitors import Log, group, report, told, watched
 
 from taut.commands.train import _stop_check

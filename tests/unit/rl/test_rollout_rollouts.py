@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 import torch
-from tests.engines import FakeEngine
+from tests.scripted_engines import FakeEngine
 
 from taut.config import from_mapping
 from taut.data.prompts import PromptRow

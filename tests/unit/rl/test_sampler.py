@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.engines import FakeEngine
+from tests.scripted_engines import FakeEngine
 
 from taut.data.prompts import PromptRow
 from taut.errors import DataError

@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 import torch
-from tests.chats import save_model, write_rows
-from tests.online import TWICE, keys_of, make
-from tests.sampling import SamplingServer
-from tests.server import FakeServer
+from tests.chat_runs import save_model, write_rows
+from tests.fake_vllm import FakeServer
+from tests.online_runs import TWICE, keys_of, make
+from tests.sampling_server import SamplingServer
 from transformers import AutoModelForCausalLM
 
 from taut.commands import train

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from tests.tokenizers import TEMPLATES, tiny_tokenizer
+from tests.tiny_tokenizers import TEMPLATES, tiny_tokenizer
 
 from taut.data.messages import Message
 from taut.data.render import Renderer

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.jobs import make
+from tests.tiny_trainers import make
 
 from taut.config import describe, from_mapping, to_dict
 from taut.errors import ConfigError

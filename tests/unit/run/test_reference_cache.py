@@ -13,9 +13,9 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors import safe_open
-from tests.chats import save_model
-from tests.judged import keys_of, make
-from tests.preferences import plain_pairs
+from tests.chat_runs import save_model
+from tests.judged_runs import keys_of, make
+from tests.preference_rows import plain_pairs
 
 from taut.errors import ConfigError, OutputError
 from taut.methods.reference import STREAM, Recorded, Start

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import anyio
 import pytest
-from tests.services import KEY, NAMES, Fake, serving
+from tests.fake_executors import KEY, NAMES, Fake, serving
 
 from taut.config import to_dict
 from taut.errors import ConfigError, SandboxError
@@ -366,7 +366,9 @@ def test_settings_that_are_missing_or_wrong_are_named(monkeypatch: pytest.Monkey
         "http://[",
         "http://a:x",
     ):
-        with pytest.raises(ConfigError, match=r"remote.addresses: found a URL") as caught:
+        with pytest.raises(
+            ConfigError, match=r"remote.addresses=ftp://a: cannot be used"
+        ) as caught:
             open_remote(Remote(service="piston", addresses=(url,)), LIMITS)
         assert "secret" not in str(caught.value)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.jobs import make
-from tests.models import parameters_of
+from tests.tiny_models import parameters_of
+from tests.tiny_trainers import make
 
 from taut.errors import OutputError
 from taut.io import files

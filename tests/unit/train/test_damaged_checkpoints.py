@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.hangs import time_limit
-from tests.jobs import make
+from tests.time_limits import time_limit
+from tests.tiny_trainers import make
 from tests.unit.train.test_checkpoint import opened
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.chats import QUIET, chats, save_model, words_of, write_rows
-from tests.jobs import make
+from tests.chat_runs import QUIET, chats, save_model, words_of, write_rows
+from tests.tiny_trainers import make
 
 from taut.commands.generate import Generate, generate
 from taut.config import from_mapping

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.models import tiny_model
+from tests.tiny_models import tiny_model
 from torch import nn
 
 from taut.config import from_mapping

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.jobs import make
+from tests.tiny_trainers import make
 from torch import nn
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,

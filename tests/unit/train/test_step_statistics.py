@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from tests.preferences import ONE, plain_pairs
+from tests.preference_rows import ONE, plain_pairs
 from torch import Tensor
 
 from taut.losses import Loss

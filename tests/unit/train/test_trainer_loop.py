@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.jobs import Fixed, make, singles
-from tests.models import parameters_of
-from tests.samples import nested_family
+from tests.tiny_models import parameters_of
+from tests.tiny_samples import nested_family
+from tests.tiny_trainers import Fixed, make, singles
 from torch import Tensor
 
 from taut.errors import NonFiniteError

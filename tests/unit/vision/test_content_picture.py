@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from tests.wire import answers, redirects, repeats, serving
+from tests.broken_servers import answers, redirects, repeats, serving
 from transformers.image_utils import load_image
 
 from taut.errors import DataError, PictureError

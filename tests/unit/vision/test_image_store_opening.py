@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.models import save_tiny
+from tests.tiny_models import save_tiny
 from tests.vision_models import tiny_vlm
 
 from taut.errors import ConfigError, ModelError

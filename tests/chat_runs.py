@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from tests.models import save_tiny
-from tests.tokenizers import tiny_tokenizer
+from tests.tiny_models import save_tiny
+from tests.tiny_tokenizers import tiny_tokenizer
 
 import taut
 from taut.train.log import Event, read_events

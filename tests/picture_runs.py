@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw
-from tests.chats import QUIET, write_rows
+from tests.chat_runs import QUIET, write_rows
 
 import taut
 

@@ -1,6 +1,6 @@
 """A policy with a critic beside it, the states it is read in, and a few steps of both, by however many ranks.
 
-As a program, by ranks: ``python -m tests.critics PLACE`` takes the steps on every rank and leaves what was seen.
+As a program, by ranks: ``python -m tests.tiny_critics PLACE`` takes the steps on every rank and leaves what was seen.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.models import save_tiny
-from tests.samples import nested_family
-from tests.tokenizers import tiny_tokenizer
+from tests.tiny_models import save_tiny
+from tests.tiny_samples import nested_family
+from tests.tiny_tokenizers import tiny_tokenizer
 from torch import Tensor
 
 from taut.attention.layout import Layout

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 from tests import vision_templates as templates
-from tests.tokenizers import tiny_tokenizer
+from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.data.messages import Conversation, Message
 from taut.data.render import Renderer, Targets

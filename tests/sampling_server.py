@@ -10,9 +10,9 @@ import threading
 from dataclasses import dataclass, field
 
 import torch
-from tests.server import Body
-from tests.tokenizers import tiny_tokenizer
-from tests.weights import WeightServer
+from tests.fake_vllm import Body
+from tests.fake_weight_sync import WeightServer
+from tests.tiny_tokenizers import tiny_tokenizer
 from transformers import PreTrainedModel
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.chats import QUIET, WORDS, write_rows
+from tests.chat_runs import QUIET, WORDS, write_rows
 
 import taut
 from taut.config import from_mapping

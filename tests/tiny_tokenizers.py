@@ -4,7 +4,7 @@
 back with the same ids beside a Qwen2 or Qwen3 config. ``save_tokenizer`` writes one so that ``AutoTokenizer`` gives the
 ids of the tokenizer it returns, whatever the config beside it says.
 
-Nothing is downloaded. Import it as ``tests.tokenizers``: the bare name is the library's.
+Nothing is downloaded. Import it as ``tests.tiny_tokenizers``: the bare name is the library's.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. What is the capital of France? Paris is the capital of France.",

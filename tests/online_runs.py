@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.chats import QUIET, save_model, write_rows
+from tests.chat_runs import QUIET, save_model, write_rows
 
 import taut
 from taut.config import from_mapping

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.tokenizers import save_tokenizer
+from tests.tiny_tokenizers import save_tokenizer
 from torch import nn
 from transformers import (
     AutoConfig,

@@ -1,6 +1,7 @@
-"""Runs that are killed at an exact point (``tests.points``) and resumed. What they leave is read by ``tests.left``.
+"""Runs that are killed at an exact point (``tests.kill_points``) and resumed. ``tests.run_directories`` reads what they
+leave.
 
-Runs are forked (``tests.forked``). Some are resumed in a process of their own all the same (``is_fresh``).
+Runs are forked (``tests.forked_processes``). Some are resumed in a process of their own all the same (``is_fresh``).
 ``num_ranks``: so many processes, with what torchrun would tell them. ``is_power_lost``: with the process goes all that
 was not synced.
 """
@@ -16,12 +17,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.chats import QUIET, chats, write_rows
-from tests.forked import LIMIT, fork, fork_bounded_process, require_clean, worlds
-from tests.left import require_latest_is_complete
-from tests.points import NOWHERE, Counted, Operation, Point, cache_of
+from tests.chat_runs import QUIET, chats, write_rows
+from tests.forked_processes import LIMIT, fork, fork_bounded_process, require_clean, worlds
+from tests.kill_points import NOWHERE, Counted, Operation, Point, cache_of
+from tests.run_directories import require_latest_is_complete
 
-PROGRAM = "import json, sys; from tests.kills import train; train(json.loads(sys.argv[1]))"
+PROGRAM = "import json, sys; from tests.killed_runs import train; train(json.loads(sys.argv[1]))"
 
 
 def _run(

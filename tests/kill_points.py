@@ -8,7 +8,7 @@ An operation on files opens one for writing, syncs, renames or removes one, or m
 write of safetensors is two: before it, and in the middle of it, where half a file is there. Kinds are counted apart, so
 a point is the same one in every run, whichever thread gets there.
 
-Knows the names in ``out``, nothing of how taut writes them. ``tests.kills`` starts the runs.
+Knows the names in ``out``, nothing of how taut writes them. ``tests.killed_runs`` starts the runs.
 """
 
 from __future__ import annotations

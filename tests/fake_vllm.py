@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from tests.tokenizers import tiny_tokenizer
+from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.inference.engine import Sampling
 from taut.inference.vllm import ServerConfig, ServerEngine

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from tests.chats import QUIET, chats, save_model, write_rows
+from tests.chat_runs import QUIET, chats, save_model, write_rows
 
 from taut.config import from_mapping
 from taut.data.batching import Cursor, Rows

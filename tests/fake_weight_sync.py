@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from tests.models import tiny_model
-from tests.server import Body, FakeServer, _send
-from tests.tokenizers import tiny_tokenizer
+from tests.fake_vllm import Body, FakeServer, _send
+from tests.tiny_models import tiny_model
+from tests.tiny_tokenizers import tiny_tokenizer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
