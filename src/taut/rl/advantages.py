@@ -1,13 +1,24 @@
-"""What becomes of judged paths: the trees that are trained on, with what each token is given credit for.
+"""From judged trajectories to the trees that are trained on, with the credit that each token gets.
 
     Credit        the base: what a method that learns from its own completions implements
     PolicyCredit  policy gradients: every sampled token gets its advantage
 
-The credits of best-of-n, online DPO and GKD are in the files of those methods (src/taut/methods).
+The credits of best-of-n, online DPO and GKD are in the files of those methods (src/taut/methods). The maths is in
+losses/advantages.py. Sampled ids are trained on token for token.
 
-Wiring: the maths is in losses. What was sampled is trained on token for token.
+Policy gradients:
 
-May import losses, rollout and its neighbours. online.method calls it, methods make it.
+    reward of a trajectory    the sum of its rewards, shaped (``ShapingConfig``)
+    penalty of a token        -coef * (log pi - log ref), the divergence from the reference, where it is enabled
+    advantage                 of both: of a trajectory compared with its group, or of a token by the critic's values
+
+With a critic, the reward of an environment's step belongs to the last sampled token of the turn that it answers,
+and the rest of a trajectory's reward (what judges it as a whole, and shaping) to its last token. The state after
+the last token is worth 0, whether the trajectory ended or was cut: the reward already judges the cut answer. TRL's
+PPOTrainer, verl (compute_gae_advantage_return) and OpenRLHF (get_advantages_and_returns) do the same. With
+``Gae.bootstraps_cut`` a cut trajectory is treated as one that goes on: the critic's value of the state after its
+last token replaces that rest. Rewards of turns and penalties of tokens stay, because they were given for what was
+sampled.
 """
 
 from __future__ import annotations
@@ -154,23 +165,7 @@ def by_group(paths: Sequence[Trajectory]) -> dict[int, list[Trajectory]]:
     return found
 
 
-# --------------------------------------------------------------------------------------------------
-# Credit by policy gradients: every sampled token gets its advantage, by groups or by a critic.
-#
-#     reward of a path    what rewards say, shaped (``ShapingConfig``)
-#     penalty of a token  -coef * (log pi - log ref), the divergence from the reference (losses/kl.py), where asked for
-#     advantage           from both (losses/advantages.py): of a path compared with its group, or of a token by the
-#                         values of a critic
-#
-# With a critic, what an environment's step gives belongs to the last sampled token of the turn that it answers, and
-# the rest of a path's reward (what judges the path as a whole, and shaping) to its last token. The state after the
-# last token is worth 0, whether the path ended or was cut: the reward already judges the cut answer. TRL's
-# PPOTrainer, verl (compute_gae_advantage_return) and OpenRLHF (get_advantages_and_returns) do the same. With
-# ``Gae.bootstraps_cut`` a cut path is instead treated as a path that goes on: the critic's value of the state after
-# its last token takes the place of that rest. Rewards of turns and penalties per token stay, because they were given
-# for what was sampled.
-#
-# May import losses, config and online.credit. training.py makes it.
+# -- policy gradients
 
 VALUE_RANGE = (0.05, 0.95)
 """Quantiles of a critic's values over the states of a roll-out: ``value_low`` and ``value_high``."""

@@ -1,16 +1,14 @@
-"""What a user says of a critic, how it is made, how fast it learns and how it is saved. Wiring, no maths: the model is
-in models/critic.py, the losses on its values in losses/value.py.
+"""The critic of PPO: its configuration, how it is loaded, its learning rate, and how it is saved. The model is in
+models/critic.py, the loss on its values in losses/policy.py.
 
     own      a model directory: a reward model (its head is kept, as arXiv 2203.02155 begins its value function), or a
              language model, which gets a new head; the policy's own start where none is named. It trains whole, or by
              adapters
     shared   a head on the policy's hidden states
 
-The gradient of its own parameters is clipped apart from the policy's (``optim.clip``), so that a poor value estimate
-does not shrink the policy's step; what a shared one sends into the policy's trunk is clipped with the policy's, and
-``critic.detach`` sends nothing. The key ``freeze`` and the policy's adapters have no part in it.
-
-May import what methods may. run.py names the section, build.py makes the critic.
+The gradient of its own parameters is clipped apart from the policy's (``optim.clip``), so that a poor value
+estimate does not shrink the policy's step; what a shared one sends into the policy's trunk is clipped with the
+policy's, and ``critic.detach`` sends nothing. The key ``freeze`` and the policy's adapters have no part in it.
 """
 
 from __future__ import annotations

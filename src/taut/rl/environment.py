@@ -1,9 +1,29 @@
-"""Calls of a user's code, side by side in threads, each with a time limit of its own.
+"""Environments: what answers the policy between its turns, ends a trajectory and rewards it.
 
-A thread cannot be ended from outside: one that does not return is abandoned, and ends with the process. What it does
-later is not seen. Time is counted from when a call begins, in any thread and without signals.
+    class Game:
+        tools = [...]                               JSON schemas for the template; optional
+        def reset(self, row: dict) -> list[dict]    the first messages; optional: the row's prompt
+        def step(self, text: str, calls: list[ToolCall]) -> Step
+        def cut(self) -> float | dict | None        the reward of a trajectory that a limit ended; optional: none
 
-Imports nothing of ours. Rollout imports it.
+``rollout.environment.name`` is ``FILE.py:Game``, or ``tools`` for the built-in one. Each trajectory has an instance
+of its own, made without arguments, which holds its state. Steps of different trajectories run side by side in
+threads, each with a time limit. An exception or a timeout makes the trajectory an error with the reason, never a
+reward of 0. A result of the wrong type (no Step, a text as the reward) stops the run at the first trajectory.
+
+A reward is a number (True and False are 1 and 0), or numbers by name; the rewards of all steps are added. Where an
+environment gives none, the run's rewards judge the trajectory.
+
+The class is the user's own Python in this process; untrusted code belongs into a process or sandbox that it starts.
+Under several ranks whose engine is asked by all, each rank steps its share of the trajectories.
+
+Tools are a calculator, Python in the sandbox, and functions of the user's own. A function's schema is made by the
+library from its type hints and docstring (Google style). The policy reads a tool's result as text, and also a
+ValueError, TypeError, ArithmeticError or LookupError, since its arguments were wrong. Any other exception is a
+fault of the tool, and the trajectory is an error.
+
+User code runs in threads (``each``), and a thread cannot be ended from outside: a call that does not return in
+time is abandoned and ends with the process.
 """
 
 from __future__ import annotations
@@ -94,15 +114,7 @@ def _run(number: int, job: Callable[[], Any], done: SimpleQueue[tuple[int, Outco
     done.put((number, outcome))
 
 
-# --------------------------------------------------------------------------------------------------
-# Tools that a policy may call: a calculator, Python in the sandbox, and functions of the user's own.
-#
-# A function's schema, which the template shows to the policy, is made from its type hints and docstring (Google
-# style) by the library. What a tool returns is told to the policy as text. So is what it raises of ValueError,
-# TypeError, ArithmeticError and LookupError: its arguments were wrong. Anything else, a sandbox that is not to be had
-# among it, is a fault of the tool, and the path an error.
-#
-# May import data, errors and sandbox. ``environment.py`` imports it.
+# -- tools
 
 MOST_SAID = 4000
 """Characters of what a tool returns that the policy is told."""
@@ -313,27 +325,7 @@ def load_own(spec: str, key: str, kind: str) -> Any:
     return read_user_code(spec, path, f"{key} is {spec}", kind).load()
 
 
-# --------------------------------------------------------------------------------------------------
-# Environments: what answers the policy between its turns, and says when a path is over and what it is worth.
-#
-#     class Game:
-#         tools = [...]                               JSON schemas the template is given; may be left out
-#         def reset(self, row: dict) -> list[dict]    the first messages; may be left out: the row's prompt
-#         def step(self, text: str, calls: list[ToolCall]) -> Step
-#         def cut(self) -> float | dict | None        what a path is worth that a limit ended; left out: nothing
-#
-# ``rollout.environment.name`` is ``FILE.py:Game``, or ``tools`` for the one that is built in (``tools.py``). Each path
-# has an instance of its own, made without arguments, and its state lives there. Steps of different paths run side by
-# side in threads, each with a time limit. What raises or hangs makes its path an error with the reason: never a reward
-# of 0. What returns something of the wrong type (no Step, a text as the reward) stops the run at the first path.
-#
-# A reward is a number (True and False are 1 and 0), or numbers by name; those of all steps are added. Where an
-# environment gives none, the run's rewards judge the path.
-#
-# The class is the user's own Python in this process; what is not to be trusted belongs into a process or sandbox that
-# it starts. Under several ranks the engine of which is asked by all, each steps its share of the paths.
-#
-# May import config, data, errors, parallel, rewards and rollout's bridge, deadline, open and tools. Methods import it.
+# -- environments
 
 Reward: TypeAlias = float | bool | Mapping[str, float | bool] | None
 """What an environment says a path is worth; None: nothing."""

@@ -1,4 +1,4 @@
-"""What is watched of roll-outs, and when a run is stopped for it.
+"""Monitors of rollouts: what is measured, when a run warns and when it stops.
 
     rewards      completions without a reward (an error of the reward, the environment or the engine, or a reward that
                  does not apply), by share; roll-outs in which no completion has one
@@ -15,8 +15,6 @@ Each of the last three only warns: once, and again after the number has been dow
 twice).
 
 What it remembers goes into checkpoints. Numbers are in events.jsonl whatever they are; this is about limits.
-
-May import monitors, loop, config and errors. online.method and build use it.
 """
 
 from __future__ import annotations

@@ -1,17 +1,23 @@
-"""The next phase's roll-out, made in a thread while this one is trained on: at most one phase ahead.
+"""The source of steps of methods that learn from completions of the policy: GRPO, PPO and their relatives.
+
+    phase    one rollout (rollout.py): sampled, judged, scored by the auxiliary models, made into trees (advantages.py)
+    step     trains on a part of its phase's trees: ``rollout.minibatches`` parts, ``rollout.epochs`` passes
+
+A phase belongs to the steps that train on it. It is a function of the weights it began with, the seed and its
+number, so a step that is repeated finds the same phase. What a later step needs of an earlier one is state of the
+checkpoint (``remember``): trees that are not used up, groups to be replayed, and the state of the credit's
+controllers.
+
+With ``rollout.ahead`` the next phase is generated in a thread (``Ahead``) while this one is trained on, at most one
+phase ahead:
 
     ahead.start(4, lambda: roll(4))        returns at once
     ...                                    phase 3 is trained on
-    ahead.take(4)                          waits; what the call raised is raised here
+    ahead.take(4)                          waits; raises what the call raised
 
-The call runs in one thread beside the one that trains: it asks a server and judges answers, makes its collective calls
-in a process group of its own (``Ranks.apart``) and leaves torch's global state alone (gradient mode is the thread's
-own; seeds and thread counts are everybody's).
-
-``close`` waits for nothing. The thread is a daemon, so neither an error nor an interrupt has to wait for answers still
-under way: closing the engine, which comes next, cancels those, and the thread ends with them.
-
-Imports nothing of ours. Methods import it.
+The call runs in one thread next to the one that trains: it asks a server and judges answers, makes its collective
+calls in a process group of its own (``Ranks.on_cpu``) and leaves torch's global state alone. ``close`` waits for
+nothing: the thread is a daemon, and closing the engine, which comes next, cancels what it waits for.
 """
 
 from __future__ import annotations
@@ -90,20 +96,7 @@ def _run(call: Callable[[], T], future: Future[T]) -> None:
         future.set_exception(error)
 
 
-# --------------------------------------------------------------------------------------------------
-# Training on roll-outs of the policy: GRPO, PPO and all that generates.
-#
-#     phase      one roll-out (rollouts.py), scored (scoring.py), made into trees (credit.py), told (telling.py)
-#     step       trains on a part of its phase's trees: ``rollout.minibatches`` parts, ``rollout.epochs`` times over
-#
-# A phase belongs to the steps that train on it and is a function of the weights it began with, the seed and its
-# number; so a step that is begun again finds it as it was. What a later step needs of an earlier one is state of the
-# checkpoint (``remember``): trees that are not used up, groups to be replayed, and what the credit's controllers have
-# learned.
-#
-# With ``rollout.ahead`` the next phase is generated in a thread while this one is trained on.
-#
-# May import online, loop, data, rollout. build makes it and hands it its crew.
+# -- the source of steps
 
 SMALLER = "set a smaller rollout.local.sequences or rollout.local.prefill_tokens"
 """What helps where generating runs out of memory."""

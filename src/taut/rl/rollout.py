@@ -1,14 +1,16 @@
-"""Roll-outs of a phase: prompts -> trajectories -> verdicts -> groups, and groups without a signal asked anew.
+"""The rollout of a phase: prompts -> trajectories -> verdicts -> groups, and groups without a signal replaced.
 
-Which prompts a phase has is a pure function of the seed and the phase (data/plan.py's Order). With ``rollout.refills``
-groups whose rewards are all equal, from which nothing can be learned, are replaced by other prompts: dynamic sampling,
-as in DAPO (arXiv 2503.14476). Which others is a function of the seed, the phase and the round; so nothing of it has to
-be remembered across a restart.
+The prompts of a phase are a pure function of the seed and the phase (``Order`` in data/batching.py). With
+``rollout.refills`` groups whose rewards are all equal, from which nothing can be learned, are replaced by other
+prompts: dynamic sampling, as in DAPO (arXiv 2503.14476). The replacements are a function of the seed, the phase and
+the round, so a restart needs no memory of them.
 
-The writer judges, and where the engine is a server asks it, for all ranks. Touches no tensor: it may run in a thread
-while the model trains.
+One rank judges for all, and asks the engine where it is a server. ``Roller`` touches no tensor, so it may run in a
+thread while the model trains.
 
-May import rollout, rewards, data and types. online.method makes it.
+``scored`` then asks the trainer's own models: logprobs of the current policy and of the reference, values of the
+critic. Trajectories are packed, shared and dealt out to ranks as in a training step, without gradient; every rank
+gets all results, by sample.
 """
 
 from __future__ import annotations
@@ -330,14 +332,7 @@ def distinct(rows: Sequence[PromptRow]) -> list[PromptRow]:
     return named
 
 
-# --------------------------------------------------------------------------------------------------
-# What the trainer's own models say of a roll-out, before it is trained on: log-probs of the policy as it is and of the
-# reference, values of the critic.
-#
-# Packed, shared and dealt out to ranks as a training step is, without gradient; every rank learns all of it, by
-# sample.
-#
-# May import loop and what is below. online.method calls it.
+# -- scores of the trainer's own models
 
 POLICY, REFERENCE, VALUE = "old_logp_N", "ref_logp_N", "value_R"
 Said = dict[str, dict[str, FloatArray]]

@@ -1,6 +1,6 @@
 """Engine, rewards and environment of a run that generates, opened when they are first needed.
 
-May import rollout, rewards and its neighbours. ``methods.online`` fills in the ``Setting``.
+``methods/online.py`` fills in the ``Setting``.
 """
 
 from __future__ import annotations

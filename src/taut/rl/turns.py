@@ -9,8 +9,6 @@ it does not know what was before. A completion that has sampled the end of its t
 
 Some templates write a turn differently once it is history (thinking is taken out). What was sampled stays as it is: the
 policy is trained on what it saw. ``rewrites`` says which kind a template is.
-
-May import data and errors. Rollout imports it.
 """
 
 from __future__ import annotations
