@@ -14,8 +14,6 @@ source of data, and what it runs on. On resume each difference is of one of five
   follows them).
 
 Which keys are of which kind is for the method to say (``RunConfig.may_change``).
-
-May import methods and what is below them.
 """
 
 from __future__ import annotations

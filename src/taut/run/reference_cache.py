@@ -5,8 +5,6 @@
 
 A file that is there is used if its identity is this run's: model, adapter, tokenizer, template, data, how
 pictures are read and compute dtype, all by content. Else it is refused, with what differs; it is never overwritten.
-
-May import what start may. api imports it.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 
 A model is written beside its place, its contract into it, and takes its place when both are there. Where the end cannot
 be written or proven, the training state is kept. Under several ranks all of them call; one writes.
-
-May import run and what is below it. ``api`` imports it.
 """
 
 from __future__ import annotations
