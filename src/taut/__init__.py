@@ -188,7 +188,8 @@ def _train_function(name: str) -> TrainFunction:
                 f"found a run of {run.command()} given to taut.{name}; expected one of {command_of(name)}; "
                 f"call taut.{run.method}"
             )
-        return train.train(_configure(METHODS[name], run, keys))
+        cls = type(run) if isinstance(run, RunConfig) else METHODS[name]  # ``taut.Run(...)`` is SFT
+        return train.train(_configure(cls, run, keys))
 
     about = METHODS.entries[name].about
     train.__name__ = train.__qualname__ = name

@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import taut
 from taut.checks import CHECKS
+from taut.config import from_mapping
 from taut.data.dataset import DataConfig, build_renderer, load_dataset
 from taut.models.load import quiet_library
 from taut.models.precision import compute_context
@@ -498,3 +499,17 @@ def test_a_stopped_run_says_so_at_its_end(go: Go, tmp_path: Path) -> None:
     assert last["outcome"] == "stopped"
     assert "is nan" in last["reason"] or "is inf" in last["reason"]
     assert not (tmp_path / "out" / "model").exists()
+
+
+def test_a_run_made_by_its_public_class_is_fine_tuning(
+    model: Path, train: Path, tmp_path: Path
+) -> None:
+    """And it is resumed as the class of the method."""
+    keys: dict[str, Any] = {"checkpoint.every": 1, "check": "off", "stop.prompts": 0}
+    out = tmp_path / "out"
+    run = from_mapping(
+        taut.Run, {"model": str(model), "out": str(out), "data": {"train": str(train)}}
+    )
+    assert type(run) is taut.Run
+    assert taut.sft(run, steps=1, device="cpu", **keys).steps == 1
+    assert taut.resume(str(out), steps=2).steps == 2

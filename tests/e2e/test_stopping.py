@@ -210,7 +210,9 @@ def test_an_end_that_was_never_trained_is_trained_beside_adapters(
     with pytest.raises(ModelError, match=r"never trained.* out of freeze"):
         sft(base, train, tmp_path / "frozen", **TRAINING, freeze=["*embed_tokens*"])
     monkeypatch.setattr(build_module, "require_trained", lambda *_: None)
-    planted = sft(base, train, tmp_path / "planted", check="off", **never)
+    # Among 64 tokens it may end by chance: the tokens that are drawn depend on the place of the rows.
+    few = never | {"stop__tokens": 24}
+    planted = sft(base, train, tmp_path / "planted", check="off", **few)
     monkeypatch.undo()
     more = {"steps": 1, "dtype": "float32"}
     with pytest.raises(ModelError, match=r"with lora.adapter, merge it into its model first"):

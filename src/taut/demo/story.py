@@ -19,7 +19,7 @@ from taut.demo import fetch, show
 from taut.demo.ask import Report, ask
 from taut.demo.reading import Document, read_documents, split_documents, write_rows
 from taut.errors import ConfigError
-from taut.methods.method import RunConfig
+from taut.methods.sft import Sft
 from taut.train.log.events import read_events
 from taut.train.run_dir import require_usable
 
@@ -84,10 +84,10 @@ def parse(overrides: Sequence[str]) -> Plan:
     return plan
 
 
-def configure(plan: Plan, model: Path, train: Path, held_out: Path) -> RunConfig:
+def configure(plan: Plan, model: Path, train: Path, held_out: Path) -> Sft:
     """The training run of a plan."""
     fixed = [f"model={model}", f"data.train={train}", f"data.eval={held_out}", f"out={plan.out}"]
-    return load(RunConfig, None, [*fixed, *plan.run])
+    return load(Sft, None, [*fixed, *plan.run])
 
 
 def tell(plan: Plan) -> None:
