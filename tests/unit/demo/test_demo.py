@@ -20,7 +20,7 @@ from taut.demo.reading import Document, Question
 from taut.errors import ConfigError, DataError, ModelError, OutputError
 from taut.evals.answers import judge
 from taut.evals.report import Answer
-from taut.methods.method import RunConfig
+from taut.methods.sft import Sft
 from taut.rewards import open_panel
 from taut.types import Completion, FinishReason
 
@@ -152,7 +152,7 @@ def test_a_changed_conversion_is_refused(tmp_path: Path) -> None:
         fetch.check_digests(tmp_path)
 
 
-def configured(plan: story.Plan) -> RunConfig:
+def configured(plan: story.Plan) -> Sft:
     return story.configure(plan, Path("m"), Path("t.jsonl"), Path("e.jsonl"))
 
 
@@ -208,7 +208,7 @@ def test_first_questions_stop_at_the_limit() -> None:
 def test_the_example_is_the_recipe(tmp_path: Path) -> None:
     run = configured(story.parse([f"out={tmp_path}"]))
     paths = ["model=m", "data.train=t.jsonl", "data.eval=e.jsonl", f"out={tmp_path}"]
-    assert load(RunConfig, ROOT / "examples/reading/run.toml", paths) == run
+    assert load(Sft, ROOT / "examples/reading/run.toml", paths) == run
 
 
 def test_what_is_printed_are_the_run_s_numbers(
