@@ -42,7 +42,7 @@ test-real: $(STAMP) ## tests on the small real model (run make demo once before)
 
 lint: $(STAMP) ## format, lint, types, import rules
 	$(RUN)/ruff format --check .
-	$(RUN)/ruff check .
+	$(RUN)/ruff check --no-cache .
 	$(RUN)/mypy
 	$(RUN)/lint-imports
 

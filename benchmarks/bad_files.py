@@ -20,12 +20,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from peers.environments import python_of
-from tokenizers import AddedToken, Tokenizer, decoders
 
 PEERS = Path(__file__).parent / "peers"
 TEMPLATE = (

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from PIL import Image, ImageDraw
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoTokenizer,
     PreTrainedTokenizerFast,
@@ -27,8 +28,6 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
 )
-
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 Row = dict[str, Any]
 
