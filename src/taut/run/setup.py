@@ -223,7 +223,7 @@ def build_trainer(
             FirstStep(models.library_logps, TOLERANCE[loaded.dtype.dtype]),
             Untouched.watching(scorer),
             Spikes(),
-            Divergence(run.divergence),
+            Divergence(run.loss_monitor),
             *run.monitors(method),
         ],
         before_step=[] if album is None or run.generates else [Lookahead(album)],
@@ -244,8 +244,8 @@ def shards_of(scorer: Scorer) -> list[nn.Module]:
 
 def rates_of(run: RunConfig, scorer: Scorer) -> dict[str, Rate]:
     """The learning rates that parameters of the policy have of their own, by name in the scorer."""
-    rates = run.optim.rates
-    named = architecture.assign_patterns(scorer.model, rates, "optim.rates")
+    rates = run.optim.group_learning_rates
+    named = architecture.assign_patterns(scorer.model, rates, "optim.group_learning_rates")
     return {f"model.{name}": Rate(key, rates[key]) for name, key in named.items()}
 
 
@@ -293,7 +293,7 @@ def adapt(run: RunConfig, inputs: Inputs, model: PreTrainedModel) -> Adapted:
         ids = next(iter(rows.values()))
         why = "; ".join(needed.get(index, f"{inputs.token(index)}: ends a turn") for index in ids)
         names = " and ".join(rows)
-        decisions.append(Decision("lora.train_rows", f"{len(ids)} of {names}", why))
+        decisions.append(Decision("lora.train_token_rows", f"{len(ids)} of {names}", why))
     adapted = apply_lora(model, run.lora, run.seed, rows)
     if run.lora.is_on and architecture.has_parts(model):
         decisions.append(Decision("lora.targets", *describe_targets(adapted, run.lora)))
