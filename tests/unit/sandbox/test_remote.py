@@ -356,7 +356,7 @@ def test_settings_that_are_missing_or_wrong_are_named(monkeypatch: pytest.Monkey
         open_remote(Remote(service="e2b", api_key_env="OTHER"), LIMITS)
     with pytest.raises(ValueError, match=r"remote.image .* snapshot"):
         Remote(service="morph")
-    with pytest.raises(ValueError, match=r"remote.key is set and remote.service is not"):
+    with pytest.raises(ValueError, match=r"remote.api_key_env is set and remote.service is not"):
         Remote(api_key_env="OTHER")
     with pytest.raises(ValueError, match="several are for piston"):
         Remote(service="e2b", addresses=("http://a", "http://b"))
