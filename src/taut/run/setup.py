@@ -284,8 +284,12 @@ def build_trainer(
     scorer, loaded, album = models.scorer, models.loaded, inputs.renderer.album
     method, num_steps, _ = plan
     optim = run.resolved_optim
-    keys = architecture.assign_patterns(scorer.model, optim.rates, "optim.group_learning_rates")
-    rates = {f"model.{name}": Rate(key, optim.rates[key]) for name, key in keys.items()}
+    keys = architecture.assign_patterns(
+        scorer.model, optim.group_learning_rates, "optim.group_learning_rates"
+    )
+    rates = {
+        f"model.{name}": Rate(key, optim.group_learning_rates[key]) for name, key in keys.items()
+    }
     trainer = Trainer(
         scorer=scorer,
         method=method,
