@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from tests.chat_runs import QUIET
-from tests.unit.rl.test_advantages import paths, policy
+from tests.unit.rl.test_advantages import assign, paths, policy
 
 from taut.config import from_mapping
 from taut.data.batching import Order
@@ -41,7 +41,7 @@ def test_a_missing_end_is_punished_where_the_answer_was_cut_and_nowhere_else() -
     cut, ended = paths([[1.0, 1.0]], a0="length")
     sizes = {path.name: path.sampled_at_N.size for path in (cut, ended)}
     said = {name: {VALUE: np.zeros(size)} for name, size in sizes.items()}
-    given = credit.trees([cut, ended], said)
+    given = assign(credit, [cut, ended], said)
     # without a discount every token answers for what the last one gets
     assert given.advantages[cut.name].tolist() == [0.5] * sizes[cut.name]
     assert given.advantages[ended.name].tolist() == [1.0] * sizes[ended.name]

@@ -32,11 +32,9 @@ from taut.rewards import Panel, Score, Verdict
 from taut.rewards.registry import Part
 from taut.rewards.user import UserReward
 from taut.rewards.verifier import Judged
-from taut.rl.advantages import judged_trajectories
 from taut.rl.environment import World
 from taut.rl.online import Online
-from taut.rl.rollout import Group, Roller, scored
-from taut.rl.sampler import Trajectory
+from taut.rl.rollout import Group, Roller, Rollout, score_trees
 from taut.run.setup import engine_of
 from taut.train.monitors import TOLERANCE
 from taut.types import Completion, FloatArray, Media, Prompt, Sample
@@ -542,35 +540,40 @@ def _wrong_advantages(session: Session, groups: Sequence[Group]) -> list[str]:
     credit = source.credit
     judged = []
     for number, group in enumerate(groups):
-        trajectories: tuple[Trajectory, ...] = tuple(
-            replace(trajectory, finish_reason="stop") for trajectory in group.trajectories
-        )
+        trajectories = [replace(t, finish_reason="stop") for t in group.trajectories]
         good = next(
             (at for at, trajectory in enumerate(trajectories) if trajectory.error is None), 0
         )
         rewards = [credit.good - (at != good) / (1 + number) for at in range(len(trajectories))]
-        verdicts = tuple(Verdict({"check": Score(reward)}, reward) for reward in rewards)
-        judged.append(Group(trajectories, verdicts))
-    paths = judged_trajectories(judged, 0)
-    counts = Counter(path.name for path in paths)
+        judged.append(
+            Group(
+                tuple(
+                    replace(trajectory, verdict=Verdict({"check": Score(reward)}, reward))
+                    for trajectory, reward in zip(trajectories, rewards, strict=True)
+                )
+            )
+        )
+    judged = Rollout(judged).rewarded
+    counts = Counter(trajectory.name for group in judged for trajectory in group.trajectories)
     wrong = [f"{name} names {times} paths" for name, times in counts.items() if times > 1]
-    if wrong or not paths or not session.is_policy_gradient:
+    if wrong or not judged or not session.is_policy_gradient:
         return wrong
-    scores = scored(session.trainer, credit.bare(paths), credit.asked, source.crew.roles, 1)
-    advantages_of = credit.trees(paths, scores).advantages
+    scores = score_trees(session.trainer, credit.bare(judged), credit.wants, source.roles, 1)
+    train_samples, _ = credit.assign(judged, scores)
     if credit.estimator is None or credit.estimator.compare not in CENTRED:
         return []
-    advantage_of = {name: float(advantage_N[0]) for name, advantage_N in advantages_of.items()}
+    advantage_of = {
+        sample.id: float(sample.streams["advantage_N"][0])
+        for train_sample in train_samples
+        for sample in train_sample.tree.samples
+    }
     if credit.estimator.is_whitened:
         # All have one offset: the mean over tokens is not that over samples.
         offset = _mean(list(advantage_of.values()))
         advantage_of = {name: advantage - offset for name, advantage in advantage_of.items()}
-    by_group: dict[int, list[Trajectory]] = {}
-    for path in paths:
-        by_group.setdefault(path.group, []).append(path)
-    for together in by_group.values():
-        each = [advantage_of[path.name] for path in together]
-        place = together[0].row.id
+    for group in judged:
+        each = [advantage_of[trajectory.name] for trajectory in group.trajectories]
+        place = group.row.id
         if abs(sum(each)) > ADVANTAGE_ROUNDING * sum(map(abs, each)):
             wrong.append(f"{place}: the advantages of its group add up to {sum(each):.3g}, not 0")
         elif credit.is_plain and len(each) > 1 and (max(each) != each[0] or each[0] <= 0):

@@ -47,6 +47,7 @@ from taut.rewards.in_process import files_read, models_of
 from taut.rewards.judge import RewardModel
 from taut.rewards.registry import RewardSpec
 from taut.train.checkpoint import CheckpointConfig
+from taut.train.distributed import Ranks
 from taut.train.log import LogConfig
 from taut.train.monitors import LossMonitorConfig
 from taut.train.optim import DefaultRates, OptimConfig
@@ -366,12 +367,15 @@ class RunConfig:
 
     def connect(
         self,
-        trainer: Trainer,
+        source: StepSource,
         inputs: Inputs,
         models: Models,
         make_engine: Callable[..., LocalEngine],
-    ) -> None:
-        """Give the source of steps what it works with, where it needs more than data."""
+        ranks: Ranks,
+        get_trainer: Callable[[], Trainer],
+    ) -> StepSource:
+        """The source of steps with what it needs besides data. ``get_trainer``: the trainer, which is made after it."""
+        return source
 
     # -- files, and what a resume may not change
 

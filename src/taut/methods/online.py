@@ -13,27 +13,32 @@ from typing import ClassVar
 from taut.config import Decision, configclass, home_path
 from taut.data.batching import START, Cursor, Order
 from taut.data.dataset import Dataset, Split
-from taut.data.prompts import Asking, PromptSet, load_prompt_set
+from taut.data.prompts import Asking, PromptRow, PromptSet, load_prompt_set
 from taut.data.render import Renderer
 from taut.data.schema import Kind
-from taut.errors import ConfigError
+from taut.errors import ConfigError, DataError, EngineError
 from taut.evals.answers import EvalSampling
 from taut.evals.during import AnswersConfig
-from taut.inference.engine import Sampling
+from taut.inference.engine import Sampling, require_text, require_usable
 from taut.inference.local import LocalEngine
+from taut.inference.reward_model import open_rater
+from taut.inference.vllm import ServerEngine
+from taut.inference.weight_sync import Trained
 from taut.io.console import counted
 from taut.methods.inputs import Inputs, Language, MayChange, Models, Plan
 from taut.methods.method import RunConfig
 from taut.methods.reference import ReferenceConfig
 from taut.models.load import context_length
-from taut.rewards.in_process import files_read
-from taut.rewards.panel import PanelConfig
+from taut.rewards.in_process import files_read, require_judgeable
+from taut.rewards.panel import Panel, PanelConfig, open_panel
 from taut.rewards.registry import RewardSpec, files_of
-from taut.rl import setup
 from taut.rl.advantages import Credit
+from taut.rl.environment import World, open_world
 from taut.rl.monitors import Guard, RolloutMonitorConfig
-from taut.rl.online import Crew, Online
-from taut.rl.rollout import RolloutConfig
+from taut.rl.online import Online
+from taut.rl.rollout import RESERVED, Roller, RolloutConfig
+from taut.sandbox import shared
+from taut.train.distributed import Ranks
 from taut.train.trainer import Monitor, StepSource, Trainer
 from taut.types import Prompt
 
@@ -134,7 +139,7 @@ class OnlineMethod(RunConfig):
         return REWARD_ENDS
 
     def extra_forwards(self) -> int:
-        return super().extra_forwards() + self.make_credit().asked.policy
+        return super().extra_forwards() + self.make_credit().wants.logp
 
     # -- prompts and steps
 
@@ -174,34 +179,135 @@ class OnlineMethod(RunConfig):
 
     def connect(
         self,
-        trainer: Trainer,
+        source: StepSource,
         inputs: Inputs,
         models: Models,
         make_engine: Callable[..., LocalEngine],
-    ) -> None:
-        """Engine, rewards and environment, opened when they are first needed."""
-        online = trainer.source
-        assert isinstance(online, Online)
-        setting = setup.Setting(
-            config=self.rollout,
-            rewards=self.rewards,
-            grading=self.grading,
-            credit=online.credit,
-            is_judged=self.is_judged,
-            decisions=self.loss_decisions(),
-            prompts=online.prompts.asked,
-            make_local=make_engine,
-            renderer=inputs.renderer,
-            stops=inputs.stops,
-            context=context_length(inputs.config),
-            scorer=models.scorer,
-            compute=models.compute,
-            dtype=models.loaded.dtype.dtype,
-            seed=self.seed,
-            ranks=trainer.ranks,
+        ranks: Ranks,
+        get_trainer: Callable[[], Trainer],
+    ) -> Online:
+        """With engine, rewards and environment, which are opened when they are first needed."""
+        assert isinstance(source, Online)
+        return replace(
+            source,
+            get_trainer=get_trainer,
+            roles=models.roles if self.scores_reference_first else (),
+            open_roller=partial(self.open_roller, source, inputs, models, make_engine, ranks),
         )
-        roles = trainer.roles if self.scores_reference_first else ()
-        online.join(Crew(trainer, roles, partial(setup.open_roller, setting)))
+
+    def open_roller(
+        self,
+        source: Online,
+        inputs: Inputs,
+        models: Models,
+        make_engine: Callable[..., LocalEngine],
+        ranks: Ranks,
+    ) -> Roller:
+        """Open engine, rewards and environment. Raises TautError if one of them cannot be used; every rank calls it."""
+        config, credit, asked = self.rollout, source.credit, source.prompts.asked
+        require_judgeable(self.rewards, ranks.size, ahead=config.asynchronous)
+        prompts = [row.as_prompt() for row in asked]
+        if config.engine == "server":
+            require_text(prompts)
+        ranks = ranks.on_cpu() if config.asynchronous else ranks
+        panel: Panel | None = None
+        if ranks.is_writer and self.rewards:
+            panel = open_panel(self.rewards, self.grading, reserved=RESERVED, open_rater=open_rater)
+        engine: LocalEngine | ServerEngine | None = None
+        try:
+            without = [] if panel is None else self._rows_without_answer(panel, asked)
+            if config.engine == "local":
+                engine = make_engine(config=config.local)
+            else:
+                engine = self._open_server(inputs, models, ranks)
+            require_usable(prompts, engine.context)
+            world = open_world(
+                config.environment,
+                inputs.renderer,
+                inputs.stops.ids,
+                engine.context,
+                ranks,
+                rows=asked,
+                stop=config.stop,
+            )
+            # An environment that rewards a cut path itself: that reward would be replaced.
+            if credit.bootstraps_cut and world is not None and hasattr(world.make, "cut"):
+                raise ConfigError(
+                    "ppo.bootstrap_truncated=true replaces the reward of a cut path by the critic's value, and "
+                    f"{config.environment.name} has a method cut, which says what a cut path is worth; expected one of "
+                    "the two; take one out"
+                )
+        except BaseException:
+            if panel is not None:
+                panel.close()
+            if isinstance(engine, ServerEngine):
+                engine.close()
+            raise
+        return Roller(
+            config=config,
+            prompts=asked,
+            engine=engine,
+            panel=panel,
+            world=world,
+            seed=self.seed,
+            ranks=ranks,
+            is_judged=self.is_judged,
+            is_useful=credit.is_useful,
+            needs_one=credit.needs_one,
+            settled=[*without, *self.rollout_decisions(panel, engine, world)],
+        )
+
+    def _rows_without_answer(self, panel: Panel, asked: Sequence[PromptRow]) -> list[Decision]:
+        """A decision about rows without a right answer. Raises DataError if all rewards need one and no row has it."""
+        needing = [part.label for part in panel.parts if part.verifier.needs_reference]
+        without = [row for row in asked if not row.references]
+        if not needing or not without:
+            return []
+        is_all = len(without) == len(asked) and len(needing) == len(panel.parts)
+        if is_all and not self.rollout.environment.is_on:
+            raise DataError(
+                f"{without[0].place}: the row has no right answer, nor has any other, and {needing[0]} holds answers "
+                "to one; expected a column such as answer; name it with rollout.reference, or take other rewards"
+            )
+        value = f"nothing of {len(without):,} of {len(asked):,} rows"
+        return [
+            Decision(needing[0], value, f"they have no right answer ({without[0].place} is one)")
+        ]
+
+    def _open_server(self, inputs: Inputs, models: Models, ranks: Ranks) -> ServerEngine:
+        """The server, which gets the weights that train. Raises EngineError if its logprobs are not those of what it
+        samples from.
+        """
+        config, context = self.rollout, context_length(inputs.config)
+        assert config.url is not None
+        tokenizer, stop_ids = inputs.renderer.tokenizer, inputs.stops.ids
+        server = ServerEngine.open(config.url, config.server, tokenizer, stop_ids, context)
+        try:
+            if server.kind == "none" or (server.kind != "processed" and config.temperature != 1):
+                raise EngineError(
+                    f"server: {config.url} gives {server.kind} log-probs; expected those of what it samples from, at "
+                    f"temperature {config.temperature:g}; start it with --logprobs-mode processed_logprobs"
+                )
+            dtype = models.loaded.dtype.dtype
+            return server.follow(Trained(models.scorer, ranks, dtype, models.compute))
+        except BaseException:
+            server.close()
+            raise
+
+    def rollout_decisions(
+        self, panel: Panel | None, engine: LocalEngine | ServerEngine, world: World | None
+    ) -> list[Decision]:
+        """What was decided for the user about the loss, the environment, the engine and the rewards."""
+        decisions = [*self.loss_decisions(), *(world.decisions if world is not None else [])]
+        if isinstance(engine, ServerEngine):
+            decisions += engine.decisions
+        if panel is not None:
+            decisions += panel.decisions
+        environment = self.rollout.environment
+        if "python" in environment.tools:
+            chosen = shared(remote=environment.remote).mechanism
+            decisions.append(Decision("sandbox", chosen.name, chosen.reason))
+        return list(dict.fromkeys(decisions))
 
     # -- files
 

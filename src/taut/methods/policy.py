@@ -30,7 +30,7 @@ from taut.losses.policy import (
 from taut.methods.aux_models import AuxModels
 from taut.methods.online import OnlineMethod, require_live_reference
 from taut.methods.reference import ReferenceConfig
-from taut.rl.advantages import Gae, KlPenalty, PolicyCredit, ShapingConfig, Ways
+from taut.rl.advantages import Gae, KlPenalty, PolicyCredit, ShapingConfig
 
 PolicyLoss: TypeAlias = Literal["clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "reinforce"]
 """The names of losses.policy.SURROGATES; a test holds them to it."""
@@ -342,15 +342,15 @@ class PolicyMethod(OnlineMethod):
         policy, penalty = self.policy, None
         if self._has_penalty:
             penalty = KlPenalty(policy.penalty_coef, policy.kl_target)
-        ways = Ways(
-            estimate=self.estimate(),
-            shaping=self.shaping,
+        return PolicyCredit(
+            self.loss(),
+            self.estimate(),
+            self.shaping,
             limit=self.rollout.grows,
             temperature=self.rollout.temperature,
             has_old=not self._is_fresh,
             penalty=penalty,
         )
-        return PolicyCredit(self.loss(), ways)
 
     @property
     def scores_reference_first(self) -> bool:

@@ -38,13 +38,12 @@ from taut.rl.turns import Rendered, moved
 from taut.types import Completion, FinishReason, FloatArray, IntArray, Media, Prompt
 from taut.vision.content import ImageRef
 
+NO_VERDICT = Verdict({}, None)
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Trajectory:
-    """One path that was sampled from a prompt to its end. N counts its sampled tokens, in order.
-
-    ``name``, ``group`` and ``verdict`` are set once its group has been judged (``advantages.judged_trajectories``).
-    """
+    """One path that was sampled from a prompt to its end. N counts its sampled tokens, in order."""
 
     row: PromptRow
     """The prompt, with its references."""
@@ -80,18 +79,32 @@ class Trajectory:
     """The messages that an environment's path began with; None: the row's prompt."""
     media: tuple[Media, ...] = ()
     """The pictures among the ids, ascending."""
-    name: str = ""
-    """Unique in a run."""
-    group: int = -1
-    """Index of its group in the roll-out."""
-    verdict: Verdict | None = None
+    rollout: int = 0
+    """The number of its rollout, from 0."""
+    verdict: Verdict = NO_VERDICT
     """Its rewards by name, with their total."""
+
+    @property
+    def name(self) -> str:
+        """Unique in a run."""
+        return f"{self.row.id}#{self.index} of roll-out {self.rollout + 1}"
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether something can be learned from it: there is a completion, and it has a reward."""
+        return self.error is None and self.verdict.total is not None
 
     @property
     def reward(self) -> float:
         """The total of its verdict."""
-        assert self.verdict is not None and self.verdict.total is not None, "it has no reward"
+        assert self.verdict.total is not None, "the trajectory has no reward"
         return self.verdict.total
+
+    @property
+    def failure(self) -> str | None:
+        """Where it has no reward because of an error: the first error, with the place of its row."""
+        reason = self.error or self.verdict.error
+        return None if reason is None else f"{self.row.place}#{self.index}: {reason}"
 
     @property
     def is_cut(self) -> bool:

@@ -41,7 +41,7 @@ from taut.types import Packed, Scores
 def group(*totals: float | None, error: str | None = None) -> Group:
     """A path for each number; None: its reward is an error, or does not apply."""
     verdicts = [Verdict({"r": Score(t, None if t is not None else error)}, t) for t in totals]
-    return Group(tuple(trajectory("a", i, 2) for i in range(len(totals))), tuple(verdicts))
+    return Group(tuple(replace(trajectory("a", i, 2), verdict=v) for i, v in enumerate(verdicts)))
 
 
 def told(**fields: Any) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def test_errors_are_bounded_by_their_share() -> None:
     ):
         guard.require_rewards([group(1.0, None, None, 0.0, error="late")], 2)
     broken = replace(trajectory("a", 0, 2), finish_reason="error", error="the server went away")
-    lost = Group((broken,), (Verdict({}, None),))
+    lost = Group((broken,))
     with pytest.raises(CheckFailed, match="the server went away"):
         guard.require_rewards([lost], 3)
 

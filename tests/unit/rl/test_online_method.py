@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.scripted_engines import FakeEngine
-from tests.unit.rl.test_rollout_rollouts import Panel, rows
+from tests.unit.rl.test_rollout_groups import Panel, rows
 
 from taut.data.batching import Order
 from taut.data.prompts import PromptSet
@@ -21,9 +21,9 @@ from taut.losses.advantages import ESTIMATORS, Scale
 from taut.losses.policy import PolicyGradient
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Answered, Score
-from taut.rl.advantages import PolicyCredit, ShapingConfig, Ways
+from taut.rl.advantages import PolicyCredit, ShapingConfig
 from taut.rl.monitors import Guard, RolloutMonitorConfig
-from taut.rl.online import Crew, Online, numbered
+from taut.rl.online import Online, numbered
 from taut.rl.rollout import Roller, RolloutConfig
 from taut.train.distributed import Ranks
 from taut.train.signals import Interrupts
@@ -61,18 +61,32 @@ def online(worth: Any = half, guard: RolloutMonitorConfig | None = None, **keys:
     config = RolloutConfig(**{"n": 2, **keys})
     size = 2 * config.minibatches
     order = Order(np.ones(NUM_PROMPTS), 3, size, is_shuffled=True)
-    ways = Ways(ESTIMATORS["mean"], ShapingConfig(scale="running"), 4, 1.0, has_old=False)
-    credit = PolicyCredit(PolicyGradient(), ways)
+    credit = PolicyCredit(
+        PolicyGradient(),
+        ESTIMATORS["mean"],
+        ShapingConfig(scale="running"),
+        limit=4,
+        temperature=1.0,
+        has_old=False,
+    )
     prompts = cast(PromptSet, SimpleNamespace(album=None))
-    method = Online(config, prompts, order, credit, Guard(guard or RolloutMonitorConfig()), seed=3)
     engine = FakeEngine(lambda name, index: str(index))
     roller = Roller(config, rows(NUM_PROMPTS), engine, Panel(worth), None, 3, ONE)  # type: ignore[arg-type]
-    method.join(Crew(cast(Trainer, FakeTrainer()), (), lambda: roller))
-    return method
+    trainer = cast(Trainer, FakeTrainer())
+    return Online(
+        config,
+        prompts,
+        order,
+        credit,
+        Guard(guard or RolloutMonitorConfig()),
+        seed=3,
+        get_trainer=lambda: trainer,
+        open_roller=lambda: roller,
+    )
 
 
 def trainer_of(method: Online) -> FakeTrainer:
-    return cast(FakeTrainer, method.crew.trainer)
+    return cast(FakeTrainer, method.trainer)
 
 
 def names(trees: list[Tree]) -> list[str]:
@@ -126,7 +140,7 @@ def test_groups_with_a_signal_are_replayed_newest_first() -> None:
     signals = [fields["groups_with_signal"] for fields in told]
     before = np.cumsum([0, *signals])[:5]
     assert [fields["num_replayed"] for fields in told] == np.minimum(before, 3).tolist()
-    versions = [version for version, _ in method.replayed]
+    versions = [sample.version for sample in method.replayed]
     assert versions == sorted(versions, reverse=True) and len(versions) == 3
 
 
@@ -166,7 +180,7 @@ def test_a_roll_out_that_was_interrupted_before_its_first_update_is_told_again()
     trainer_of(other).done = 2
     other.recall(json.loads(json.dumps(whole.remember())))
     assert names(other.prepare(3)) == names(trees)
-    assert other._opened is None  # nothing was generated
+    assert "roller" not in vars(other)  # nothing was generated
     (told,) = trainer_of(other).told
     assert told[0] == "rollout" and told[1]["step"] == 3
     assert told[1]["samples"] == trainer_of(whole).told[-1][1]["samples"]
@@ -262,7 +276,7 @@ def test_what_is_compared_inside_a_tree_is_numbered_by_it() -> None:
 def test_closing_what_was_never_opened(tmp_path: Path) -> None:
     method = online()
     method.close()
-    assert method._opened is None
+    assert "roller" not in vars(method)
 
 
 def again(method: Online, done: int, **keys: Any) -> Online:
@@ -287,7 +301,7 @@ def test_a_roll_out_that_stops_its_first_update_is_drawn_anew() -> None:
         assert json.dumps(method.remember()) == before
     other = again(whole, 2, **keys)
     assert names(other.prepare(3)) == wanted
-    assert other._opened is not None, "asked again"
+    assert "roller" in vars(other), "asked again"
 
 
 def test_a_roll_out_that_was_trained_on_is_kept() -> None:

@@ -116,7 +116,7 @@ def test_what_the_engine_could_not_complete_is_judged_by_nobody() -> None:
     )
     (group,) = made.roll(0, [0]).groups
     assert [one.text for one in panel.asked] == ["good"]
-    assert [(one.index, said.total) for one, said in group.judged] == [(0, 1.0)]
+    assert [(one.index, one.reward) for one in group.rewarded] == [(0, 1.0)]
 
 
 def test_a_reward_that_does_not_apply_leaves_the_path_out() -> None:
@@ -124,7 +124,7 @@ def test_a_reward_that_does_not_apply_leaves_the_path_out() -> None:
         lambda name, index: str(index), lambda one: None if one.text == "1" else 0.5
     )
     (group,) = made.roll(0, [0]).groups
-    assert [one.index for one, _ in group.judged] == [0]
+    assert [one.index for one in group.rewarded] == [0]
     assert not group.has_signal
 
 
