@@ -426,7 +426,7 @@ def linear_weights_are_the_derivative(session: Session) -> Finding:
     A loss that is linear in log-probs gives its weights beforehand, and the head forms the gradient from them alone.
     They must be the derivative of the loss that is reported.
     """
-    loss = session.trainer.method.loss
+    loss = session.trainer.source.loss
     packed = pack(session.tree_samples)
     weights = loss.linear_weights(packed)
     if weights is None:
@@ -511,7 +511,7 @@ def the_reference_is_the_policy_at_the_start(session: Session) -> Finding:
             "report this",
         )
     says = f"the same on {number} targets; the loss is {report.loss:.6g}"
-    theory = _loss_in_theory(session.trainer.method.loss)
+    theory = _loss_in_theory(session.trainer.source.loss)
     if theory is None:
         return passed(says, worst, "nats")
     formula, value = theory
@@ -569,7 +569,7 @@ def alone_loss(
     session: Session, samples: Sequence[Sample], numbers: Mapping[str, Tensor]
 ) -> AloneLoss:
     """The loss of these samples for these numbers of the model, by the loss's own formula."""
-    loss, packed = session.trainer.method.loss, pack(list(samples), ALONE)
+    loss, packed = session.trainer.source.loss, pack(list(samples), ALONE)
     leaves = {name: numbers[name].detach().double().requires_grad_() for name in packed.sample_ids}
     joined = torch.cat(list(leaves.values()))
     if STREAM in loss.needs:
@@ -603,7 +603,7 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
     report = first_step(session).report
     assert report is not None, "asked after loss.reached"
     samples, listed = session.tree_samples, _summed(session, report.scored)
-    unit = "nats a target" if set(session.trainer.method.loss.units) == CROSS_ENTROPY else ""
+    unit = "nats a target" if set(session.trainer.source.loss.units) == CROSS_ENTROPY else ""
     differ = [line for one in samples if (line := _difference(one, listed.get(one.id)))]
     if differ:
         return failed(
@@ -649,7 +649,7 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
 
 
 def _loss_of(session: Session, samples: list[Sample], numbers: dict[str, Any]) -> AloneLoss:
-    if set(session.trainer.method.loss.units) != CROSS_ENTROPY:
+    if set(session.trainer.source.loss.units) != CROSS_ENTROPY:
         tensors = {name: torch.from_numpy(values) for name, values in numbers.items()}
         return alone_loss(session, samples, tensors)
     total = sum(float(-(sample.weight_N * numbers[sample.id]).sum()) for sample in samples)

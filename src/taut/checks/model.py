@@ -162,7 +162,7 @@ def the_chunked_head_gives_plain_log_probs(session: Session) -> Finding:
         number += len(head.plain_N)
         ways = {"computed again in backward": head.recomputed_N}
         if head.logp_N is not None:
-            is_linear = session.trainer.method.loss.linear_weights(head.packed) is not None
+            is_linear = session.trainer.source.loss.linear_weights(head.packed) is not None
             way = "gradient formed in the forward" if is_linear else "as the run takes it"
             ways[way] = head.logp_N
         for way, logp_N in ways.items():

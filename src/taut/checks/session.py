@@ -365,9 +365,9 @@ class Session:
     @cached_property
     def trees(self) -> list[Tree]:
         """The batch as the method would prepare it."""
-        method = self.trainer.method
-        if isinstance(method, Online):
-            return rehearsed(self.trainer, method.credit, method.crew.roles, self.batch)
+        source = self.trainer.source
+        if isinstance(source, Online):
+            return rehearsed(self.trainer, source.credit, source.crew.roles, self.batch)
         if self.run.compares_answers:
             return self._rows.trees_of(self._batch_rows)
         unique = {sample.id: sample for sample in self.batch}

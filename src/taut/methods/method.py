@@ -360,7 +360,7 @@ class RunConfig:
         longest = int(train.lengths.max()) if self.observes_mismatched else None
         return Plan(Offline(rows, order, epochs, self.loss(), longest), num_steps, cursor)
 
-    def monitors(self, method: StepSource) -> Sequence[Monitor]:
+    def monitors(self, source: StepSource) -> Sequence[Monitor]:
         """What else examines each step before its update."""
         return ()
 

@@ -167,10 +167,10 @@ class OnlineMethod(RunConfig):
     def sampling(self, seed: int) -> Sampling:
         return self.rollout.sampling(seed)
 
-    def monitors(self, method: StepSource) -> Sequence[Monitor]:
+    def monitors(self, source: StepSource) -> Sequence[Monitor]:
         """The guard, which also looks at each roll-out."""
-        assert isinstance(method, Online)
-        return [method.guard]
+        assert isinstance(source, Online)
+        return [source.guard]
 
     def connect(
         self,
@@ -180,7 +180,7 @@ class OnlineMethod(RunConfig):
         make_engine: Callable[..., LocalEngine],
     ) -> None:
         """Engine, rewards and environment, opened when they are first needed."""
-        online = trainer.method
+        online = trainer.source
         assert isinstance(online, Online)
         setting = setup.Setting(
             config=self.rollout,
