@@ -31,7 +31,7 @@ from taut.io import processes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from taut.vision.image_store import Album
+    from taut.vision.image_store import ImageStore
 
 Ids: TypeAlias = list[int]
 CODE_FAILURES = (
@@ -80,9 +80,9 @@ class Template:
         tokenizer: PreTrainedTokenizerBase,
         template: str | None,
         key: str = "data.template",
-        album: Album | None = None,
+        image_store: ImageStore | None = None,
     ) -> None:
-        """``key``: the setting that names another template, for messages. ``album``: the store of images."""
+        """``key``: the setting that names another template, for messages. ``image_store``: the store of images."""
         if not tokenizer.is_fast:
             raise ModelError(
                 f"the tokenizer is a {type(tokenizer).__name__} without tokenizer.json; expected "
@@ -91,8 +91,8 @@ class Template:
             )
         self.tokenizer = tokenizer
         self.key = key
-        self.pictures = Pictures(album, tokenizer)
-        of_processor = album.processor.template if album is not None else None
+        self.pictures = Pictures(image_store, tokenizer)
+        of_processor = image_store.processor.template if image_store is not None else None
         own_template = tokenizer.chat_template if of_processor is None else of_processor
         self.template = own_template if template is None else template
         if self.template is not None:

@@ -378,11 +378,11 @@ def load_prompt_set(config: DataConfig, split: Split, renderer: Renderer, how: A
     _require_fitting(config)
     parts: list[SourcePart] = []
     asked: list[PromptRow] = []
-    album = renderer.album
+    image_store = renderer.image_store
     for source, columns in sources(config, split, "prompt"):
         opened = open_source(source)
         unread: list[Incident] = []
-        left_out = unread if album is not None and album.images.bad == "drop" else None
+        left_out = unread if image_store is not None and image_store.images.bad == "drop" else None
         rows = load_prompts(source, renderer, columns, reference=how.reference, left_out=left_out)
         if not rows:
             first = unread[0]
@@ -414,7 +414,7 @@ def load_prompt_set(config: DataConfig, split: Split, renderer: Renderer, how: A
         times = 1 + sum(part.source == opened.path for part in parts)
         label = source.path if times == 1 else f"{source.path}({times})"
         weight, key = source.weight, entry.digest
-        parts.append(SourcePart(label, weight, key, entry, opened.path, opened.stamps, album))
+        parts.append(SourcePart(label, weight, key, entry, opened.path, opened.stamps, image_store))
         asked += kept
     prompts = PromptSet(parts, asked)
     if len({row.id for row in asked}) < len(asked):  # files that number their rows alike

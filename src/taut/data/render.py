@@ -59,7 +59,7 @@ from taut.types import IntArray, Media, Sample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from taut.vision.image_store import Album
+    from taut.vision.image_store import ImageStore
 
 Targets: TypeAlias = Literal["assistant", "last", "all"]
 TooLong: TypeAlias = Literal["error", "drop", "split", "truncate"]
@@ -119,13 +119,13 @@ class Renderer:
         template: str | None = None,
         targets: Targets = "assistant",
         key: str = "data.template",
-        album: Album | None = None,
+        image_store: ImageStore | None = None,
     ) -> None:
-        """``key``: the setting that names another template, for messages. ``album``: the store of images; None: the
-        model takes no images.
+        """``key``: the setting that names another template, for messages. ``image_store``: None if the model takes no
+        images.
         """
-        self.template = Template(tokenizer, template, key, album)
-        self.album = album
+        self.template = Template(tokenizer, template, key, image_store)
+        self.image_store = image_store
         self.tokenizer = tokenizer
         self.targets: Targets = targets
         self.stop_set: frozenset[int] = frozenset()
@@ -145,7 +145,7 @@ class Renderer:
 
     def identity(self) -> str:
         """A digest that changes whenever the ids or targets of some row could."""
-        images = f" {self.album.identity()}" if self.album else ""
+        images = f" {self.image_store.identity()}" if self.image_store else ""
         return f"{self.template.identity()} {self.targets} {sorted(self.stop_set)}{images}"
 
     def prompt_ids(

@@ -21,7 +21,7 @@ from taut.methods.method import RunConfig
 from taut.models.load import load_config, load_tokenizer, stop_ids_in_files
 from taut.models.tokens import add_tokens_to_tokenizer
 from taut.train.distributed import Ranks
-from taut.vision.image_store import open_album
+from taut.vision.image_store import open_image_store
 
 
 def load_language(run: RunConfig, day: date | None = None) -> Language:
@@ -29,8 +29,8 @@ def load_language(run: RunConfig, day: date | None = None) -> Language:
     path, trust, cached = run.model, run.trust_remote_code, directory_of(run.data.cache)
     config, tokenizer = load_config(path, trust), load_tokenizer(path, trust)
     new_ids = add_tokens_to_tokenizer(tokenizer, run.tokens)
-    album = open_album(path, config, tokenizer, run.data.images, cached, trust)
-    renderer = build_renderer(run.data, tokenizer, album)
+    image_store = open_image_store(path, config, tokenizer, run.data.images, cached, trust)
+    renderer = build_renderer(run.data, tokenizer, image_store)
     renderer.template.day = day or date.today()
     return Language(config, tokenizer, new_ids, renderer)
 

@@ -81,8 +81,8 @@ def _identity(built: Built) -> dict[str, Any]:
         for name, data in _splits(built).items()
     }
     found["tokens"] = to_dict(built.run.tokens)
-    if built.inputs.renderer.album is not None:
-        found["pictures"] = built.inputs.renderer.album.identity()
+    if built.inputs.renderer.image_store is not None:
+        found["pictures"] = built.inputs.renderer.image_store.identity()
     return dict(json.loads(json.dumps(found)))
 
 

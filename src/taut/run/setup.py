@@ -196,7 +196,7 @@ def build_trainer(
     """The trainer of a run, whole: nothing is assigned to it from here on, and only the loop advances it. ``emit``
     writes events, once the output directory is claimed.
     """
-    scorer, loaded, album = models.scorer, models.loaded, inputs.renderer.album
+    scorer, loaded, image_store = models.scorer, models.loaded, inputs.renderer.image_store
     method, num_steps, _ = plan
     pace, rates = run.models().critic_pace(run), rates_of(run, scorer)
     trainer = Trainer(
@@ -226,7 +226,7 @@ def build_trainer(
             Divergence(run.divergence),
             *run.monitors(method),
         ],
-        before_step=[] if album is None or run.generates else [Lookahead(album)],
+        before_step=[] if image_store is None or run.generates else [Lookahead(image_store)],
         emit=emit,
         interrupts=Interrupts() if interrupts is None else interrupts,
     )
