@@ -383,9 +383,8 @@ def save(directory: Path, key: str, entry: Entry) -> None:
     except (OSError, ValueError) as error:  # ValueError: not a valid path
         reason = getattr(error, "strerror", None) or error
         raise OutputError(
-            f"the cache {directory} cannot be written: {reason}; expected a "
-            "directory with space; "
-            "set data.cache or TAUT_CACHE"
+            f"the cache {directory} cannot be written: {reason}; expected a directory with space; set data.cache or "
+            "TAUT_CACHE"
         ) from None
 
 

@@ -264,8 +264,7 @@ def tokenise(opened: Opened, columns: Columns, limits: Limits, renderer: Rendere
         setting = ", or data.images.folder" if builder.is_fleeting else ""
         raise DataError(
             f"{opened.path}: none of its {counted(builder.num_rows, 'rows')} is left (row {first.place}: "
-            f"{first.reason}); "
-            f"expected some; change data.max_length, data.min_length or data.too_long{setting}"
+            f"{first.reason}); expected some; change data.max_length, data.min_length or data.too_long{setting}"
         )
     return builder.build()
 

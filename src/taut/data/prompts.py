@@ -320,8 +320,7 @@ def _ids(place: str, text: Text, ids: Ids, renderer: Renderer) -> IntArray:
         ids = ids[:-1] if ids[:-1][-len(text_ids) :] == text_ids else ids
     if bos is not None and ids[:2] == [bos, bos]:
         raise RenderError(
-            f"{place}: the prompt begins with two BOS tokens; expected one; remove it from the "
-            "text or the template"
+            f"{place}: the prompt begins with two BOS tokens; expected one; remove it from the text or the template"
         )
     if not ids:
         raise DataError(

@@ -281,9 +281,8 @@ def _find_format(
         missing = [name for name in wanted if name not in named]
         if missing:
             raise DataError(
-                f"{place}: the row is {shown(named)}, without {missing[0]}; expected "
-                f"{' and '.join(wanted)} (format {columns.format}); set "
-                f"{columns.prefix}columns"
+                f"{place}: the row is {shown(named)}, without {missing[0]}; expected {' and '.join(wanted)} (format "
+                f"{columns.format}); set {columns.prefix}columns"
             )
         return columns.format
     fitting = [name for name, wanted in required.items() if all(key in named for key in wanted)]
@@ -299,8 +298,7 @@ def _find_format(
         )
     if len(fitting) > 1:
         raise DataError(
-            f"{place}: the columns fit the formats {' and '.join(fitting)}; expected one; set "
-            f"{columns.prefix}format"
+            f"{place}: the columns fit the formats {' and '.join(fitting)}; expected one; set {columns.prefix}format"
         )
     return fitting[0]
 
