@@ -11,10 +11,12 @@ from functools import partial
 from taut.config import Decision
 from taut.data.cache import directory_of
 from taut.data.dataset import Dataset, build_renderer
+from taut.data.schema import OtherKindError
 from taut.data.stop_tokens import StopSet, derive_stop_set, described
 from taut.errors import ConfigError, DataError
 from taut.io import hub
 from taut.io.console import counted
+from taut.methods import commands_for
 from taut.methods.inputs import Inputs, Language
 from taut.methods.method import RunConfig
 from taut.models.load import load_config, load_tokenizer, stop_ids_in_files
@@ -51,8 +53,11 @@ def load_inputs(run: RunConfig, ranks: Ranks, day: date | None = None) -> Inputs
     if not ranks.is_writer:
         ranks.barrier()
     load = partial(run.load_data, renderer=renderer, language=language, looks_again=ranks.is_writer)
-    train = load("train")
-    held_out = load("eval") if run.data.eval else None
+    try:
+        train = load("train")
+        held_out = load("eval") if run.data.eval else None
+    except OtherKindError as error:
+        raise DataError(f"{error}, for {commands_for(error.kind)}") from None
     if ranks.is_writer:
         ranks.barrier()
     if len(set(ranks.gather(train.fingerprint))) > 1:
