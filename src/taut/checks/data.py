@@ -108,22 +108,22 @@ def every_picture_can_be_read(session: Session) -> Finding:
         return skipped("no row that can be read names a picture")
     images = session.run.data.images
     try:
-        album = session.language.renderer.album
+        image_store = session.language.renderer.image_store
     except Unavailable:
-        album = None
+        image_store = None
     broken = []
     for place, ref in pictures:
         try:
             if isinstance(ref, PictureError):
                 broken.append(str(ref))
-            elif album is not None:
-                album.see(ref, place)
+            elif image_store is not None:
+                image_store.see(ref, place)
             else:
                 require_allowed(ref, images)
                 if ref.kind != "url":
                     decoded_size(encoded(ref, images), ref.name, images)
         except PictureError as error:
-            broken.append(str(error) if album is not None else f"{place}: {error}")
+            broken.append(str(error) if image_store is not None else f"{place}: {error}")
     unit = f"of {len(pictures):,} pictures"
     if not broken:
         return passed("every picture can be read", len(pictures), "pictures")

@@ -528,15 +528,15 @@ def _save_and_compare(session: Session, directory: Path) -> tuple[list[Compariso
 
 def _other_pictures(session: Session, path: str) -> str:
     """What differs in how pictures are processed for those who load the model; empty: nothing, or it takes none."""
-    album = session.inputs.renderer.album
-    if album is None:
+    image_store = session.inputs.renderer.image_store
+    if image_store is None:
         return ""
     trust = session.run.trust_remote_code
     saved = open_processor(path, load_config(path, trust), load_tokenizer(path, trust), trust)
-    if saved is None or saved.identity() != album.processor.identity():
+    if saved is None or saved.identity() != image_store.processor.identity():
         return "preprocessor_config.json and processor_config.json make other tensors of a picture"
     trained_words, saved_words = (
-        (one.placeholder, one.image_id, one.reserved) for one in (album.processor, saved)
+        (one.placeholder, one.image_id, one.reserved) for one in (image_store.processor, saved)
     )
     if trained_words == saved_words:
         return ""

@@ -166,16 +166,16 @@ def _prompt_ids(row: Row, renderer: Renderer) -> Ids:
 
 
 def _reloaded(session: Session) -> Renderer:
-    album = session.renderer.album
+    image_store = session.renderer.image_store
     with TemporaryFolder("check") as place:
         with quiet_library():
             copy.deepcopy(session.language.config).save_pretrained(place)
             session.served_tokenizer.save_pretrained(place)
         tokenizer = load_tokenizer(str(place), session.run.trust_remote_code)
-        if album is None:
+        if image_store is None:
             return Renderer(tokenizer)
         # run.saved looks at the files of the processor
-        return Renderer(tokenizer, str(tokenizer.chat_template), album=album)
+        return Renderer(tokenizer, str(tokenizer.chat_template), image_store=image_store)
 
 
 GENERATION_FILE = "the model's generation_config.json"

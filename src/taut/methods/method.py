@@ -89,6 +89,8 @@ class RunConfig:
         2e-5, 2e-4, "TRL; alignment-handbook: 2e-5 and, with QLoRA, 2e-4; Tulu 3 (8B): 5e-6"
     )
     """Taken where ``optim.learning_rate`` is not set."""
+    row_kinds: ClassVar[Mapping[Kind, str]] = {"sft": ""}
+    """The kinds of rows that the method trains on; where it has several, each with the setting that selects it."""
     allows_noise: ClassVar[bool] = True
     """Whether dropout and NEFTune may be on. Not where log-probs or scores are compared: noise would be compared."""
     generates: ClassVar[bool] = False
@@ -219,7 +221,7 @@ class RunConfig:
     @property
     def row_kind(self) -> Kind:
         """What a row of data is."""
-        return "sft"
+        return next(iter(self.row_kinds))
 
     @property
     def compares_answers(self) -> bool:

@@ -4,7 +4,7 @@ and made into trees (taut/online). What differs is the credit that a completion 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,7 @@ REWARD_ENDS = "add the reward stop to rewards, or lower optim.learning_rate"
 class OnlineMethod(RunConfig):
     """A method that learns from what the model generates."""
 
+    row_kinds: ClassVar[Mapping[Kind, str]] = {"prompt": ""}
     allows_noise: ClassVar[bool] = False
     generates: ClassVar[bool] = True
     may_change: ClassVar[MayChange] = RunConfig.may_change.plus(
@@ -120,10 +121,6 @@ class OnlineMethod(RunConfig):
         return False
 
     # -- what is learned, and from what
-
-    @property
-    def row_kind(self) -> Kind:
-        return "prompt"
 
     @property
     def has_rewards(self) -> bool:

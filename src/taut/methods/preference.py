@@ -10,6 +10,7 @@ refused by the loss itself, in the words of these keys.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Protocol, TypeAlias
 
 from pydantic import Field
@@ -45,11 +46,8 @@ NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
 class PairMethod(RunConfig):
     """A method whose rows are a prompt with answers of which some are better."""
 
+    row_kinds: ClassVar[Mapping[Kind, str]] = {"preference": ""}
     allows_noise: ClassVar[bool] = False
-
-    @property
-    def row_kind(self) -> Kind:
-        return "preference"
 
 
 class _MakesLoss(Protocol):

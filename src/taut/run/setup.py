@@ -281,7 +281,7 @@ def build_trainer(
     """The complete trainer of a run: nothing is assigned to it from outside after this, and only the loop advances it.
     ``emit`` writes events, once the output directory is claimed.
     """
-    scorer, loaded, album = models.scorer, models.loaded, inputs.renderer.album
+    scorer, loaded, image_store = models.scorer, models.loaded, inputs.renderer.image_store
     source, num_steps, _ = plan
     optim = run.resolved_optim
     keys = architecture.assign_patterns(
@@ -317,7 +317,7 @@ def build_trainer(
             Divergence(run.loss_monitor),
             *run.monitors(source),
         ],
-        before_step=[] if album is None or run.generates else [Lookahead(album)],
+        before_step=[] if image_store is None or run.generates else [Lookahead(image_store)],
         emit=emit,
         interrupts=Interrupts() if interrupts is None else interrupts,
     )

@@ -37,7 +37,7 @@ from taut.train.distributed import Ranks
 from taut.train.oom import Fit
 from taut.train.signals import Interrupts
 from taut.types import Packed, Sample, Scores, Tree
-from taut.vision.image_store import Album
+from taut.vision.image_store import ImageStore
 
 SIZES = ("num_targets", "num_tokens", "num_tokens_unshared")
 """The sizes that every step counts."""
@@ -446,7 +446,7 @@ class Lookahead:
     already. Each rank reads its own.
     """
 
-    album: Album
+    image_store: ImageStore
     expected: int = 0
     """The last step whose images are requested already."""
 
@@ -455,4 +455,4 @@ class Lookahead:
         self.expected = min(step + 1, trainer.num_steps)
         for number in range(first, self.expected + 1):
             packs = plan_microbatches(trainer.source.prepare(number), trainer)
-            self.album.expect([medium.picture for packed in packs for medium in packed.media])
+            self.image_store.expect([medium.picture for packed in packs for medium in packed.media])
