@@ -32,7 +32,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from taut.attention.decode import Decoding
 from taut.attention.layout import Layout
-from taut.attention.select import head_sizes
 from taut.errors import ModelError
 from taut.types import Media, Packed
 from taut.vision import tower
@@ -245,6 +244,17 @@ def layer_types(model: nn.Module) -> list[str]:
         config, "use_sliding_window", True
     )
     return ["sliding_attention" if windowed else "full_attention"] * config.num_hidden_layers
+
+
+def head_sizes(config: PreTrainedConfig) -> list[int]:
+    """The size of a head in each layer of a language model; Gemma 4 has larger ones in layers with full attention."""
+    per_layer = (
+        config.per_layer_config if config.is_heterogeneous else [config] * config.num_hidden_layers
+    )
+    return [
+        getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        for layer in per_layer
+    ]
 
 
 def attention_layer_count(model: nn.Module) -> int:

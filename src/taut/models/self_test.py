@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from taut.attention.layout import Layout
-from taut.attention.select import Observation, observe
 from taut.data.packing import ALONE, pack
 from taut.errors import AttentionError, ModelError
 from taut.models import architecture
+from taut.models.attention_backends import Observation, observe
 from taut.models.heads import check_scalar_head, scalar, scalar_head
 from taut.models.load import set_attention
 from taut.models.scorer import Scorer

@@ -34,7 +34,7 @@ from taut.evals.reload import (
     score,
 )
 from taut.io import files
-from taut.models.critic import Critic
+from taut.models.heads import Critic
 from taut.models.lora import is_adapted, save_adapter
 from taut.models.save import copy_processor, make_readable, saving, serving_tokenizer
 from taut.models.scorer import Scorer

@@ -14,10 +14,10 @@ from tests.tiny_models import save_tiny
 from tests.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from taut.attention.select import PREFIX, select
 from taut.data.packing import ALONE, pack
 from taut.errors import AttentionError, ModelError
 from taut.models import architecture
+from taut.models.attention_backends import PREFIX, select
 from taut.models.heads import check_scalar_head, scalar_head
 from taut.models.load import freeze, load_config, load_model, load_skeleton, quiet_library
 from taut.models.lora import LoraConfig, apply_lora, choose_rows, plain_model, save_adapter
