@@ -387,19 +387,16 @@ def part_of(name: str) -> Part | None:
 
 
 def match_pattern(model: nn.Module, pattern: str, names: Sequence[str], key: str) -> list[str]:
-    """The ``names`` (of the model's parameters or modules) that a pattern matches. ``key``: the user's setting."""
-    if pattern not in PARTS:
-        return match_names(pattern, list(names))
-    if not has_parts(model):
-        raise ModelError(
-            f"{key}: {pattern!r} is a part of a vision-language model, and {type(unwrap(model)).__name__} is "
-            "none; expected names of its parameters; leave it out"
-        )
-    return [name for name in names if part_of(name) == pattern]
-
-
-def match_names(pattern: str, names: list[str]) -> list[str]:
-    """The names that a glob, or a regular expression between slashes, matches."""
+    """The ``names`` (of the model's parameters or modules) that a pattern matches: a part, a regular expression between
+    slashes, or a glob. ``key``: the user's setting.
+    """
+    if pattern in PARTS:
+        if not has_parts(model):
+            raise ModelError(
+                f"{key}: {pattern!r} is a part of a vision-language model, and {type(unwrap(model)).__name__} is "
+                "none; expected names of its parameters; leave it out"
+            )
+        return [name for name in names if part_of(name) == pattern]
     if len(pattern) > 2 and pattern.startswith("/") and pattern.endswith("/"):
         try:
             expression = re.compile(pattern[1:-1])

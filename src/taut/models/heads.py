@@ -82,33 +82,32 @@ def scalar(hidden: Tensor, spec: nn.Linear) -> Tensor:
 
 @torch.no_grad()
 def check_head(model: nn.Module) -> float:
-    """The largest difference between ``architecture.head(model)`` and the model's own logits on random hidden states.
-
-    Raises ModelError where the two differ by more than rounding.
+    """The largest difference between taut's head (``HeadSpec`` or ``scalar``) and the model's own logits on random
+    hidden states. Raises ModelError where the two differ by more than rounding.
     """
-    spec = head(model)
-    hidden = _random_hidden(spec.weight)
-    theirs, ours = _own_logits(model, hidden), spec.logits(hidden)
-    return _require_equal(model, hidden.dtype, theirs, ours, "softcap(scale * lm_head(hidden))")
-
-
-@torch.no_grad()
-def check_scalar_head(model: nn.Module) -> float:
-    """The same for the scalar head: a sequence class gives the last token's number, a token class every token's."""
-    spec = scalar_head(model)
-    hidden = _random_hidden(spec.weight)
-    with torch.autocast(hidden.device.type, enabled=False):  # as in ``scalar``
-        theirs, ours = _own_logits(model, hidden), scalar(hidden, spec)
-    if theirs.shape[:-1] != ours.shape:
-        ours = ours[:, -1]
-    return _require_equal(model, hidden.dtype, theirs.squeeze(-1), ours, "score(hidden)")
-
-
-def _random_hidden(weight: Tensor) -> Tensor:
-    """[1, 3, D]"""
+    inner: Any = unwrap(model)
+    is_scalar = hasattr(inner, "score")
+    spec = scalar_head(model) if is_scalar else head(model)
+    weight = spec.weight
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 3, weight.shape[1], generator=generator, dtype=torch.float64)
-    return hidden.to(weight.device, weight.dtype)
+    hidden = hidden.to(weight.device, weight.dtype)
+    with torch.autocast(hidden.device.type, enabled=False):  # as in ``scalar``
+        theirs = _own_logits(model, hidden)
+        ours = scalar(hidden, spec) if isinstance(spec, nn.Linear) else spec.logits(hidden)
+    if is_scalar:
+        theirs = theirs.squeeze(-1)
+        if theirs.shape != ours.shape:  # a sequence class gives the last token's number
+            ours = ours[:, -1]
+    tolerance = TOLERANCE.get(hidden.dtype, 1e-9)
+    error = float("inf") if theirs.shape != ours.shape else float((theirs - ours).abs().max())
+    if not error <= tolerance * (1.0 + float(ours.abs().max())):
+        formula = "score(hidden)" if is_scalar else "softcap(scale * lm_head(hidden))"
+        raise ModelError(
+            f"the logits of {type(inner).__name__} are not {formula}: they differ by {error:.2g}; "
+            "taut cannot score with this head"
+        )
+    return error
 
 
 def _own_logits(model: nn.Module, hidden: Tensor) -> Tensor:
@@ -133,19 +132,6 @@ def _own_logits(model: nn.Module, hidden: Tensor) -> Tensor:
     return logits
 
 
-def _require_equal(
-    model: nn.Module, dtype: torch.dtype, theirs: Tensor, ours: Tensor, formula: str
-) -> float:
-    tolerance = TOLERANCE.get(dtype, 1e-9)
-    error = float("inf") if theirs.shape != ours.shape else float((theirs - ours).abs().max())
-    if not error <= tolerance * (1.0 + float(ours.abs().max())):
-        raise ModelError(
-            f"the logits of {type(unwrap(model)).__name__} are not {formula}: they differ by {error:.2g}; "
-            "taut cannot score with this head"
-        )
-    return error
-
-
 def list_with_library(config: PreTrainedConfig) -> None:
     """Register a family's models with a scalar head with the library's automatic classes, where they have none."""
     if config.model_type not in tower.FAMILIES:
@@ -154,19 +140,12 @@ def list_with_library(config: PreTrainedConfig) -> None:
     backbone = backbones._model_mapping[type(config)]
     base = next(kind for kind in backbone.__mro__ if kind.__name__.endswith("PreTrainedModel"))
     family = backbone.__name__.removesuffix("Model")
-    mixins: tuple[tuple[Any, type, str], ...] = (
-        (
-            AutoModelForSequenceClassification,
-            GenericForSequenceClassification,
-            f"{family}ForSequenceClassification",
-        ),
-        (
-            AutoModelForTokenClassification,
-            GenericForTokenClassification,
-            f"{family}ForTokenClassification",
-        ),
+    classes: tuple[tuple[Any, type], ...] = (
+        (AutoModelForSequenceClassification, GenericForSequenceClassification),
+        (AutoModelForTokenClassification, GenericForTokenClassification),
     )
-    for auto, mixin, name in mixins:
+    for auto, mixin in classes:
+        name = mixin.__name__.replace("Generic", family)
         if type(config) in auto._model_mapping:
             continue
         model_class = type(name, (mixin, base), {"__module__": __name__})
