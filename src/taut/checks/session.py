@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -43,7 +43,7 @@ from taut.models.scorer import Scorer
 from taut.rl.dry_run import rehearsed
 from taut.rl.online import Online
 from taut.run.inputs import inputs_of, load_language, load_stops
-from taut.run.setup import Adapted, Built, adapt, build_trainer, join_models, load
+from taut.run.setup import Built, adapt, build_trainer, join_models, load
 from taut.train.distributed import Ranks
 from taut.train.monitors import TOLERANCE
 from taut.train.trainer import Trainer
@@ -223,7 +223,7 @@ class Session:
 
     @cached_property
     @owned_by("model.trains")
-    def adapted(self) -> Adapted:
+    def adapted(self) -> tuple[nn.Module, list[Decision]]:
         """The model with adapters and added tokens, without what is frozen."""
         return adapt(self.run, self.inputs, self.loaded.model)
 
