@@ -45,8 +45,7 @@ from taut.checks.session import Session, num_tokens
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.methods.reference import STREAM
 from taut.models import architecture
-from taut.models.critic import PART, OwnCritic
-from taut.models.heads import scalar_head
+from taut.models.heads import CRITIC, OwnCritic, scalar_head
 from taut.models.lora import is_adapted
 from taut.models.scorer import score_hidden
 from taut.models.self_test import library_attention
@@ -373,7 +372,7 @@ def _is_zero_at_start(session: Session, step: FirstStep, name: str) -> bool:
     if has_gradient and matrix is not None and not bool(torch.any(local(matrix))):
         return True
     critic = session.scorer.critic
-    if not isinstance(critic, OwnCritic) or not name.startswith(f"{PART}."):
+    if not isinstance(critic, OwnCritic) or not name.startswith(f"{CRITIC}."):
         return False
     return norm(scalar_head(critic.model).weight) == 0.0
 

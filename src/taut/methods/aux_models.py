@@ -20,7 +20,7 @@ from taut.methods.inputs import Inputs, Loaded, MayChange
 from taut.methods.reference import Other, Recorded, ReferenceConfig, Start
 from taut.methods.teacher import DistillConfig, Setting, load_teacher, require_context
 from taut.models import architecture
-from taut.models.critic import Critic
+from taut.models.heads import Critic
 from taut.models.load import (
     context_length,
     load_config,

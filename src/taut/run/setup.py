@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from taut.attention.select import Chosen, select
 from taut.config import Decision
 from taut.data.batching import START, Budget, CostModel
 from taut.data.packing import PackPolicy
@@ -24,6 +23,7 @@ from taut.inference.local import LocalEngine
 from taut.methods.inputs import Inputs, Loaded, Models, Plan
 from taut.methods.method import RunConfig
 from taut.models import architecture
+from taut.models.attention_backends import Chosen, select
 from taut.models.load import checkpoint_dtype, context_length, freeze, load_model
 from taut.models.lora import apply_lora, choose_rows, describe_targets
 from taut.models.noise import install_noise, remove_dropout
