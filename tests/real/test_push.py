@@ -39,7 +39,7 @@ def loaded(directory: Path) -> nn.Module:
 def test_what_is_sampled_after_a_push_is_the_training_model_s(
     pushed_to: str, real_model: Path, mode: str
 ) -> None:
-    model = apply_lora(loaded(real_model), LoraConfig(rank=8, train_rows="never"))
+    model = apply_lora(loaded(real_model), LoraConfig(rank=8, train_token_rows="never"))
     asked = Trained(Scorer(model), Ranks(0, 1, CPU), torch.float32)
     tokenizer = load_tokenizer(str(real_model))
     renderer = Renderer(tokenizer)

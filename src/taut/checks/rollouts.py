@@ -457,7 +457,7 @@ def _small_rollout(session: Session) -> list[Group]:
         own.config,
         n=max(2, min(own.config.n, COMPLETIONS)),
         max_new_tokens=min(own.config.max_new_tokens, TOKENS),
-        refills=0,
+        dynamic_sampling_rounds=0,
     )
     small = replace(own, config=config, panel=None, is_judged=False, needs_one=False)
     return list(small.roll(0, range(min(PROMPTS, len(own.prompts)))).groups)
@@ -749,7 +749,7 @@ def engine_and_trainer_agree(session: Session) -> Finding:
         else:
             remedy = (
                 "evaluations would be of another model than the one that trains; set eval.answers.rewards=[] and "
-                "stop.prompts=0, or engine=server elsewhere, and please report this"
+                "stop_check.prompts=0, or engine=server elsewhere, and please report this"
             )
         return failed(
             f"the engine's log-probs are {mean:.3g} nats a token off those of the trainer (at most {limit:g} is "

@@ -25,7 +25,7 @@ from taut.data.packing import ALONE, pack
 from taut.data.render import Renderer
 from taut.data.stop_tokens import described
 from taut.errors import ModelError, TautError
-from taut.evals.stopping import Asked, StopConfig, prepare
+from taut.evals.stopping import Asked, StopCheckConfig, prepare
 from taut.inference.engine import Sampling
 from taut.io.temporary import TemporaryFolder
 from taut.models.load import load_tokenizer, quiet_library
@@ -292,7 +292,7 @@ def the_untrained_model_has_no_other_end(session: Session) -> Finding:
     if session.is_scalar:
         return skipped(NO_GENERATION)
     data = session.train if session.eval is None else session.eval
-    config = StopConfig(prompts=BASELINE_PROMPTS, tokens=BASELINE_TOKENS)
+    config = StopCheckConfig(prompts=BASELINE_PROMPTS, max_new_tokens=BASELINE_TOKENS)
     make_engine = engine_of(session.inputs, session.built.models, session.ranks)
     check = prepare(config, data, session.stops.ids, make_engine, session.trainer, session.run.seed)
     if check.engine is None:

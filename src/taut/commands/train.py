@@ -366,9 +366,9 @@ def _run(
     with trainer.interrupts.at_once(trainer.ranks):
         metrics, stops = _asked_at_end(trainer, checkpoints, evaluations, stop_check)
         trainer.interrupts.agree(trainer.ranks)
-        if run.stop.required and stops is not None and not stops.is_enough:
+        if run.stop_check.required and stops is not None and not stops.is_enough:
             state = checkpoints.rescue(trainer.done, trainer.random)
-            raise CheckFailed(f"{stops}; stop.required=true, so no model is written; {state}")
+            raise CheckFailed(f"{stops}; stop_check.required=true, so no model is written; {state}")
         model = save_model(built, out / run.save.result, questions, checkpoints)
         if run.eval.best is not None:
             answer_for_best(built, out / BEST, questions)
@@ -631,10 +631,10 @@ def _stop_check(built: Built) -> StopCheck:
     run, inputs = built.run, built.inputs
     data = inputs.train if inputs.eval is None else inputs.eval
     if run.has_scalar_head:
-        return unasked(run.stop, built.trainer, run.seed, "a reward model writes nothing")
+        return unasked(run.stop_check, built.trainer, run.seed, "a reward model writes nothing")
     questions = run.questions(data)
     engine = engine_of(inputs, built.models, built.trainer.ranks)
-    check = prepare(run.stop, questions, inputs.stops.ids, engine, built.trainer, run.seed)
+    check = prepare(run.stop_check, questions, inputs.stops.ids, engine, built.trainer, run.seed)
     return replace(check, is_taught=run.teaches_ends, remedy=run.ends_remedy)
 
 

@@ -127,7 +127,7 @@ class ContractConfig:
 
     prompts: Annotated[int, Field(ge=0)] = 4
     """How many prompts (of data.eval, else of the training data) are kept with the model's own answers; 0: none."""
-    tokens: Annotated[int, Field(ge=1)] = 32
+    max_new_tokens: Annotated[int, Field(ge=1)] = 32
     """Tokens an answer may have."""
 
 
@@ -490,7 +490,7 @@ def _goldens(
     stateful = architecture.stateful_layers(reloaded.model)
     if stateful:
         return [], f"the local engine does not keep the state of {stateful[0]}"
-    goldens = answer(questions, reloaded, renderer, stops.ids, config.tokens)
+    goldens = answer(questions, reloaded, renderer, stops.ids, config.max_new_tokens)
     return goldens, None if goldens else "no row has a prompt that can be asked"
 
 
@@ -582,7 +582,7 @@ def describe(
             for index, token in zip(reasons, names, strict=True)
         ],
         goldens=list(goldens),
-        tokens=config.tokens,
+        tokens=config.max_new_tokens,
         note=note,
         checks=list(checks),
     )

@@ -647,23 +647,24 @@ def _require_sound(loss: PolicyGradient) -> None:
         )
     if (loss.average == "constant") != (loss.constant_length is not None):
         raise ConfigError(
-            f"found average={loss.average} with constant_length={loss.constant_length}; expected a length with "
-            "average=constant and only there; set both, or neither"
+            f"found loss_aggregation={loss.average} with constant_length={loss.constant_length}; expected a length "
+            "with loss_aggregation=constant and only there; set both, or neither"
         )
     how = loss.correction
     if how.kind != "none":
         if not loss.has_engine_logp:
             raise ConfigError(
-                f"found correction={how.kind} with an engine that gives no log-probabilities; expected an engine "
-                "that does; set correction=none, or use another engine"
+                f"found rollout_correction={how.kind} with an engine that gives no log-probabilities; expected an "
+                "engine that does; set rollout_correction=none, or use another engine"
             )
         if not 0 <= how.floor <= 1 <= how.cap:
             raise ConfigError(
-                f"found correction_floor={how.floor:g} and correction_cap={how.cap:g}; expected 1, which is no "
-                "difference, between them; set them so"
+                f"found rollout_correction_floor={how.floor:g} and rollout_correction_cap={how.cap:g}; expected "
+                "1, which is no difference, between them; set them so"
             )
     if name == "gmpo" and how.kind != "none" and how.level == "token":
         raise ConfigError(
-            "found correction_level=token with loss=gmpo, whose ratio is a product over the answer: one token of "
-            "weight 0 would make it 0; expected geometric or sequence; set one, or leave correction_level out"
+            "found rollout_correction_level=token with loss=gmpo, whose ratio is a product over the answer: one "
+            "token of weight 0 would make it 0; expected geometric or sequence; set one, or leave "
+            "rollout_correction_level out"
         )

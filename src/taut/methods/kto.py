@@ -34,7 +34,7 @@ class KtoConfig:
     undesirable_weight: Positive = 1.0
     """Weight of answers labelled bad. The paper recommends a ratio of 1 to 4/3 between (weight times number of good
     answers) and the same product of bad ones."""
-    entropy: bool = False
+    log_entropy: bool = False
     """Log the entropy of the policy on the answers' tokens, which costs one more pass over the logits."""
 
     def make_loss(self) -> Unpaired:
@@ -44,7 +44,7 @@ class KtoConfig:
             beta=self.beta,
             desirable_weight=self.desirable_weight,
             undesirable_weight=self.undesirable_weight,
-            entropy=self.entropy,
+            entropy=self.log_entropy,
         )
 
 

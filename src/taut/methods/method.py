@@ -27,7 +27,7 @@ from taut.data.schema import Kind
 from taut.errors import ConfigError
 from taut.evals.contract import ContractConfig
 from taut.evals.during import AnswersConfig
-from taut.evals.stopping import StopConfig
+from taut.evals.stopping import StopCheckConfig
 from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine
 from taut.losses import Loss
@@ -48,7 +48,7 @@ from taut.rewards.judge import RewardModel
 from taut.rewards.registry import RewardSpec
 from taut.train.checkpoint import CheckpointConfig
 from taut.train.log import LogConfig
-from taut.train.monitors import DivergenceConfig
+from taut.train.monitors import LossMonitorConfig
 from taut.train.optim import DefaultRates, OptimConfig
 from taut.train.run_dir import SaveConfig
 from taut.train.trainer import Monitor, StepSource, Trainer
@@ -107,8 +107,8 @@ class RunConfig:
                 "checkpoint",
                 "contract",
                 "save",
-                "divergence",
-                "stop",
+                "loss_monitor",
+                "stop_check",
                 "eval",
                 "batch.halve_when_out_of_memory",  # the budgets it led to are in events.jsonl, and used again
                 "model",  # its files are hashed, wherever they lie
@@ -127,7 +127,7 @@ class RunConfig:
             ),
             schedule=(
                 "optim.learning_rate",
-                "optim.rates",
+                "optim.group_learning_rates",
                 "optim.schedule",
                 "optim.warmup_steps",
                 "optim.warmup_ratio",
@@ -179,8 +179,8 @@ class RunConfig:
     noise: NoiseConfig = NoiseConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    divergence: DivergenceConfig = DivergenceConfig()
-    stop: StopConfig = StopConfig()
+    loss_monitor: LossMonitorConfig = LossMonitorConfig()
+    stop_check: StopCheckConfig = StopCheckConfig()
     save: SaveConfig = SaveConfig()
     contract: ContractConfig = ContractConfig()
     log: LogConfig = LogConfig()

@@ -94,7 +94,7 @@ class DpoConfig:
     """For loss=discopop: temperature of the transition between its two branches; 0.05 if not set."""
     reference_free: bool = False
     """Compare the log-probabilities themselves, without a reference."""
-    entropy: bool = False
+    log_entropy: bool = False
     """Log the entropy of the policy on the answers' tokens, which costs one more pass over the logits."""
 
     def __post_init__(self) -> None:
@@ -134,5 +134,5 @@ class DpoConfig:
             margin=self.margin,
             tau=0.05 if self.discopop_tau is None else self.discopop_tau,
             reference_free=self.reference_free,
-            entropy=self.entropy,
+            entropy=self.log_entropy,
         )

@@ -79,7 +79,7 @@ class LoraConfig:
     """Modules trained whole next to the adapters, by the end of their names: embed_tokens, lm_head; in a
     vision-language model also projector, whatever its family calls it.
     """
-    train_rows: Literal["auto", "always", "never"] = "auto"
+    train_token_rows: Literal["auto", "always", "never"] = "auto"
     """Rows of frozen tables that train on their own. auto: those of added tokens, and of end-of-turn tokens that were
     never trained; always: those of end-of-turn tokens in any case; never: none, and a run that needs one is refused.
     """
@@ -196,9 +196,9 @@ def choose_rows(
     model: PreTrainedModel, config: LoraConfig, needed: Collection[int], ends: Collection[int]
 ) -> dict[str, list[int]]:
     """The rows that train on their own: module name -> ids. ``needed`` have to train, ``ends`` end a turn."""
-    if config.rank == 0 or config.train_rows == "never":
+    if config.rank == 0 or config.train_token_rows == "never":
         return {}
-    ids = sorted({*needed, *(ends if config.train_rows == "always" else ())})
+    ids = sorted({*needed, *(ends if config.train_token_rows == "always" else ())})
     names = [
         name
         for name in architecture.table_names(model)
@@ -207,8 +207,8 @@ def choose_rows(
     has_head = architecture.has_head(model)
     if ids and names and has_head and architecture.head(model).bias is not None:
         raise ModelError(
-            f"lora.train_rows: the rows {ids[:4]} have to train, and a head with a bias cannot be trained by rows; "
-            f"set lora.modules_to_save={architecture.table_names(model)}"
+            f"lora.train_token_rows: the rows {ids[:4]} have to train, and a head with a bias cannot be trained "
+            f"by rows; set lora.modules_to_save={architecture.table_names(model)}"
         )
     return dict.fromkeys(names, ids) if ids else {}
 

@@ -187,7 +187,7 @@ def require_trained(model: nn.Module, needed: Mapping[int, str]) -> None:
             remedy = f"take {' and '.join(names)} out of freeze"
             if hasattr(model, "peft_config"):
                 remedy = (
-                    f"set lora.train_rows=auto or lora.modules_to_save={names} and do not freeze them; with "
+                    f"set lora.train_token_rows=auto or lora.modules_to_save={names} and do not freeze them; with "
                     "lora.adapter, merge it into its model first and train from that"
                 )
             raise ModelError(

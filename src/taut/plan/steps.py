@@ -206,10 +206,10 @@ def assumed_trees(method: StepSource, config: PreTrainedConfig, step: int) -> li
     number = (step - 1) // method.config.updates
     if method.phase is None or method.phase.number != number:
         trees = _rollout_trees(method, config, number)
-        num_trees, replayed = len(trees), method.config.replay
+        num_trees, replayed = len(trees), method.config.replay_groups
         if method.config.max_staleness is not None:
             fresh_before = (method.config.max_staleness + 1) // method.config.updates
-            replayed = min(replayed, (fresh_before - 1 - method.config.ahead) * num_trees)
+            replayed = min(replayed, (fresh_before - 1 - method.config.asynchronous) * num_trees)
         num_trees += replayed
         other = number
         while len(trees) < num_trees:  # later rollouts stand for the replayed ones

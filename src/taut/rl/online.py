@@ -8,8 +8,8 @@ number, so a step that is repeated finds the same phase. What a later step needs
 checkpoint (``remember``): trees that are not used up, groups to be replayed, and the state of the credit's
 controllers.
 
-With ``rollout.ahead`` the next phase is generated in a thread (``Ahead``) while this one is trained on, at most one
-phase ahead:
+With ``rollout.asynchronous`` the next phase is generated in a thread (``Ahead``) while this one is trained on, at most
+one phase ahead:
 
     ahead.start(4, lambda: roll(4))        returns at once
     ...                                    phase 3 is trained on
@@ -233,7 +233,7 @@ class Online:
         return None
 
     def cursor(self, step: int) -> Cursor:
-        """How many prompts had been asked after a step, those of refills not counted."""
+        """How many prompts had been asked after a step, those of dynamic_sampling_rounds not counted."""
         phases = -(-step // self.config.updates)
         return Cursor(step, self.order.cursor(phases).samples)
 
@@ -288,7 +288,7 @@ class Online:
         self.guard.look(step, fields, tell)
         if paths:
             self.credit.learn(given)
-        self.replayed = [*given.with_signal, *replayed][: self.config.replay]
+        self.replayed = [*given.with_signal, *replayed][: self.config.replay_groups]
         self._taken = None
         return Phase(number, [*given.trees, *(sample.tree for sample in replayed)], told, before)
 
@@ -298,7 +298,7 @@ class Online:
 
     def _rolled(self, number: int, version: int) -> Rollout:
         """The roll-out of a phase, generated with the weights of now, or ahead of time; and the next begun."""
-        if not self.config.ahead:
+        if not self.config.asynchronous:
             self._update(version)
             return self.roller.roll(number, self._indices(number))
         generator = self._generator

@@ -139,7 +139,7 @@ def adapt(
         ids = next(iter(rows.values()))
         why = "; ".join(needed.get(index, f"{inputs.token(index)}: ends a turn") for index in ids)
         names = " and ".join(rows)
-        decisions.append(Decision("lora.train_rows", f"{len(ids)} of {names}", why))
+        decisions.append(Decision("lora.train_token_rows", f"{len(ids)} of {names}", why))
     adapted = apply_lora(model, run.lora, run.seed, rows)
     if run.lora.is_on and architecture.has_parts(model):
         decisions.append(Decision("lora.targets", *describe_targets(adapted, run.lora)))
@@ -284,8 +284,12 @@ def build_trainer(
     scorer, loaded, album = models.scorer, models.loaded, inputs.renderer.album
     method, num_steps, _ = plan
     optim = run.resolved_optim
-    keys = architecture.assign_patterns(scorer.model, optim.rates, "optim.rates")
-    rates = {f"model.{name}": Rate(key, optim.rates[key]) for name, key in keys.items()}
+    keys = architecture.assign_patterns(
+        scorer.model, optim.group_learning_rates, "optim.group_learning_rates"
+    )
+    rates = {
+        f"model.{name}": Rate(key, optim.group_learning_rates[key]) for name, key in keys.items()
+    }
     trainer = Trainer(
         scorer=scorer,
         method=method,
@@ -310,7 +314,7 @@ def build_trainer(
             FirstStep(models.library_logps, TOLERANCE[loaded.dtype.dtype]),
             Untouched.watching(scorer),
             Spikes(),
-            Divergence(run.divergence),
+            Divergence(run.loss_monitor),
             *run.monitors(method),
         ],
         before_step=[] if album is None or run.generates else [Lookahead(album)],

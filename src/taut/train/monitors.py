@@ -57,7 +57,7 @@ WARN_HIGH, WARN_ZERO = 3, 2
 
 
 @configclass
-class DivergenceConfig:
+class LossMonitorConfig:
     """When training counts as diverged and stops. Before that the run warns, and saves no checkpoint meanwhile."""
 
     loss_ratio: Annotated[float, Field(gt=1)] = 3.0
@@ -69,7 +69,7 @@ class DivergenceConfig:
     """Stop when the loss exceeds its limit in more than half of this many last steps. 0: warn only."""
     zero_gradient_steps: Annotated[int, Field(ge=0)] = 5
     """Stop after this many consecutive steps with a gradient norm of exactly zero. 0: warn only. Steps of grpo and ppo
-    in which all advantages are zero do not count (see guard.max_silent)."""
+    in which all advantages are zero do not count (see rollout_monitor.max_without_signal)."""
 
 
 @dataclass
@@ -231,7 +231,7 @@ class Divergence:
     """
 
     remembered: ClassVar[Any] = DivergenceState
-    config: DivergenceConfig
+    config: LossMonitorConfig
     first: float | None = None
     """The loss of step 1."""
     baseline: float | None = None

@@ -12,8 +12,8 @@ parameter of fewer than two dimensions.
 
 A part of the model (a critic) may have its own ``Pace``: its rate is the others' times a ratio, it may train alone for
 some steps, in which the others' rate is 0, and its gradient is clipped separately, so that neither shrinks the other's.
-Parameters may have their own rates (``optim.rates``): the same schedule times a ratio, clipped with the rest.
-"""
+Parameters may have their own rates (``optim.group_learning_rates``): the same schedule times a ratio, clipped with the
+rest."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class OptimConfig:
     learning_rate: Annotated[float, Field(gt=0)] | None = None
     """Peak learning rate, reached at the end of the warm-up. None: the method's default for full fine-tuning or LoRA
     (docs/hyperparameters.md)."""
-    rates: dict[str, Annotated[float, Field(gt=0)]] = field(default_factory=dict)
+    group_learning_rates: dict[str, Annotated[float, Field(gt=0)]] = field(default_factory=dict)
     """Peak learning rates of parts of the model, on the same schedule: vision_tower, projector, language_model, or a
     pattern as in ``freeze``. Other parameters use ``learning_rate``.
     """

@@ -248,7 +248,7 @@ def adapters_that_are_cut_off(place: Place, is_faulty: bool) -> Session:
     if is_faulty:
         forward = modeling_qwen2.Qwen2DecoderLayer.forward
         place.patch.setattr(modeling_qwen2.Qwen2DecoderLayer, "forward", torch.no_grad()(forward))
-    return place.session(lora__rank=4, lora__train_rows="never")
+    return place.session(lora__rank=4, lora__train_token_rows="never")
 
 
 @fault("loss.reached", says="exactly zero")

@@ -28,7 +28,7 @@ from taut.types import Packed
 
 KINDS: dict[str, dict[str, Any]] = {
     "full": {},
-    "lora by rows": {"lora.rank": 2, "lora.train_rows": "always"},
+    "lora by rows": {"lora.rank": 2, "lora.train_token_rows": "always"},
 }
 
 

@@ -181,10 +181,14 @@ def test_a_model_without_pictures_has_no_such_parts() -> None:
 def test_parameters_are_named_once_and_train() -> None:
     model = skeleton("qwen2_vl")
     freeze(model, ["vision_tower"])
-    named = architecture.assign_patterns(model, ["projector", "lm_head.weight"], "optim.rates")
+    named = architecture.assign_patterns(
+        model, ["projector", "lm_head.weight"], "optim.group_learning_rates"
+    )
     assert set(named.values()) == {"projector", "lm_head.weight"}
     assert all(name.startswith("model.visual.merger") for name in named if "lm_head" not in name)
-    with pytest.raises(ModelError, match=r"optim.rates: 'vision_tower' matches no parameter that"):
-        architecture.assign_patterns(model, ["vision_tower"], "optim.rates")
+    with pytest.raises(
+        ModelError, match=r"optim.group_learning_rates: 'vision_tower' matches no parameter that"
+    ):
+        architecture.assign_patterns(model, ["vision_tower"], "optim.group_learning_rates")
     with pytest.raises(ModelError, match=r"is matched by 'projector' and by '\*merger\*'"):
-        architecture.assign_patterns(model, ["projector", "*merger*"], "optim.rates")
+        architecture.assign_patterns(model, ["projector", "*merger*"], "optim.group_learning_rates")

@@ -17,7 +17,7 @@ from taut.plan import PARTS, Kernels, measured_parts, predict, workload
     ("method", "keys"),
     [
         ("dpo", {"dtype": "bfloat16"}),
-        ("dpo", {"lora__rank": 4, "dpo__entropy": True}),
+        ("dpo", {"lora__rank": 4, "dpo__log_entropy": True}),
         ("dpo", {"reference__update_every": 3}),
         ("dpo", {"reference__model": "llama"}),
         ("kto", {"dtype": "float32"}),

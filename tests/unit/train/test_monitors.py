@@ -27,8 +27,8 @@ from taut.train.monitors import (
     PATIENCE,
     TOLERANCE,
     Divergence,
-    DivergenceConfig,
     FirstStep,
+    LossMonitorConfig,
     Spikes,
     Untouched,
     ids_to_compare,
@@ -238,7 +238,7 @@ def follow(
 ) -> tuple[Divergence, list[dict[str, Any]], str | None]:
     """The alarm after a curve, what it reported, and what it stopped the run with."""
     events: list[dict[str, Any]] = []
-    alarm, trainer = Divergence(DivergenceConfig(**config)), watched(loss, events)
+    alarm, trainer = Divergence(LossMonitorConfig(**config)), watched(loss, events)
     streams = {} if advantages is None else {"advantage_N": torch.full((3,), advantages)}
     scored: Any = [(SimpleNamespace(streams=streams), None)]
     for step, value in enumerate(losses, start=1):
@@ -329,7 +329,7 @@ def test_which_gradients_may_be_zero(
 def test_an_advantage_on_another_rank_counts() -> None:
     trainer = watched(PolicyGradient(), [])
     trainer.ranks = SimpleNamespace(max=lambda values: [1.0])
-    alarm = Divergence(DivergenceConfig())
+    alarm = Divergence(LossMonitorConfig())
     alarm(StepReport(1, 0.0, {}, 1, 1, 1, [], [], 0.0), trainer)
     assert alarm.zero_steps == 1
 
@@ -351,7 +351,7 @@ def test_divergence_goes_on_from_what_it_remembers() -> None:
     curve = [1.0] + [90.0] * 11
     alarm, _, _ = follow(curve[:8])
     remembered = json.loads(json.dumps(alarm.remember()))
-    other = Divergence(DivergenceConfig())
+    other = Divergence(LossMonitorConfig())
     other.recall(remembered)
     assert other == alarm
     for step in range(9, 12):

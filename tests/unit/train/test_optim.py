@@ -167,7 +167,8 @@ def test_the_gradient_of_such_a_part_is_clipped_apart() -> None:
 def test_what_has_a_rate_of_its_own_keeps_its_part_of_the_schedule() -> None:
     model = nn.ModuleDict({"tower": nn.Linear(2, 2), "rest": nn.Linear(2, 2)})
     config = from_mapping(
-        OptimConfig, {"learning_rate": 1e-2, "warmup_steps": 2, "rates": {"tower": 1e-3}}
+        OptimConfig,
+        {"learning_rate": 1e-2, "warmup_steps": 2, "group_learning_rates": {"tower": 1e-3}},
     )
     rates = {f"tower.{name}": Rate("tower", 1e-3) for name in ("weight", "bias")}
     optimizer = optim.build_optimizer(model, config, rates=rates)
@@ -191,5 +192,5 @@ def test_what_has_a_rate_of_its_own_keeps_its_part_of_the_schedule() -> None:
 
 
 def test_a_rate_of_zero_is_refused() -> None:
-    with pytest.raises(ConfigError, match="rates"):
-        from_mapping(OptimConfig, {"rates": {"vision_tower": 0.0}})
+    with pytest.raises(ConfigError, match="group_learning_rates"):
+        from_mapping(OptimConfig, {"group_learning_rates": {"vision_tower": 0.0}})
