@@ -33,7 +33,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, data
 from urllib.parse import urlsplit
 
 import pydantic
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic.fields import FieldInfo
 
@@ -42,6 +42,11 @@ from taut.io import files
 
 T = TypeVar("T")
 KeyPath = tuple[str | int, ...]
+
+Positive: TypeAlias = Annotated[float, Field(gt=0)]
+NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
+Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+"""Types of a field: a number above 0, of at least 0, and between 0 and 1."""
 
 LARGEST = 2**24
 """Largest TOML file, in bytes."""

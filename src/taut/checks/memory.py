@@ -102,7 +102,7 @@ def _coarse_bound(session: Session) -> int | None:
     None if much of the model is not in linear layers (stacked experts), or there is a teacher, a critic or a vision
     tower.
     """
-    if session.inputs.renderer.album is not None or session.run.unpredicted_memory is not None:
+    if session.inputs.renderer.album is not None or session.run.models().unpredicted is not None:
         return None
     model = session.scorer.model
     table = architecture.stored_table(architecture.embedding(model))
@@ -119,7 +119,7 @@ def _coarse_bound(session: Session) -> int | None:
     if architecture.has_head(model):
         head = 4 * max(CHUNK_ELEMENTS, MIN_CHUNK_ROWS * table.shape[0])
     values = KEPT_FACTOR * tokens * width + weights + head
-    reference = session.run.reference_bytes(session.trainer.trained)
+    reference = session.run.models().reference_bytes(session.run, session.trainer.trained)
     return session.loaded.dtype.parameters.itemsize * values + reference
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field
 
-from taut.config import Decision, configclass
+from taut.config import Decision, NotNegative, Positive, Share, configclass
 from taut.errors import ConfigError
 from taut.losses.advantages import Estimator
 from taut.losses.policy import (
@@ -34,9 +34,6 @@ from taut.rl.advantages import Gae, KlPenalty, PolicyCredit, ShapingConfig, Ways
 
 PolicyLoss: TypeAlias = Literal["clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "reinforce"]
 """The names of losses.policy.SURROGATES; a test holds them to it."""
-Positive: TypeAlias = Annotated[float, Field(gt=0)]
-NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
-Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
 
 CORRECTING = ("rollout_correction_level", "rollout_correction_cap", "rollout_correction_floor")

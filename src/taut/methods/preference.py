@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal, Protocol, TypeAlias
 
 from pydantic import Field
 
-from taut.config import configclass
+from taut.config import NotNegative, Positive, configclass
 from taut.data.schema import Kind
 from taut.errors import ConfigError
 from taut.losses.loss import Loss
@@ -37,8 +37,6 @@ DpoVariant: TypeAlias = Literal[
     "aot_unpaired",
 ]
 """The names of losses.preference.VARIANTS; a test holds them to it."""
-Positive: TypeAlias = Annotated[float, Field(gt=0)]
-NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
 
 
 @configclass

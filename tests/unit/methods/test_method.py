@@ -97,7 +97,7 @@ def test_a_critic_has_a_default_of_its_own() -> None:
 
 def test_without_a_reference_point_one_sample_is_a_step() -> None:
     keys = {"method": "kto", "kto.loss": "apo_zero", "batch.samples_per_step": 1}
-    assert not from_mapping(METHODS["kto"], PLAIN | keys).observes_mismatched
+    assert not from_mapping(METHODS["kto"], PLAIN | keys).loss().mismatched
 
 
 @pytest.mark.parametrize(("called", "given"), [("sft", "dpo"), ("dpo", "sft"), ("orpo", "simpo")])
