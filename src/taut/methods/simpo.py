@@ -33,7 +33,7 @@ class SimpoConfig:
     """Log the entropy of the policy on the answers' tokens, which costs one more pass over the logits."""
 
     def __post_init__(self) -> None:
-        require_valid_loss("simpo", self)
+        require_valid_loss("simpo", self.make_loss)
 
     def make_loss(self) -> Loss:
         """The loss. Raises ConfigError for what has no meaning."""
