@@ -29,7 +29,7 @@ from taut.data.render import Limits
 from taut.data.schema import REQUIRED, Columns, Recognised, best_row, read_any, recognise, renamed
 from taut.data.sources import open_source
 from taut.errors import DataError, PictureError, TautError
-from taut.methods.offline import Offline
+from taut.methods.method import Offline
 from taut.rl.online import Online
 from taut.types import IntArray, Packed, Sample, Tree
 from taut.vision.content import ImageRef, decoded_size, encoded, require_allowed
