@@ -28,7 +28,7 @@ from taut.checks.measure import (
     most_different,
     replace_tokens,
 )
-from taut.checks.registry import Finding, check, failed, passed, skipped
+from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import Session
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.models import architecture
@@ -56,8 +56,7 @@ def every_layer_calls_the_attention(session: Session) -> Finding:
         twice = sorted({name for name in called if called.count(name) > 1})
         return failed(
             f"{len(set(called))} of {expected} attention layers called {chosen.name}, in {len(called)} calls",
-            number=len(set(called)),
-            unit=f"of {expected} layers",
+            measured=(len(set(called)), f"of {expected} layers"),
             evidence=[
                 f"called: {', '.join(called) or 'none'}",
                 *(f"more than once: {name}" for name in twice),
@@ -71,8 +70,7 @@ def every_layer_calls_the_attention(session: Session) -> Finding:
         widest = max(window for window in not_called if window is not None)
         return failed(
             f"the model masks a sliding window of {widest} that no layer asks for by keyword",
-            number=widest,
-            unit="tokens",
+            measured=(widest, "tokens"),
             evidence=[f"windows that layers ask for: {sorted(map(str, observed.windows_called))}"],
             remedy="the window would be dropped; train another model, and please report this one",
         )
@@ -93,8 +91,7 @@ def later_tokens_change_nothing_before(session: Session) -> Finding:
         packs = pack([sample], ALONE), pack([changed], ALONE)
         return failed(
             f"changing token {at} of {sample.id} changes {quantity.one} before it by {moved:.3g} {quantity.unit}",
-            number=moved,
-            unit=quantity.unit,
+            measured=(moved, quantity.unit),
             evidence=[first_layer_that_moves(session, *packs, range(at))],
             remedy="the model looks ahead, and taut trains causal language models; train another model",
         )
@@ -121,8 +118,7 @@ def layers_with_state_are_known(session: Session) -> Finding:
             where = first_layer_that_moves(session, left, right, range(1, left.num_tokens))
         return failed(
             f"a token changes what follows it by {moved:.3g} {unit} with attention taken out",
-            number=moved,
-            unit=unit,
+            measured=(moved, unit),
             evidence=[where],
             remedy="the model has layers with state across tokens that taut does not know, so packed samples would "
             "leak; train another model, and please report this one",
@@ -146,8 +142,7 @@ def packed_samples_do_not_see_each_other(session: Session) -> Finding:
         inside = range(first.num_tokens, first.num_tokens + second.num_tokens)
         return failed(
             f"other words in {first.id} change {quantity.one} of {second.id} by {moved:.3g} {quantity.unit}",
-            number=moved,
-            unit=quantity.unit,
+            measured=(moved, quantity.unit),
             evidence=[first_layer_that_moves(session, *packs, inside)],
             remedy=f"{session.loaded.attention.name} does not keep samples apart in this model; set "
             "attention=reference, and please report the model",
@@ -169,8 +164,7 @@ def positions_begin_with_each_sample(session: Session) -> Finding:
     if moved > session.tolerance:
         return failed(
             f"the {session.quantity.many} of {name} change by {moved:.3g} {unit} with its place in the pack",
-            number=moved,
-            unit=unit,
+            measured=(moved, unit),
             evidence=[f"packed as ({first.id}, {second.id}), and alone"],
             remedy="the model counts positions through the pack instead of from each sample's beginning; train "
             "another model, and please report this one",
@@ -215,8 +209,7 @@ def kernels_of_the_library_agree(session: Session) -> Finding:
     if apart > session.tolerance:
         return failed(
             f"the {many} of {second.id} alone differ by {apart:.3g} {unit} between {' and '.join(kernels)}",
-            number=apart,
-            unit=unit,
+            measured=(apart, unit),
             evidence=[f"at most {session.tolerance:g} is rounding in {session.dtype}"],
             remedy="one of them drops what this model asks of attention (a softcap, a scale, a window); name the one "
             "you serve with, compare it with the model's paper, and please report the model to transformers",
@@ -306,8 +299,7 @@ def packed_agrees_with_alone_by_the_library(session: Session) -> Finding:
         return failed(
             f"the {session.quantity.many} of {sample.id} differ by {moved:.3g} {unit} (at most {limit:g} is rounding) "
             f"from the same sample alone by the library's {library} attention",
-            number=moved,
-            unit=unit,
+            measured=(moved, unit),
             evidence=[
                 f"{sample.id}, target {token!r}: {float(ours[at]):.4g}, by the library {float(theirs[at]):.4g}"
             ],
@@ -324,8 +316,7 @@ def a_shared_prefix_changes_nothing(session: Session) -> Finding:
 
     One sample with two different ends.
     """
-    if not session.trainer.policy.share_prefixes:
-        return skipped("prefixes are not shared in this run")
+    skip_if(not session.trainer.policy.share_prefixes, "prefixes are not shared in this run")
     sample = max(session.pair, key=lambda one: one.num_tokens)
     half = first_text_token(sample, max(1, sample.num_tokens // 2))
     after = range(half, sample.num_tokens)
@@ -338,8 +329,7 @@ def a_shared_prefix_changes_nothing(session: Session) -> Finding:
     if moved > session.tolerance:
         return failed(
             f"with its first {half} tokens shared, the {session.quantity.many} of {name} are {moved:.3g} {unit} off",
-            number=moved,
-            unit=unit,
+            measured=(moved, unit),
             evidence=[f"{one}: {drift(shared[one], alone[one]):.3g}" for one in alone],
             remedy="set batch.share_prefixes=false, and please report the model",
         )

@@ -26,7 +26,16 @@ from typing import Any
 
 import numpy as np
 
-from taut.checks.registry import Finding, check, failed, passed, skipped, split_error, warned
+from taut.checks.registry import (
+    Finding,
+    check,
+    failed,
+    passed,
+    skip_if,
+    skipped,
+    split_error,
+    warned,
+)
 from taut.checks.session import GENERATED, Session, once
 from taut.data.chat_template import PROBE, Ids, Template, Text, checked, common_length
 from taut.data.messages import Completion, Conversation, Document, Message, Row, RowForm, text_of
@@ -213,15 +222,13 @@ def the_template_takes_the_rows(session: Session) -> Finding:
     """
     chats, refused = rendered(session).chats, rendered(session).refused
     number = len(chats) + len(refused)
-    if not number:
-        return skipped(NO_CHATS)
+    skip_if(not number, NO_CHATS)
     if is_most(refused, number):
         says, remedy = split_error(refused[0])
         place, _, reason = says.partition(": ")
         return failed(
             f"the template refuses {len(refused)} of {number} conversations",
-            number=len(refused),
-            unit=f"of {number} rows",
+            measured=(len(refused), f"of {number} rows"),
             evidence=[f"{short_place(place)}: {reason}"],
             remedy=remedy,
         )
@@ -244,8 +251,7 @@ def the_tokenizer_keeps_the_text(session: Session) -> Finding:
     texts = [chat.whole for chat in rows.chats]
     texts += [turn.row for turn in rows.turns if not turn.row.is_rendering]
     texts = [*texts, *rows.documents][:ROWS]
-    if not texts:
-        return skipped("no row could be rendered")
+    skip_if(not texts, "no row could be rendered")
     lost = []
     for text in texts:
         decoded = session.tokenizer.decode(
@@ -257,8 +263,7 @@ def the_tokenizer_keeps_the_text(session: Session) -> Finding:
     if is_most(lost, len(texts)):
         return failed(
             f"the ids of {len(lost)} of {len(texts)} rows read back as another text",
-            number=len(lost),
-            unit=f"of {len(texts)} rows",
+            measured=(len(lost), f"of {len(texts)} rows"),
             evidence=[_becomes(*pair) for pair in lost[:SHOWN]],
             remedy="the tokenizer loses what the rows say (its normalizer, or characters it has no token for); use one "
             "that keeps text, or prepare the rows as the model expects them",
@@ -291,8 +296,7 @@ def messages_have_no_special_tokens(session: Session) -> Finding:
     In a conversation that was rendered before they are there twice.
     """
     chats, tokenizer = rendered(session).chats, session.tokenizer
-    if not chats:
-        return skipped(NO_CHATS)
+    skip_if(not chats, NO_CHATS)
     added = tokenizer.added_tokens_decoder.values()
     special = [*tokenizer.all_special_tokens, *(one.content for one in added if one.special)]
     wanted = {*session.run.tokens.add, ""}  # tokens that were made for the messages
@@ -310,8 +314,7 @@ def messages_have_no_special_tokens(session: Session) -> Finding:
     if is_most(places, len(chats)):
         return failed(
             f"{places[0][0]} is written in the messages of {len(places)} of {len(chats)} rows",
-            number=len(places),
-            unit=f"of {len(chats)} rows",
+            measured=(len(places), f"of {len(chats)} rows"),
             evidence=[f"{place}: {where}" for _, place, where in places[:SHOWN]],
             remedy="the rows seem to be rendered already, and the template would be there twice; give plain messages, "
             "or the rendered text in a column text",
@@ -335,8 +338,7 @@ def system_messages_are_written(session: Session) -> Finding:
     Also what the template writes of its own if there is none.
     """
     chats = rendered(session).chats
-    if not chats:
-        return skipped(NO_CHATS)
+    skip_if(not chats, NO_CHATS)
     num_with, dropped = 0, []
     for chat in chats:
         systems = [message for message in chat.row.messages if message["role"] == "system"]
@@ -351,8 +353,7 @@ def system_messages_are_written(session: Session) -> Finding:
         instead = [f"the template writes {quoted(default)} in every row"] if default else []
         return failed(
             f"the template leaves out the system message of {len(dropped)} of {num_with} rows",
-            number=len(dropped),
-            unit=f"of {num_with} rows",
+            measured=(len(dropped), f"of {num_with} rows"),
             evidence=[*dropped[:SHOWN], *instead],
             remedy="give a template that writes system messages with data.template=FILE, or put their words into the "
             "first user message",
@@ -388,8 +389,7 @@ def messages_are_written_word_for_word(session: Session) -> Finding:
     Each message's words are looked for in the rendering, in their order. White space around them may go, and is noted.
     """
     chats = rendered(session).chats
-    if not chats:
-        return skipped(NO_CHATS)
+    skip_if(not chats, NO_CHATS)
     messages = [(chat, message) for chat in chats for message in chat.row.messages]
     number = sum(message["role"] != "system" for _, message in messages)
     lost = [(chat, index) for chat in chats for index in _lost_messages(chat)]
@@ -403,8 +403,7 @@ def messages_are_written_word_for_word(session: Session) -> Finding:
         return failed(
             f"the template leaves out or changes words of {len(lost)} of {number} messages "
             f"({', '.join(sorted(kinds))})",
-            number=len(lost),
-            unit=f"of {number} messages",
+            measured=(len(lost), f"of {number} messages"),
             evidence=evidence[:SHOWN],
             remedy="give a template that writes every message as it is with data.template=FILE, or change the rows",
         )
@@ -446,19 +445,16 @@ SWITCH = "enable_thinking"
 @check("template.thinking", after=["template.content"])
 def reasoning_is_written_where_rows_have_it(session: Session) -> Finding:
     """Is reasoning written where rows have it, and opened by the prompt only there?"""
-    if session.is_generated:
-        return skipped(GENERATED)
+    skip_if(session.is_generated, GENERATED)
     rows = rendered(session)
-    if not rows.chats:
-        return skipped(NO_CHATS)
+    skip_if(not rows.chats, NO_CHATS)
     turns = [turn for chat in rows.chats for turn in chat.turns]
     reasoned = [turn for turn in turns if _reasoning(turn.message)]
 
     def fault(says: str, wrong: list[Turn], number: int, shown: list[str], remedy: str) -> Finding:
         return failed(
             f"{says} {len(wrong)} of {number} answers",
-            number=len(wrong),
-            unit=f"of {number} answers",
+            measured=(len(wrong), f"of {number} answers"),
             evidence=shown[:SHOWN],
             remedy=remedy,
         )
@@ -546,14 +542,12 @@ def _switched_prompts(session: Session) -> Iterator[str]:
 def tools_and_calls_are_written(session: Session) -> Finding:
     """Are tools and calls written, their arguments as JSON or in the template's own tags?"""
     chats = [chat for chat in rendered(session).chats if chat.row.tools or chat.calls]
-    if not chats:
-        return skipped("no row has tools")
+    skip_if(not chats, "no row has tools")
     wrong = [(chat, *fault) for chat in chats if (fault := next(_tool_faults(chat), None))]
     if wrong:
         return failed(
             f"in {len(wrong)} of {len(chats)} rows the template {wrong[0][1]}",
-            number=len(wrong),
-            unit=f"of {len(chats)} rows",
+            measured=(len(wrong), f"of {len(chats)} rows"),
             evidence=[f"{short_place(chat.place)}: {words}" for chat, _, words in wrong[:SHOWN]],
             remedy="give a template that writes tools, and calls as JSON (tojson), with data.template=FILE; or take "
             "them out of the rows",
@@ -610,8 +604,7 @@ def rows_begin_with_one_bos(session: Session) -> Finding:
     plain_turns = [turn for turn in texts.turns if not turn.row.is_rendering]
     rows += [(turn.place, texts.ids_of[turn.row]) for turn in plain_turns]
     rows += [("a text", texts.ids_of[text]) for text in texts.documents]
-    if not rows:
-        return skipped("no row could be rendered")
+    skip_if(not rows, "no row could be rendered")
     if bos is None:
         return passed("the tokenizer has no BOS", 0, "a row")
     template, token = session.language.renderer.template, session.tokenizer.bos_token
@@ -624,8 +617,7 @@ def rows_begin_with_one_bos(session: Session) -> Finding:
     if is_most(twice, len(rows)):
         return failed(
             f"{token} stands twice running in {len(twice)} of {len(rows)} rows",
-            number=len(twice),
-            unit=f"of {len(rows)} rows",
+            measured=(len(twice), f"of {len(rows)} rows"),
             evidence=twice[:SHOWN],
             remedy=f"write {token} once: take it out of the template (data.template=FILE) or out of the rows' text",
         )
@@ -661,8 +653,7 @@ def the_served_prompt_begins_the_row(session: Session) -> Finding:
         rows = [replace(row, learned=(len(row.messages) - 1,)) for row in rows]
         chats = tuple(_rendered_chat(row, session.language.renderer.template) for row in rows)
     turns = [turn for chat in chats for turn in chat.turns]
-    if not turns:
-        return skipped(NO_CHATS)
+    skip_if(not turns, NO_CHATS)
     wrong = [turn for turn in turns if not turn.is_prefix and not session.is_generated]
     if is_most(wrong, len(turns)):
         evidence = []
@@ -675,8 +666,7 @@ def the_served_prompt_begins_the_row(session: Session) -> Finding:
             )
         return failed(
             f"the prompt is not the beginning of the row before {len(wrong)} of {len(turns)} answers",
-            number=len(wrong),
-            unit=f"of {len(turns)} answers",
+            measured=(len(wrong), f"of {len(turns)} answers"),
             evidence=evidence,
             remedy="the model would be asked with other words than it is taught after; give a template whose "
             "generation prompt is what it writes before answers with data.template=FILE",
@@ -690,8 +680,7 @@ def the_served_prompt_begins_the_row(session: Session) -> Finding:
     if taught:
         return failed(
             "the template has no generation prompt: the header would be part of each answer",
-            number=len(taught),
-            unit=f"of {len(chats[:HEADERS])} rows",
+            measured=(len(taught), f"of {len(chats[:HEADERS])} rows"),
             evidence=taught,
             remedy="write the answer's header where add_generation_prompt is true, in a template given with "
             "data.template=FILE",
@@ -724,12 +713,10 @@ def no_token_spans_prompt_and_answer(session: Session) -> Finding:
 
     A token that reaches over the boundary is one that inference never sees.
     """
-    if session.is_generated:
-        return skipped(GENERATED)
+    skip_if(session.is_generated, GENERATED)
     rows = rendered(session)
     turns = [turn for turn in rows.turns if turn.is_prefix]
-    if not turns:
-        return skipped("no row has a prompt that is its beginning")
+    skip_if(not turns, "no row has a prompt that is its beginning")
     template, eos = session.language.renderer.template, session.tokenizer.eos_token_id
     merged = []
     for turn in turns:
@@ -746,8 +733,7 @@ def no_token_spans_prompt_and_answer(session: Session) -> Finding:
     if is_most(merged, len(turns)):
         return failed(
             f"a token reaches over the boundary of {len(merged)} of {len(turns)} answers",
-            number=len(merged),
-            unit=f"of {len(turns)} answers",
+            measured=(len(merged), f"of {len(turns)} answers"),
             evidence=merged[:SHOWN],
             remedy="take white space from where they meet: from the end of the prompt (or of the template's generation "
             "prompt) or the beginning of the answer",
@@ -758,11 +744,9 @@ def no_token_spans_prompt_and_answer(session: Session) -> Finding:
 @check("template.parts", after=["template.markup", "template.system", "template.thinking"])
 def answers_are_trained_as_first_written(session: Session) -> Finding:
     """Is every answer trained as the model writes it, whatever the template makes of it once it is history?"""
-    if session.is_generated:
-        return skipped(GENERATED)
+    skip_if(session.is_generated, GENERATED)
     chats = rendered(session).chats
-    if not chats:
-        return skipped(NO_CHATS)
+    skip_if(not chats, NO_CHATS)
     unit = f"of {len(chats)} rows"
     rewritten = []
     for chat in chats:
@@ -774,8 +758,7 @@ def answers_are_trained_as_first_written(session: Session) -> Finding:
     if session.run.data.targets == "all" and rewritten:
         return failed(
             f"with targets=all, {len(rewritten)} of {len(chats)} rows are trained on answers rewritten as history",
-            number=len(rewritten),
-            unit=unit,
+            measured=(len(rewritten), unit),
             evidence=rewritten[:SHOWN],
             remedy="set data.targets=assistant, which trains each answer as it is written when it is given",
         )
@@ -801,8 +784,7 @@ LONG = 8
 )
 def targets_are_the_answers(session: Session) -> Finding:
     """Are the targets, as text, the answers and nothing of what was asked?"""
-    if session.is_generated:
-        return skipped(GENERATED)
+    skip_if(session.is_generated, GENERATED)
     num_rows, wrong, notes = 0, [], []
     for row in session.rows[:ROWS]:
         if not isinstance(row, Conversation | Completion):
@@ -817,13 +799,11 @@ def targets_are_the_answers(session: Session) -> Finding:
         ]
         if fault := _target_fault(session, row, _targets_as_text(session, samples)):
             wrong.append(f"{short_place(row.place)}: {fault}")
-    if not num_rows:
-        return skipped("no row could be rendered as question and answer")
+    skip_if(not num_rows, "no row could be rendered as question and answer")
     if wrong:
         return failed(
             f"the targets of {len(wrong)} of {num_rows} rows are not the answers",
-            number=len(wrong),
-            unit=f"of {num_rows} rows",
+            measured=(len(wrong), f"of {num_rows} rows"),
             evidence=wrong[:SHOWN],
             remedy="look at `taut show`, which marks targets; give a template that writes the answer, and it alone, "
             "after its generation prompt with data.template=FILE",
@@ -890,8 +870,7 @@ def plain_prompts_go_through_the_template(session: Session) -> Finding:
     if is_applied is not None:
         how = "rendered with the template" if is_applied else "used as they are"
         return passed(f"{APPLY} is set: plain prompts and completions are {how}", num_plain, unit)
-    if not num_plain:
-        return skipped("no row is a prompt and a completion as plain text")
+    skip_if(not num_plain, "no row is a prompt and a completion as plain text")
     counts = []
     for name, form in forms.items():
         kinds = [counted(number, f"{kind}s") for kind, number in sorted(form.items()) if number]
@@ -907,16 +886,14 @@ def plain_prompts_go_through_the_template(session: Session) -> Finding:
         return failed(
             f"data.train has {counted(train['completion'], 'plain prompts')} with completions, used without the chat "
             f"template, and {counted(train['conversation'], 'conversations')}, rendered with it",
-            number=num_plain,
-            unit=unit,
+            measured=(num_plain, unit),
             evidence=[*counts, *examples],
             remedy=remedy,
         )
     has_chats = any(form["conversation"] for form in forms.values())
     return warned(
         "plain prompts and completions are used without the chat template that the tokenizer has",
-        number=num_plain,
-        unit=unit,
+        measured=(num_plain, unit),
         evidence=[*(counts if has_chats else ()), *examples],
         remedy=remedy,
     )

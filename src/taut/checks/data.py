@@ -19,10 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taut.checks.chat_template import short_place
-from taut.checks.registry import Finding, check, failed, passed, skipped, split_error, warned
+from taut.checks.registry import (
+    Finding,
+    check,
+    failed,
+    passed,
+    skip_if,
+    split_error,
+    warned,
+)
 from taut.checks.session import GENERATED, Session, Unavailable, once, owned_by
 from taut.data.batching import START, Order, StepPlan, lay_out, samples_of, step_plan
-from taut.data.dataset import Attempt, Dataset, attempt_rows, sources
+from taut.data.dataset import Dataset, attempt_rows, sources
 from taut.data.messages import PICTURES, Completion, Conversation, Document, Row, images_of, text_of
 from taut.data.prompts import PromptSet
 from taut.data.render import Limits
@@ -99,19 +107,38 @@ def every_picture_can_be_read(session: Session) -> Finding:
     Pictures that data.ignore_keys leaves out are counted and not opened. Rows that cannot be read are left to
     data.rows.
     """
-    named = (picture for record in records(session) for picture in _pictures_of(record))
-    pictures = list(islice(named, PICTURES_OPENED))
+    pictures: list[tuple[str, ImageRef | PictureError]] = []
+    for record in records(session):
+        try:
+            row = best_row(read_any(record.value, record.place, record.columns))
+        except PictureError as error:
+            pictures.append((record.place, error))
+        except DataError:
+            continue
+        else:
+            named = images_of(row.messages) if isinstance(row, Conversation) else ()
+            pictures += [(record.place, ref) for ref in named]
+        if len(pictures) >= PICTURES_OPENED:
+            break
     if not pictures:
-        num_ignored = sum(map(_num_ignored_pictures, records(session)))
-        if num_ignored:
-            return passed("the pictures are left out: data.ignore_keys", num_ignored, "pictures")
-        return skipped("no row that can be read names a picture")
-    images = session.run.data.images
+        num_ignored = 0
+        for record in records(session):
+            columns = record.value.values() if isinstance(record.value, dict) else ()
+            lists = [value for value in columns if isinstance(value, list)]
+            messages = [item for column in lists for item in column if isinstance(item, dict)]
+            for holder in (record.value, *messages) if columns else ():
+                for key in set(PICTURES) & set(record.columns.ignore_keys):
+                    value = holder.get(key)
+                    is_list = isinstance(value, list)
+                    num_ignored += len(value) if is_list else int(value not in (None, ""))
+        skip_if(not num_ignored, "no row that can be read names a picture")
+        return passed("the pictures are left out: data.ignore_keys", num_ignored, "pictures")
+    images, broken = session.run.data.images, list[str]()
+    pictures = pictures[:PICTURES_OPENED]
     try:
         album = session.language.renderer.album
     except Unavailable:
         album = None
-    broken = []
     for place, ref in pictures:
         try:
             if isinstance(ref, PictureError):
@@ -124,51 +151,21 @@ def every_picture_can_be_read(session: Session) -> Finding:
                     decoded_size(encoded(ref, images), ref.name, images)
         except PictureError as error:
             broken.append(str(error) if album is not None else f"{place}: {error}")
-    unit = f"of {len(pictures):,} pictures"
     if not broken:
         return passed("every picture can be read", len(pictures), "pictures")
+    unit = f"of {len(pictures):,} pictures"
     says = f"{len(broken):,} {unit} cannot be read"
     if images.bad == "drop":
         return passed(f"{says}, and their rows are left out", len(broken), unit, broken[:SHOWN])
     return failed(
         says,
-        number=len(broken),
-        unit=unit,
+        measured=(len(broken), unit),
         evidence=broken[:SHOWN],
         remedy="correct the paths (from data.images.folder or the data file's directory, or from here), or leave the "
         'rows out with data.images.bad="drop"; text alone is trained with the column in data.ignore_keys',
     )
 
 
-def _pictures_of(record: Record) -> Iterator[tuple[str, ImageRef | PictureError]]:
-    """The pictures of a record, or what is wrong with one before it is looked for."""
-    try:
-        row = best_row(read_any(record.value, record.place, record.columns))
-    except PictureError as error:
-        yield record.place, error
-        return
-    except DataError:
-        return
-    for ref in images_of(row.messages) if isinstance(row, Conversation) else ():
-        yield record.place, ref
-
-
-def _num_ignored_pictures(record: Record) -> int:
-    """Pictures in columns, and in keys of messages, that are not read."""
-    if not isinstance(record.value, dict):
-        return 0
-    lists = [value for value in record.value.values() if isinstance(value, list)]
-    messages = [item for column in lists for item in column if isinstance(item, dict)]
-    number = 0
-    for holder in (record.value, *messages):
-        for key in set(PICTURES) & set(record.columns.ignore_keys):
-            value = holder.get(key)
-            number += len(value) if isinstance(value, list) else int(value not in (None, ""))
-    return number
-
-
-RARELY = 0.05
-"""A column with words in a smaller share of its source's rows is not one that the run was to use."""
 _ANSWER = ("answer", "response", "output", "label", "target", "solution", "completion")
 ANSWERS = {*_ANSWER, *(f"{name}s" for name in _ANSWER), "summary", "reply"}
 """What is to be learned, by the names that data sets give it."""
@@ -177,12 +174,6 @@ CONTEXTS = {*_CONTEXT, *(f"{name}s" for name in _CONTEXT)}
 """What a question is about, by the names that data sets give it."""
 SEEN = {"alpaca": {*CONTEXTS, "tools"}, "completion": {*CONTEXTS, "system", "history", "tools"}}
 """Columns that a prompt should have, if a format does not read them."""
-FOR_TESTS = {"input", "inputs"}
-"""Columns that a reward may want in addition to a prompt."""
-CHOICE = ("chosen", "rejected")
-"""Columns of which one holds a worse answer."""
-VERDICT = "label"
-"""Next to an answer, true or false: whether it is a good one."""
 REMEDY_BY_FORMAT = {
     "text": 'set data.columns={{prompt = "text", completion = "{0}"}}',
     "alpaca": 'set data.columns={{input = "{0}"}}, or join it to the instruction',
@@ -219,8 +210,7 @@ def every_column_that_matters_is_read(session: Session) -> Finding:
     nowhere else in the row (a prompt that was made of it).
     """
     first = records(session)
-    if not first:
-        return skipped("there is no record to look at")
+    skip_if(not first, "there is no record to look at")
     read, errors = list[ReadRecord](), []
     for record in first:
         try:
@@ -232,22 +222,34 @@ def every_column_that_matters_is_read(session: Session) -> Finding:
         says, remedy = split_error(errors[0])
         return failed(
             "the columns are not understood",
-            number=len(errors),
-            unit=f"of {len(first):,} rows",
+            measured=(len(errors), f"of {len(first):,} rows"),
             evidence=[says],
             remedy=remedy,
         )
     if not session.is_generated and (fault := _preferences_not_read(read)):
         return fault
-    lost = _lost_columns(read, {*FOR_TESTS, *ANSWERS} if session.is_generated else set())
+    # of a run that generates, rewards may want answers, and the input of a test
+    unwanted = {"input", "inputs", *ANSWERS} if session.is_generated else set()
+    unread: dict[tuple[str, str], list[ReadRecord]] = {}  # (source, column) -> rows with its words
+    for row in read:
+        kind, columns = row.how.format, row.record.columns
+        wanted = SEEN.get(kind, set())
+        if kind == "text" and row.record.split == "train" and columns.format == "auto":
+            is_chosen = any(name in columns.mapping for name in REQUIRED[kind])
+            wanted = set() if is_chosen else ANSWERS
+        for name in row.how.unread:
+            if name.lower() in wanted - unwanted and row.is_nowhere_else(name):
+                unread.setdefault((row.record.source, name), []).append(row)
+    num_of = Counter(row.record.source for row in read)
+    # a column with words in 1 of 20 rows, or in fewer, is not one that the run was to use
+    lost = {key: rows for key, rows in unread.items() if len(rows) > 0.05 * num_of[key[0]]}
     if lost:
         (source, name), examples = next(iter(lost.items()))
         kind = examples[0].how.format
         return failed(
             f"the column {name} is passed over: format {kind} does not read it",
-            number=len(examples),
-            unit=f"of {sum(one.record.source == source for one in read):,} rows",
-            evidence=[ones[0].shown(column) for (_, column), ones in lost.items()][:SHOWN],
+            measured=(len(examples), f"of {num_of[source]:,} rows"),
+            evidence=[rows[0].shown(column) for (_, column), rows in lost.items()][:SHOWN],
             remedy=REMEDY_BY_FORMAT["tools" if name == "tools" else kind].format(name)
             + ", or name it in data.ignore_keys if it is not to be used",
         )
@@ -262,58 +264,35 @@ def every_column_that_matters_is_read(session: Session) -> Finding:
 
 def _preferences_not_read(read: Sequence[ReadRecord]) -> Finding | None:
     """Rows that compare or judge answers, of which every answer would be learned, or none."""
-    trained = [one for one in read if one.record.split == "train"]
+    trained = [row for row in read if row.record.split == "train"]
     unit = f"of {len(trained):,} rows"
     paired = [
-        one
-        for one in trained
-        if all(name in one.how.unread for name in CHOICE) and one.is_nowhere_else(CHOICE[0])
+        row
+        for row in trained
+        if {"chosen", "rejected"} <= row.how.unread.keys() and row.is_nowhere_else("chosen")
     ]
     if 2 * len(paired) > len(trained):
         return failed(
-            f"the rows are preferences: {' and '.join(CHOICE)} are passed over",
-            number=len(paired),
-            unit=unit,
-            evidence=[paired[0].shown(name) for name in CHOICE],
-            remedy=f"write the {CHOICE[0]} answer as the last message and leave {CHOICE[1]} out, or name both in "
+            "the rows are preferences: chosen and rejected are passed over",
+            measured=(len(paired), unit),
+            evidence=[paired[0].shown(name) for name in ("chosen", "rejected")],
+            remedy="write the chosen answer as the last message and leave rejected out, or name both in "
             "data.ignore_keys if the answers to learn are in the other columns",
         )
-    judged = [one for one in trained if isinstance(one.how.unread.get(VERDICT), bool)]
-    bad = [one for one in judged if not one.how.unread[VERDICT]]
+    judged = [row for row in trained if isinstance(row.how.unread.get("label"), bool)]
+    bad = [row for row in judged if not row.how.unread["label"]]
     if 2 * len(judged) > len(trained) and 0 < len(bad) < len(judged):
         return failed(
-            f"{len(bad):,} of {len(trained):,} answers are marked {VERDICT} false, and would be learned",
-            number=len(bad),
-            unit=unit,
-            evidence=[f"{one.record.place}: {VERDICT} is false" for one in bad[:SHOWN]],
-            remedy=f"keep the rows whose {VERDICT} is true, or name {VERDICT} in data.ignore_keys if it says something "
-            "else",
+            f"{len(bad):,} of {len(trained):,} answers are marked label false, and would be learned",
+            measured=(len(bad), unit),
+            evidence=[f"{row.record.place}: label is false" for row in bad[:SHOWN]],
+            remedy="keep the rows whose label is true, or name label in data.ignore_keys if it says something else",
         )
     return None
 
 
-def _lost_columns(
-    read: Sequence[ReadRecord], not_wanted: set[str]
-) -> dict[tuple[str, str], list[ReadRecord]]:
-    """(source, column) -> the rows in which its words are lost, if those are more than a few."""
-    lost: dict[tuple[str, str], list[ReadRecord]] = {}
-    for one in read:
-        kind, columns = one.how.format, one.record.columns
-        wanted = SEEN.get(kind, set())
-        if kind == "text" and one.record.split == "train" and columns.format == "auto":
-            is_chosen = any(name in columns.mapping for name in REQUIRED[kind])
-            wanted = set() if is_chosen else ANSWERS
-        for name in one.how.unread:
-            if name.lower() in wanted - not_wanted and one.is_nowhere_else(name):
-                lost.setdefault((one.record.source, name), []).append(one)
-    num_of = Counter(one.record.source for one in read)
-    return {key: ones for key, ones in lost.items() if len(ones) > RARELY * num_of[key[0]]}
-
-
 # -- rows
 
-PARTICULAR = re.compile(r"\d+|'[^']*'")
-"""What differs between errors of one kind."""
 MOST_ROWS = 200_000
 """Rows of a source that are gone through once there is an error."""
 
@@ -329,55 +308,44 @@ def every_row_becomes_a_sample(session: Session) -> Finding:
     except Unavailable as missing:
         if missing.owner != "data.rows":
             raise
-        bad, number = _rows_with_errors(session)
         says, remedy = split_error(missing.error)
-        if not bad:
-            return failed(says, remedy=remedy)
-        return failed(
-            f"{len(bad):,} of {number:,} rows cannot be trained on",
-            number=len(bad),
-            unit=f"of {number:,} rows",
-            evidence=_kinds_of_errors(bad),
-            remedy="correct these rows, or leave them out of the file",
-        )
-    says = ", ".join(f"{one.report.num_samples:,} of {name}" for name, one in data)
-    return passed(f"samples: {says}", sum(one.report.num_rows for _, one in data), "rows")
-
-
-def _rows_with_errors(session: Session) -> tuple[list[Attempt], int]:
-    """Rows with an error, and how many rows there are."""
-    bad: list[Attempt] = []
-    number = 0
+    else:
+        says = ", ".join(f"{rows.report.num_samples:,} of {name}" for name, rows in data)
+        number = sum(rows.report.num_rows for _, rows in data)
+        return passed(f"samples: {says}", number, "rows")
     if session.is_generated:
-        return bad, number
-    config, renderer = session.run.data, session.renderer
+        return failed(says, remedy=remedy)
+    config, renderer, number = session.run.data, session.renderer, 0
     longest = session.run.longest_sample(session.language.config)
     limits = Limits(longest, config.too_long, config.min_length, config.without_targets)
+    first: dict[str, str] = {}  # kind of error -> the first of it
+    times: Counter[str] = Counter()
     try:
         for split in _splits(session):
             for source, columns in sources(config, split, session.run.row_kind):
                 attempts = attempt_rows(open_source(source), columns, renderer, limits)
                 for attempt in islice(attempts, MOST_ROWS):
                     number += 1
-                    bad += [attempt] if attempt.error else []
+                    if attempt.error:
+                        reason = str(attempt.error).partition("; ")[0]
+                        # numbers and quoted words differ between errors of one kind
+                        kind = re.sub(r"\d+|'[^']*'", "", reason.removeprefix(attempt.place))
+                        first.setdefault(kind, str(attempt.error))
+                        times[kind] += 1
     except TautError:  # a file that ends in the middle of a record: the error is the one known
-        return bad, number
-    return bad, number
-
-
-def _kinds_of_errors(bad: Sequence[Attempt]) -> list[str]:
-    """The first row of each kind of error, most frequent first, and how many there are of that kind."""
-    first: dict[str, str] = {}
-    times: Counter[str] = Counter()
-    for attempt in bad:
-        reason = str(attempt.error).partition("; ")[0].removeprefix(attempt.place)
-        kind = PARTICULAR.sub("", reason)
-        first.setdefault(kind, str(attempt.error))
-        times[kind] += 1
-    return [
-        first[kind] + (f" ({number:,} such rows)" if number > 1 else "")
-        for kind, number in times.most_common(SHOWN)
-    ]
+        pass
+    num_bad = times.total()
+    if not num_bad:
+        return failed(says, remedy=remedy)
+    return failed(
+        f"{num_bad:,} of {number:,} rows cannot be trained on",
+        measured=(num_bad, f"of {number:,} rows"),
+        evidence=[
+            first[kind] + (f" ({count:,} such rows)" if count > 1 else "")
+            for kind, count in times.most_common(SHOWN)
+        ],
+        remedy="correct these rows, or leave them out of the file",
+    )
 
 
 @once
@@ -439,16 +407,12 @@ WHITE_SPACE = b" \t\n\r\v\f"
 ALLOWED = bytes(sorted({*range(256)} - {*range(32)} - {127} | {*b"\t\n\r"}))
 """All bytes but the control characters that no text has."""
 REPLACED = "\ufffd"
-UNDECODED, MISREAD, CONTROLS = (
-    "a character that could not be decoded",
-    "a wrong encoding",
-    "a control character",
-)
+UNDECODED = "a character that could not be decoded"
+MISREAD = "a wrong encoding"
+CONTROLS = "a control character"
 MOJIBAKE = re.compile("\u00c3[\u0080-\u00bf]|\u00c2[\u00a0-\u00bf]|\u00e2\u20ac|\u00ef\u00bb\u00bf")
 """UTF-8 that was read as Latin-1 or Windows-1252 and written again."""
 CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f]")
-AROUND = 15
-"""Characters shown on each side of a broken one."""
 
 
 class BrokenText(NamedTuple):
@@ -490,49 +454,39 @@ def texts(session: Session) -> dict[str, Texts]:
 
     100,000 rows of 1.4 kB take about 2 s of one core.
     """
-    return {split: _texts_of_split(session, split) for split in _splits(session)}
-
-
-def _texts_of_split(session: Session, split: Any) -> Texts:
-    places: list[str] = []
-    exact: list[int] = []
-    normal: list[int] = []
-    broken: list[BrokenText] = []
-    named = sources(session.run.data, split, session.run.row_kind)
-    most, room, is_whole = TEXT_ROWS // len(named), CHARACTERS, True
-    for source, columns in named:
-        opened = open_source(source)
-        for number, (line, words) in enumerate(_words_of_rows(opened.attempts(), columns)):
-            if number == most or room < 0:
-                is_whole = False
-                break
-            place, joined = f"{opened.path}:{line}", "\0".join(words)
-            room -= len(joined)
-            places.append(place)
-            exact.append(hash(joined))
-            folded = joined.casefold().encode("utf-8", "surrogatepass")
-            normal.append(hash(folded.translate(None, WHITE_SPACE)))
-            if problem := broken_in(words):
-                broken.append(BrokenText(place, *problem))
-    hashes = np.array(exact, dtype=np.int64), np.array(normal, dtype=np.int64)
-    return Texts(places, *hashes, broken, is_whole)
-
-
-def _words_of_rows(
-    attempts: Iterator[tuple[int, Any]], columns: Columns
-) -> Iterator[tuple[int, list[str]]]:
-    """The line of each record and the words read from it; records that fit no format are left to data.columns."""
-    read_columns: dict[tuple[str, ...], list[str]] = {}
-    for line, record in attempts:
-        try:
-            named = renamed(record, "", columns)
-            names = tuple(named)
-            if names not in read_columns:
-                unread = recognise(record, "", columns).unread
-                read_columns[names] = sorted(name for name in names if name not in unread)
-        except DataError:
-            continue
-        yield line, [word for name in read_columns[names] for word in _words_in(named[name])]
+    by_split = {}
+    for split in _splits(session):
+        places, exact, normal, broken = list[str](), list[int](), list[int](), list[BrokenText]()
+        named = sources(session.run.data, split, session.run.row_kind)
+        room, is_whole = CHARACTERS, True
+        for source, columns in named:
+            opened, number = open_source(source), 0
+            read_columns: dict[tuple[str, ...], list[str]] = {}
+            for line, record in opened.attempts():
+                try:
+                    values = renamed(record, "", columns)
+                    names = tuple(values)
+                    if names not in read_columns:
+                        unread = recognise(record, "", columns).unread
+                        read_columns[names] = sorted(name for name in names if name not in unread)
+                except DataError:  # a record that fits no format is left to data.columns
+                    continue
+                if number == TEXT_ROWS // len(named) or room < 0:
+                    is_whole = False
+                    break
+                words = [word for name in read_columns[names] for word in _words_in(values[name])]
+                place, joined = f"{opened.path}:{line}", "\0".join(words)
+                number += 1
+                room -= len(joined)
+                places.append(place)
+                exact.append(hash(joined))
+                folded = joined.casefold().encode("utf-8", "surrogatepass")
+                normal.append(hash(folded.translate(None, WHITE_SPACE)))
+                if problem := broken_in(words):
+                    broken.append(BrokenText(place, *problem))
+        exact_S, normal_S = np.array(exact, dtype=np.int64), np.array(normal, dtype=np.int64)
+        by_split[split] = Texts(places, exact_S, normal_S, broken, is_whole)
+    return by_split
 
 
 def _words_in(value: Any) -> list[str]:
@@ -552,7 +506,7 @@ def broken_in(words: list[str]) -> tuple[str, str] | None:
     """What is wrong with the first broken character of these texts, and the words around it; None: nothing."""
 
     def excerpt(text: str, start: int, stop: int) -> str:
-        return text[max(0, start - AROUND) : stop + AROUND]
+        return text[max(0, start - 15) : stop + 15]
 
     for text in words:
         if REPLACED in text:
@@ -577,7 +531,7 @@ HASH = np.uint64(0x9E3779B97F4A7C15)
 Hashes: TypeAlias = NDArray[np.uint64]
 
 
-def _hash_with_pictures(ids_T: NDArray[Any], shown: Iterable[tuple[int, int]]) -> Hashes:
+def hash_with_pictures(ids_T: NDArray[Any], shown: Iterable[tuple[int, int]]) -> Hashes:
     """A number for each token, from its id and the pictures up to it: equal words about different pictures differ.
 
     ``shown``: where each picture begins, and the first eight bytes of its SHA-256.
@@ -587,11 +541,6 @@ def _hash_with_pictures(ids_T: NDArray[Any], shown: Iterable[tuple[int, int]]) -
         seen_T[start:] *= HASH
         seen_T[start:] += np.uint64(content)
     return seen_T
-
-
-def seen_of(sample: Sample) -> Hashes:
-    shown = [(media.start, int(media.picture.content[:16], 16)) for media in sample.media]
-    return _hash_with_pictures(sample.ids_T, shown)
 
 
 class Flat(NamedTuple):
@@ -647,7 +596,16 @@ def flat(data: Dataset, tokens: int = TOKENS, samples: int = SAMPLES) -> Flat:
         places, lengths = _ranges(arrays["offsets"], chosen)
         ids.append(np.asarray(arrays["ids"][places]))
         stops = np.cumsum(lengths)
-        seen.append(_seen_in(arrays, chosen, ids[-1], stops))
+        if "media.offsets" in arrays:
+            for index, own_T in zip(chosen.tolist(), np.split(ids[-1], stops[:-1]), strict=True):
+                first_picture, last = arrays["media.offsets"][index : index + 2]
+                pictures = arrays["media.picture"][first_picture:last]
+                contents = arrays["picture.content"][pictures]
+                numbers = [int.from_bytes(content[:8].tobytes(), "big") for content in contents]
+                starts = arrays["media.at"][first_picture:last, 0].tolist()
+                seen.append(hash_with_pictures(own_T, zip(starts, numbers, strict=True)))
+        else:
+            seen.append(ids[-1].astype(np.uint64))
         target_places, counts = _ranges(arrays["target_offsets"], chosen)
         is_target = np.zeros(places.size, dtype=bool)
         is_target[arrays["target_at"][target_places] + np.repeat(stops - lengths, counts)] = True
@@ -663,22 +621,6 @@ def _ranges(offsets: IntArray, chosen: IntArray) -> tuple[IntArray, IntArray]:
     lengths = np.asarray(offsets[chosen + 1]) - starts
     before = np.cumsum(lengths) - lengths
     return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum())), lengths
-
-
-def _seen_in(
-    arrays: Mapping[str, NDArray[Any]], chosen: IntArray, ids_T: NDArray[Any], stops: IntArray
-) -> Hashes:
-    """The chosen samples' tokens with the pictures before them."""
-    if "media.offsets" not in arrays:
-        return ids_T.astype(np.uint64)
-    seen = []
-    for index, own_T in zip(chosen.tolist(), np.split(ids_T, stops[:-1]), strict=True):
-        first, last = arrays["media.offsets"][index : index + 2]
-        contents = arrays["picture.content"][arrays["media.picture"][first:last]]
-        numbers = [int.from_bytes(content[:8].tobytes(), "big") for content in contents]
-        starts = arrays["media.at"][first:last, 0].tolist()
-        seen.append(_hash_with_pictures(own_T, zip(starts, numbers, strict=True)))
-    return np.concatenate(seen)
 
 
 # -- tokens and targets
@@ -708,8 +650,7 @@ def tokens_are_those_of_the_text(session: Session) -> Finding:
             token = tokenizer.convert_ids_to_tokens(index)
             return failed(
                 f"token {index} of the data has no row: the model has {size:,}",
-                number=index,
-                unit=f"of {size:,} rows",
+                measured=(index, f"of {size:,} rows"),
                 evidence=[f"first in {place}", f"the tokenizer writes it {token!r}"],
                 remedy="use the model's own tokenizer; tokens that somebody added to it are to be taken out and named "
                 "in tokens.add, which gives the model rows for them",
@@ -721,8 +662,7 @@ def tokens_are_those_of_the_text(session: Session) -> Finding:
         share = num_unknown / look.ids_T.size
         return failed(
             f"{share:.0%} of tokens are the unknown token {tokenizer.unk_token!r}",
-            number=share,
-            unit="of tokens",
+            measured=(share, "of tokens"),
             evidence=[f"first in {look.name(int(look.sample_T[is_unknown.argmax()]))}"],
             remedy="the tokenizer was not made for this language; train a model whose tokenizer knows it",
         )
@@ -757,16 +697,14 @@ def _broken_characters(session: Session) -> Finding | None:
     if is_many:
         return failed(
             f"{says}{train.looked_at}",
-            number=len(broken),
-            unit=unit,
+            measured=(len(broken), unit),
             evidence=_broken_examples(broken),
             remedy="the file was written after reading it in another encoding; write it again from its source, as "
             "UTF-8",
         )
     return warned(
         says,
-        number=len(broken),
-        unit=unit,
+        measured=(len(broken), unit),
         evidence=_broken_examples(broken),
         remedy="look at these rows; correct them, or leave them out: the model learns to write such characters",
     )
@@ -800,8 +738,7 @@ def _escaped_texts(rows: Sequence[Row]) -> Finding | None:
         if len(places) > BROKEN * len(rows):
             return warned(
                 f"{len(places):,} of {len(rows):,} rows have {what}",
-                number=len(places),
-                unit=f"of {len(rows):,} rows",
+                measured=(len(places), f"of {len(rows):,} rows"),
                 evidence=places[:SHOWN],
                 remedy="undo what the program that wrote the file did to its texts, or leave them if the answers are "
                 "to be written so",
@@ -827,15 +764,13 @@ def most_rows_have_something_to_learn(session: Session) -> Finding:
 
     How much of each sample is learned, and whether it is more than where to end.
     """
-    if session.is_generated:
-        return skipped(GENERATED)
+    skip_if(session.is_generated, GENERATED)
     report, look, pairs = session.train.report, flat_train(session), exchanges(session)
     without = [one for one in report.dropped if one.reason == WITHOUT]
     if 2 * len(without) > report.num_rows:
         return failed(
             f"{len(without):,} of {report.num_rows:,} rows have nothing to learn and were dropped",
-            number=len(without),
-            unit=f"of {report.num_rows:,} rows",
+            measured=(len(without), f"of {report.num_rows:,} rows"),
             evidence=[one.place for one in without[:SHOWN]],
             remedy="see that rows have assistant turns that are learned (roles, train: false, data.targets); what "
             "data.without_targets=drop leaves out is most of the data",
@@ -849,8 +784,7 @@ def most_rows_have_something_to_learn(session: Session) -> Finding:
     def no_answer(tell: Callable[..., Finding], remedy: str) -> Finding:
         return tell(
             f"{empty.size:,} of {look.num_samples:,} samples have no answer but its end",
-            number=int(empty.size),
-            unit=f"of {look.num_samples:,} samples",
+            measured=(int(empty.size), f"of {look.num_samples:,} samples"),
             evidence=[look.name(int(number)) for number in empty[:SHOWN]],
             remedy=remedy,
         )
@@ -858,8 +792,7 @@ def most_rows_have_something_to_learn(session: Session) -> Finding:
     def one_answer(tell: Callable[..., Finding], same: list[Exchange], remedy: str) -> Finding:
         return tell(
             f"{len(same):,} of {len(pairs):,} answers are {cut_end(same[0].answer.strip(), 20)}",
-            number=len(same),
-            unit=f"of {len(pairs):,} rows",
+            measured=(len(same), f"of {len(pairs):,} rows"),
             evidence=[one.place for one in same[:SHOWN]],
             remedy=remedy,
         )
@@ -924,8 +857,7 @@ def most_samples_are_kept_whole(session: Session) -> Finding:
         what = "were dropped for their length" if len(dropped) >= len(cut) else "lost their end"
         return failed(
             f"{num_lost:,} of {number:,} {unit} {what}",
-            number=num_lost,
-            unit=f"of {number:,} {unit}",
+            measured=(num_lost, f"of {number:,} {unit}"),
             evidence=[f"{one.place}: {one.reason}" for one in lost[:SHOWN]],
             remedy=f"{share:.1%} of what is to be learned is gone; raise data.max_length, or lower data.min_length",
         )
@@ -977,8 +909,7 @@ def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
     if wrong:
         return failed(
             f"the plan is wrong: {wrong[0]}",
-            number=len(wrong),
-            unit="differences",
+            measured=(len(wrong), "differences"),
             evidence=wrong[:SHOWN],
             remedy="please report this, with the data if they may be shown; batch.share_prefixes=false and "
             "batch.group_prefixes=false may avoid it",

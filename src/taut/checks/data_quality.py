@@ -14,8 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taut.checks.chat_template import short_place
-from taut.checks.data import HASH, Exchange, Flat, Hashes, Texts, exchanges, flat, seen_of, texts
-from taut.checks.registry import Finding, check, failed, passed, skipped, warned
+from taut.checks.data import (
+    HASH,
+    Exchange,
+    Flat,
+    Hashes,
+    Texts,
+    exchanges,
+    flat,
+    hash_with_pictures,
+    texts,
+)
+from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped, warned
 from taut.checks.session import Session, once
 from taut.data.cache import VALUE
 from taut.data.dataset import Dataset
@@ -80,8 +90,7 @@ def few_rows_repeat_others(session: Session) -> Finding:
         return passed(says, number, unit, examples)
     return warned(
         says,
-        number=number,
-        unit=unit,
+        measured=(number, unit),
         evidence=examples,
         remedy="take the repeated rows out: each counts as often as it is there; to weigh rows on purpose, give their "
         "file a weight",
@@ -119,8 +128,7 @@ def the_longest_sample_has_positions(session: Session) -> Finding:
         if too_long.size:
             return failed(
                 f"{too_long.size:,} samples of {name} are longer than the model's {context:,} positions",
-                number=int(data.lengths.max()),
-                unit=f"tokens of {context:,}",
+                measured=(int(data.lengths.max()), f"tokens of {context:,}"),
                 evidence=[
                     f"{data.sample_id(int(i))}: {data.lengths[i]:,} tokens"
                     for i in too_long[:SHOWN]
@@ -178,8 +186,7 @@ def prompts_do_not_give_the_answer_away(session: Session) -> Finding:
     if len(at_end) >= enough and not is_copying(at_end):
         return failed(
             f"in {len(at_end):,} of {number:,} rows the prompt ends with the whole answer",
-            number=len(at_end),
-            unit=unit,
+            measured=(len(at_end), unit),
             evidence=[
                 f"{pair.place}: ...{pair.prompt[-60:]!r} -> {pair.answer[:40]!r}"
                 for pair in at_end[:SHOWN]
@@ -197,8 +204,7 @@ def prompts_do_not_give_the_answer_away(session: Session) -> Finding:
     if len(named) >= enough and not is_copying(named):
         return failed(
             f"in {len(named):,} of {number:,} rows the prompt has the whole answer after {words!r}",
-            number=len(named),
-            unit=unit,
+            measured=(len(named), unit),
             evidence=[f"{pair.place}: {pair.answer[:40]!r}" for pair in named[:SHOWN]],
             remedy=f"{remedy} (its system message, data.columns)",
         )
@@ -260,8 +266,7 @@ def eval_is_not_trained_on(session: Session) -> Finding:
     if metric and 2 * num_equal > look.num_samples:
         return failed(
             f"{equal}, and {metric} of them chooses the model to keep",
-            number=num_equal,
-            unit=unit,
+            measured=(num_equal, unit),
             evidence=names,
             remedy="hold out rows that are not trained on, or unset eval.best",
         )
@@ -271,8 +276,7 @@ def eval_is_not_trained_on(session: Session) -> Finding:
     if num_equal > LEAKED_SAMPLES * look.num_samples:
         return warned(
             f"{equal}{look.looked_at}",
-            number=num_equal,
-            unit=unit,
+            measured=(num_equal, unit),
             evidence=names,
             remedy="hold out rows that are not trained on: what is measured on these says nothing of new ones",
             notes=[says],
@@ -304,7 +308,10 @@ def equal_samples(train: Dataset, look: Flat) -> NDArray[np.bool_]:
         first += part_lengths.size
     is_equal = np.zeros(lengths_S.size, dtype=bool)
     for index in candidates[:CANDIDATES]:
-        is_equal[wanted.pop(seen_of(train[index]).tobytes(), [])] = True
+        sample = train[index]
+        shown = [(media.start, int(media.picture.content[:16], 16)) for media in sample.media]
+        seen_T = hash_with_pictures(sample.ids_T, shown)
+        is_equal[wanted.pop(seen_T.tobytes(), [])] = True
         if not wanted:
             break
     return is_equal
@@ -401,15 +408,13 @@ def pairs_do_not_contradict_each_other(session: Session) -> Finding:
     are the same are refused, or dropped if that is asked for; here those are counted. A preference for longer answers
     may be meant, so a bias is a warning, with its interval, and no failure.
     """
-    if session.run.row_kind != "preference":
-        return skipped("the rows are no comparisons")
+    skip_if(session.run.row_kind != "preference", "the rows are no comparisons")
     report, loaded = pair_report(session), session.train.report
     same = [one for one in loaded.dropped if SAME in one.reason]
     if same and 2 * len(same) > loaded.num_rows:
         return failed(
             f"{len(same):,} of {loaded.num_rows:,} rows have the same answer twice",
-            number=len(same),
-            unit="rows",
+            measured=(len(same), "rows"),
             evidence=[one.place for one in same[:SHOWN]],
             remedy="name the right columns in data.columns: chosen and rejected are to differ",
         )
@@ -419,8 +424,7 @@ def pairs_do_not_contradict_each_other(session: Session) -> Finding:
     if report.is_many(number):
         return failed(
             f"{number:,} of {report.num_pairs:,} pairs contradict another: the same answers, the other way round",
-            number=number,
-            unit=unit,
+            measured=(number, unit),
             evidence=places,
             remedy="keep one of each: pairs that contradict each other teach nothing, and labels like these were mixed "
             "up (were sides swapped while the data were joined?)",
@@ -437,8 +441,7 @@ def pairs_do_not_contradict_each_other(session: Session) -> Finding:
         side = "longer" if lengths.num_longer > lengths.num_unequal / 2 else "shorter"
         return warned(
             length_bias(lengths),
-            number=lengths.accuracy,
-            unit="of labels by length",
+            measured=(lengths.accuracy, "of labels by length"),
             remedy=f"if that is not what makes an answer better, add pairs whose chosen answer is not the {side} one: "
             "length is the easiest thing to learn from these",
             notes=notes,
@@ -473,8 +476,7 @@ def few_labels_look_flipped(session: Session) -> Finding:
     what it can see, and how often it was right. Exceptions to a rule look like flips, and published sets have up to 11%
     of them: those are a warning. A failure is a rate that no set was seen to have by nature.
     """
-    if session.run.row_kind != "preference":
-        return skipped("the rows are no comparisons")
+    skip_if(session.run.row_kind != "preference", "the rows are no comparisons")
     flips = pair_report(session).flips
     if flips.rate is None:
         return passed(f"cannot tell: {flips.reason}")
@@ -483,8 +485,7 @@ def few_labels_look_flipped(session: Session) -> Finding:
     if flips.is_alarming:
         return failed(
             f"{flips.rate:.0%} of the labels look flipped ({interval})",
-            number=flips.rate,
-            unit=unit,
+            measured=(flips.rate, unit),
             evidence=suspects,
             remedy="look at these pairs: were chosen and rejected swapped in a part of the data? Turn them round, or "
             "leave them out",
@@ -493,8 +494,7 @@ def few_labels_look_flipped(session: Session) -> Finding:
     if flips.is_notable:
         return warned(
             f"{len(flips.suspects):,} labels look flipped; {says}",
-            number=flips.rate,
-            unit=unit,
+            measured=(flips.rate, unit),
             evidence=suspects,
             remedy="look at these pairs; exceptions to a rule look like this too",
         )
@@ -513,8 +513,7 @@ def good_and_bad_answers_are_balanced(session: Session) -> Finding:
 
     KTO's paper (arXiv 2402.01306) advises 1 to 4/3. Another one is a warning: it may be meant.
     """
-    if session.run.row_kind != "unpaired":
-        return skipped("the rows are not labelled good or bad")
+    skip_if(session.run.row_kind != "unpaired", "the rows are not labelled good or bad")
     is_good_S = _values(session, "label") > 0.5
     number = int(is_good_S.sum())
     others, unit = is_good_S.size - number, f"of {is_good_S.size:,} are good"
@@ -522,8 +521,7 @@ def good_and_bad_answers_are_balanced(session: Session) -> Finding:
         kind = "true" if number else "false"
         return failed(
             f"all {is_good_S.size:,} answers are labelled {kind}",
-            number=number,
-            unit=unit,
+            measured=(number, unit),
             evidence=[session.train.sample_id(0)],
             remedy="one kind alone teaches no difference; add rows with the other label, or name the right column in "
             "data.columns",
@@ -538,8 +536,7 @@ def good_and_bad_answers_are_balanced(session: Session) -> Finding:
         advice = f"kto.undesirable_weight={number / others:.3g}"
     return warned(
         f"weight times number is {ratio:.2f} : 1, and KTO's paper advises 1 to 1.33",
-        number=number,
-        unit=unit,
+        measured=(number, unit),
         remedy=f"set {advice}, unless one kind is to count more",
     )
 
@@ -551,16 +548,14 @@ def rows_have_the_margins_of_the_loss(session: Session) -> Finding:
     Without them every pair would have a margin of 0.
     """
     loss: Any = session.run.loss()
-    if "margin" not in loss.needs_values:
-        return skipped("the loss reads no margins")
+    skip_if("margin" not in loss.needs_values, "the loss reads no margins")
     margins_S = _values(session, "margin")
     nonzero = margins_S[margins_S != 0]
     key = f"{session.run.method}.margin"
     if not nonzero.size:
         return failed(
             f"{key}={loss.margin:g}, and no row has a margin",
-            number=0,
-            unit=f"of {margins_S.size:,} answers",
+            measured=(0, f"of {margins_S.size:,} answers"),
             evidence=[f"first: {session.train.sample_id(0)}"],
             remedy=f"name the column with data.columns (margin, or scores of both answers), or take {key} out",
         )

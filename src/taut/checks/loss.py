@@ -40,7 +40,7 @@ from taut.checks.measure import (
     target_name,
     trained,
 )
-from taut.checks.registry import Finding, check, failed, passed, skipped
+from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import Session, num_tokens
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.methods.reference import STREAM
@@ -76,8 +76,7 @@ def every_tensor_is_in_its_dtype(session: Session) -> Finding:
     if narrow:
         return failed(
             f"{len(narrow)} tensors are narrower than {dtype_name(parameters)}",
-            number=len(narrow),
-            unit="tensors",
+            measured=(len(narrow), "tensors"),
             evidence=narrow[:DTYPES_SHOWN],
             remedy="small updates and far positions would be rounded away; load the model in float32: remove what "
             "narrows these in its code or config, and please report the model",
@@ -90,8 +89,7 @@ def every_tensor_is_in_its_dtype(session: Session) -> Finding:
         number = sum(products[key] for key in narrow_products)
         return failed(
             f"{number} of {total} products are narrower than {dtype_name(asked)}",
-            number=number,
-            unit=f"of {total} products",
+            measured=(number, f"of {total} products"),
             evidence=[lines[key] for key in narrow_products[:DTYPES_SHOWN]]
             or [f"{many} are in {dtype_name(output_dtype)}"],
             remedy=f"dtype={dtype_name(asked)} is not in force there; remove the cast in the model's code, or set "
@@ -101,8 +99,7 @@ def every_tensor_is_in_its_dtype(session: Session) -> Finding:
     if not num_asked:
         return failed(
             f"no product of the model is in {dtype_name(asked)}",
-            number=0,
-            unit=f"of {total} products",
+            measured=(0, f"of {total} products"),
             evidence=[*lines.values()][:DTYPES_SHOWN],
             remedy=f"dtype={dtype_name(asked)} is not in force; set dtype=float32, and please report the model",
         )
@@ -186,8 +183,7 @@ class _ProductCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
 @check("loss.tied", after=["model.trains"])
 def embedding_and_head_are_tied_as_configured(session: Session) -> Finding:
     """Are embedding and head one tensor or two, as the model's configuration says?"""
-    if session.is_scalar:
-        return skipped("a reward model has no output head")
+    skip_if(session.is_scalar, "a reward model has no output head")
     model = session.scorer.model
     is_tied, names = architecture.is_tied(model), architecture.table_names(model)
     text_config = session.language.config.get_text_config()
@@ -201,8 +197,7 @@ def embedding_and_head_are_tied_as_configured(session: Session) -> Finding:
     if is_parted and not any(name.endswith(saved) for name in names for saved in saved_whole):
         return failed(
             "the configuration ties head and embedding, and they are two tensors",
-            number=2,
-            unit="tensors",
+            measured=(2, "tensors"),
             evidence=[f"{names[0]} and {names[-1]}"],
             remedy="they would train apart and one of them be lost on saving; train the embedding whole with "
             f"lora.modules_to_save={names[:1]}, or set tie_word_embeddings to false in the model's config.json",
@@ -230,8 +225,7 @@ def a_new_adapter_changes_nothing(session: Session) -> Finding:
 
     The pair's log-probs with it and with all of it switched off.
     """
-    if not is_adapted(session.scorer.model):
-        return skipped("there is no adapter")
+    skip_if(not is_adapted(session.scorer.model), "there is no adapter")
     if session.run.lora.adapter is not None:
         return skipped("lora.adapter goes on from an adapter that has learned")
     quantity = session.quantity
@@ -251,8 +245,7 @@ def a_new_adapter_changes_nothing(session: Session) -> Finding:
         return failed(
             f"the {quantity.many} of {name} are {moved:.3g} {quantity.unit} from those of the model without its new "
             "adapter",
-            number=moved,
-            unit=quantity.unit,
+            measured=(moved, quantity.unit),
             evidence=not_zero[:3]
             or [
                 "no second matrix is: a row or a module trained whole differs from the model's own"
@@ -311,8 +304,7 @@ def every_trained_tensor_gets_a_gradient(session: Session) -> Finding:
     if step.stray:
         return failed(
             f"{len(step.stray)} tensors get a gradient that are not to train",
-            number=len(step.stray),
-            unit="tensors",
+            measured=(len(step.stray), "tensors"),
             evidence=shortened(step.stray),
             remedy="a step would compute more than it learns: something in the model's code sets requires_grad while "
             "it runs; take it out, or train these too (freeze), and please report the model",
@@ -321,8 +313,7 @@ def every_trained_tensor_gets_a_gradient(session: Session) -> Finding:
     if outside:
         return failed(
             f"{len(outside)} of {number} trained tensors get no gradient",
-            number=len(outside),
-            unit=f"of {number} tensors",
+            measured=(len(outside), f"of {number} tensors"),
             evidence=shortened(outside),
             remedy="they take no part in the loss: leave them out with the key freeze; where adapters or layers are "
             "cut off from the loss, set activation_checkpointing=false, and please report the model",
@@ -350,8 +341,7 @@ def every_trained_tensor_gets_a_gradient(session: Session) -> Finding:
         )
         return failed(
             f"the gradient of {len(unexplained)} of {number} trained tensors is exactly zero",
-            number=len(unexplained),
-            unit=f"of {number} tensors",
+            measured=(len(unexplained), f"of {number} tensors"),
             evidence=shortened(unexplained),
             remedy=remedy,
         )
@@ -387,8 +377,7 @@ def every_gradient_is_finite(session: Session) -> Finding:
     if wrong:
         return failed(
             f"the gradient of {len(wrong)} of {len(step.norms)} tensors is not finite",
-            number=len(wrong),
-            unit=f"of {len(step.norms)} tensors",
+            measured=(len(wrong), f"of {len(step.norms)} tensors"),
             evidence=[*wrong[:TENSORS_SHOWN], f"the loss is {step.report.loss:.4g}"],
             remedy="an operation's derivative overflows or divides by zero, nearest to the loss in the last tensor "
             "named; set dtype=float32, and please report the model",
@@ -446,8 +435,7 @@ def linear_weights_are_the_derivative(session: Session) -> Finding:
             row, at = divmod(int(differences.argmax()), packed.num_targets)
             return failed(
                 f"the weights of {name} differ from its derivative by {100 * worst:.3g}%",
-                number=worst,
-                unit="relative",
+                measured=(worst, "relative"),
                 evidence=[
                     f"{target_name(session, packed, at)}: weight {float(weight[row, at]):.6g}, derivative "
                     f"{float(derivative[row, at]):.6g}"
@@ -503,8 +491,7 @@ def the_reference_is_the_policy_at_the_start(session: Session) -> Finding:
     if worst > session.exact:
         return failed(
             f"policy and reference differ by {worst:.3g} nats before the first update",
-            number=worst,
-            unit="nats",
+            measured=(worst, "nats"),
             evidence=[where, f"at most {session.exact:g} is rounding in {session.dtype}"],
             remedy="log-ratios would not begin at 0: the reference has other weights (an adapter left out?), another "
             "precision or layout, or something random; name the model that is meant with reference.model, or please "
@@ -518,8 +505,7 @@ def the_reference_is_the_policy_at_the_start(session: Session) -> Finding:
     if not abs(report.loss - value) <= THEORY_ROUNDING * value:
         return failed(
             f"policy and reference agree, and the loss is {report.loss:.6g} instead of {value:.6g} = {formula}",
-            number=report.loss - value,
-            unit="off",
+            measured=(report.loss - value, "off"),
             evidence=[f"{len(session.trees)} rows"],
             remedy="the loss is not the one it is named after, or it is divided by another count; please report this",
         )
@@ -608,8 +594,7 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
     if differ:
         return failed(
             f"{len(differ)} of {len(samples)} samples are not summed as they are",
-            number=len(differ),
-            unit=f"of {len(samples)} samples",
+            measured=(len(differ), f"of {len(samples)} samples"),
             evidence=differ[:SAMPLES_SHOWN],
             remedy="packing loses or changes targets; set batch.share_prefixes=false, and please report this",
         )
@@ -617,8 +602,7 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
     if abs(report.loss - loss) > SUM_ROUNDING * max(1.0, abs(loss)):
         return failed(
             f"the step's loss is {report.loss:.6g}, and {loss:.6g} from its own {session.quantity.many}",
-            number=report.loss - loss,
-            unit=unit,
+            measured=(report.loss - loss, unit),
             evidence=[f"{len(samples)} samples, {sum(s.num_targets for s in samples)} targets"],
             remedy="the loss is divided by another count, or leaves targets out; please report this",
         )
@@ -634,8 +618,7 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
     if not abs(loss - alone.loss) <= limit:
         return failed(
             f"the step's loss is {loss:.6g}, and {alone.loss:.6g} from its samples alone (rounding: {limit:.2g})",
-            number=loss - alone.loss,
-            unit=unit,
+            measured=(loss - alone.loss, unit),
             evidence=[
                 f"{one.id}: {float(numbers[one.id].mean()):.6g} alone"
                 for one in samples[:SAMPLES_SHOWN]
@@ -703,8 +686,7 @@ def the_chunked_head_gives_the_plain_gradient(session: Session) -> Finding:
     Both ways through it against automatic differentiation of log_softmax of all logits, with respect to hidden states,
     weight, bias and rows that train by themselves.
     """
-    if session.is_scalar:
-        return skipped("a reward model has no output head")
+    skip_if(session.is_scalar, "a reward model has no output head")
     if session.ranks.size > 1:
         return skipped("a sharded head is whole only inside the model; asked on one rank")
     head = first_step(session).heads[0]
@@ -724,8 +706,7 @@ def the_chunked_head_gives_the_plain_gradient(session: Session) -> Finding:
     if not worst <= HEAD_ROUNDING[session.dtype]:
         return failed(
             f"the head's gradient differs by {100 * worst:.3g}% from that of log_softmax",
-            number=worst,
-            unit="relative",
+            measured=(worst, "relative"),
             evidence=[where],
             remedy="the head's own backward does not know all that its forward does (a scale, a softcap, a bias); "
             "please report the model",
@@ -782,10 +763,8 @@ def the_packed_gradient_is_that_of_its_samples(session: Session) -> Finding:
     trainer = session.trainer
     if why_not := session.run.loss_not_in_samples:
         return skipped(why_not)
-    if trainer.noise is not None:
-        return skipped("noise is on: samples alone would have other noise")
-    if session.ranks.size > 1:
-        return skipped("the library's own path runs on one rank")
+    skip_if(trainer.noise is not None, "noise is on: samples alone would have other noise")
+    skip_if(session.ranks.size > 1, "the library's own path runs on one rank")
     samples = session.tree_samples
 
     def alone_backward() -> None:
@@ -808,8 +787,7 @@ def the_packed_gradient_is_that_of_its_samples(session: Session) -> Finding:
         return failed(
             f"the gradient of {name} differs by {100 * error:.3g}% from the same samples alone (at most "
             f"{100 * limit:g}% is rounding)",
-            number=error,
-            unit="relative",
+            measured=(error, "relative"),
             evidence=[f"{len(samples)} samples, {num_tokens(samples)} tokens, library's {library}"],
             remedy="the backward of the packed forward is wrong; set attention=reference, and please report the model",
         )
@@ -831,8 +809,7 @@ def micro_batches_do_not_change_the_step(session: Session) -> Finding:
     every gradient of the loop's own functions.
     """
     trees = session.trees
-    if len(trees) < 2:
-        return skipped("the first step has one tree of samples")
+    skip_if(len(trees) < 2, "the first step has one tree of samples")
     ours, loss = _step_of(session, session.trainer)
     limit, worst, worst_name = GRADIENT_ROUNDING[session.dtype], 0.0, ""
     cuts = _other_cuts(session)
@@ -845,8 +822,7 @@ def micro_batches_do_not_change_the_step(session: Session) -> Finding:
             kind = "rows" if trees[0].is_atom else "samples"
             return failed(
                 f"{how}, {what} differs: the loss is {other:.6g}, as the run cuts the step {loss:.6g}",
-                number=max(error, apart),
-                unit="relative",
+                measured=(max(error, apart), "relative"),
                 evidence=[f"{len(trees)} {kind}; at most {100 * limit:g}% is rounding"],
                 remedy="a step would depend on batch.tokens_per_microbatch and on the number of ranks: a mean is taken "
                 "over micro-batches, or a layer looks at the whole of one; please report this",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from taut.checks.registry import Finding, check, failed, passed, skipped
+from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import NUM_ROWS, Session, around_answers, ending, num_tokens
 from taut.data.batching import samples_of
 from taut.data.packing import pack
@@ -88,8 +88,7 @@ def the_first_steps_fit_into_memory(session: Session) -> Finding:
     ways += [] if run.lora.is_on else ["lora.rank=16"]
     return failed(
         f"does not fit: {says}",
-        number=peak,
-        unit="GiB",
+        measured=(peak, "GiB"),
         evidence=[f"{_in_gib(needed.parts)} GiB"],
         remedy=f"set {', or '.join(ways)}; `taut plan` tells what fits",
     )
@@ -131,8 +130,7 @@ def a_micro_batch_takes_the_memory_predicted(session: Session) -> Finding:
     patched layer, checkpointing that is asked for and not in force.
     """
     run = session.run
-    if session.ranks.size > 1:
-        return skipped("measured on one rank only")
+    skip_if(session.ranks.size > 1, "measured on one rank only")
     if run.noise.neftune_alpha > 0 or (run.lora.is_on and run.lora.dropout > 0):
         return skipped("noise is on, and belongs to steps")
     packed, config = _first_rows_packed(session), session.inputs.config
@@ -151,8 +149,7 @@ def a_micro_batch_takes_the_memory_predicted(session: Session) -> Finding:
     live = measured_parts(session.built, packed, is_first=True)
     return failed(
         says,
-        number=number,
-        unit=unit,
+        measured=(number, unit),
         evidence=[
             f"foretold (GiB): {_in_gib(prediction.footprint.parts)}",
             f"live tensors (GiB): {_in_gib(live)}",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from taut.checks.measure import local, restore_weights, trained, weights_put_back
-from taut.checks.registry import Finding, check, failed, passed, skipped, warned
+from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped, warned
 from taut.checks.session import Session, num_tokens
 from taut.train import distributed, optim
 from taut.train.trainer import StepReport, add_gradients
@@ -36,8 +36,7 @@ def the_learning_rate_reaches_its_peak(session: Session) -> Finding:
     if wrong:
         return failed(
             f"the learning rate of {len(wrong)} of {len(rates)} steps is not above 0 and at most {peak:g}",
-            number=len(wrong),
-            unit=f"of {len(rates)} steps",
+            measured=(len(wrong), f"of {len(rates)} steps"),
             evidence=[f"step {step}: {rates[step]:g}" for step in wrong[:3]],
             remedy="those steps would teach nothing, or too much; set another optim.schedule, and please report this",
         )
@@ -46,8 +45,7 @@ def the_learning_rate_reaches_its_peak(session: Session) -> Finding:
     if highest < 0.999 * peak and stride == 1:
         return warned(
             f"the highest learning rate is {highest:.3g} of {peak:g}: the warm-up is as long as the run",
-            number=highest,
-            unit="highest",
+            measured=(highest, "highest"),
             remedy="set a lower optim.warmup_ratio or optim.warmup_steps, or more steps",
             notes=[says],
         )
@@ -102,21 +100,23 @@ def one_update_moves_the_weights_downhill(session: Session) -> Finding:
     if clip is not None and not length <= clip * (1 + CLIP_ROUNDING):
         return failed(
             f"the gradient has a norm of {length:.4g} after it was clipped to {clip:g}",
-            number=length,
+            measured=(length, ""),
             remedy="optim.clip_grad_norm is not in force; please report this",
         )
     if not num_changed:
-        return failed(f"no weight changes {at}", number=0.0, remedy="raise optim.learning_rate")
+        return failed(
+            f"no weight changes {at}", measured=(0.0, ""), remedy="raise optim.learning_rate"
+        )
     if not slope < 0:
         return failed(
             f"the update {at} goes uphill",
-            number=slope,
+            measured=(slope, ""),
             remedy="the optimizer adds the gradient where it should subtract it; please report this",
         )
     if not (part <= LARGEST_MOVE and math.isfinite(after)):
         return failed(
             f"one update {at} moves the weights by {100 * part:.3g}% of their norm",
-            number=part,
+            measured=(part, ""),
             evidence=[f"the loss goes from {before:.4g} to {after:.4g}"],
             remedy="lower optim.learning_rate",
         )
@@ -158,8 +158,7 @@ def a_few_samples_are_learned_by_heart(session: Session) -> Finding:
     """
     if session.trainer.noise is not None:
         return skipped("noise is on, and blurs what a few samples can be learned to")
-    if session.is_policy_gradient:
-        return skipped("a policy gradient's loss does not say what was learned")
+    skip_if(session.is_policy_gradient, "a policy gradient's loss does not say what was learned")
     trees = _consistent_trees(session.trees)
     samples = [sample for tree in trees for sample in tree.samples]
     if session.run.observes_mismatched and len({one.values["label"] > 0.5 for one in samples}) < 2:
@@ -185,8 +184,7 @@ def a_few_samples_are_learned_by_heart(session: Session) -> Finding:
         return failed(
             f"{len(samples)} samples are not learned by heart: the loss goes from {curves[best][0]:.3g} to "
             f"{lowest[best]:.3g} at best",
-            number=lowest[best],
-            unit="nats a target",
+            measured=(lowest[best], "nats a target"),
             evidence=[
                 f"learning rate {rate:.2g}: {_drawn(curve)}" for rate, curve in curves.items()
             ],

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from taut.checks.measure import local, restore_weights, shard_weights, trained, weights_put_back
-from taut.checks.registry import Finding, check, failed, passed, skipped, split_error
+from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped, split_error
 from taut.checks.session import Session, cut_out, once, owned_by
 from taut.data.messages import Message
 from taut.data.prompts import PromptRow, PromptSet
@@ -71,8 +71,7 @@ def close(session: Session) -> None:
 @check("rollout.opens", after=["model.trains"])
 def engine_rewards_and_environment_open(session: Session) -> Finding:
     """Can engine, rewards and environment be opened as the run names them?"""
-    if not session.is_generated:
-        return skipped(NONE_GENERATED)
+    skip_if(not session.is_generated, NONE_GENERATED)
     opened = roller(session)
     rewards = [] if opened.panel is None else opened.panel.names
     environment = opened.config.environment.name if opened.world is not None else None
@@ -91,8 +90,7 @@ def prompts_leave_room_for_answers(session: Session) -> Finding:
 
     The longest prompt and its answer, against the tokens that model and engine take in all.
     """
-    if not session.is_generated:
-        return skipped(NONE_GENERATED)
+    skip_if(not session.is_generated, NONE_GENERATED)
     engine, world = roller(session).engine, roller(session).world
     context: int | None = getattr(engine, "context", None)
     length_S, most = session.train.lengths, roller(session).config.grows
@@ -108,8 +106,7 @@ def prompts_leave_room_for_answers(session: Session) -> Finding:
         if long.size:
             return failed(
                 f"{long.size:,} {unit} and their answers may be longer than the server takes, {served:,} tokens",
-                number=int(long.size),
-                unit=unit,
+                measured=(int(long.size), unit),
                 evidence=[
                     f"{session.train.sample_id(int(i))}: {length_S[i]:,} tokens, with an answer up to {needed_S[i]:,}"
                     for i in long[:SHOWN]
@@ -121,8 +118,7 @@ def prompts_leave_room_for_answers(session: Session) -> Finding:
     if full.size:
         return failed(
             f"{full.size:,} {unit} leave no room for an answer",
-            number=int(full.size),
-            unit=unit,
+            measured=(int(full.size), unit),
             evidence=[
                 f"{session.train.sample_id(int(i))}: {length_S[i]:,} tokens of {context:,}"
                 for i in full[:SHOWN]
@@ -149,8 +145,7 @@ def turns_are_joined_as_the_template_joins_them(session: Session) -> Finding:
     prompt have to be, token for token, the conversation rendered as a whole. A template that writes turns otherwise
     once they are history keeps what comes between; that is a note.
     """
-    if not session.is_generated:
-        return skipped(NONE_GENERATED)
+    skip_if(not session.is_generated, NONE_GENERATED)
     world = roller(session).world
     if world is None:
         return skipped("no environment answers: a path has one turn")
@@ -231,8 +226,7 @@ def rewards_know_right_answers(session: Session) -> Finding:
     Rewards of form (``judges``) have to be computable on these answers, and a function of the user's has to give a
     number for one of them at least. If no reward judges correctness, nothing else is asked.
     """
-    if not session.ranks.is_writer:
-        return skipped("the first rank judges for all")
+    skip_if(not session.ranks.is_writer, "the first rank judges for all")
 
     def num_tokens(text: str) -> int:
         """With the token that ends it."""
@@ -253,8 +247,7 @@ def rewards_know_right_answers(session: Session) -> Finding:
                 answering.panel, answering.rows, evaluated.max_errors, "eval.answers", num_tokens
             )
         )
-    if not findings:
-        return skipped("no rewards are set")
+    skip_if(not findings, "no rewards are set")
     order = ("failed", "passed", "skipped")
     return min(findings, key=lambda finding: order.index(finding.outcome))
 
@@ -285,8 +278,7 @@ def judge_rewards(
     ``num_tokens``: how many tokens an answer has.
     """
     rows = [row for row in rows if row.references][:REWARD_ROWS]
-    if not rows:
-        return skipped("no row has a reference answer")
+    skip_if(not rows, "no row has a reference answer")
     graded = _grade(panel, rows, num_tokens)
     marks = [_marks_of_part(part, panel.judges[part.label], graded) for part in panel.parts]
     names = {kind: [one.name for one in marks if one.judges == kind] for kind in get_args(Judged)}
@@ -383,8 +375,7 @@ def _reward_fault(marks: Marks, num_rows: int, max_errors: float, setting: str) 
     if len(marks.errors) > max_errors * num_rows:
         return failed(
             f"{name} fails on {len(marks.errors)} of {num_rows} right answers",
-            number=len(marks.errors),
-            unit=f"of {num_rows} are errors",
+            measured=(len(marks.errors), f"of {num_rows} are errors"),
             evidence=marks.errors[:SHOWN],
             remedy=f"mend {name}, or leave it out of {setting}",
         )
@@ -393,8 +384,7 @@ def _reward_fault(marks: Marks, num_rows: int, max_errors: float, setting: str) 
     if not right:
         return failed(
             f"{name} applies to none of {num_rows} rows",
-            number=0,
-            unit=f"of {num_rows} rows",
+            measured=(0, f"of {num_rows} rows"),
             remedy=f"leave {name} out of {setting}, or ask it of other rows",
         )
     mistake = _mistake(marks)
@@ -405,8 +395,7 @@ def _reward_fault(marks: Marks, num_rows: int, max_errors: float, setting: str) 
     table = setting.removesuffix("rewards") if "." in setting else "rollout."
     return failed(
         f"{name} gives right answers {marks.mean:.3g} on average, {mistake}",
-        number=marks.mean,
-        unit="on average",
+        measured=(marks.mean, "on average"),
         evidence=[f"{row.place}: right is {text!r:.60}" for text in _right_answers(row)[:2]],
         remedy=f"mend {name}; or name the column with whole answers ({table}reference); or, if a reward judges form "
         f'and not correctness, say so (judges = "form" in {setting}, or as an attribute of the function)',
@@ -442,8 +431,7 @@ ADVANTAGE_ROUNDING = 1e-6
 
 def _no_small_rollout(session: Session) -> Finding | None:
     """Why there is no small roll-out; None: there is one."""
-    if not session.is_generated:
-        return skipped(NONE_GENERATED)
+    skip_if(not session.is_generated, NONE_GENERATED)
     if roller(session).config.engine == "server":
         return skipped("a server is asked by engine.logps, in the full part")
     return None
@@ -482,8 +470,7 @@ def each_group_answers_one_prompt(session: Session) -> Finding:
     if wrong:
         return failed(
             wrong[0],
-            number=len(wrong),
-            unit="differences",
+            measured=(len(wrong), "differences"),
             evidence=wrong[:SHOWN],
             remedy="answers would be compared with those to other prompts, or with themselves; please report this, "
             "with the settings of rollout",
@@ -608,8 +595,7 @@ def rewards_read_the_sampled_text(session: Session) -> Finding:
     if wrong:
         return failed(
             f"the text of {len(wrong)} of {len(trajectories)} completions is not that of their tokens",
-            number=len(wrong),
-            unit=f"of {len(trajectories)} completions",
+            measured=(len(wrong), f"of {len(trajectories)} completions"),
             evidence=wrong[:SHOWN],
             remedy="rewards would judge what was not said; please report this",
         )
@@ -754,8 +740,7 @@ def engine_and_trainer_agree(session: Session) -> Finding:
         return failed(
             f"the engine's log-probs are {mean:.3g} nats a token off those of the trainer (at most {limit:g} is "
             "rounding)",
-            number=mean,
-            unit="nats a token",
+            measured=(mean, "nats a token"),
             evidence=[f"{where}: engine and trainer differ by {worst:.3g}"],
             remedy=remedy,
         )
@@ -786,8 +771,7 @@ def the_same_seed_gives_the_same_completions(session: Session) -> Finding:
     def fault(lines: list[str], number: int, how: str) -> Finding:
         return failed(
             f"{len(lines)} of {number} completions are others when {how}",
-            number=len(lines),
-            unit=f"of {number} completions",
+            measured=(len(lines), f"of {number} completions"),
             evidence=lines[:SHOWN],
             remedy="an evaluation could not be had twice; please report this",
         )
@@ -820,8 +804,7 @@ def the_engine_draws_from_updated_weights(session: Session) -> Finding:
     moved weights, with which it has to agree, and by those put back. An engine with weights of its own, or adapters
     that it never gets, agrees with the latter. The move grows until the two can be told from each other.
     """
-    if not session.is_generated:
-        return skipped(NONE_GENERATED)
+    skip_if(not session.is_generated, NONE_GENERATED)
     engine, obstacle, _, _ = sampled(session)
     if engine is None:
         return skipped(obstacle)
@@ -836,14 +819,12 @@ def the_engine_draws_from_updated_weights(session: Session) -> Finding:
     if off_new > limit:
         return failed(
             f"after an update the engine is {off_new:.3g} nats a token off the new weights, {off_old:.3g} off the old",
-            number=off_new,
-            unit="nats a token",
+            measured=(off_new, "nats a token"),
             evidence=[f"at most {limit:g} is rounding; weights moved by {move:g} of their spread"],
             remedy="roll-outs would be of weights that never change; set rollout.engine=local, or look at what the "
             "server was sent, and please report this",
         )
-    if off_old <= SEEN * limit:
-        return skipped("no update makes a difference that is more than rounding")
+    skip_if(off_old <= SEEN * limit, "no update makes a difference that is more than rounding")
     says = f"off the new weights; {off_old:.3g} off the old"
     return passed(says, off_new, "nats a token", ["weights put back"])
 

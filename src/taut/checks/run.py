@@ -89,8 +89,7 @@ def what_was_asked_is_in_force(session: Session) -> Finding:
     if wrong:
         return failed(
             f"{wrong[0].key} is not in force",
-            number=len(wrong),
-            unit=f"of {len(settings)} settings",
+            measured=(len(wrong), f"of {len(settings)} settings"),
             evidence=[str(setting) for setting in wrong[:SETTINGS_SHOWN]],
             remedy="the run would not be the one asked for; remove the setting, and please report this",
         )
@@ -333,8 +332,7 @@ def each_step_has_its_samples(session: Session) -> Finding:
         asked = f"steps={run.steps}" if run.steps is not None else f"epochs={run.epochs or 1}"
         return failed(
             f"the run has {last} steps where {asked} makes {wanted}",
-            number=last,
-            unit="steps",
+            measured=(last, "steps"),
             evidence=[f"{order.epoch_size} samples an epoch, {run.batch.samples_per_step} a step"],
             remedy="set steps to the number that is wanted, and please report this",
         )
@@ -350,8 +348,7 @@ def each_step_has_its_samples(session: Session) -> Finding:
         return warned(
             f"a step has {full} {what} and an epoch {order.epoch_size}, so one {what[:-1]} is up to {most} times in a "
             "step",
-            number=times,
-            unit="times round",
+            measured=(times, "times round"),
             remedy=f"set batch.samples_per_step={order.epoch_size} or less, or add data",
             notes=[says, *notes],
         )
@@ -380,8 +377,7 @@ def _unrepeatable_step(method: Offline, last: int) -> Finding | None:
             evidence = [f"uninterrupted {ids[:4]}", f"resumed {resumed[:4]}"]
         return failed(
             says,
-            number=step,
-            unit="is the step",
+            measured=(step, "is the step"),
             evidence=evidence,
             remedy="the run could not be gone on with as it began; train without shuffle, and please report this",
         )
@@ -425,8 +421,7 @@ def the_output_fits_on_its_disk(session: Session) -> Finding:
     if free < needed:
         return failed(
             f"{_in_gb(needed)} are needed at {out}, and {_in_gb(free)} are free",
-            number=free / 1e9,
-            unit="GB free",
+            measured=(free / 1e9, "GB free"),
             evidence=evidence,
             remedy=f"free some, name an out on another disk, or set checkpoint.keep=1 (it is {config.keep}) or "
             f"checkpoint.every=0 (it is {config.every})",
@@ -496,8 +491,7 @@ def the_saved_model_is_the_one_in_memory(session: Session) -> Finding:
         name, value = wrong[0].name, wrong[0].value
         return failed(
             f"{name}: a difference of {value:.3g}, at most {wrong[0].tolerance:g} is rounding",
-            number=value,
-            unit="nats" if name != "weights" else "",
+            measured=(value, "nats" if name != "weights" else ""),
             evidence=[f"{one.name}: {one.value:.3g}: {one.detail}" for one in wrong],
             remedy=report,
         )

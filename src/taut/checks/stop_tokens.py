@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from taut.attention.layout import Layout
-from taut.checks.registry import Finding, check, failed, passed, skipped
+from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import GENERATED, Session
 from taut.data.chat_template import Ids, Text, common_length
 from taut.data.messages import Completion, Conversation, Row
@@ -62,10 +62,8 @@ def the_end_of_answers_is_a_target(session: Session) -> Finding:
 
     Samples with a token of the stop set among their targets. A document that is split ends in its last part alone.
     """
-    if session.is_generated:
-        return skipped(GENERATED)
-    if session.is_scalar:
-        return skipped("a reward model is not taught to stop")
+    skip_if(session.is_generated, GENERATED)
+    skip_if(session.is_scalar, "a reward model is not taught to stop")
     train, stops = session.train, session.stops
     report, number, total = train.report, train.num_with_target(stops.ids), len(train)
     unit = f"of {total:,} samples"
@@ -81,8 +79,7 @@ def the_end_of_answers_is_a_target(session: Session) -> Finding:
             remedy = "see which tokens are targets with `taut show`, and please report this"
         return failed(
             f"{total - number:,} of {total:,} samples do not teach the model to stop",
-            number=number,
-            unit=unit,
+            measured=(number, unit),
             evidence=evidence,
             remedy=remedy,
         )
@@ -118,8 +115,7 @@ def a_server_renders_the_same_tokens(session: Session) -> Finding:
         room -= 4 * len(ids)
         if room < 0:
             break
-    if not prompts:
-        return skipped("no row could be rendered")
+    skip_if(not prompts, "no row could be rendered")
     try:
         reader = _reloaded(session)
     except TautError as error:
@@ -146,8 +142,7 @@ def a_server_renders_the_same_tokens(session: Session) -> Finding:
             ]
         return failed(
             "the saved tokenizer and template give a server other tokens than training",
-            number=number,
-            unit=f"of {len(prompts)} prompts the same",
+            measured=(number, f"of {len(prompts)} prompts the same"),
             evidence=evidence,
             remedy="a template that writes eos_token or pad_token other than at an answer's end has to name the token "
             "itself (data.template=FILE); else load the tokenizer with AutoTokenizer and save it again",
@@ -189,8 +184,7 @@ def the_saved_generation_config_lets_answers_end(session: Session) -> Finding:
 
     It can be saved, and nothing in it keeps an answer from ending.
     """
-    if session.is_scalar:
-        return skipped(NO_GENERATION)
+    skip_if(session.is_scalar, NO_GENERATION)
     stops, before = session.stops, session.model.generation_config
     generation = generation_to_save(copy.deepcopy(before), session.served_tokenizer, stops.ids)
     with TemporaryFolder("check") as place, quiet_library():
@@ -249,10 +243,8 @@ def untrained_turn_ends_train(session: Session) -> Finding:
 
     Rows of the embedding and the head of turn ends that were never trained must not stay as they are.
     """
-    if session.is_scalar:
-        return skipped(NO_GENERATION)
-    if session.ranks.size > 1:
-        return skipped("weights are sharded; it was asked before they were")
+    skip_if(session.is_scalar, NO_GENERATION)
+    skip_if(session.ranks.size > 1, "weights are sharded; it was asked before they were")
     run, inputs, model = session.run, session.inputs, session.scorer.model
     ends = {index: inputs.token(index) for index in inputs.stops.turn_ends}
     untrained = untrained_rows(model, ends)
@@ -262,8 +254,7 @@ def untrained_turn_ends_train(session: Session) -> Finding:
         says, _, remedy = str(error).partition("; ")
         return failed(
             "a row that was never trained is frozen, so the model could not learn its end",
-            number=len(untrained),
-            unit="untrained ends",
+            measured=(len(untrained), "untrained ends"),
             evidence=[says],
             remedy=remedy,
         )
@@ -289,8 +280,7 @@ def the_untrained_model_has_no_other_end(session: Session) -> Finding:
     would stop at it. The number is how many answers it ends by itself; whether it ends at all is no fault: that is what
     training is for.
     """
-    if session.is_scalar:
-        return skipped(NO_GENERATION)
+    skip_if(session.is_scalar, NO_GENERATION)
     data = session.train if session.eval is None else session.eval
     config = StopConfig(prompts=BASELINE_PROMPTS, tokens=BASELINE_TOKENS)
     make_engine = engine_of(session.inputs, session.built.models, session.ranks)
@@ -306,8 +296,7 @@ def the_untrained_model_has_no_other_end(session: Session) -> Finding:
         token = session.inputs.token(index)
         return failed(
             f"the model ends answers with {token}, which is not in the stop set",
-            number=number,
-            unit=f"of {len(answers)} end",
+            measured=(number, f"of {len(answers)} end"),
             evidence=[
                 f"where answers end, {token} (id {index}) has a probability of {probability:.2g}; inside them, and "
                 f"those of the stop set, at most {UNLIKELY:g}"

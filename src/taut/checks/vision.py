@@ -113,8 +113,7 @@ def pictures_are_numbered_as_the_library_does(session: Session) -> Finding:
             token = session.inputs.token(int(samples[name].ids_T[at]))
             return failed(
                 f"{how}, {num_wrong} of {is_wrong_T.numel()} tokens of {name} have other positions",
-                number=num_wrong,
-                unit=f"of {is_wrong_T.numel()} tokens",
+                measured=(num_wrong, f"of {is_wrong_T.numel()} tokens"),
                 evidence=[
                     f"token {at}, {token!r}: {positions[:, at].tolist()}, by the library {expected[:, at].tolist()}"
                 ],
@@ -231,8 +230,7 @@ def another_picture_changes_the_answer(session: Session) -> Finding:
     if blind:
         return failed(
             f"another picture changes no {quantity.one.removeprefix('a ')} of {blind[0]}",
-            number=0.0,
-            unit=quantity.unit,
+            measured=(0.0, quantity.unit),
             evidence=[f"{name}: noise in place of its pictures" for name in blind],
             remedy="the picture does not reach the language model: a projector of zeros, or features that are lost; "
             "take the checkpoint that the model came with, and please report the model",
@@ -261,8 +259,7 @@ def a_neighbours_picture_changes_nothing(session: Session) -> Finding:
     if mistaken:
         return failed(
             "two different pictures are taken for one",
-            number=len(mistaken),
-            unit="pictures",
+            measured=(len(mistaken), "pictures"),
             evidence=mistaken[:SHOWN],
             remedy=remedy,
         )
@@ -272,7 +269,7 @@ def a_neighbours_picture_changes_nothing(session: Session) -> Finding:
     for where, moved, limit in _moves_of_neighbours(session):
         if moved > limit:
             says = f"a neighbour's picture changes {quantity.one} by {moved:.3g} {quantity.unit}"
-            return failed(says, number=moved, unit=quantity.unit, evidence=[where], remedy=remedy)
+            return failed(says, measured=(moved, quantity.unit), evidence=[where], remedy=remedy)
         worst = max(worst, moved)
     return passed("a neighbour's picture changes nothing", worst, quantity.unit)
 
