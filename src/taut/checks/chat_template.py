@@ -20,7 +20,6 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from pathlib import PurePath
 from typing import Any
 
@@ -38,7 +37,7 @@ from taut.checks.registry import (
 )
 from taut.checks.session import GENERATED, Session, once
 from taut.data.chat_template import PROBE, Ids, Template, Text, checked, common_length
-from taut.data.messages import Completion, Conversation, Document, Message, Row, RowForm, text_of
+from taut.data.messages import Completion, Conversation, Document, Message, RowForm, text_of
 from taut.errors import RenderError
 from taut.io.console import counted
 from taut.types import Sample
@@ -178,12 +177,6 @@ def quoted(text: str, most: int = 60) -> str:
     return repr(text)
 
 
-def _num_equal(left: str, right: str) -> int:
-    """How many leading characters are equal."""
-    pairs = zip(left, right, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
 def _normal(text: str) -> str:
     """For comparing what a tokenizer gives back: many normalise Unicode, which loses nothing."""
     return unicodedata.normalize("NFKC", text)
@@ -209,6 +202,11 @@ def _texts(message: Message) -> list[str]:
     if isinstance(content, str):
         return [content]
     return [part["text"] for part in content if part["type"] == "text"]
+
+
+def _as_json(text: str) -> list[str]:
+    """A text as JSON writes it, without quotation marks."""
+    return [json.dumps(text, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False)]
 
 
 # -- what the template writes of a conversation
@@ -348,7 +346,18 @@ def system_messages_are_written(session: Session) -> Finding:
         if lost is not None:
             text = f"{quoted(lost)} is not in {quoted(chat.whole.text)}"
             dropped.append(f"{short_place(chat.place)}: {text}")
-    default = _default_system_message(session)
+    # what stands before the first user message and not before a later one, without special tokens
+    try:
+        text = session.language.renderer.template.apply(SYSTEM_PROBE, (), "the probe").text
+    except RenderError:
+        text = ""
+    tokens = [token.content for token in session.tokenizer.added_tokens_decoder.values()]
+    if tokens:
+        text = re.sub("|".join(map(re.escape, tokens)), "\n", text)
+    head, first, rest = text.partition(FIRST)
+    later = rest.partition(AGAIN)[0]
+    default = head[: len(head) - common_length(head[::-1], later[::-1])]
+    default = re.sub(r"^\s*(system|developer)\s*\n", "", default).strip() if first else ""
     if dropped:
         instead = [f"the template writes {quoted(default)} in every row"] if default else []
         return failed(
@@ -365,23 +374,6 @@ def system_messages_are_written(session: Session) -> Finding:
     return passed("written where rows have one", num_with, f"of {len(chats)} rows", notes)
 
 
-def _default_system_message(session: Session) -> str:
-    """What stands before the first user message and not before a later one, without special tokens."""
-    try:
-        text = session.language.renderer.template.apply(SYSTEM_PROBE, (), "the probe").text
-    except RenderError:
-        return ""
-    tokens = [token.content for token in session.tokenizer.added_tokens_decoder.values()]
-    if tokens:
-        text = re.sub("|".join(map(re.escape, tokens)), "\n", text)
-    head, first, rest = text.partition(FIRST)
-    if not first:  # template.content
-        return ""
-    later = rest.partition(AGAIN)[0]
-    extra = head[: len(head) - _num_equal(head[::-1], later[::-1])]
-    return re.sub(r"^\s*(system|developer)\s*\n", "", extra).strip()
-
-
 @check("template.content", after=["template.lossless"])
 def messages_are_written_word_for_word(session: Session) -> Finding:
     """Does the template write what users, assistants and tools say, word for word?
@@ -390,53 +382,44 @@ def messages_are_written_word_for_word(session: Session) -> Finding:
     """
     chats = rendered(session).chats
     skip_if(not chats, NO_CHATS)
-    messages = [(chat, message) for chat in chats for message in chat.row.messages]
-    number = sum(message["role"] != "system" for _, message in messages)
-    lost = [(chat, index) for chat in chats for index in _lost_messages(chat)]
+    number, kinds, lost = 0, set(), []
+    for chat in chats:
+        text, at = chat.whole.text, 0
+        for index, message in enumerate(chat.row.messages):
+            if message["role"] == "system":  # may stand elsewhere: template.system
+                continue
+            number += 1
+            for words in map(str.strip, _texts(message)):
+                spellings = [words]
+                if message["role"] == "assistant":
+                    spellings = [_answer(message)]
+                elif message["role"] == "tool":  # as JSON too
+                    spellings += _as_json(words)
+                places = [(text.find(spelling, at), len(spelling)) for spelling in spellings]
+                first = min((place for place in places if place[0] >= 0), default=None)
+                if first is None:
+                    kinds.add(message["role"] + " with calls" * bool(message.get("tool_calls")))
+                    shown = quoted(text_of(message["content"]))
+                    lost.append(f"{short_place(chat.place)}: messages[{index}]: {shown}")
+                    break
+                at = sum(first)
     if lost:
-        kinds, evidence = set(), []
-        for chat, index in lost:
-            message = chat.row.messages[index]
-            kinds.add(f"{message['role']}{' with calls' if message.get('tool_calls') else ''}")
-            words = quoted(text_of(message["content"]))
-            evidence.append(f"{short_place(chat.place)}: messages[{index}]: {words}")
         return failed(
             f"the template leaves out or changes words of {len(lost)} of {number} messages "
             f"({', '.join(sorted(kinds))})",
             measured=(len(lost), f"of {number} messages"),
-            evidence=evidence[:SHOWN],
+            evidence=lost[:SHOWN],
             remedy="give a template that writes every message as it is with data.template=FILE, or change the rows",
         )
     num_trimmed = sum(
         message["role"] == "user" and any(text not in chat.whole.text for text in _texts(message))
-        for chat, message in messages
+        for chat in chats
+        for message in chat.row.messages
     )
     notes = []
     if num_trimmed:
         notes.append(f"white space around the words of {num_trimmed} messages is taken off")
     return passed("every message, word for word", number, "messages", notes)
-
-
-def _lost_messages(chat: Chat) -> Iterator[int]:
-    """Messages whose words are not found after those of the message before."""
-    text, at = chat.whole.text, 0
-    for index, message in enumerate(chat.row.messages):
-        if message["role"] == "system":  # may stand elsewhere: template.system
-            continue
-        for words in map(str.strip, _texts(message)):
-            spellings = [words]
-            if message["role"] == "assistant":
-                spellings = [_answer(message)]
-            elif message["role"] == "tool":  # as JSON too
-                spellings += [
-                    json.dumps(words, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False)
-                ]
-            found = [(text.find(spelling, at), len(spelling)) for spelling in spellings]
-            first = min((place for place in found if place[0] >= 0), default=None)
-            if first is None:
-                yield index
-                break
-            at = sum(first)
 
 
 SWITCH = "enable_thinking"
@@ -478,7 +461,7 @@ def reasoning_is_written_where_rows_have_it(session: Session) -> Finding:
         is_opened = prompt.rstrip().endswith(OPEN) and not _reasoning(turn.message)
         if is_opened and not is_closed_at_once:
             opened.append(turn)
-            at = _num_equal(prompt, row)
+            at = common_length(prompt, row)
             then = quoted(row[at : at + 60])
             openings.append(f"{turn.place}: {quoted(prompt[-40:])}, the row then {then}")
     source = session.language.renderer.template.template
@@ -570,10 +553,7 @@ def _tool_faults(chat: Chat) -> Iterator[tuple[str, str]]:
             yield "writes arguments as Python, not as JSON", quoted(repr(arguments))
         for key, value in arguments.items():
             if isinstance(value, str):
-                as_json = [
-                    json.dumps(value, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False)
-                ]
-                spellings = [value, *as_json]
+                spellings = [value, *_as_json(value)]
             elif isinstance(value, int | float):
                 spellings = [str(value), json.dumps(value)]
             else:  # a value with parts may be written in any way
@@ -659,7 +639,7 @@ def the_served_prompt_begins_the_row(session: Session) -> Finding:
         evidence = []
         for turn in wrong[:SHOWN]:
             prompt, row = turn.prompt.text, turn.row.text
-            at = _num_equal(prompt, row)
+            at = common_length(prompt, row)
             evidence.append(
                 f"{turn.place}: after {quoted(prompt[max(0, at - 20) : at])} the prompt has "
                 f"{quoted(prompt[at : at + 30])}, the row {quoted(row[at : at + 30])}"
@@ -671,12 +651,24 @@ def the_served_prompt_begins_the_row(session: Session) -> Finding:
             remedy="the model would be asked with other words than it is taught after; give a template whose "
             "generation prompt is what it writes before answers with data.template=FILE",
         )
-    firsts = [(chat, turn) for chat in chats[:HEADERS] for turn in chat.turns[:1]]
-    taught = [
-        f"{turn.place}: the answer begins with {quoted(header)}"
-        for chat, turn in firsts
-        if (header := _taught_header(session, chat, turn))
-    ]
+    taught = []
+    for chat in (chat for chat in chats[:HEADERS] if chat.turns):
+        turn = chat.turns[0]
+        words = _answer(turn.message)
+        header = turn.written.partition(words)[0] if words else ""
+        if not header.strip() or _reasoning(turn.message):
+            continue
+        # is it a header like those of earlier messages?
+        messages, tools, pictures = (
+            chat.row.messages[: turn.index],
+            chat.row.tools,
+            chat.whole.pictures,
+        )
+        template = session.language.renderer.template
+        before = template.apply(messages, tools, turn.place, placed=pictures).text
+        begin = header.split(maxsplit=1)[0].split(">")[0]
+        if before == turn.prompt.text and begin in before:
+            taught.append(f"{turn.place}: the answer begins with {quoted(header)}")
     if taught:
         return failed(
             "the template has no generation prompt: the header would be part of each answer",
@@ -689,22 +681,6 @@ def the_served_prompt_begins_the_row(session: Session) -> Finding:
     if session.is_generated:
         says = "the header is the prompt's"
     return passed(says, len(turns) - len(wrong), "answers")
-
-
-def _taught_header(session: Session, chat: Chat, turn: Turn) -> str:
-    """What stands between the prompt and the answer's words, if it is a header like those of earlier messages."""
-    words = _answer(turn.message)
-    if not turn.is_prefix or not words or _reasoning(turn.message):
-        return ""
-    header = turn.written.partition(words)[0]
-    if not header.strip():
-        return ""
-    row = chat.row
-    before = session.language.renderer.template.apply(
-        row.messages[: turn.index], row.tools, turn.place, placed=chat.whole.pictures
-    )
-    first = header.split(maxsplit=1)[0].split(">")[0]
-    return header if before.text == turn.prompt.text and first in before.text else ""
 
 
 @check("template.boundary", after=["template.prompt"])
@@ -768,10 +744,6 @@ def answers_are_trained_as_first_written(session: Session) -> Finding:
     return passed("rows rewritten as history become several samples", len(rewritten), unit, notes)
 
 
-LONG = 8
-"""Characters that words must have to be recognised as part of a message."""
-
-
 @check(
     "template.targets",
     after=[
@@ -785,6 +757,7 @@ LONG = 8
 def targets_are_the_answers(session: Session) -> Finding:
     """Are the targets, as text, the answers and nothing of what was asked?"""
     skip_if(session.is_generated, GENERATED)
+    which = session.run.data.targets
     num_rows, wrong, notes = 0, [], []
     for row in session.rows[:ROWS]:
         if not isinstance(row, Conversation | Completion):
@@ -797,7 +770,29 @@ def targets_are_the_answers(session: Session) -> Finding:
         notes += [
             f"{short_place(one.id)}: {quoted(_targets_as_text(session, [one]))}" for one in samples
         ]
-        if fault := _target_fault(session, row, _targets_as_text(session, samples)):
+        if isinstance(row, Completion):
+            answers, others = [row.completion.strip()], [row.prompt]
+        else:
+            answers, learned = [], row.learned[-1 if which == "last" else 0 :]
+            for message in (row.messages[index] for index in learned):
+                names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+                answers += [*filter(None, (_reasoning(message), _answer(message), *names))]
+            asked = [message for message in row.messages if message["role"] != "assistant"]
+            others = [words for message in asked for words in _texts(message)]
+        rest, fault = _targets_as_text(session, samples), ""
+        for words in map(_normal, answers):
+            before, _, after = rest.partition(words)
+            if words not in rest:
+                fault = f"{quoted(words)} is no target: {quoted(rest)}"
+                break
+            rest = before + "\n" + after
+        else:
+            for words in (_normal(other.strip()) for other in others if which != "all"):
+                # shorter words may be in an answer by chance
+                if len(words) >= 8 and words in rest:
+                    fault = f"{quoted(words)} is a target: {quoted(rest)}"
+                    break
+        if fault:
             wrong.append(f"{short_place(row.place)}: {fault}")
     skip_if(not num_rows, "no row could be rendered as question and answer")
     if wrong:
@@ -822,37 +817,6 @@ def _targets_as_text(session: Session, samples: Sequence[Sample]) -> str:
     return _normal("\n".join(runs))
 
 
-def _target_fault(session: Session, row: Row, text: str) -> str:
-    """What is missing among the targets, or is there and should not be; empty: nothing."""
-    which = session.run.data.targets
-    if isinstance(row, Completion):
-        answers, others = [row.completion.strip()], [row.prompt]
-    else:
-        assert isinstance(row, Conversation)
-        answers = []
-        for message in (row.messages[i] for i in row.learned[-1 if which == "last" else 0 :]):
-            names = [call["function"]["name"] for call in message.get("tool_calls", ())]
-            answers += [*filter(None, (_reasoning(message), _answer(message), *names))]
-        asked = [message for message in row.messages if message["role"] != "assistant"]
-        others = [words for message in asked for words in _texts(message)]
-    rest = text
-    for words in map(_normal, answers):
-        before, found, after = rest.partition(words)
-        if not found:
-            return f"{quoted(words)} is no target: {quoted(rest)}"
-        rest = before + "\n" + after
-    if which == "all":
-        return ""
-    for words in (_normal(other.strip()) for other in others):
-        if len(words) >= LONG and words in rest:
-            return f"{quoted(words)} is a target: {quoted(rest)}"
-    return ""
-
-
-APPLY = "data.apply_chat_template"
-PLAIN_SHOWN = 2
-
-
 @check("template.plain", after=["data.rows"])
 def plain_prompts_go_through_the_template(session: Session) -> Finding:
     """Do plain prompts and completions of a chat model go through its template, or is it set that they do not?
@@ -869,17 +833,18 @@ def plain_prompts_go_through_the_template(session: Session) -> Finding:
     is_applied = session.run.data.apply_chat_template
     if is_applied is not None:
         how = "rendered with the template" if is_applied else "used as they are"
-        return passed(f"{APPLY} is set: plain prompts and completions are {how}", num_plain, unit)
+        says = f"data.apply_chat_template is set: plain prompts and completions are {how}"
+        return passed(says, num_plain, unit)
     skip_if(not num_plain, "no row is a prompt and a completion as plain text")
     counts = []
     for name, form in forms.items():
         kinds = [counted(number, f"{kind}s") for kind, number in sorted(form.items()) if number]
         counts.append(f"data.{name}: {', '.join(kinds)}")
-    plain = [row for row in session.rows if isinstance(row, Completion)][:PLAIN_SHOWN]
+    plain = [row for row in session.rows if isinstance(row, Completion)][:2]
     examples = [f"{short_place(row.place)}: {quoted(row.prompt + row.completion)}" for row in plain]
     remedy = (
-        f"set {APPLY}=true to render them as a user and an assistant message, as a chat server will; or {APPLY}=false "
-        "if plain text is what the model will be given"
+        "set data.apply_chat_template=true to render them as a user and an assistant message, as a chat server will; "
+        "or data.apply_chat_template=false if plain text is what the model will be given"
     )
     train = forms["train"]
     if train["completion"] and train["conversation"]:

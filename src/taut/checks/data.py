@@ -29,7 +29,7 @@ from taut.checks.registry import (
     warned,
 )
 from taut.checks.session import GENERATED, Session, Unavailable, once, owned_by
-from taut.data.batching import START, Order, StepPlan, lay_out, samples_of, step_plan
+from taut.data.batching import START, Budget, StepPlan, lay_out, samples_of, step_plan
 from taut.data.dataset import Dataset, attempt_rows, sources
 from taut.data.messages import PICTURES, Completion, Conversation, Document, Row, images_of, text_of
 from taut.data.prompts import PromptSet
@@ -625,15 +625,8 @@ def _ranges(offsets: IntArray, chosen: IntArray) -> tuple[IntArray, IntArray]:
 
 # -- tokens and targets
 
-UNKNOWN = 0.2
 BROKEN = 0.1
-"""Shares of tokens and of rows from which on the data are not what they should be."""
-SOME = 0.001
-"""A larger share of rows with a broken character is a warning."""
-ENTITY = re.compile("&(?:lt|gt|amp|quot|apos|nbsp|#39|#x27);")
-"""How HTML writes a character."""
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-"""Tokens with which a tokenizer falls back on bytes."""
+"""A larger share of rows is most of a file, and what is wrong with them was done to the file."""
 
 
 @check("data.tokens", after=["data.rows"])
@@ -658,8 +651,7 @@ def tokens_are_those_of_the_text(session: Session) -> Finding:
     unknown_id = tokenizer.unk_token_id
     is_unknown = look.ids_T == (-1 if unknown_id is None else unknown_id)
     num_unknown = int(is_unknown.sum())
-    if num_unknown > UNKNOWN * look.ids_T.size:
-        share = num_unknown / look.ids_T.size
+    if (share := num_unknown / look.ids_T.size) > 0.2:
         return failed(
             f"{share:.0%} of tokens are the unknown token {tokenizer.unk_token!r}",
             measured=(share, "of tokens"),
@@ -674,7 +666,9 @@ def tokens_are_those_of_the_text(session: Session) -> Finding:
     if num_unknown:
         notes.append(f"{num_unknown:,} tokens are unknown")
     id_of = tokenizer.backend_tokenizer.token_to_id
-    byte_ids = [index for byte in BYTES if (index := id_of(byte)) is not None]
+    # with these tokens a tokenizer falls back on bytes
+    byte_ids = [id_of(f"<0x{byte:02X}>") for byte in range(256)]
+    byte_ids = [index for index in byte_ids if index is not None]
     if byte_ids and (num_bytes := int(np.isin(look.ids_T, byte_ids).sum())):
         notes.append(f"{num_bytes:,} tokens are single bytes")
     num_used = int(np.count_nonzero(np.bincount(look.ids_T)))
@@ -690,7 +684,7 @@ def _broken_characters(session: Session) -> Finding | None:
     misread = [one for one in train.broken if one.what != CONTROLS]
     is_many = len(misread) > BROKEN * len(train.places)
     broken, number = (misread, len(train.places)) if is_many else (every, num_every)
-    if not is_many and len(broken) <= SOME * number:
+    if not is_many and len(broken) <= 0.001 * number:
         return None
     kinds = " or ".join(dict.fromkeys(one.what for one in broken))
     says, unit = f"{len(broken):,} of {number:,} rows have {kinds}", f"of {number:,} rows"
@@ -727,14 +721,12 @@ def _escaped_texts(rows: Sequence[Row]) -> Finding | None:
             text = row.prompt + row.completion
         else:
             text = "".join(text_of(message["content"]) for message in row.messages)
-        if ENTITY.search(text):
+        if re.search("&(?:lt|gt|amp|quot|apos|nbsp|#39|#x27);", text):
             entities.append(row.place)
         if "\\n" in text and "\n" not in text:
             line_breaks.append(row.place)
-    for what, places in (
-        ("HTML entities, as &lt;", entities),
-        ("\\n for line breaks", line_breaks),
-    ):
+    kinds = {"HTML entities, as &lt;": entities, "\\n for line breaks": line_breaks}
+    for what, places in kinds.items():
         if len(places) > BROKEN * len(rows):
             return warned(
                 f"{len(places):,} of {len(rows):,} rows have {what}",
@@ -750,10 +742,6 @@ MISSING = {"nan", "null", "undefined", "<na>", "[object object]"}
 """What programs write for a value that is not there."""
 PLACEHOLDERS = {*MISSING, "none", "n/a", "-", "?", "..."}
 """The same, and words that are an answer if others are there too."""
-MOSTLY = 0.9
-"""An answer in a larger share of rows is a warning."""
-FEWEST = 4
-"""Rows without which one answer for all says nothing."""
 WITHOUT = "no targets"
 """The reason of a row that data.without_targets=drop left out."""
 
@@ -775,10 +763,13 @@ def most_rows_have_something_to_learn(session: Session) -> Finding:
             remedy="see that rows have assistant turns that are learned (roles, train: false, data.targets); what "
             "data.without_targets=drop leaves out is most of the data",
         )
-    empty = only_ends(look, np.asarray(session.stops.ids))
+    is_word_T = look.is_target_T & ~np.isin(look.ids_T, session.stops.ids)
+    num_words_S = np.add.reduceat(is_word_T, look.start_S[:-1], dtype=np.int64)
+    empty = np.flatnonzero(num_words_S == 0)
     answers = [pair.answer.strip() for pair in pairs]
     missing = [pair for pair in pairs if pair.answer.strip().lower() in MISSING]
-    if len(pairs) >= FEWEST and all(answer.lower() in PLACEHOLDERS for answer in answers):
+    fewest = 4  # one answer for fewer rows says nothing
+    if len(pairs) >= fewest and all(answer.lower() in PLACEHOLDERS for answer in answers):
         missing = pairs
 
     def no_answer(tell: Callable[..., Finding], remedy: str) -> Finding:
@@ -814,7 +805,7 @@ def most_rows_have_something_to_learn(session: Session) -> Finding:
             warned, "remove these rows, or the model learns to say nothing to some prompts"
         )
     common, times = Counter(answers).most_common(1)[0] if answers else ("", 0)
-    if common and times >= FEWEST and times > MOSTLY * len(pairs):
+    if common and times >= fewest and times > 0.9 * len(pairs):
         return one_answer(
             warned,
             [pair for pair in pairs if pair.answer.strip() == common],
@@ -825,12 +816,6 @@ def most_rows_have_something_to_learn(session: Session) -> Finding:
     notes = [f"{len(without):,} rows without targets were dropped"] if without else []
     says = f"{share:.0%} of tokens are targets{look.looked_at}"
     return passed(says, share, "of tokens", notes)
-
-
-def only_ends(look: Flat, ends: IntArray) -> IntArray:
-    """Samples all of whose targets end an answer."""
-    is_word_T = look.is_target_T & ~np.isin(look.ids_T, ends)
-    return np.flatnonzero(np.add.reduceat(is_word_T, look.start_S[:-1], dtype=np.int64) == 0)
 
 
 @check("data.truncation", after=["data.rows"])
@@ -872,10 +857,8 @@ def most_samples_are_kept_whole(session: Session) -> Finding:
 
 # -- micro-batches
 
-PLANNED_STEPS = 5
-"""Steps that are laid out."""
-PLANNED_TOKENS = 100_000
-"""Tokens of steps that are laid out, the first whole."""
+MOST_STEPS, MOST_TOKENS = 5, 100_000
+"""Steps that are laid out, the first whatever its tokens."""
 COUNTED_STEPS = 2_000
 """Steps whose samples are counted."""
 
@@ -893,18 +876,27 @@ def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
     """
     method, last = session.trainer.method, session.trainer.num_steps
     assert isinstance(method, Offline | Online)
-    wrong = list(_wrong_epoch(session, method.order))
-    first = method.order.origin.step + 1 if isinstance(method, Offline) else 1
+    wrong: list[str] = []
+    order = replace(method.order, origin=START)
+    num_steps = min(COUNTED_STEPS, order.num_steps(1.0))
+    stepped = [index for step in range(1, num_steps + 1) for index in order.step(step, 1.0)]
+    is_whole = len(stepped) >= order.epoch_size or num_steps < COUNTED_STEPS
+    for indices, least in ((order.epoch(0), 1), (np.asarray(stepped), int(is_whole))):
+        times = np.bincount(indices, minlength=order.weights.size)
+        is_wrong = (times > np.ceil(order.weights)) | (times < least * np.floor(order.weights))
+        for index in np.flatnonzero(is_wrong)[:SHOWN]:
+            first = session.train.rows[index] if session.run.compares_answers else index
+            name, weight = session.train.sample_id(int(first)), order.weights[index]
+            wrong.append(f"{name} is seen {times[index]} times an epoch, its weight is {weight:g}")
+    begin = method.order.origin.step + 1 if isinstance(method, Offline) else 1
     plans: list[StepPlan] = []
-    for step in range(first, min(first + PLANNED_STEPS - 1, last) + 1):
+    for step in range(begin, min(begin + MOST_STEPS - 1, last) + 1):
         trees = method.prepare(step) if isinstance(method, Offline) else session.trees
         packs = lay_out(trees, session.trainer.budget, session.trainer.policy)
-        wrong += _wrong_samples(samples_of(trees), packs)
-        wrong += _wrong_groups(trees, packs)
-        wrong += _over_budget(session, trees, packs)
+        wrong += _wrong_in_step(trees, packs, session.trainer.budget)
         plans.append(step_plan(step, trees, packs))
         num_planned = sum(plan.unshared for plan in plans)
-        if wrong or not isinstance(method, Offline) or num_planned > PLANNED_TOKENS:
+        if wrong or not isinstance(method, Offline) or num_planned > MOST_TOKENS:
             break
     if wrong:
         return failed(
@@ -928,23 +920,9 @@ def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
     return passed(says, computed, "tokens", notes)
 
 
-def _wrong_epoch(session: Session, order: Order) -> Iterator[str]:
-    """Samples that the first epoch has too often or too rarely."""
-    order = replace(order, origin=START)
-    num_steps = min(COUNTED_STEPS, order.num_steps(1.0))
-    stepped = [i for step in range(1, num_steps + 1) for i in order.step(step, 1.0)]
-    is_whole = len(stepped) >= order.epoch_size or num_steps < COUNTED_STEPS
-    for indices, least in ((order.epoch(0), 1), (np.asarray(stepped), int(is_whole))):
-        times = np.bincount(indices, minlength=order.weights.size)
-        is_wrong = (times > np.ceil(order.weights)) | (times < least * np.floor(order.weights))
-        for index in np.flatnonzero(is_wrong)[:SHOWN]:
-            first = session.train.rows[index] if session.run.compares_answers else index
-            name = session.train.sample_id(int(first))
-            yield f"{name} is seen {times[index]} times an epoch, its weight is {order.weights[index]:g}"
-
-
-def _wrong_samples(samples: Sequence[Sample], packs: Sequence[Packed]) -> Iterator[str]:
-    """What is not in a step's micro-batches as it should be."""
+def _wrong_in_step(trees: Sequence[Tree], packs: Sequence[Packed], budget: Budget) -> Iterator[str]:
+    """How a step's micro-batches differ from its samples."""
+    samples = samples_of(trees)
     by_id = {sample.id: sample for sample in samples}
     expected = Counter(sample.id for sample in samples)
     actual = Counter(name for packed in packs for name in packed.sample_ids)
@@ -954,6 +932,25 @@ def _wrong_samples(samples: Sequence[Sample], packs: Sequence[Packed]) -> Iterat
         for row, name in enumerate(packed.sample_ids):
             if name in by_id:
                 yield from _wrong_in_pack(by_id[name], packed, row)
+    num_pairs, atoms = 0, list[list[str]]()
+    for tree in trees:
+        names = {sample.id for sample in tree.samples}
+        holders = [packed for packed in packs if names & set(packed.sample_ids)]
+        if tree.is_atom and any(not names <= set(packed.sample_ids) for packed in holders):
+            yield f"{tree.samples[0].id} is not in one micro-batch with what it is compared with"
+        ranks = [s.values.get("preference", 0.0) for s in tree.samples if s.group >= 0]
+        num_pairs += sum(left != right for left, right in combinations(ranks, 2))
+        atoms += [sorted(sample.id for sample in tree.samples)] if tree.is_atom else []
+    num_compared = sum(packed.num_pairs for packed in packs)
+    if num_compared != num_pairs:
+        yield f"{num_compared} pairs are compared in a step that has {num_pairs}"
+    for packed in packs:
+        if packed.num_samples == 1 or sorted(packed.sample_ids) in atoms:
+            continue
+        if packed.num_tokens > budget.tokens_per_microbatch or budget.one_sample:
+            most = f"{budget.tokens_per_microbatch:,} tokens"
+            allowed = "one sample" if budget.one_sample else most
+            yield f"a micro-batch of {packed.num_samples} samples has {packed.num_tokens:,} tokens, of {allowed}"
 
 
 def _wrong_in_pack(sample: Sample, packed: Packed, row: int) -> Iterator[str]:
@@ -995,33 +992,3 @@ def _wrong_in_pack(sample: Sample, packed: Packed, row: int) -> Iterator[str]:
     for name, value_R in sample.read_values.items():
         if not np.array_equal(packed.read_values[name][packed.row_R == row].numpy(), value_R):
             yield f"{sample.id}: its steps have another {name} in its micro-batch"
-
-
-def _wrong_groups(trees: Sequence[Tree], packs: Sequence[Packed]) -> Iterator[str]:
-    """Compared answers that are not together, and pairs that are not compared as often as they should be."""
-    num_pairs = 0
-    for tree in trees:
-        names = {sample.id for sample in tree.samples}
-        holders = [packed for packed in packs if names & set(packed.sample_ids)]
-        if tree.is_atom and any(not names <= set(packed.sample_ids) for packed in holders):
-            yield f"{tree.samples[0].id} is not in one micro-batch with what it is compared with"
-        ranks = [one.values.get("preference", 0.0) for one in tree.samples if one.group >= 0]
-        num_pairs += sum(left != right for left, right in combinations(ranks, 2))
-    num_compared = sum(packed.num_pairs for packed in packs)
-    if num_compared != num_pairs:
-        yield f"{num_compared} pairs are compared in a step that has {num_pairs}"
-
-
-def _over_budget(session: Session, trees: Sequence[Tree], packs: Sequence[Packed]) -> Iterator[str]:
-    """Micro-batches with more tokens than allowed."""
-    atoms = [sorted(sample.id for sample in tree.samples) for tree in trees if tree.is_atom]
-    most, one_sample = (
-        session.trainer.budget.tokens_per_microbatch,
-        session.trainer.budget.one_sample,
-    )
-    for packed in packs:
-        if packed.num_samples == 1 or sorted(packed.sample_ids) in atoms:
-            continue
-        if packed.num_tokens > most or one_sample:
-            allowed = "one sample" if one_sample else f"{most:,} tokens"
-            yield f"a micro-batch of {packed.num_samples} samples has {packed.num_tokens:,} tokens, of {allowed}"
