@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +39,6 @@ from taut.types import Sample
 from taut.vision import tower
 
 KERNEL = re.compile(r"_(?:flash|efficient|cudnn)_attention|flash|fmha|flex|aten::_softmax")
-KERNELS_SHOWN = 3
 
 
 @check("attention.calls", after=["model.noise", "model.head"])
@@ -172,24 +171,6 @@ def positions_begin_with_each_sample(session: Session) -> Finding:
     return passed("a sample's place in the pack changes nothing", moved, unit)
 
 
-class LibraryCall(NamedTuple):
-    """How plain transformers is called."""
-
-    kernel: str
-    has_positions: bool = False
-    has_mask: bool = False
-    uses_cache: bool = False
-
-    def __str__(self) -> str:
-        return ", ".join(
-            (
-                "position_ids" if self.has_positions else "no position_ids",
-                "mask of ones" if self.has_mask else "no mask",
-                "use_cache=True (the default)" if self.uses_cache else "use_cache=False",
-            )
-        )
-
-
 @check("attention.library", part="full", after=["attention.future"])
 def kernels_of_the_library_agree(session: Session) -> Finding:
     """Do the library's own attention kernels agree about this model?
@@ -204,7 +185,7 @@ def kernels_of_the_library_agree(session: Session) -> Finding:
     unit, many = session.unit_per_token, session.quantity.many
     kernels = ["eager", *(["sdpa"] if session.model._supports_sdpa else [])]
     first, second = session.pair
-    alone = {kernel: _library_numbers(session, LibraryCall(kernel), [second]) for kernel in kernels}
+    alone = {kernel: _library_numbers(session, kernel, [second]) for kernel in kernels}
     apart = drift(alone[kernels[0]], alone[kernels[-1]])
     if apart > session.tolerance:
         return failed(
@@ -214,45 +195,53 @@ def kernels_of_the_library_agree(session: Session) -> Finding:
             remedy="one of them drops what this model asks of attention (a softcap, a scale, a window); name the one "
             "you serve with, compare it with the model's paper, and please report the model to transformers",
         )
-    used = kernels[-1]
-    notes = [
-        f"{session.loaded.attention.name} runs {_profiled_kernels(session)}",
-        f"two samples packed by plain transformers ({used}), the second against itself alone:",
-    ]
-    for has_positions, has_mask, uses_cache in product((True, False), (False, True), (False, True)):
-        call = LibraryCall(used, has_positions, has_mask, uses_cache)
-        moved = drift(alone[used], _library_numbers(session, call, [first, second]))
-        verdict = "right" if moved <= session.tolerance else "LEAKS"
-        notes.append(f"{verdict:5}  {call} ({moved:.2g} {unit})")
-    return passed(f"{' and '.join(kernels)} agree", apart, unit, notes)
-
-
-def _profiled_kernels(session: Session) -> str:
-    """The attention kernels in a forward of the run's own, by name."""
     is_cuda = session.ranks.device.type == "cuda"
     activity = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler announces itself on stderr
     with profile(activities=[activity]) as profiled:
-        session.numbers(session.pair[:1])
+        session.numbers([first])
     counts = {event.key: event.count for event in profiled.key_averages()}
-    kernels = [f"{name} ({times}x)" for name, times in counts.items() if KERNEL.search(name)]
-    return ", ".join(kernels[:KERNELS_SHOWN]) or "no kernel with a name of attention"
+    ran = [f"{name} ({times}x)" for name, times in counts.items() if KERNEL.search(name)]
+    used = kernels[-1]
+    notes = [
+        f"{session.loaded.attention.name} runs "
+        + (", ".join(ran[:3]) or "no kernel with a name of attention"),
+        f"two samples packed by plain transformers ({used}), the second against itself alone:",
+    ]
+    for has_positions, has_mask, uses_cache in product((True, False), (False, True), (False, True)):
+        numbers = _library_numbers(
+            session, used, [first, second], has_positions, has_mask, uses_cache
+        )
+        moved = drift(alone[used], numbers)
+        verdict = "right" if moved <= session.tolerance else "LEAKS"
+        positions = "position_ids" if has_positions else "no position_ids"
+        mask = "mask of ones" if has_mask else "no mask"
+        cache = "True (the default)" if uses_cache else "False"
+        notes.append(f"{verdict:5}  {positions}, {mask}, use_cache={cache} ({moved:.2g} {unit})")
+    return passed(f"{' and '.join(kernels)} agree", apart, unit, notes)
 
 
 @torch.no_grad()
-def _library_numbers(session: Session, call: LibraryCall, samples: list[Sample]) -> Tensor:
+def _library_numbers(
+    session: Session,
+    kernel: str,
+    samples: list[Sample],
+    has_positions: bool = False,
+    has_mask: bool = False,
+    uses_cache: bool = False,
+) -> Tensor:
     """Log-probs of the last sample's targets, or scores at their predictors, as the library computes them."""
     packed = pack(samples, ALONE).to(session.ranks.device)
     ids, backbone = packed.ids_T, architecture.decoder(session.model)
-    keywords: dict[str, Any] = {"use_cache": call.uses_cache}
+    keywords: dict[str, Any] = {"use_cache": uses_cache}
     keywords |= tower.library_arguments(backbone, packed.media, ids)
-    if call.has_positions:
+    if has_positions:
         keywords["position_ids"] = packed.position_ids.unsqueeze(-2)
-    if call.has_mask:
+    if has_mask:
         keywords["attention_mask"] = torch.ones_like(ids)[None]
     last = samples[-1]
     at = torch.from_numpy(last.target_at_N - 1).to(ids.device) + (ids.numel() - last.num_tokens)
-    with session.inference(), library_kernel(session, call.kernel):
+    with session.inference(), library_kernel(session, kernel):
         if session.is_scalar:
             hidden_TD = backbone(input_ids=ids[None], **keywords)[0][0]
             head = scalar_head(session.scorer.model)

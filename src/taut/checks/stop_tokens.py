@@ -9,12 +9,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import GenerationConfig
 
 from taut.attention.layout import Layout
 from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
@@ -32,7 +29,6 @@ from taut.models.load import load_tokenizer, quiet_library
 from taut.models.save import generation_to_save
 from taut.models.tokens import require_trained, untrained_rows
 from taut.run.setup import engine_of, rows_to_train
-from taut.types import Sample
 
 SHOWN = 3
 NO_GENERATION = "a reward model generates nothing"
@@ -117,7 +113,14 @@ def a_server_renders_the_same_tokens(session: Session) -> Finding:
             break
     skip_if(not prompts, "no row could be rendered")
     try:
-        reader = _reloaded(session)
+        with TemporaryFolder("check") as place:
+            with quiet_library():
+                copy.deepcopy(session.language.config).save_pretrained(place)
+                session.served_tokenizer.save_pretrained(place)
+            tokenizer = load_tokenizer(str(place), session.run.trust_remote_code)
+            reader, album = Renderer(tokenizer), session.renderer.album
+            if album is not None:  # run.saved looks at the files of the processor
+                reader = Renderer(tokenizer, str(tokenizer.chat_template), album=album)
     except TautError as error:
         return failed(
             "the saved tokenizer cannot be loaded",
@@ -134,7 +137,6 @@ def a_server_renders_the_same_tokens(session: Session) -> Finding:
             if served == ids:
                 continue
             quoted, at = reader.template.quoted, common_length(served, ids)
-            tokenizer = reader.tokenizer
             evidence = [
                 f"{row.place}: after {quoted(ids[max(0, at - 4) : at])} trained on "
                 f"{quoted(ids[at : at + 4])}, served {quoted(served[at : at + 4])}",
@@ -160,22 +162,7 @@ def _prompt_ids(row: Row, renderer: Renderer) -> Ids:
     return renderer.template.encode([text])[text]
 
 
-def _reloaded(session: Session) -> Renderer:
-    album = session.renderer.album
-    with TemporaryFolder("check") as place:
-        with quiet_library():
-            copy.deepcopy(session.language.config).save_pretrained(place)
-            session.served_tokenizer.save_pretrained(place)
-        tokenizer = load_tokenizer(str(place), session.run.trust_remote_code)
-        if album is None:
-            return Renderer(tokenizer)
-        # run.saved looks at the files of the processor
-        return Renderer(tokenizer, str(tokenizer.chat_template), album=album)
-
-
 GENERATION_FILE = "the model's generation_config.json"
-LONG = 256
-"""Tokens that no answer needs to have at least."""
 
 
 @check("stop.generation", after=["model.loads"], follows="model.head")
@@ -198,14 +185,24 @@ def the_saved_generation_config_lets_answers_end(session: Session) -> Finding:
                 remedy=f"take these settings out of {GENERATION_FILE}",
             )
     names = described(stops, session.renderer.template)[0]
-    hindrance = _hindrance(generation, stops.ids)
-    if hindrance:
-        setting, value = hindrance
-        return failed(
-            f"{setting} in generation_config keeps answers from ending",
-            evidence=[f"{setting} = {value}; an answer ends at {names} {list(stops.ids)}"],
-            remedy=f"take {setting} out of {GENERATION_FILE}",
-        )
+    suppressed = generation.suppress_tokens or []
+    bad_words = generation.bad_words_ids or []
+    most = generation.max_new_tokens or 0
+    hindrances = {
+        "suppress_tokens": set(stops.ids) <= set(suppressed),
+        "bad_words_ids": {(index,) for index in stops.ids} <= {tuple(word) for word in bad_words},
+    }
+    for setting in ("min_new_tokens", "min_length"):
+        least = getattr(generation, setting, None) or 0
+        hindrances[setting] = least >= most > 0 or least >= 256  # no answer needs so many tokens
+    for setting, keeps_on in hindrances.items():
+        if keeps_on:
+            value = getattr(generation, setting)
+            return failed(
+                f"{setting} in generation_config keeps answers from ending",
+                evidence=[f"{setting} = {value}; an answer ends at {names} {list(stops.ids)}"],
+                remedy=f"take {setting} out of {GENERATION_FILE}",
+            )
     written = [] if before is None or before.eos_token_id is None else before.eos_token_id
     written = [written] if isinstance(written, int) else list(written)
     notes = []
@@ -220,21 +217,6 @@ def the_saved_generation_config_lets_answers_end(session: Session) -> Finding:
     for token in session.tokenizer.convert_ids_to_tokens(plain):
         notes.append(f"{token} is not marked special: servers may show it as text")
     return passed(f"it will name {names}", len(stops.ids), "ends", notes)
-
-
-def _hindrance(generation: GenerationConfig, ends: tuple[int, ...]) -> tuple[str, Any] | None:
-    """A setting that forbids every end, and its value."""
-    suppressed = getattr(generation, "suppress_tokens", None) or []
-    if set(ends) <= set(suppressed):
-        return "suppress_tokens", suppressed
-    words = getattr(generation, "bad_words_ids", None) or []
-    if {(index,) for index in ends} <= {tuple(word) for word in words}:
-        return "bad_words_ids", words
-    for name in ("min_new_tokens", "min_length"):
-        value, most = getattr(generation, name, None) or 0, generation.max_new_tokens or 0
-        if value and (value >= most > 0 or value >= LONG):
-            return name, value
-    return None
 
 
 @check("stop.rows", after=["model.finite"])
@@ -319,7 +301,17 @@ def _other_end(session: Session, asked: Sequence[Asked]) -> tuple[int, float] | 
         if one.reference is None:  # a prompt without a known answer
             return None
         begin = int(one.prompt.ids_T.size)
-        probability_NS = _probabilities(session, one.reference, begin, [*specials, *stops])
+        at_N = np.arange(max(1, begin), one.reference.num_tokens)
+        weight_N = np.ones(at_N.size)
+        packed = pack([replace(one.reference, target_at_N=at_N, weight_N=weight_N)], ALONE)
+        last_T = None if packed.last_T is None else packed.last_T.numpy()
+        layout = Layout(packed.reach_T.numpy(), last_T, session.ranks.device)
+        packed = packed.to(session.ranks.device)
+        with session.inference():
+            logits = session.scorer.next_logits(
+                packed.ids_T, packed.position_ids, layout, packed.predictor_N, packed.media
+            ).float()
+        probability_NS = logits.softmax(-1)[:, [*specials, *stops]].cpu()
         at_ends.append(probability_NS[-1])
         inside.append(probability_NS[:-1])
     end_S, inside_S = torch.stack(at_ends).mean(0), torch.cat(inside)
@@ -329,18 +321,3 @@ def _other_end(session: Session, asked: Sequence[Asked]) -> tuple[int, float] | 
     if float(end_S[best]) < LIKELY or float(inside_S[:, best].mean()) > UNLIKELY:
         return None
     return specials[best], float(end_S[best])
-
-
-@torch.no_grad()
-def _probabilities(session: Session, sample: Sample, begin: int, ids: list[int]) -> Tensor:
-    """Of ``ids`` at each token from ``begin`` on: [N, S]."""
-    at_N = np.arange(max(1, begin), sample.num_tokens)
-    packed = pack([replace(sample, target_at_N=at_N, weight_N=np.ones(at_N.size))], ALONE)
-    last_T = None if packed.last_T is None else packed.last_T.numpy()
-    layout = Layout(packed.reach_T.numpy(), last_T, session.ranks.device)
-    packed = packed.to(session.ranks.device)
-    with session.inference():
-        logits = session.scorer.next_logits(
-            packed.ids_T, packed.position_ids, layout, packed.predictor_N, packed.media
-        ).float()
-    return logits.softmax(-1)[:, ids].cpu()
