@@ -89,7 +89,20 @@ def the_library_gives_the_same_score(session: Session) -> Finding:
     worst, where, number = 0.0, "", 0
     for sample in _scored_samples(session):
         ours = session.numbers([sample])[sample.id]
-        theirs = _library_scores(session, sample, pad)
+        config = architecture.text_config(session.model)
+        pad_before, config.pad_token_id = config.pad_token_id, pad
+        ids_T = torch.from_numpy(sample.ids_T).to(session.ranks.device)
+        decoder, library = architecture.decoder(session.model), library_attention(session.model)
+        pictures = tower.library_arguments(decoder, sample.media, ids_T)
+        try:
+            with session.inference(), library_kernel(session, library):
+                output = session.model(input_ids=ids_T[None], use_cache=False, **pictures)
+                theirs: Tensor = output.logits.float().cpu()[0]
+        finally:
+            config.pad_token_id = pad_before
+        if theirs.ndim == 2:  # a number for each token, not one for the sequence
+            reads = sample.read_at_R
+            theirs = theirs[[sample.num_tokens - 1] if reads is None else reads.tolist(), 0]
         number += len(ours)
         apart = gap(ours, theirs)
         if apart > worst or not where:
@@ -107,21 +120,3 @@ def the_library_gives_the_same_score(session: Session) -> Finding:
             "a pad that ends no answer, or please report this",
         )
     return passed(f"as {name} gives {number} scores, pad {pad}", worst, "points")
-
-
-def _library_scores(session: Session, sample: Sample, pad: int | None) -> Tensor:
-    """The scores of the library's class where the sample is read."""
-    config = architecture.text_config(session.model)
-    pad_before, config.pad_token_id = config.pad_token_id, pad
-    ids_T = torch.from_numpy(sample.ids_T).to(session.ranks.device)
-    pictures = tower.library_arguments(architecture.decoder(session.model), sample.media, ids_T)
-    try:
-        with session.inference(), library_kernel(session, library_attention(session.model)):
-            output = session.model(input_ids=ids_T[None], use_cache=False, **pictures)
-            logits: Tensor = output.logits.float().cpu()
-    finally:
-        config.pad_token_id = pad_before
-    if logits.ndim == 2:  # one number for the sequence
-        return logits[0]
-    at = [sample.num_tokens - 1] if sample.read_at_R is None else sample.read_at_R.tolist()
-    return logits[0, at, 0]
