@@ -9,8 +9,8 @@ import pytest
 
 
 def slow_except(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
-    """The cases for ``pytest.mark.parametrize``, all but those in ``quick`` marked slow. A tuple (no NamedTuple) is a case of several
-    arguments.
+    """The cases for ``pytest.mark.parametrize``, all but those in ``quick`` marked slow. A plain tuple is a case of
+    several arguments.
     """
     listed = list(cases)
     assert all(case in listed for case in quick), "each quick case must be one of the cases"
