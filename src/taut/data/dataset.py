@@ -27,7 +27,7 @@ from pydantic import Field
 from taut.config import configclass, user_path
 from taut.data import cache
 from taut.data.images import in_batches
-from taut.data.messages import Conversation, Row, RowForm, form_of, images_of
+from taut.data.messages import FORM_OF, Conversation, Row, RowForm, images_of
 from taut.data.render import (
     Incident,
     Limits,
@@ -117,8 +117,6 @@ def sources(config: DataConfig, split: Split, kind: Kind = "sft") -> list[tuple[
                 kind=kind,
                 step_separator=config.step_separator,
                 folder=folder_of(source, config.images.folder, "data.images.folder"),
-                fps=config.images.fps,
-                max_frames=config.images.max_frames,
                 images=config.images,
                 apply_chat_template=bool(config.apply_chat_template),
             ),
@@ -247,7 +245,7 @@ def tokenise(opened: Opened, columns: Columns, limits: Limits, renderer: Rendere
                 builder.is_fleeting = True
                 continue
             assert row is not None, "a row without an error was read"
-            builder.forms[form_of(best_row(row))] += 1
+            builder.forms[FORM_OF[type(best_row(row))]] += 1
             builder.add(number, place, attempt.samples)
             builder.incidents += [
                 replace(incident, place=f"{number}{incident.place[len(place) :]}")
@@ -562,7 +560,8 @@ def _key(
     """The hash of everything that a source's samples depend on."""
     parts = [CACHE_VERSION, opened.digest, identity, repr(columns), repr(limits)]
     if has_images:
-        parts += [columns.folder, str(Path.cwd())]
+        frames = columns.images.fps, columns.images.max_frames
+        parts += [*frames, columns.folder, str(Path.cwd())]
     if columns.apply_chat_template:
         parts.append("apply_chat_template")
     if columns.kind != "sft":
