@@ -505,17 +505,22 @@ def load_dataset(
         )
         times_seen[source.path] += 1
         times = times_seen[source.path]
-        part = SourcePart(
-            source.path if times == 1 else f"{source.path}({times})",
-            source.weight,
-            key,
-            entry,
-            opened.path,
-            opened.stamps,
-            renderer.image_store,
-        )
-        _require_used(part, split, kind)
-        parts.append(part)
+        label, weight = source.path if times == 1 else f"{source.path}({times})", source.weight
+        if split == "eval" and weight != 1:
+            raise ConfigError(
+                f"data.eval: {label} has weight {weight:g}; expected none: held-out samples count once each; remove "
+                "the weight"
+            )
+        is_compared = kind == "preference"
+        count = len(entry.row_offsets()) - 1 if is_compared else len(entry.arrays["line"])
+        if round(weight * count) == 0:
+            nouns = "rows" if is_compared else "samples"
+            raise ConfigError(
+                f"data.train: weight {weight:g} gives none of the {count} {nouns} of {label} to an epoch; expected at "
+                "least one; raise the weight, or leave the source out"
+            )
+        stamps, image_store = opened.stamps, renderer.image_store
+        parts.append(SourcePart(label, weight, key, entry, opened.path, stamps, image_store))
     return Dataset(parts, decisions, is_cached)
 
 
@@ -534,23 +539,6 @@ def _require_fitting(config: DataConfig, kind: Kind) -> None:
         raise ConfigError(
             f"data.too_long=split would take the answers of {kind} data apart; expected error, drop or truncate; set "
             "data.too_long"
-        )
-
-
-def _require_used(part: SourcePart, split: str, kind: Kind) -> None:
-    """Refuse a weight of held-out data, and one that leaves a source out."""
-    is_compared = kind == "preference"
-    count = len(part.entry.row_offsets()) - 1 if is_compared else len(part.entry.arrays["line"])
-    if split == "eval" and part.weight != 1:
-        raise ConfigError(
-            f"data.eval: {part.path} has weight {part.weight:g}; expected none: held-out samples count "
-            "once each; remove the weight"
-        )
-    if round(part.weight * count) == 0:
-        nouns = "rows" if is_compared else "samples"
-        raise ConfigError(
-            f"data.train: weight {part.weight:g} gives none of the {count} {nouns} of {part.path} "
-            "to an epoch; expected at least one; raise the weight, or leave the source out"
         )
 
 
