@@ -20,7 +20,7 @@ from tests.vision_processors import save_processor
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.attention.select import PREFIX
+from taut.models.attention_backends import PREFIX
 from taut.models.load import set_attention
 from taut.models.scorer import Scorer
 from taut.types import Media, Sample

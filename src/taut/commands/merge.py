@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from taut.attention.select import select
 from taut.config import configclass, home_path
 from taut.data.cache import default_directory
 from taut.data.dataset import DataConfig, build_renderer, read_rows
@@ -29,6 +28,7 @@ from taut.evals.contract import FILE, ContractConfig, Origin, built_in_rows, cho
 from taut.evals.reload import Comparison, Trained, samples_to_compare, score
 from taut.io.console import counted
 from taut.io.terminal import Terminal
+from taut.models.attention_backends import select
 from taut.models.load import (
     checkpoint_dtype,
     has_tokenizer,

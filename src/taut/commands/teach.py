@@ -19,7 +19,6 @@ import torch
 from pydantic import Field
 from rich.progress import track
 
-from taut.attention.select import select
 from taut.commands.reading import write_errors
 from taut.config import ComputeDtype, Decision, configclass, user_path
 from taut.data.dataset import DataConfig, Dataset, load_dataset
@@ -33,6 +32,7 @@ from taut.io.terminal import Terminal
 from taut.methods.method import RunConfig
 from taut.methods.teacher import require_context
 from taut.models.architecture import head
+from taut.models.attention_backends import select
 from taut.models.load import context_length, load_config, load_model
 from taut.models.precision import compute_context, resolve_dtype
 from taut.models.scorer import Scorer

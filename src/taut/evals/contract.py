@@ -42,7 +42,6 @@ from pydantic import Field
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.attention.layout import Layout
 from taut.config import configclass
 from taut.data.cache import default_directory
 from taut.data.chat_template import Text
@@ -341,15 +340,10 @@ def teacher_forced(scorer: Scorer, prompt: Prompt, ids: Sequence[int]) -> tuple[
     whole = np.asarray([*prompt.ids_T, *ids], dtype=np.int64)
     at = np.arange(prompt.ids_T.size, whole.size)
     packed = pack([Sample("golden", whole, at, np.ones(at.size), prompt.media)], ALONE)
-    last_T = None if packed.last_T is None else packed.last_T.numpy()
-    layout = Layout(packed.reach_T.numpy(), last_T, scorer.device)
-    packed = packed.to(scorer.device)
-    logits = scorer.next_logits(
-        packed.ids_T, packed.position_ids, layout, packed.predictor_N, packed.media
-    )
-    every = torch.log_softmax(logits.float(), dim=-1)
-    logp_N = every.gather(1, packed.target_N[:, None]).squeeze(1)
-    others = every.scatter(1, packed.target_N[:, None], -torch.inf).amax(1)
+    every = torch.log_softmax(scorer.target_logits(packed).float(), dim=-1)
+    target_N1 = packed.target_N[:, None].to(every.device)
+    logp_N = every.gather(1, target_N1).squeeze(1)
+    others = every.scatter(1, target_N1, -torch.inf).amax(1)
     return logp_N.cpu(), (logp_N - others).cpu()
 
 

@@ -19,7 +19,6 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.attention.select import select
 from taut.config import ComputeDtype, Decision, configclass, home_path
 from taut.data.cache import default_directory
 from taut.data.render import Renderer
@@ -31,6 +30,7 @@ from taut.inference.vllm import ServerConfig, ServerEngine
 from taut.inference.weight_sync import SyncConfig
 from taut.io import files
 from taut.models import architecture
+from taut.models.attention_backends import select
 from taut.models.load import (
     context_length,
     has_tokenizer,

@@ -35,7 +35,6 @@ import torch
 from pydantic import Field
 from transformers import PreTrainedConfig
 
-from taut.attention.select import select
 from taut.config import ComputeDtype, Decision, configclass, from_mapping, to_dict
 from taut.data.cache import default_directory
 from taut.data.chat_template import checked
@@ -46,6 +45,7 @@ from taut.data.schema import Answers, AnyRow, Stepwise
 from taut.errors import DataError, EngineError, NonFiniteError, OutOfMemory, TautError
 from taut.inference.open import PROVED, inference_context, one_device, read_template
 from taut.models import architecture
+from taut.models.attention_backends import select
 from taut.models.load import context_length, load_config, load_tokenizer
 from taut.models.precision import ChosenDtype, resolve_dtype
 from taut.models.reward_model import load_reward_model, reward_skeleton

@@ -164,10 +164,10 @@ class OnlineMethod(RunConfig):
     def sampling(self, seed: int) -> Sampling:
         return self.rollout.sampling(seed)
 
-    def monitors(self, method: StepSource) -> Sequence[Monitor]:
+    def monitors(self, source: StepSource) -> Sequence[Monitor]:
         """The guard, which also looks at each roll-out."""
-        assert isinstance(method, Online)
-        return [method.guard]
+        assert isinstance(source, Online)
+        return [source.guard]
 
     def connect(
         self,
@@ -177,7 +177,7 @@ class OnlineMethod(RunConfig):
         make_engine: Callable[..., LocalEngine],
     ) -> None:
         """Engine, rewards and environment, opened when they are first needed."""
-        online = trainer.method
+        online = trainer.source
         assert isinstance(online, Online)
         setting = setup.Setting(
             config=self.rollout,
@@ -241,13 +241,14 @@ class OnlineMethod(RunConfig):
             ),
         )
 
-    def held_out_decisions(self) -> list[Decision]:
-        """That held-out answers have no environment."""
+    @property
+    def decisions(self) -> list[Decision]:
         if not self.rollout.environment.is_on or not self.data.eval:
-            return []
+            return super().decisions
         reason = "they are judged without rollout.environment, which answers roll-outs alone"
-        asked = "asked" if self.eval.answers.rewards else "not asked"
-        return [Decision("held-out answers", asked, f"eval.answers.rewards; {reason}")]
+        value = "asked" if self.eval.answers.rewards else "not asked"
+        decision = Decision("held-out answers", value, f"eval.answers.rewards; {reason}")
+        return [*super().decisions, decision]
 
     # -- what is printed
 

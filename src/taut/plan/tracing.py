@@ -31,13 +31,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from taut.attention import varlen
+from taut.attention import kernels
 from taut.attention.layout import Call, Layout
-from taut.attention.select import PREFIX
 from taut.errors import ModelError
 from taut.losses import Loss
 from taut.methods.method import RunConfig
 from taut.models import architecture
+from taut.models.attention_backends import PREFIX
 from taut.models.load import freeze, load_skeleton, quiet_library
 from taut.models.lora import apply_lora
 from taut.models.noise import install_noise
@@ -147,7 +147,7 @@ def adapted(run: RunConfig, base: PreTrainedModel) -> nn.Module:
 
 def require_predictable(run: RunConfig, config: PreTrainedConfig) -> None:
     """Raise ModelError for a run with parts whose memory is not modelled here."""
-    if (name := run.unpredicted_memory) is not None:
+    if (name := run.models().unpredicted) is not None:
         raise ModelError(
             f"found a run of {run.command()}: what a {name} takes is not predicted; expected one "
             f"without a {name}; measure it with a short run instead"
@@ -181,7 +181,7 @@ def trace(
         weights=_sizes(model, model.parameters()),
         trained=_sizes(model, trained),
         optimizer=2 * sum(p.nbytes for p in trained),
-        reference=run.reference_bytes(trained),
+        reference=run.models().reference_bytes(run, trained),
         passes=run.extra_forwards(),
         is_linear=run.loss().linear_weights(packed) is not None,
         num_parameters=sum(p.numel() for p in model.parameters()),
@@ -355,7 +355,7 @@ def _fused(
     if torch.is_autocast_enabled("cpu"):
         narrow = torch.get_autocast_dtype("cpu")
         query, key, value = (x.to(narrow) for x in (query, key, value))
-    out = varlen.attend(query, key, value, taut_layout, Call(1.0))
+    out = kernels.varlen(query, key, value, taut_layout, Call(1.0))
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -17,12 +17,12 @@ from tests.tiny_tokenizers import save_tokenizer
 from tests.vision_models import tiny_vlm, vision_tokenizer
 from tests.vision_processors import save_processor
 
-from taut.attention.select import PREFIX
 from taut.commands.score import Score, score
 from taut.commands.serve_reward import ServeReward, build_app
 from taut.config import from_mapping
 from taut.errors import ConfigError, PictureError
 from taut.inference.reward_model import Batcher, Judge, JudgeUse, open_judge, rater
+from taut.models.attention_backends import PREFIX
 from taut.models.reward_model import NewHead, load_reward_model
 from taut.rewards import Answered
 from taut.rewards.judge import sent

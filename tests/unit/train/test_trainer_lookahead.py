@@ -30,10 +30,10 @@ class Expecting:
 
 def job_of(rank: int, size: int) -> Any:
     ranks = SimpleNamespace(rank=rank, size=size, max=list)
-    method = SimpleNamespace(prepare=prepare, loss=SimpleNamespace(needs=()))
+    source = SimpleNamespace(prepare=prepare, loss=SimpleNamespace(needs=()))
     budget = Budget(100, num_ranks=size)
     return SimpleNamespace(
-        method=method, num_steps=3, ranks=ranks, budget=budget, policy=PackPolicy(), roles=()
+        source=source, num_steps=3, ranks=ranks, budget=budget, policy=PackPolicy(), roles=()
     )
 
 
@@ -76,7 +76,7 @@ def test_whatever_is_planned_is_expected(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_step_that_is_expected_is_not_planned_again() -> None:
     planned: list[int] = []
     trainer: Any = SimpleNamespace(
-        method=SimpleNamespace(prepare=lambda step: planned.append(step) or prepare(step)),
+        source=SimpleNamespace(prepare=lambda step: planned.append(step) or prepare(step)),
         num_steps=3,
         ranks=SimpleNamespace(rank=0, size=1),
         budget=Budget(100),
