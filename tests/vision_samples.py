@@ -43,7 +43,7 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class Handle:
-    """What an album would give for it."""
+    """What an image store would give for it."""
 
     drawn: Drawn
     processor: Processor

@@ -41,7 +41,7 @@ from taut.models.teacher import likeliest
 from taut.models.tokens import require_same_tokenizer
 from taut.run.inputs import load_language, load_stops
 from taut.types import Sample
-from taut.vision.image_store import require_alike
+from taut.vision.image_store import require_same_processor
 
 
 @configclass
@@ -128,10 +128,12 @@ def teach(config: Teach) -> Taught:
         language.renderer.stopping_at(stops.ids),
         learner.longest_sample(language.config),
     )
-    album, trust = language.renderer.album, config.trust_remote_code
-    if album is not None and data.report.num_pictures:
+    image_store, trust = language.renderer.image_store, config.trust_remote_code
+    if image_store is not None and data.report.num_pictures:
         theirs = load_config(config.model, trust)
-        require_alike(config.model, theirs, language.tokenizer, album, "model", trust)
+        require_same_processor(
+            config.model, theirs, language.tokenizer, image_store, "model", trust
+        )
     teacher = _load(config, data, device)
     sums = np.zeros(2)
     with write_errors(out, "; nothing is kept"), files.writing(out) as file:

@@ -56,7 +56,7 @@ from taut.rewards.panel import Rater
 from taut.rewards.verifier import reason
 from taut.types import FloatArray, Sample, Wants
 from taut.vision.content import ImagesConfig
-from taut.vision.image_store import open_album
+from taut.vision.image_store import open_image_store
 
 SCALAR = Wants(logp=False, scalar=True)
 NONE_T, NONE_N = np.empty(0, dtype=np.int64), np.empty(0)
@@ -193,7 +193,7 @@ def open_judge(use: JudgeUse, directory: Path | None = None) -> Judge:
     config = load_config(use.model, use.trust_remote_code)
     skeleton = reward_skeleton(use.model, config, None, use.trust_remote_code)
     tokenizer = load_tokenizer(use.model, use.trust_remote_code)
-    album = open_album(
+    image_store = open_image_store(
         use.model,
         config,
         tokenizer,
@@ -202,7 +202,9 @@ def open_judge(use: JudgeUse, directory: Path | None = None) -> Judge:
         use.trust_remote_code,
         key="images",
     )
-    renderer = Renderer(tokenizer, read_template(use.template), "last", key="template", album=album)
+    renderer = Renderer(
+        tokenizer, read_template(use.template), "last", key="template", image_store=image_store
+    )
     context, decisions = _exact_context(config, skeleton)
     device = one_device(use.device)
     dtype = _dtype(use.dtype, device)

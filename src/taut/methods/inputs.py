@@ -133,7 +133,7 @@ class Models:
 class Plan(NamedTuple):
     """Which samples each step has, and how many steps there are."""
 
-    method: StepSource
+    source: StepSource
     """The source of steps: fixed data, or roll-outs."""
     num_steps: int
     cursor: Cursor

@@ -189,7 +189,7 @@ def join_models(
     is_compared = is_compared and not run.generates
     logps: dict[str, Tensor] = {}
     if compared is not None and compared.cursor == START and is_compared:
-        logps = _library_logps(compared.method, model, dtype, ranks.device)
+        logps = _library_logps(compared.source, model, dtype, ranks.device)
     policy, reasons = build_policy(run, one_sample, has_noise=noise is not None)
     decisions.extend(reasons)
     if run.activation_checkpointing:
@@ -231,10 +231,10 @@ def join_models(
 
 
 def _library_logps(
-    method: StepSource, model: nn.Module, dtype: torch.dtype, device: torch.device
+    source: StepSource, model: nn.Module, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
     """The library's own log-probs of some of the first step's samples, each run alone."""
-    samples = {s.id: s for tree in method.prepare(1) for s in tree.samples}
+    samples = {s.id: s for tree in source.prepare(1) for s in tree.samples}
     chosen = ids_to_compare([(s.id, s.num_tokens) for s in samples.values()], ALONE_TOKENS)
     with torch.no_grad(), compute_context(dtype, device):
         return {name: library_logps(model, samples[name], device) for name in chosen}
@@ -281,8 +281,8 @@ def build_trainer(
     """The complete trainer of a run: nothing is assigned to it from outside after this, and only the loop advances it.
     ``emit`` writes events, once the output directory is claimed.
     """
-    scorer, loaded, album = models.scorer, models.loaded, inputs.renderer.album
-    method, num_steps, _ = plan
+    scorer, loaded, image_store = models.scorer, models.loaded, inputs.renderer.image_store
+    source, num_steps, _ = plan
     optim = run.resolved_optim
     keys = architecture.assign_patterns(
         scorer.model, optim.group_learning_rates, "optim.group_learning_rates"
@@ -292,7 +292,7 @@ def build_trainer(
     }
     trainer = Trainer(
         scorer=scorer,
-        method=method,
+        source=source,
         optimizer=build_optimizer(scorer, optim, run.models().critic_pace(run), rates),
         learning_rate=partial(learning_rate, total=num_steps, config=optim),
         num_steps=num_steps,
@@ -315,9 +315,9 @@ def build_trainer(
             Untouched.watching(scorer),
             Spikes(),
             Divergence(run.loss_monitor),
-            *run.monitors(method),
+            *run.monitors(source),
         ],
-        before_step=[] if album is None or run.generates else [Lookahead(album)],
+        before_step=[] if image_store is None or run.generates else [Lookahead(image_store)],
         emit=emit,
         interrupts=Interrupts() if interrupts is None else interrupts,
     )

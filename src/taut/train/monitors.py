@@ -148,7 +148,7 @@ class Untouched:
             )
         flags = [float(bool(p.grad.any())) for p in self.names]  # type: ignore[union-attr]
         reached = trainer.ranks.max(flags)
-        if not (trainer.method.loss.is_cost or _has_advantages(report, trainer)):
+        if not (trainer.source.loss.is_cost or _has_advantages(report, trainer)):
             return
         if any(report.step <= group["waits"] for group in trainer.optimizer.param_groups):
             return
@@ -248,9 +248,13 @@ class Divergence:
     """The reported problem, while it lasts."""
 
     def __call__(self, report: StepReport, trainer: Trainer) -> None:
-        loss = trainer.method.loss
+        loss = trainer.source.loss
         if loss.is_cost:
-            self._take_baseline(report)
+            if self.first is None or self.baseline is None:
+                self.first = self.baseline = report.loss
+            elif self.num_samples < FIRST_SAMPLES:
+                self.baseline = max(self.baseline, min(report.loss, self._limit_of(self.first)))
+            self.num_samples += len(report.sample_ids)
             kept = max(self.config.loss_steps, WARN_HIGH)
             self.is_high = [*self.is_high, report.loss > self.limit][-kept:]
         is_satisfied = loss.may_be_satisfied and report.loss == 0.0
@@ -272,13 +276,6 @@ class Divergence:
 
     def _limit_of(self, loss: float) -> float:
         return max(self.config.loss_ratio * loss, loss + self.config.loss_margin)
-
-    def _take_baseline(self, report: StepReport) -> None:
-        if self.first is None or self.baseline is None:
-            self.first = self.baseline = report.loss
-        elif self.num_samples < FIRST_SAMPLES:
-            self.baseline = max(self.baseline, min(report.loss, self._limit_of(self.first)))
-        self.num_samples += len(report.sample_ids)
 
     def _stop_or_warn(self, report: StepReport, trainer: Trainer) -> None:
         """Raise or warn by the last steps; clear the reported problem once it is over."""

@@ -99,9 +99,9 @@ def judge(folder: Path) -> Judge:
 @pytest.fixture
 def client(folder: Path, judge: Judge) -> Iterator[TestClient]:
     keys = {"model": folder / "model", "max_pictures": 2}
-    album = judge.renderer.album
-    assert album is not None
-    batcher = Batcher(judge, afterwards=album.forget)
+    image_store = judge.renderer.image_store
+    assert image_store is not None
+    batcher = Batcher(judge, afterwards=image_store.forget)
     yield TestClient(build_app(batcher, from_mapping(ServeReward, keys)))
     batcher.close()
     assert not any((folder / "copies" / "pictures").glob("*"))

@@ -146,9 +146,9 @@ def test_untouched_does_not_count_steps_without_an_advantage(tmp_path: Path) -> 
         packed: Any = SimpleNamespace(
             streams={"advantage_N": torch.full((3,), float(not is_equal))}
         )
-        method = SimpleNamespace(loss=PolicyGradient())
+        source = SimpleNamespace(loss=PolicyGradient())
         seen: Any = SimpleNamespace(
-            method=method,
+            source=source,
             ranks=trainer.ranks,
             emit=trainer.emit,
             scorer=trainer.scorer,
@@ -220,7 +220,7 @@ def test_spikes_bears_a_median_of_zero() -> None:
 def watched(loss: Loss, events: list[dict[str, Any]]) -> Any:
     """As much of a trainer as an alarm looks at, with a learning rate of 10."""
     return SimpleNamespace(
-        method=SimpleNamespace(loss=loss),
+        source=SimpleNamespace(loss=loss),
         ranks=Ranks(0, 1, torch.device("cpu")),
         learning_rate=lambda step: 10.0,
         emit=lambda kind, **fields: events.append({"kind": kind, **fields}),
