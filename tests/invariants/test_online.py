@@ -31,13 +31,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def first_step(keys: dict[str, Any]) -> tuple[list[Sample], dict[str, Tensor], dict[str, float]]:
     """The samples of the first step, its gradient, and what it says."""
     built, _ = make(keys)
-    method = built.trainer.method
-    assert isinstance(method, Online)
+    source = built.trainer.source
+    assert isinstance(source, Online)
     try:
-        trees = method.prepare(1)
+        trees = source.prepare(1)
         report = add_gradients(built.trainer, trees, 1)
     finally:
-        method.close()
+        source.close()
     named = built.scorer.model.named_parameters()
     return samples_of(trees), {n: p.grad for n, p in named if p.grad is not None}, report.metrics
 

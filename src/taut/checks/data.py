@@ -108,22 +108,22 @@ def every_picture_can_be_read(session: Session) -> Finding:
         return skipped("no row that can be read names a picture")
     images = session.run.data.images
     try:
-        album = session.language.renderer.album
+        image_store = session.language.renderer.image_store
     except Unavailable:
-        album = None
+        image_store = None
     broken = []
     for place, ref in pictures:
         try:
             if isinstance(ref, PictureError):
                 broken.append(str(ref))
-            elif album is not None:
-                album.see(ref, place)
+            elif image_store is not None:
+                image_store.see(ref, place)
             else:
                 require_allowed(ref, images)
                 if ref.kind != "url":
                     decoded_size(encoded(ref, images), ref.name, images)
         except PictureError as error:
-            broken.append(str(error) if album is not None else f"{place}: {error}")
+            broken.append(str(error) if image_store is not None else f"{place}: {error}")
     unit = f"of {len(pictures):,} pictures"
     if not broken:
         return passed("every picture can be read", len(pictures), "pictures")
@@ -959,20 +959,20 @@ def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
     positions, targets, weights and values, read back along what each token sees. Compared answers are in one
     micro-batch. None has more tokens than the budget, except for one sample, or one row of compared answers, alone.
     """
-    method, last = session.trainer.method, session.trainer.num_steps
-    assert isinstance(method, Offline | Online)
-    wrong = list(_wrong_epoch(session, method.order))
-    first = method.order.origin.step + 1 if isinstance(method, Offline) else 1
+    source, last = session.trainer.source, session.trainer.num_steps
+    assert isinstance(source, Offline | Online)
+    wrong = list(_wrong_epoch(session, source.order))
+    first = source.order.origin.step + 1 if isinstance(source, Offline) else 1
     plans: list[StepPlan] = []
     for step in range(first, min(first + PLANNED_STEPS - 1, last) + 1):
-        trees = method.prepare(step) if isinstance(method, Offline) else session.trees
+        trees = source.prepare(step) if isinstance(source, Offline) else session.trees
         packs = lay_out(trees, session.trainer.budget, session.trainer.policy)
         wrong += _wrong_samples(samples_of(trees), packs)
         wrong += _wrong_groups(trees, packs)
         wrong += _over_budget(session, trees, packs)
         plans.append(step_plan(step, trees, packs))
         num_planned = sum(plan.unshared for plan in plans)
-        if wrong or not isinstance(method, Offline) or num_planned > PLANNED_TOKENS:
+        if wrong or not isinstance(source, Offline) or num_planned > PLANNED_TOKENS:
             break
     if wrong:
         return failed(

@@ -163,7 +163,7 @@ def a_few_samples_are_learned_by_heart(session: Session) -> Finding:
     trees = _consistent_trees(session.trees)
     samples = [sample for tree in trees for sample in tree.samples]
     if (
-        session.trainer.method.loss.mismatched
+        session.trainer.source.loss.mismatched
         and len({one.values["label"] > 0.5 for one in samples}) < 2
     ):
         return skipped("the shortest rows are all good, or all bad: alone they teach nothing")

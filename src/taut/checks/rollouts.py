@@ -49,10 +49,10 @@ NONE_GENERATED = "the run generates nothing to learn from"
 
 
 def _online(session: Session) -> Online:
-    """The method of a run that generates."""
-    method = session.trainer.method
-    assert isinstance(method, Online)
-    return method
+    """The source of steps of a run that generates."""
+    source = session.trainer.source
+    assert isinstance(source, Online)
+    return source
 
 
 @once
@@ -538,8 +538,8 @@ def _wrong_advantages(session: Session, groups: Sequence[Group]) -> list[str]:
 
     All completions end as if by themselves. The better one is better by another amount in each group.
     """
-    method = _online(session)
-    credit = method.credit
+    source = _online(session)
+    credit = source.credit
     judged = []
     for number, group in enumerate(groups):
         trajectories: tuple[Trajectory, ...] = tuple(
@@ -556,7 +556,7 @@ def _wrong_advantages(session: Session, groups: Sequence[Group]) -> list[str]:
     wrong = [f"{name} names {times} paths" for name, times in counts.items() if times > 1]
     if wrong or not paths or not session.is_policy_gradient:
         return wrong
-    scores = scored(session.trainer, credit.bare(paths), credit.asked, method.crew.roles, 1)
+    scores = scored(session.trainer, credit.bare(paths), credit.asked, source.crew.roles, 1)
     advantages_of = credit.trees(paths, scores).advantages
     if credit.estimator is None or credit.estimator.compare not in CENTRED:
         return []

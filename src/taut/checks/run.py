@@ -321,10 +321,10 @@ def each_step_has_its_samples(session: Session) -> Finding:
     first was asked before, and so does the one that a resumed run makes of a cursor. That an epoch has each sample as
     often as it should is ``data.packing``.
     """
-    method, run, last = session.trainer.method, session.run, session.trainer.num_steps
-    if not isinstance(method, Offline):
+    source, run, last = session.trainer.source, session.run, session.trainer.num_steps
+    if not isinstance(source, Offline):
         return skipped("the method prepares its steps itself")
-    order = method.order
+    order = source.order
     wanted = run.steps
     if wanted is None:
         samples = max(1, round((1.0 if run.epochs is None else run.epochs) * order.epoch_size))
@@ -338,10 +338,10 @@ def each_step_has_its_samples(session: Session) -> Finding:
             evidence=[f"{order.epoch_size} samples an epoch, {run.batch.samples_per_step} a step"],
             remedy="set steps to the number that is wanted, and please report this",
         )
-    if fault := _unrepeatable_step(method, last):
+    if fault := _unrepeatable_step(source, last):
         return fault
-    size, full = len(order.step(last, method.epochs)), order.samples_per_step
-    times = round(method.cursor(last).samples / order.epoch_size, 2)
+    size, full = len(order.step(last, source.epochs)), order.samples_per_step
+    times = round(source.cursor(last).samples / order.epoch_size, 2)
     what = "rows" if run.compares_answers else "samples"
     says = f"{counted(last, 'steps')} of {counted(full, what)}, the same when run again"
     notes = [f"the last step has {size} of {full} samples"] if size != full else []
@@ -358,18 +358,18 @@ def each_step_has_its_samples(session: Session) -> Finding:
     return passed(says, times, "times round", notes)
 
 
-def _unrepeatable_step(method: Offline, last: int) -> Finding | None:
+def _unrepeatable_step(source: Offline, last: int) -> Finding | None:
     """A step that differs when it is prepared again, or after a resume."""
 
     def sample_ids(trees: list[Tree]) -> list[str]:
         return [sample.id for tree in trees for sample in tree.samples]
 
-    first = method.order.origin.step + 1
+    first = source.order.origin.step + 1
     for step in sorted({first, first + 1, (first + last) // 2, last} & {*range(first, last + 1)}):
-        ids = sample_ids(method.prepare(step))
-        again = sample_ids(replace(method, order=replace(method.order)).prepare(step))
-        order = replace(method.order).going_on_from(method.cursor(step - 1), method.epochs)
-        resumed = sample_ids(replace(method, order=order).prepare(step))
+        ids = sample_ids(source.prepare(step))
+        again = sample_ids(replace(source, order=replace(source.order)).prepare(step))
+        order = replace(source.order).going_on_from(source.cursor(step - 1), source.epochs)
+        resumed = sample_ids(replace(source, order=order).prepare(step))
         if ids == again == resumed:
             continue
         if ids != again:
@@ -528,15 +528,15 @@ def _save_and_compare(session: Session, directory: Path) -> tuple[list[Compariso
 
 def _other_pictures(session: Session, path: str) -> str:
     """What differs in how pictures are processed for those who load the model; empty: nothing, or it takes none."""
-    album = session.inputs.renderer.album
-    if album is None:
+    image_store = session.inputs.renderer.image_store
+    if image_store is None:
         return ""
     trust = session.run.trust_remote_code
     saved = open_processor(path, load_config(path, trust), load_tokenizer(path, trust), trust)
-    if saved is None or saved.identity() != album.processor.identity():
+    if saved is None or saved.identity() != image_store.processor.identity():
         return "preprocessor_config.json and processor_config.json make other tensors of a picture"
     trained_words, saved_words = (
-        (one.placeholder, one.image_id, one.reserved) for one in (album.processor, saved)
+        (one.placeholder, one.image_id, one.reserved) for one in (image_store.processor, saved)
     )
     if trained_words == saved_words:
         return ""

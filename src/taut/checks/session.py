@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.attention.select import Observation, observe
 from taut.config import Decision
 from taut.data.batching import Rows
 from taut.data.dataset import Dataset, read_rows
@@ -38,6 +37,7 @@ from taut.errors import TautError
 from taut.methods.inputs import Inputs, Language, Loaded
 from taut.methods.method import RunConfig
 from taut.models import architecture
+from taut.models.attention_backends import Observation, observe
 from taut.models.save import serving_tokenizer
 from taut.models.scorer import Scorer
 from taut.rl.dry_run import rehearsed
@@ -365,9 +365,9 @@ class Session:
     @cached_property
     def trees(self) -> list[Tree]:
         """The batch as the method would prepare it."""
-        method = self.trainer.method
-        if isinstance(method, Online):
-            return rehearsed(self.trainer, method.credit, method.crew.roles, self.batch)
+        source = self.trainer.source
+        if isinstance(source, Online):
+            return rehearsed(self.trainer, source.credit, source.crew.roles, self.batch)
         if self.run.compares_answers:
             return self._rows.trees_of(self._batch_rows)
         unique = {sample.id: sample for sample in self.batch}

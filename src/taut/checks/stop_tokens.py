@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from taut.attention.layout import Layout
 from taut.checks.registry import Finding, check, failed, passed, skipped
 from taut.checks.session import GENERATED, Session
 from taut.data.chat_template import Ids, Text, common_length
@@ -167,16 +166,16 @@ def _prompt_ids(row: Row, renderer: Renderer) -> Ids:
 
 
 def _reloaded(session: Session) -> Renderer:
-    album = session.renderer.album
+    image_store = session.renderer.image_store
     with TemporaryFolder("check") as place:
         with quiet_library():
             copy.deepcopy(session.language.config).save_pretrained(place)
             session.served_tokenizer.save_pretrained(place)
         tokenizer = load_tokenizer(str(place), session.run.trust_remote_code)
-        if album is None:
+        if image_store is None:
             return Renderer(tokenizer)
         # run.saved looks at the files of the processor
-        return Renderer(tokenizer, str(tokenizer.chat_template), album=album)
+        return Renderer(tokenizer, str(tokenizer.chat_template), image_store=image_store)
 
 
 GENERATION_FILE = "the model's generation_config.json"
@@ -348,11 +347,6 @@ def _probabilities(session: Session, sample: Sample, begin: int, ids: list[int])
     """Of ``ids`` at each token from ``begin`` on: [N, S]."""
     at_N = np.arange(max(1, begin), sample.num_tokens)
     packed = pack([replace(sample, target_at_N=at_N, weight_N=np.ones(at_N.size))], ALONE)
-    last_T = None if packed.last_T is None else packed.last_T.numpy()
-    layout = Layout(packed.reach_T.numpy(), last_T, session.ranks.device)
-    packed = packed.to(session.ranks.device)
     with session.inference():
-        logits = session.scorer.next_logits(
-            packed.ids_T, packed.position_ids, layout, packed.predictor_N, packed.media
-        ).float()
+        logits = session.scorer.target_logits(packed).float()
     return logits.softmax(-1)[:, ids].cpu()

@@ -34,7 +34,7 @@ SHOWN = 3
 
 def _no_pictures(session: Session) -> Finding | None:
     """Why checks of pictures are skipped; None: they are asked."""
-    if session.inputs.renderer.album is None:
+    if session.inputs.renderer.image_store is None:
         return skipped("the model takes no pictures")
     return None if session.with_pictures else skipped("no row has a picture")
 

@@ -21,7 +21,7 @@ from taut.methods.inputs import Inputs, Loaded, Models
 from taut.methods.reference import Other, Recorded, ReferenceConfig, Start
 from taut.methods.teacher import DistillConfig, load_teacher, require_context
 from taut.models import architecture
-from taut.models.critic import Critic
+from taut.models.heads import Critic
 from taut.models.load import (
     context_length,
     load_config,
@@ -38,7 +38,7 @@ from taut.train.distributed import Ranks
 from taut.train.optim import Pace, highest
 from taut.train.trainer import Role
 from taut.types import Wants
-from taut.vision.image_store import require_alike
+from taut.vision.image_store import require_same_processor
 
 if TYPE_CHECKING:
     from taut.methods.method import RunConfig
@@ -253,12 +253,12 @@ def save_critic(
 
 def require_same_pictures(run: RunConfig, inputs: Inputs, path: str, key: str) -> None:
     """Raise ModelError where another model would get other tensors of the data's pictures."""
-    album, trust = inputs.renderer.album, run.trust_remote_code
+    image_store, trust = inputs.renderer.image_store, run.trust_remote_code
     data = [split for split in (inputs.train, inputs.eval) if split is not None]
-    if album is None or not any(split.report.num_pictures for split in data):
+    if image_store is None or not any(split.report.num_pictures for split in data):
         return
     config = _load_config(path, key, trust)
-    require_alike(path, config, inputs.tokenizer, album, key, trust)
+    require_same_processor(path, config, inputs.tokenizer, image_store, key, trust)
 
 
 def require_same_inputs(

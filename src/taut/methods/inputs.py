@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.attention.select import Chosen
 from taut.config import Decision
 from taut.data.batching import Budget, Cursor
 from taut.data.dataset import Dataset
@@ -25,6 +24,7 @@ from taut.data.packing import PackPolicy
 from taut.data.render import Renderer
 from taut.data.stop_tokens import StopSet
 from taut.inference.local import LocalEngine
+from taut.models.attention_backends import Chosen
 from taut.models.load import context_length
 from taut.models.noise import Noise
 from taut.models.precision import ChosenDtype
@@ -136,7 +136,7 @@ class Models:
 class Plan(NamedTuple):
     """The samples of each step, and the number of steps."""
 
-    method: StepSource
+    source: StepSource
     """The source of steps: fixed data, or rollouts."""
     num_steps: int
     cursor: Cursor

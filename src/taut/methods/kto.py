@@ -4,6 +4,7 @@ themselves, against a reference. The formulas are in losses/preference.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from taut.config import Positive, configclass
@@ -51,6 +52,7 @@ class Kto(RunConfig):
     learning_rates: ClassVar[DefaultRates] = DefaultRates(
         1e-6, 1e-5, "TRL, which advises 5e-7 to 5e-6"
     )
+    row_kinds: ClassVar[Mapping[Kind, str]] = {"unpaired": ""}
     allows_noise: ClassVar[bool] = False
 
     method: MethodName = "kto"
@@ -70,10 +72,6 @@ class Kto(RunConfig):
                 "reference point is taken over prompts with each other's answers, which differ from step to step and "
                 "are in no file; take reference.file out, or set kto.loss=bco"
             )
-
-    @property
-    def row_kind(self) -> Kind:
-        return "unpaired"
 
     def loss(self) -> Unpaired:
         return self.kto.make_loss()

@@ -16,7 +16,7 @@ which method a run has. A method that generates its answers begins with ``Online
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
@@ -138,6 +138,8 @@ class RunConfig:
         2e-5, 2e-4, "TRL; alignment-handbook: 2e-5 and, with QLoRA, 2e-4; Tulu 3 (8B): 5e-6"
     )
     """The defaults of ``optim.learning_rate``."""
+    row_kinds: ClassVar[Mapping[Kind, str]] = {"sft": ""}
+    """The kinds of rows that the method trains on; where it has several, each with the setting that selects it."""
     allows_noise: ClassVar[bool] = True
     """Whether dropout and NEFTune may be on. Not where logprobs or scores are compared: noise would be compared."""
     generates: ClassVar[bool] = False
@@ -273,7 +275,7 @@ class RunConfig:
     @property
     def row_kind(self) -> Kind:
         """The kind of a row of data."""
-        return "sft"
+        return next(iter(self.row_kinds))
 
     def loss(self) -> Loss:
         """The loss to minimise."""
@@ -384,7 +386,7 @@ class RunConfig:
         longest = int(train.lengths.max()) if loss.mismatched else None
         return Plan(Offline(rows, order, epochs, loss, longest), num_steps, cursor)
 
-    def monitors(self, method: StepSource) -> Sequence[Monitor]:
+    def monitors(self, source: StepSource) -> Sequence[Monitor]:
         """Further monitors of each step."""
         return ()
 

@@ -4,7 +4,7 @@ and made into trees (taut/online). What differs is the credit that a completion 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,7 @@ REWARD_ENDS = "add the reward stop to rewards, or lower optim.learning_rate"
 class OnlineMethod(RunConfig):
     """A method that learns from what the model generates."""
 
+    row_kinds: ClassVar[Mapping[Kind, str]] = {"prompt": ""}
     allows_noise: ClassVar[bool] = False
     generates: ClassVar[bool] = True
     may_change: ClassVar[MayChange] = RunConfig.may_change.plus(
@@ -122,10 +123,6 @@ class OnlineMethod(RunConfig):
     # -- what is learned, and from what
 
     @property
-    def row_kind(self) -> Kind:
-        return "prompt"
-
-    @property
     def has_rewards(self) -> bool:
         return self.is_judged and not self.rollout.environment.is_on
 
@@ -167,10 +164,10 @@ class OnlineMethod(RunConfig):
     def sampling(self, seed: int) -> Sampling:
         return self.rollout.sampling(seed)
 
-    def monitors(self, method: StepSource) -> Sequence[Monitor]:
+    def monitors(self, source: StepSource) -> Sequence[Monitor]:
         """The guard, which also looks at each roll-out."""
-        assert isinstance(method, Online)
-        return [method.guard]
+        assert isinstance(source, Online)
+        return [source.guard]
 
     def connect(
         self,
@@ -180,7 +177,7 @@ class OnlineMethod(RunConfig):
         make_engine: Callable[..., LocalEngine],
     ) -> None:
         """Engine, rewards and environment, opened when they are first needed."""
-        online = trainer.method
+        online = trainer.source
         assert isinstance(online, Online)
         setting = setup.Setting(
             config=self.rollout,

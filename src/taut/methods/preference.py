@@ -9,7 +9,7 @@ refused by the loss itself, which names these keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
@@ -43,11 +43,8 @@ DpoVariant: TypeAlias = Literal[
 class PairMethod(RunConfig):
     """A method whose rows are a prompt with better and worse answers."""
 
+    row_kinds: ClassVar[Mapping[Kind, str]] = {"preference": ""}
     allows_noise: ClassVar[bool] = False
-
-    @property
-    def row_kind(self) -> Kind:
-        return "preference"
 
 
 def require_valid_loss(section: str, make_loss: Callable[[], Loss]) -> None:

@@ -8,6 +8,7 @@ is in models/{heads,reward_model}.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from taut.config import NotNegative, configclass
@@ -66,6 +67,11 @@ class Reward(RunConfig):
     learning_rates: ClassVar[DefaultRates] = DefaultRates(
         1e-5, 1e-4, "OpenRLHF: 9e-6; Tulu 3 (8B): 3e-6; tinker-cookbook with LoRA: 3e-4"
     )
+    row_kinds: ClassVar[Mapping[Kind, str]] = {
+        "preference": "reward.loss=bradley_terry",
+        "scored": "reward.loss=regression",
+        "stepwise": "reward.loss=process",
+    }
     allows_noise: ClassVar[bool] = False
 
     method: MethodName = "reward"
@@ -73,13 +79,8 @@ class Reward(RunConfig):
 
     @property
     def row_kind(self) -> Kind:
-        match self.reward.loss:
-            case "bradley_terry":
-                return "preference"
-            case "regression":
-                return "scored"
-            case "process":
-                return "stepwise"
+        selected = f"reward.loss={self.reward.loss}"
+        return next(kind for kind, setting in self.row_kinds.items() if setting == selected)
 
     def loss(self) -> Loss:
         return self.reward.make_loss()

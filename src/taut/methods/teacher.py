@@ -16,12 +16,12 @@ import torch
 from pydantic import Field
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.attention.select import select
 from taut.config import Decision, NotNegative, Positive, configclass, home_path
 from taut.errors import ConfigError, ModelError
 from taut.losses.loss import Loss
 from taut.losses.supervised import Distill
 from taut.models.architecture import head
+from taut.models.attention_backends import select
 from taut.models.load import (
     context_length,
     load_config,

@@ -160,8 +160,8 @@ def _run(built: Built, packed: Packed) -> None:
     trainer = built.trainer
     backward(
         trainer,
-        _with_streams(trainer.method.loss, packed),
-        dict.fromkeys(trainer.method.loss.units, 1.0),
+        _with_streams(trainer.source.loss, packed),
+        dict.fromkeys(trainer.source.loss.units, 1.0),
         1,
     )
 

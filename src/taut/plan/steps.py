@@ -113,14 +113,16 @@ def workload(run: RunConfig, inputs: Inputs, num_ranks: int) -> Workload:
     policy, _ = build_policy(run, one_sample, has_noise=has_noise)
     ranks = Ranks(0, num_ranks, torch.device("cpu"))
     budget = build_budget(run, model, ranks, one_sample=one_sample is not None)
-    method, num_steps, _ = run.plan(inputs.train)
+    step_source, num_steps, _ = run.plan(inputs.train)
     first: list[Packed] = []
     later: list[Packed] = []
     steps: list[list[Work]] = []
     trees: list[Tree] = []
     for step in range(1, 1 + min(num_steps, NUM_STEPS)):
         step_trees = (
-            assumed_trees(method, inputs.config, step) if run.generates else method.prepare(step)
+            assumed_trees(step_source, inputs.config, step)
+            if run.generates
+            else step_source.prepare(step)
         )
         trees += step_trees
         shares = [
@@ -200,37 +202,37 @@ def _up_to(samples: Sequence[Sample], tokens: int) -> Iterator[Sample]:
 # -- runs that generate
 
 
-def assumed_trees(method: StepSource, config: PreTrainedConfig, step: int) -> list[Tree]:
+def assumed_trees(source: StepSource, config: PreTrainedConfig, step: int) -> list[Tree]:
     """The trees of a step (counted from 1), with completions of maximal length."""
-    assert isinstance(method, Online), "the source of steps of a run that generates"
-    number = (step - 1) // method.config.updates
-    if method.phase is None or method.phase.number != number:
-        trees = _rollout_trees(method, config, number)
-        num_trees, replayed = len(trees), method.config.replay_groups
-        if method.config.max_staleness is not None:
-            fresh_before = (method.config.max_staleness + 1) // method.config.updates
-            replayed = min(replayed, (fresh_before - 1 - method.config.asynchronous) * num_trees)
+    assert isinstance(source, Online), "the source of steps of a run that generates"
+    number = (step - 1) // source.config.updates
+    if source.phase is None or source.phase.number != number:
+        trees = _rollout_trees(source, config, number)
+        num_trees, replayed = len(trees), source.config.replay_groups
+        if source.config.max_staleness is not None:
+            fresh_before = (source.config.max_staleness + 1) // source.config.updates
+            replayed = min(replayed, (fresh_before - 1 - source.config.asynchronous) * num_trees)
         num_trees += replayed
         other = number
         while len(trees) < num_trees:  # later rollouts stand for the replayed ones
             other += 1
-            trees += _rollout_trees(method, config, other)
-        method.phase = Phase(number, trees[:num_trees])
-    return method.prepare(step)
+            trees += _rollout_trees(source, config, other)
+        source.phase = Phase(number, trees[:num_trees])
+    return source.prepare(step)
 
 
-def _rollout_trees(method: Online, config: PreTrainedConfig, number: int) -> list[Tree]:
+def _rollout_trees(source: Online, config: PreTrainedConfig, number: int) -> list[Tree]:
     """The trees of a rollout."""
-    draw = np.random.default_rng([method.seed, number])
+    draw = np.random.default_rng([source.seed, number])
     context, vocabulary = context_length(config), int(config.get_text_config().vocab_size)
-    rows = distinct([method.prompts.asked[index] for index in method.order.step(number + 1)])
+    rows = distinct([source.prompts.asked[index] for index in source.order.step(number + 1)])
     groups = []
     for row in rows:
-        size = method.config.grows
+        size = source.config.grows
         if context is not None:
             size = max(1, min(size, context - row.ids_T.size))
-        ids_SN = draw.integers(0, vocabulary, (method.config.n, size))
-        rewards = [method.credit.good + index / method.config.n for index in range(len(ids_SN))]
+        ids_SN = draw.integers(0, vocabulary, (source.config.n, size))
+        rewards = [source.credit.good + index / source.config.n for index in range(len(ids_SN))]
         sampled = tuple(_trajectory(row, index, ids_N) for index, ids_N in enumerate(ids_SN))
         verdicts = tuple(Verdict({"assumed": Score(reward)}, reward) for reward in rewards)
         groups.append(Group(sampled, verdicts))
@@ -240,7 +242,7 @@ def _rollout_trees(method: Online, config: PreTrainedConfig, number: int) -> lis
         trajectory.name: {name: np.zeros(trajectory.sampled_at_N.size) for name in names}
         for trajectory in trajectories
     }
-    return method.credit.trees(trajectories, scores).trees
+    return source.credit.trees(trajectories, scores).trees
 
 
 def _trajectory(row: PromptRow, index: int, ids_N: IntArray) -> Trajectory:

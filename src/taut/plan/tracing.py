@@ -31,13 +31,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from taut.attention import varlen
+from taut.attention import kernels
 from taut.attention.layout import Call, Layout
-from taut.attention.select import PREFIX
 from taut.errors import ModelError
 from taut.losses import Loss
 from taut.methods.method import RunConfig
 from taut.models import architecture
+from taut.models.attention_backends import PREFIX
 from taut.models.load import freeze, load_skeleton, quiet_library
 from taut.models.lora import apply_lora
 from taut.models.noise import install_noise
@@ -355,7 +355,7 @@ def _fused(
     if torch.is_autocast_enabled("cpu"):
         narrow = torch.get_autocast_dtype("cpu")
         query, key, value = (x.to(narrow) for x in (query, key, value))
-    out = varlen.attend(query, key, value, taut_layout, Call(1.0))
+    out = kernels.varlen(query, key, value, taut_layout, Call(1.0))
     return out.transpose(1, 2).contiguous(), None
 
 

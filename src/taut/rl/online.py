@@ -50,7 +50,7 @@ from taut.train.trainer import Role, Trainer
 from taut.types import Tree
 
 if TYPE_CHECKING:
-    from taut.vision.image_store import Album
+    from taut.vision.image_store import ImageStore
 
 T = TypeVar("T")
 
@@ -151,10 +151,10 @@ class State(NamedTuple):
         return {"replayed": replayed, "credit": self.credit, "guard": self.guard}
 
     @classmethod
-    def decoded(cls, kept: Mapping[str, Any], album: Album | None) -> State:
+    def decoded(cls, kept: Mapping[str, Any], image_store: ImageStore | None) -> State:
         """What was ``encoded``."""
         replayed = [
-            TrainSample(version, decoded(tree, album)) for version, tree in kept["replayed"]
+            TrainSample(version, decoded(tree, image_store)) for version, tree in kept["replayed"]
         ]
         return cls(replayed, kept["credit"], kept["guard"])
 
@@ -372,12 +372,14 @@ class Online:
         return [number, held, to_json(list(phase.told)), phase.before.encoded()]
 
     def recall(self, remembered: dict[str, Any]) -> None:
-        album = self.prompts.album
+        image_store = self.prompts.image_store
         if remembered["phase"] is not None:
             number, held, self._untold, before = remembered["phase"]
-            state = None if before is None else State.decoded(before, album)
-            self.phase = Phase(number, [decoded(tree, album) for tree in held], self._untold, state)
-        self._take_back(State.decoded(remembered, album))
+            state = None if before is None else State.decoded(before, image_store)
+            self.phase = Phase(
+                number, [decoded(tree, image_store) for tree in held], self._untold, state
+            )
+        self._take_back(State.decoded(remembered, image_store))
 
     def reject(self) -> None:
         """Forget the phase if no step has trained on it: what stopped the run may be its fault, and a resume is to draw

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from taut.attention.select import Chosen, select
 from taut.config import Decision
 from taut.data.batching import START, Budget, CostModel
 from taut.data.packing import PackPolicy
@@ -23,6 +22,7 @@ from taut.errors import ModelError
 from taut.methods.inputs import Inputs, Loaded, Models, Plan, engine_of
 from taut.methods.method import RunConfig
 from taut.models import architecture
+from taut.models.attention_backends import Chosen, select
 from taut.models.load import checkpoint_dtype, freeze, load_model
 from taut.models.lora import apply_lora, choose_rows, describe_targets
 from taut.models.noise import install_noise, remove_dropout
@@ -188,7 +188,7 @@ def join_models(
     is_compared = is_compared and not run.generates
     logps: dict[str, Tensor] = {}
     if compared is not None and compared.cursor == START and is_compared:
-        logps = _library_logps(compared.method, model, dtype, ranks.device)
+        logps = _library_logps(compared.source, model, dtype, ranks.device)
     policy, reasons = build_policy(run, one_sample, has_noise=noise is not None)
     decisions.extend(reasons)
     if run.activation_checkpointing:
@@ -230,10 +230,10 @@ def join_models(
 
 
 def _library_logps(
-    method: StepSource, model: nn.Module, dtype: torch.dtype, device: torch.device
+    source: StepSource, model: nn.Module, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
     """The library's own log-probs of some of the first step's samples, each run alone."""
-    samples = {s.id: s for tree in method.prepare(1) for s in tree.samples}
+    samples = {s.id: s for tree in source.prepare(1) for s in tree.samples}
     chosen = ids_to_compare([(s.id, s.num_tokens) for s in samples.values()], ALONE_TOKENS)
     with torch.no_grad(), compute_context(dtype, device):
         return {name: library_logps(model, samples[name], device) for name in chosen}
@@ -280,8 +280,8 @@ def build_trainer(
     """The complete trainer of a run: nothing is assigned to it from outside after this, and only the loop advances it.
     ``emit`` writes events, once the output directory is claimed.
     """
-    scorer, loaded, album = models.scorer, models.loaded, inputs.renderer.album
-    method, num_steps, _ = plan
+    scorer, loaded, image_store = models.scorer, models.loaded, inputs.renderer.image_store
+    source, num_steps, _ = plan
     optim = run.resolved_optim
     keys = architecture.assign_patterns(
         scorer.model, optim.group_learning_rates, "optim.group_learning_rates"
@@ -291,7 +291,7 @@ def build_trainer(
     }
     trainer = Trainer(
         scorer=scorer,
-        method=method,
+        source=source,
         optimizer=build_optimizer(scorer, optim, run.models().critic_pace(run), rates),
         learning_rate=partial(learning_rate, total=num_steps, config=optim),
         num_steps=num_steps,
@@ -314,9 +314,9 @@ def build_trainer(
             Untouched.watching(scorer),
             Spikes(),
             Divergence(run.loss_monitor),
-            *run.monitors(method),
+            *run.monitors(source),
         ],
-        before_step=[] if album is None or run.generates else [Lookahead(album.expect)],
+        before_step=[] if image_store is None or run.generates else [Lookahead(image_store.expect)],
         emit=emit,
         interrupts=Interrupts() if interrupts is None else interrupts,
     )

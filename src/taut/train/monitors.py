@@ -148,7 +148,7 @@ class Untouched:
             )
         flags = [float(bool(p.grad.any())) for p in self.names]  # type: ignore[union-attr]
         reached = trainer.ranks.max(flags)
-        if not (trainer.method.loss.is_cost or _has_advantages(report, trainer)):
+        if not (trainer.source.loss.is_cost or _has_advantages(report, trainer)):
             return
         if any(report.step <= group["waits"] for group in trainer.optimizer.param_groups):
             return
@@ -248,7 +248,7 @@ class Divergence:
     """The reported problem, while it lasts."""
 
     def __call__(self, report: StepReport, trainer: Trainer) -> None:
-        loss = trainer.method.loss
+        loss = trainer.source.loss
         if loss.is_cost:
             if self.first is None or self.baseline is None:
                 self.first = self.baseline = report.loss

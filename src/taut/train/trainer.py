@@ -136,7 +136,7 @@ class Trainer:
     """
 
     scorer: Final[nn.Module]
-    method: Final[StepSource]
+    source: Final[StepSource]
     optimizer: Final[torch.optim.Optimizer]
     learning_rate: Final[Callable[[int], float]]
     num_steps: Final[int]
@@ -248,9 +248,9 @@ def train_step(trainer: Trainer, step: int) -> StepReport:
     """One optimizer step. A step without trees is skipped: weights and optimizer state stay, the schedule advances."""
     for prepare in trainer.before_step:
         prepare(step, trainer)
-    trees = trainer.method.prepare(step)
+    trees = trainer.source.prepare(step)
     if trees:
-        report = add_gradients(trainer, trees, step, trainer.method.observed(step))
+        report = add_gradients(trainer, trees, step, trainer.source.observed(step))
         require_finite(report.loss, "loss", report, trainer)
         norms = optim.clip(trainer.optimizer, trainer.clip_grad_norm)
         report = replace(report, grad_norm=norms.pop("grad_norm"), metrics=report.metrics | norms)
@@ -279,7 +279,7 @@ def add_gradients(
     trainer.scorer.train()
     planned = prepare_microbatches(trainer, trees, observed, f"step {step}")
     microbatches = [packed for packed, is_real in planned if is_real]
-    counts = denominators(trainer.method.loss, microbatches, trainer.ranks)
+    counts = denominators(trainer.source.loss, microbatches, trainer.ranks)
     scales = {term: 1.0 / count for term, count in counts.items()}
     nothing = dict.fromkeys(scales, 0.0)
     scored = []
@@ -295,7 +295,7 @@ def add_gradients(
 
 def backward(trainer: Trainer, packed: Packed, scales: dict[str, float], step: int) -> Scores:
     """Add one micro-batch's share, each term times its scale, to the gradient."""
-    loss = trainer.method.loss
+    loss = trainer.source.loss
     linear = loss.linear_weights(packed)
     if trainer.noise is not None:
         trainer.noise.set(step, packed)
@@ -318,7 +318,7 @@ def prepare_microbatches(
     trainer: Trainer, trees: Sequence[Tree], observed: Sequence[Tree] | None, where: str
 ) -> list[tuple[Packed, bool]]:
     """This rank's micro-batches with the roles' streams and the step's statistics, and whether each counts."""
-    loss = trainer.method.loss
+    loss = trainer.source.loss
     planned = fill_streams(trainer, trees, where)
     if not loss.observes:
         return planned
@@ -340,7 +340,7 @@ def fill_streams(trainer: Trainer, trees: Sequence[Tree], where: str) -> list[tu
     planned = pad_microbatches(plan_microbatches(trees, trainer), trees, trainer)
     for medium in (medium for packed, _ in planned for medium in packed.media):
         medium.picture.expect()
-    missing = set(trainer.method.loss.needs) - planned[0][0].streams.keys()
+    missing = set(trainer.source.loss.needs) - planned[0][0].streams.keys()
     for role in (role for role in trainer.roles if role.gives in missing):
         with trainer.interrupts.held(), role.active(), torch.no_grad(), trainer.compute():
             streams = []
@@ -394,7 +394,7 @@ def summarise(
     """Sum the terms, metrics and sizes over micro-batches and ranks."""
     sums = step_statistics.Sums()
     for packed, scores in scored:
-        loss = trainer.method.loss(scores, packed.to(scores.device))
+        loss = trainer.source.loss(scores, packed.to(scores.device))
         for term, total in loss.terms.items():
             sums.add(f"term {term}", total)
         for name, (total, count) in loss.metrics.items():
@@ -408,7 +408,7 @@ def summarise(
     return StepReport(
         step=step,
         loss=sum(scale * terms[term] for term, scale in scales.items()),
-        metrics=metrics | trainer.method.loss.derived(metrics),
+        metrics=metrics | trainer.source.loss.derived(metrics),
         sample_ids=[sample.id for tree in trees for sample in tree.samples],
         scored=list(scored),
         **sizes,
@@ -446,7 +446,7 @@ class Lookahead:
     """
 
     expect: Callable[[Sequence[Picture]], object]
-    """Starts reading images (``Album.expect``)."""
+    """Starts reading images (``ImageStore.expect``)."""
     last: int = 0
     """The last step whose images are requested already."""
 
@@ -454,5 +454,5 @@ class Lookahead:
         first = max(step, self.last + 1)
         self.last = min(step + 1, trainer.num_steps)
         for number in range(first, self.last + 1):
-            packs = plan_microbatches(trainer.method.prepare(number), trainer)
+            packs = plan_microbatches(trainer.source.prepare(number), trainer)
             self.expect([medium.picture for packed in packs for medium in packed.media])

@@ -11,7 +11,7 @@ import pytest
 import taut
 from taut.config import ELSEWHERE, INSTEAD, RENAMED, describe, from_mapping
 from taut.errors import ConfigError
-from taut.methods import METHODS, command_of
+from taut.methods import METHODS, command_of, commands_for
 from taut.methods.method import RunConfig
 
 PLAIN = {"model": "m", "data.train": "t.jsonl"}
@@ -36,6 +36,24 @@ PLAIN = {"model": "m", "data.train": "t.jsonl"}
 def test_refused(method: Any, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_mapping(METHODS[method], {"method": method, **PLAIN, **keys})
+
+
+@pytest.mark.parametrize(
+    ("kind", "commands"),
+    [
+        ("sft", "taut sft, taut distill"),
+        (
+            "preference",
+            "taut reward with reward.loss=bradley_terry, taut dpo, taut orpo, taut simpo, taut cpo",
+        ),
+        ("unpaired", "taut kto"),
+        ("scored", "taut reward with reward.loss=regression"),
+        ("stepwise", "taut reward with reward.loss=process"),
+        ("prompt", "taut grpo, taut ppo, taut online-dpo, taut best-of-n, taut gkd"),
+    ],
+)
+def test_commands_for_a_kind_of_rows(kind: str, commands: str) -> None:
+    assert commands_for(kind) == commands
 
 
 RATES = {

@@ -296,5 +296,5 @@ def test_the_first_steps_are_the_runs_own(tmp_path: Path) -> None:
     assert work.later is not None
     assert work.fullest.num_tokens == 100
     assert sum(w.tokens for w in work.steps[0]) <= sum(
-        s.num_tokens for tree in built.trainer.method.prepare(1) for s in tree.samples
+        s.num_tokens for tree in built.trainer.source.prepare(1) for s in tree.samples
     )

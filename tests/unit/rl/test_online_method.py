@@ -63,7 +63,7 @@ def online(worth: Any = half, guard: RolloutMonitorConfig | None = None, **keys:
     order = Order(np.ones(NUM_PROMPTS), 3, size, is_shuffled=True)
     ways = Ways(ESTIMATORS["mean"], ShapingConfig(scale="running"), 4, 1.0, has_old=False)
     credit = PolicyCredit(PolicyGradient(), ways)
-    prompts = cast(PromptSet, SimpleNamespace(album=None))
+    prompts = cast(PromptSet, SimpleNamespace(image_store=None))
     method = Online(config, prompts, order, credit, Guard(guard or RolloutMonitorConfig()), seed=3)
     engine = FakeEngine(lambda name, index: str(index))
     roller = Roller(config, rows(NUM_PROMPTS), engine, Panel(worth), None, 3, ONE)  # type: ignore[arg-type]

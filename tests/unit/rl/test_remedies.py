@@ -64,7 +64,7 @@ def test_every_key_that_a_warning_names_is_one_of_the_method(
     method: str, model: Path, tmp_path: Path
 ) -> None:
     built, _ = make(keys_of(method, model, tmp_path))
-    online = built.trainer.method
+    online = built.trainer.source
     assert isinstance(online, Online)
     messages = said_by(online.guard, method)
     check = _stop_check(built)

@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(model: Path, place: Path, method: str = "grpo", **keys: Any) -> Roller:
     built, _ = make(keys_of(method, model, place, dtype="float32", **keys))
-    online = built.trainer.method
+    online = built.trainer.source
     assert isinstance(online, Online)
     return online.roller
 
