@@ -136,7 +136,7 @@ ELSEWHERE = {
         "log.every": "log_interval logging_steps logging_strategy",
         "log.wandb": "use_wandb wandb_project",
         "log.wandb log.tensorboard": "logger report_to trackers",
-        "reward.centring": "center_rewards_coefficient",
+        "reward.centering_coef": "center_rewards_coefficient",
         "dpo.loss kto.loss cpo.loss grpo.loss ppo.loss reward.loss": "loss_type pref_loss",
         "dpo.beta kto.beta orpo.beta simpo.beta cpo.beta": "pref_beta",
         "grpo.kl_coef ppo.kl_coef": "beta init_kl_coef kl_beta kl_loss_coef kl_penalty_coef use_kl_loss",
@@ -155,14 +155,14 @@ ELSEWHERE = {
         ),
         "rollout.epochs": "num_iterations num_ppo_epochs ppo_epochs",
         "rollout.minibatches": "generation_batch_size num_mini_batches ppo_mini_batch_size steps_per_generation",
-        "rollout.refills": "dynamic_sample dynamic_sampling",
+        "rollout.dynamic_sampling_rounds": "dynamic_sample dynamic_sampling",
         "rollout.engine": "use_vllm vllm_mode",
         "rollout.url": "vllm_server_base_url vllm_server_host vllm_server_port",
         "rewards": (
             "remote_rm_url reward_fn reward_func reward_funcs reward_function reward_functions reward_model "
             "reward_model_path reward_weights"
         ),
-        "shaping.missing_stop": "missing_eos_penalty non_stop_penalty",
+        "shaping.missing_eos_penalty": "missing_eos_penalty non_stop_penalty",
         "shaping.overlong": "mask_truncated_completions overlong_filter",
         "grpo.clip_low grpo.clip_high ppo.clip_low ppo.clip_high": (
             "clip_range clip_ratio cliprange eps_clip epsilon"
@@ -171,10 +171,10 @@ ELSEWHERE = {
         "grpo.clip_high ppo.clip_high": "clip_ratio_high epsilon_high",
         "grpo.dual_clip ppo.dual_clip": "clip_ratio_c delta",
         "grpo.loss ppo.loss": "importance_sampling_level policy_loss",
-        "grpo.average ppo.average": "loss_agg_mode",
+        "grpo.loss_aggregation ppo.loss_aggregation": "loss_agg_mode",
         "grpo.advantage": "adv_estimator advantage_estimator scale_rewards",
         "grpo.entropy_coef ppo.entropy_coef": "entropy_coeff",
-        "ppo.lam": "gae_lambda lambd",
+        "ppo.gae_lambda": "gae_lambda lambd",
         "ppo.value_clip": "cliprange_value value_clip_range",
         "ppo.value_coef": "vf_coef",
         "critic.learning_rate": "critic_learning_rate critic_lr",
@@ -184,6 +184,55 @@ ELSEWHERE = {
 }
 """Names of other frameworks (TRL, transformers, LLaMA-Factory, ms-swift, OpenRLHF, verl, axolotl) -> the keys here: a
 suggestion names those that the method has."""
+
+RENAMED = {
+    "guard": "rollout_monitor",
+    "rollout_monitor.max_silent": "rollout_monitor.max_without_signal",
+    "rollout_monitor.warn_difference": "rollout_monitor.warn_logprob_difference",
+    "rollout_monitor.max_difference": "rollout_monitor.max_logprob_difference",
+    "rollout_monitor.warn_effective": "rollout_monitor.warn_effective_size",
+    "rollout_monitor.warn_stops": "rollout_monitor.warn_stop_drop",
+    "divergence": "loss_monitor",
+    "stop": "stop_check",
+    "stop_check.tokens": "stop_check.max_new_tokens",
+    "stop_check.share": "stop_check.min_share",
+    "contract.tokens": "contract.max_new_tokens",
+    "optim.rates": "optim.group_learning_rates",
+    "lora.train_rows": "lora.train_token_rows",
+    "reward.centring": "reward.centering_coef",
+    "rollout.refills": "rollout.dynamic_sampling_rounds",
+    "rollout.replay": "rollout.replay_groups",
+    "rollout.ahead": "rollout.asynchronous",
+    "key": "api_key_env",
+    "server.key": "server.api_key_env",
+    "remote.key": "remote.api_key_env",
+    "rollout.server.key": "rollout.server.api_key_env",
+    "rollout.environment.remote.key": "rollout.environment.remote.api_key_env",
+    "shaping.missing_stop": "shaping.missing_eos_penalty",
+    "shaping.length_cost": "shaping.length_penalty",
+    "best_of_n.at_least": "best_of_n.min_reward",
+    "ppo.lam": "ppo.gae_lambda",
+    "ppo.bootstrap_cut": "ppo.bootstrap_truncated",
+    **{
+        f"{method}.{old}": f"{method}.{new}"
+        for method in ("grpo", "ppo")
+        for old, new in {
+            "average": "loss_aggregation",
+            "correction": "rollout_correction",
+            "correction_level": "rollout_correction_level",
+            "correction_cap": "rollout_correction_cap",
+            "correction_floor": "rollout_correction_floor",
+            "kl_value": "kl_estimator",
+            "sapo_positive": "sapo_tau_positive",
+            "sapo_negative": "sapo_tau_negative",
+        }.items()
+    },
+    **{
+        f"{method}.entropy": f"{method}.log_entropy"
+        for method in ("grpo", "ppo", "dpo", "kto", "orpo", "simpo", "cpo")
+    },
+}
+"""Keys and tables of earlier versions -> their names now. They are refused; the error gives the new name."""
 
 _PACKED = (
     "batches are always packed, without padding, and samples do not see each other; batch.tokens_per_microbatch is "
@@ -368,6 +417,10 @@ def _explain_one(path: KeyPath, details: Sequence[Any], place: str, keys: Sequen
 def _suggest(key: str, keys: Sequence[str]) -> str:
     """Which key is meant: the one that does what a framework's does, one of the same name, or one spelt alike."""
     table, _, last = key.rpartition(".")
+    renamed = f"{RENAMED.get(table, table)}.{last}" if table else key
+    renamed = RENAMED.get(renamed, renamed)
+    if renamed != key and any(f"{known}.".startswith(f"{renamed}.") for known in keys):
+        return f"it is now called '{renamed}'"
     elsewhere = ELSEWHERE.get(last, ())
     in_table = [f"{table}.{known.rpartition('.')[2]}" for known in elsewhere]  # critic.lr
     for meant in (in_table, elsewhere):

@@ -35,7 +35,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "another model": ("dpo", {**UNEVEN, "reference.model": "beside"}),
     "kto": ("kto", {**UNEVEN, "lora.rank": 4}),
-    "reward": ("reward", {**UNEVEN, "reward.centring": 0.1}),
+    "reward": ("reward", {**UNEVEN, "reward.centering_coef": 0.1}),
     "steps, a rank without": ("process", ALONE),
 }
 

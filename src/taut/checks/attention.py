@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from taut.attention.select import observe
 from taut.checks.measure import (
     drift,
     first_layer_that_moves,
@@ -32,6 +31,7 @@ from taut.checks.registry import Finding, check, failed, passed, skip_if, skippe
 from taut.checks.session import Session
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.models import architecture
+from taut.models.attention_backends import observe
 from taut.models.heads import scalar, scalar_head
 from taut.models.load import set_attention
 from taut.models.self_test import library_attention, library_logps, library_scalars

@@ -45,8 +45,7 @@ from taut.checks.session import Session, num_tokens
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.methods.reference import STREAM
 from taut.models import architecture
-from taut.models.critic import PART, OwnCritic
-from taut.models.heads import scalar_head
+from taut.models.heads import CRITIC, OwnCritic, scalar_head
 from taut.models.lora import is_adapted
 from taut.models.scorer import score_hidden
 from taut.models.self_test import library_attention
@@ -343,7 +342,7 @@ def _is_zero_at_start(session: Session, step: FirstStep, name: str) -> bool:
     if has_gradient and matrix is not None and not bool(torch.any(local(matrix))):
         return True
     critic = session.scorer.critic
-    if not isinstance(critic, OwnCritic) or not name.startswith(f"{PART}."):
+    if not isinstance(critic, OwnCritic) or not name.startswith(f"{CRITIC}."):
         return False
     return norm(scalar_head(critic.model).weight) == 0.0
 
@@ -393,7 +392,7 @@ def linear_weights_are_the_derivative(session: Session) -> Finding:
     A loss that is linear in log-probs gives its weights beforehand, and the head forms the gradient from them alone.
     They must be the derivative of the loss that is reported.
     """
-    loss = session.trainer.method.loss
+    loss = session.trainer.source.loss
     packed = pack(session.tree_samples)
     weights = loss.linear_weights(packed)
     if weights is None:
@@ -471,7 +470,7 @@ def the_reference_is_the_policy_at_the_start(session: Session) -> Finding:
             "report this",
         )
     says = f"the same on {number} targets; the loss is {report.loss:.6g}"
-    loss: Any = session.trainer.method.loss
+    loss: Any = session.trainer.source.loss
     (name, *others) = loss.units
     has_margin = getattr(loss, "margin", 0) or getattr(loss, "gamma", 0)
     if name not in THEORY or others or loss.units[name] != "pair" or has_margin:
@@ -503,7 +502,7 @@ def alone_loss(
     """The loss of these samples for these numbers of the model, by the loss's own formula; and for each sample its
     derivative by each number.
     """
-    loss, packed = session.trainer.method.loss, pack(list(samples), ALONE)
+    loss, packed = session.trainer.source.loss, pack(list(samples), ALONE)
     leaves = {name: numbers[name].detach().double().requires_grad_() for name in packed.sample_ids}
     joined = torch.cat(list(leaves.values()))
     if STREAM in loss.needs:
@@ -537,7 +536,7 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
     report = first_step(session).report
     assert report is not None, "asked after loss.reached"
     samples, listed = session.tree_samples, _summed(session, report.scored)
-    unit = "nats a target" if set(session.trainer.method.loss.units) == CROSS_ENTROPY else ""
+    unit = "nats a target" if set(session.trainer.source.loss.units) == CROSS_ENTROPY else ""
     differ = [line for one in samples if (line := _difference(one, listed.get(one.id)))]
     if differ:
         return failed(
@@ -582,7 +581,7 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
 def _loss_of(
     session: Session, samples: list[Sample], numbers: dict[str, Any]
 ) -> tuple[float, dict[str, Tensor]]:
-    if set(session.trainer.method.loss.units) != CROSS_ENTROPY:
+    if set(session.trainer.source.loss.units) != CROSS_ENTROPY:
         tensors = {name: torch.from_numpy(values) for name, values in numbers.items()}
         return alone_loss(session, samples, tensors)
     total = sum(float(-(sample.weight_N * numbers[sample.id]).sum()) for sample in samples)

@@ -286,7 +286,7 @@ def first_step(session: Session) -> FirstStep:
 
 def head_of(session: Session) -> architecture.HeadSpec:
     """The head, at the temperature at which the loss reads it."""
-    temperature = session.trainer.method.loss.wants.temperature
+    temperature = session.trainer.source.loss.wants.temperature
     return replace(architecture.head(session.scorer.model), temperature=temperature)
 
 

@@ -101,7 +101,10 @@ def _coarse_bound(session: Session) -> int | None:
     None if much of the model is not in linear layers (stacked experts), or there is a teacher, a critic or a vision
     tower.
     """
-    if session.inputs.renderer.album is not None or session.run.unpredicted_memory is not None:
+    if (
+        session.inputs.renderer.image_store is not None
+        or session.run.unpredicted_memory is not None
+    ):
         return None
     model = session.scorer.model
     table = architecture.stored_table(architecture.embedding(model))

@@ -13,7 +13,7 @@ from taut.checks.registry import Finding, check, failed, passed, skipped
 from taut.checks.session import Session
 from taut.data.packing import ALONE, pack
 from taut.models import architecture
-from taut.models.heads import check_scalar_head
+from taut.models.heads import check_head
 
 SHOWN = 3
 
@@ -152,14 +152,14 @@ def the_chunked_head_gives_plain_log_probs(session: Session) -> Finding:
         if session.ranks.size > 1:
             return skipped("a sharded head is whole only inside the model; asked on one rank")
         with session.inference():
-            moved = check_scalar_head(session.scorer.model)
+            moved = check_head(session.scorer.model)
         return passed("the scalar head is the model's own", moved, "points")
     worst, where, number = 0.0, "", 0
     for head in first_step(session).heads:
         number += len(head.plain_N)
         ways = {"computed again in backward": head.recomputed_N}
         if head.logp_N is not None:
-            is_linear = session.trainer.method.loss.linear_weights(head.packed) is not None
+            is_linear = session.trainer.source.loss.linear_weights(head.packed) is not None
             way = "gradient formed in the forward" if is_linear else "as the run takes it"
             ways[way] = head.logp_N
         for way, logp_N in ways.items():

@@ -48,10 +48,10 @@ NONE_GENERATED = "the run generates nothing to learn from"
 
 
 def _online(session: Session) -> Online:
-    """The method of a run that generates."""
-    method = session.trainer.method
-    assert isinstance(method, Online)
-    return method
+    """The source of steps of a run that generates."""
+    source = session.trainer.source
+    assert isinstance(source, Online)
+    return source
 
 
 @once
@@ -416,7 +416,7 @@ def _small_rollout(session: Session) -> list[Group]:
         own.config,
         n=max(2, min(own.config.n, COMPLETIONS)),
         max_new_tokens=min(own.config.max_new_tokens, TOKENS),
-        refills=0,
+        dynamic_sampling_rounds=0,
     )
     small = replace(own, config=config, panel=None, is_judged=False, needs_one=False)
     return list(small.roll(0, range(min(PROMPTS, len(own.prompts)))).groups)
@@ -484,8 +484,8 @@ def _wrong_advantages(session: Session, groups: Sequence[Group]) -> list[str]:
 
     All completions end as if by themselves. The better one is better by another amount in each group.
     """
-    method = _online(session)
-    credit = method.credit
+    source = _online(session)
+    credit = source.credit
     judged = []
     for number, group in enumerate(groups):
         trajectories: tuple[Trajectory, ...] = tuple(
@@ -502,7 +502,7 @@ def _wrong_advantages(session: Session, groups: Sequence[Group]) -> list[str]:
     wrong = [f"{name} names {times} paths" for name, times in counts.items() if times > 1]
     if wrong or not paths or not session.is_policy_gradient:
         return wrong
-    scores = scored(session.trainer, credit.bare(paths), credit.asked, method.crew.roles, 1)
+    scores = scored(session.trainer, credit.bare(paths), credit.asked, source.crew.roles, 1)
     advantages_of = credit.trees(paths, scores).advantages
     # these comparisons of rewards add up to 0 in each group
     centred = (advantages.group, advantages.mean, advantages.rloo, advantages.maxrl)
@@ -689,7 +689,7 @@ def engine_and_trainer_agree(session: Session) -> Finding:
         else:
             remedy = (
                 "evaluations would be of another model than the one that trains; set eval.answers.rewards=[] and "
-                "stop.prompts=0, or engine=server elsewhere, and please report this"
+                "stop_check.prompts=0, or engine=server elsewhere, and please report this"
             )
         return failed(
             f"the engine's log-probs are {mean:.3g} nats a token off those of the trainer (at most {limit:g} is "

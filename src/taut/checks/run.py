@@ -308,10 +308,10 @@ def each_step_has_its_samples(session: Session) -> Finding:
     first was asked before, and so does the one that a resumed run makes of a cursor. That an epoch has each sample as
     often as it should is ``data.packing``.
     """
-    method, run, last = session.trainer.method, session.run, session.trainer.num_steps
-    if not isinstance(method, Offline):
+    source, run, last = session.trainer.source, session.run, session.trainer.num_steps
+    if not isinstance(source, Offline):
         return skipped("the method prepares its steps itself")
-    order = method.order
+    order = source.order
     wanted = run.steps
     if wanted is None:
         samples = max(1, round((1.0 if run.epochs is None else run.epochs) * order.epoch_size))
@@ -330,10 +330,10 @@ def each_step_has_its_samples(session: Session) -> Finding:
 
     first = order.origin.step + 1
     for step in sorted({first, first + 1, (first + last) // 2, last} & {*range(first, last + 1)}):
-        ids = sample_ids(method.prepare(step))
-        again = sample_ids(replace(method, order=replace(order)).prepare(step))
-        continued = replace(order).going_on_from(method.cursor(step - 1), method.epochs)
-        resumed = sample_ids(replace(method, order=continued).prepare(step))
+        ids = sample_ids(source.prepare(step))
+        again = sample_ids(replace(source, order=replace(order)).prepare(step))
+        continued = replace(order).going_on_from(source.cursor(step - 1), source.epochs)
+        resumed = sample_ids(replace(source, order=continued).prepare(step))
         if ids == again == resumed:
             continue
         says = f"after a resume step {step} has other samples"
@@ -347,8 +347,8 @@ def each_step_has_its_samples(session: Session) -> Finding:
             evidence=evidence,
             remedy="the run could not be gone on with as it began; train without shuffle, and please report this",
         )
-    size, full = len(order.step(last, method.epochs)), order.samples_per_step
-    times = round(method.cursor(last).samples / order.epoch_size, 2)
+    size, full = len(order.step(last, source.epochs)), order.samples_per_step
+    times = round(source.cursor(last).samples / order.epoch_size, 2)
     what = "rows" if run.compares_answers else "samples"
     says = f"{counted(last, 'steps')} of {counted(full, what)}, the same when run again"
     notes = [f"the last step has {size} of {full} samples"] if size != full else []
@@ -498,9 +498,9 @@ def _save_and_compare(session: Session, directory: Path) -> tuple[list[Compariso
             str(written),
             run.trust_remote_code,
         )
-        if inputs.renderer.album is None:
+        if inputs.renderer.image_store is None:
             return comparisons, ""
-        used = inputs.renderer.album.processor
+        used = inputs.renderer.image_store.processor
         saved = open_processor(path, load_config(path, trust), load_tokenizer(path, trust), trust)
     if saved is None or saved.identity() != used.identity():
         says = "preprocessor_config.json and processor_config.json make other tensors of a picture"

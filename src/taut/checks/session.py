@@ -20,11 +20,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.attention.select import Observation, observe
 from taut.config import Decision
 from taut.data.batching import Rows
 from taut.data.dataset import Dataset, read_rows
@@ -38,12 +37,13 @@ from taut.errors import TautError
 from taut.methods.inputs import Inputs, Language, Loaded
 from taut.methods.method import RunConfig
 from taut.models import architecture
+from taut.models.attention_backends import Observation, observe
 from taut.models.save import serving_tokenizer
 from taut.models.scorer import Scorer
 from taut.rl.dry_run import rehearsed
 from taut.rl.online import Online
 from taut.run.inputs import inputs_of, load_language, load_stops
-from taut.run.setup import Adapted, Built, adapt, build_trainer, join_models, load
+from taut.run.setup import Built, adapt, build_trainer, join_models, load
 from taut.train.distributed import Ranks
 from taut.train.monitors import TOLERANCE
 from taut.train.trainer import Trainer
@@ -228,7 +228,7 @@ class Session:
 
     @cached_property
     @owned_by("model.trains")
-    def adapted(self) -> Adapted:
+    def adapted(self) -> tuple[nn.Module, list[Decision]]:
         """The model with adapters and added tokens, without what is frozen."""
         return adapt(self.run, self.inputs, self.loaded.model)
 
@@ -370,9 +370,9 @@ class Session:
     @cached_property
     def trees(self) -> list[Tree]:
         """The batch as the method would prepare it."""
-        method = self.trainer.method
-        if isinstance(method, Online):
-            return rehearsed(self.trainer, method.credit, method.crew.roles, self.batch)
+        source = self.trainer.source
+        if isinstance(source, Online):
+            return rehearsed(self.trainer, source.credit, source.crew.roles, self.batch)
         if self.run.compares_answers:
             return self._rows.trees_of(self._batch_rows)
         unique = {sample.id: sample for sample in self.batch}

@@ -13,7 +13,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from taut.attention.layout import Layout
 from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import GENERATED, Session
 from taut.data.chat_template import Ids, Text, common_length
@@ -22,7 +21,7 @@ from taut.data.packing import ALONE, pack
 from taut.data.render import Renderer
 from taut.data.stop_tokens import described
 from taut.errors import ModelError, TautError
-from taut.evals.stopping import Asked, StopConfig, prepare
+from taut.evals.stopping import Asked, StopCheckConfig, prepare
 from taut.inference.engine import Sampling
 from taut.io.temporary import TemporaryFolder
 from taut.models.load import load_tokenizer, quiet_library
@@ -118,9 +117,9 @@ def a_server_renders_the_same_tokens(session: Session) -> Finding:
                 copy.deepcopy(session.language.config).save_pretrained(place)
                 session.served_tokenizer.save_pretrained(place)
             tokenizer = load_tokenizer(str(place), session.run.trust_remote_code)
-            reader, album = Renderer(tokenizer), session.renderer.album
-            if album is not None:  # run.saved looks at the files of the processor
-                reader = Renderer(tokenizer, str(tokenizer.chat_template), album=album)
+            reader, image_store = Renderer(tokenizer), session.renderer.image_store
+            if image_store is not None:  # run.saved looks at the files of the processor
+                reader = Renderer(tokenizer, str(tokenizer.chat_template), image_store=image_store)
     except TautError as error:
         return failed(
             "the saved tokenizer cannot be loaded",
@@ -264,7 +263,7 @@ def the_untrained_model_has_no_other_end(session: Session) -> Finding:
     """
     skip_if(session.is_scalar, NO_GENERATION)
     data = session.train if session.eval is None else session.eval
-    config = StopConfig(prompts=BASELINE_PROMPTS, tokens=BASELINE_TOKENS)
+    config = StopCheckConfig(prompts=BASELINE_PROMPTS, max_new_tokens=BASELINE_TOKENS)
     make_engine = engine_of(session.inputs, session.built.models, session.ranks)
     check = prepare(config, data, session.stops.ids, make_engine, session.trainer, session.run.seed)
     if check.engine is None:
@@ -304,13 +303,8 @@ def _other_end(session: Session, asked: Sequence[Asked]) -> tuple[int, float] | 
         at_N = np.arange(max(1, begin), one.reference.num_tokens)
         weight_N = np.ones(at_N.size)
         packed = pack([replace(one.reference, target_at_N=at_N, weight_N=weight_N)], ALONE)
-        last_T = None if packed.last_T is None else packed.last_T.numpy()
-        layout = Layout(packed.reach_T.numpy(), last_T, session.ranks.device)
-        packed = packed.to(session.ranks.device)
         with session.inference():
-            logits = session.scorer.next_logits(
-                packed.ids_T, packed.position_ids, layout, packed.predictor_N, packed.media
-            ).float()
+            logits = session.scorer.target_logits(packed).float()
         probability_NS = logits.softmax(-1)[:, [*specials, *stops]].cpu()
         at_ends.append(probability_NS[-1])
         inside.append(probability_NS[:-1])

@@ -32,7 +32,7 @@ SHOWN = 3
 
 def _require_pictures(session: Session) -> None:
     """End a check of pictures as skipped where there are none."""
-    skip_if(session.inputs.renderer.album is None, "the model takes no pictures")
+    skip_if(session.inputs.renderer.image_store is None, "the model takes no pictures")
     skip_if(not session.with_pictures, "no row has a picture")
 
 

@@ -196,7 +196,7 @@ def _plan(run: RunConfig, inputs: Inputs, cursor: Cursor, where: Path) -> Plan:
     """The steps of a run that has come so far; refused where that is beyond its end."""
     plan = run.plan(inputs.train, cursor)
     step = cursor.step
-    if step > plan.num_steps or plan.method.cursor(step).samples < cursor.samples:
+    if step > plan.num_steps or plan.source.cursor(step).samples < cursor.samples:
         raise ConfigError(
             f"resume=true: {where} is beyond the end of this run, step {plan.num_steps}; "
             f"expected steps={step} or more; raise steps or epochs"
@@ -280,8 +280,8 @@ def _checkpoints(built: Built, out: Path, start: Start, evaluations: Evaluations
         for monitor in trainer.monitors
         if isinstance(monitor, Untouched | Spikes | Divergence)
     }
-    if trainer.method.state is not None:
-        memories["online"] = trainer.method.state
+    if trainer.source.state is not None:
+        memories["online"] = trainer.source.state
     return Checkpoints(
         folder=out / CHECKPOINTS,
         config=built.run.checkpoint,
@@ -291,7 +291,7 @@ def _checkpoints(built: Built, out: Path, start: Start, evaluations: Evaluations
         ranks=trainer.ranks,
         emit=trainer.emit,
         notes=lambda step: {
-            "cursor": trainer.method.cursor(step),
+            "cursor": trainer.source.cursor(step),
             "loss": trainer.loss,
             "identity": start.identity,
         },
@@ -366,9 +366,9 @@ def _run(
     with trainer.interrupts.at_once(trainer.ranks):
         metrics, stops = _asked_at_end(trainer, checkpoints, evaluations, stop_check)
         trainer.interrupts.agree(trainer.ranks)
-        if run.stop.required and stops is not None and not stops.is_enough:
+        if run.stop_check.required and stops is not None and not stops.is_enough:
             state = checkpoints.rescue(trainer.done, trainer.random)
-            raise CheckFailed(f"{stops}; stop.required=true, so no model is written; {state}")
+            raise CheckFailed(f"{stops}; stop_check.required=true, so no model is written; {state}")
         model = save_model(built, out / run.save.result, questions, checkpoints)
         if run.eval.best is not None:
             answer_for_best(built, out / BEST, questions)
@@ -379,7 +379,7 @@ def _run(
         "end",
         outcome="finished",
         step=trainer.done,
-        cursor=trainer.method.cursor(trainer.done),
+        cursor=trainer.source.cursor(trainer.done),
         loss=trainer.loss,
         eval_loss=metrics.get("loss"),
         metrics=metrics,
@@ -464,7 +464,7 @@ def _rescued(built: Built, error: TautError, checkpoints: Checkpoints) -> TautEr
         return error
     if trainer.ranks.size > 1 or not 0 < trainer.done < trainer.num_steps:
         return error
-    trainer.method.reject()
+    trainer.source.reject()
     try:
         kept = f"the state after step {trainer.done} is in {_save(trainer, checkpoints)}"
     except OutputError as trouble:
@@ -595,8 +595,8 @@ def train(run: RunConfig) -> Result:
             if start.finished is None:
                 log = RunLog()
                 built = build(run, inputs, start.plan, ranks, log.emit, interrupts)
-                with closing(built.trainer.method) as method:
-                    built.opened.extend(method.open())
+                with closing(built.trainer.source) as source:
+                    built.opened.extend(source.open())
                     built.opened.extend(run.held_out_decisions())
                     evaluations, stop_check = _evaluations(built, out), _stop_check(built)
                     examination = before_training(built)
@@ -631,10 +631,10 @@ def _stop_check(built: Built) -> StopCheck:
     run, inputs = built.run, built.inputs
     data = inputs.train if inputs.eval is None else inputs.eval
     if run.has_scalar_head:
-        return unasked(run.stop, built.trainer, run.seed, "a reward model writes nothing")
+        return unasked(run.stop_check, built.trainer, run.seed, "a reward model writes nothing")
     questions = run.questions(data)
     engine = engine_of(inputs, built.models, built.trainer.ranks)
-    check = prepare(run.stop, questions, inputs.stops.ids, engine, built.trainer, run.seed)
+    check = prepare(run.stop_check, questions, inputs.stops.ids, engine, built.trainer, run.seed)
     return replace(check, is_taught=run.teaches_ends, remedy=run.ends_remedy)
 
 

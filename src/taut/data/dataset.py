@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from taut.vision.content import ImageRef
-    from taut.vision.image_store import Album
+    from taut.vision.image_store import ImageStore
 
 Split: TypeAlias = Literal["train", "eval"]
 CACHE_VERSION = 6
@@ -140,11 +140,11 @@ def input_paths(config: DataConfig) -> list[str]:
 
 
 def build_renderer(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, album: Album | None = None
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, image_store: ImageStore | None = None
 ) -> Renderer:
-    """The renderer that a data configuration describes. ``album``: the image store of a model that takes images."""
+    """The renderer that a data configuration describes. ``image_store``: for a model that takes images."""
     if config.template is None:
-        return Renderer(tokenizer, None, config.targets, album=album)
+        return Renderer(tokenizer, None, config.targets, image_store=image_store)
     path = user_path(config.template, "data.template")
     try:
         template = files.read_text(path)
@@ -153,7 +153,7 @@ def build_renderer(
             f"data.template: cannot read {config.template}: {getattr(error, 'strerror', None) or error}; "
             "expected a file with a chat template"
         ) from None
-    return Renderer(tokenizer, template, config.targets, album=album)
+    return Renderer(tokenizer, template, config.targets, image_store=image_store)
 
 
 # -- rows
@@ -234,7 +234,7 @@ def _images_of(row: AnyRow | DataError | None) -> list[ImageRef]:
 def tokenise(opened: Opened, columns: Columns, limits: Limits, renderer: Renderer) -> cache.Entry:
     """Read, render and fit every row of a source into the arrays of a cache entry. Nothing is written."""
     builder = cache.EntryBuilder()
-    drops_images = renderer.album is not None and renderer.album.images.bad == "drop"
+    drops_images = renderer.image_store is not None and renderer.image_store.images.bad == "drop"
     tolerated = (PictureError,) if drops_images else ()
     try:
         for attempt in attempt_rows(opened, columns, renderer, limits, tolerated):
@@ -264,8 +264,7 @@ def tokenise(opened: Opened, columns: Columns, limits: Limits, renderer: Rendere
         setting = ", or data.images.folder" if builder.is_fleeting else ""
         raise DataError(
             f"{opened.path}: none of its {counted(builder.num_rows, 'rows')} is left (row {first.place}: "
-            f"{first.reason}); "
-            f"expected some; change data.max_length, data.min_length or data.too_long{setting}"
+            f"{first.reason}); expected some; change data.max_length, data.min_length or data.too_long{setting}"
         )
     return builder.build()
 
@@ -327,16 +326,16 @@ class SourcePart:
     """As configured."""
     stamps: tuple[Stamp, ...]
     """Its files, as they were read."""
-    album: Album | None = None
+    image_store: ImageStore | None = None
     """The store of its images."""
 
     def sample(self, index: int) -> Sample:
-        return self.entry.sample(index, self.name(index), self.album)
+        return self.entry.sample(index, self.name(index), self.image_store)
 
     @property
     def identity(self) -> str:
         """A digest that is equal where the samples are: of their inputs; of the arrays, where there may be images."""
-        return self.key if self.album is None else self.entry.digest
+        return self.key if self.image_store is None else self.entry.digest
 
     def num_with_target(self, ids: Collection[int]) -> int:
         """How many samples have one of ``ids`` among their targets."""
@@ -405,9 +404,9 @@ class Dataset(Sequence[Sample]):
         return part.sample(offset)
 
     @property
-    def album(self) -> Album | None:
+    def image_store(self) -> ImageStore | None:
         """The store of images; None: there are none."""
-        return self.parts[0].album
+        return self.parts[0].image_store
 
     def sample_id(self, index: int) -> str:
         """The sample's id, without building it."""
@@ -493,7 +492,7 @@ def load_dataset(
     parts, decisions, is_cached = [], [], True
     times_seen: Counter[str] = Counter()
     for (source, columns), opened in zip(named, opened_sources, strict=True):
-        key = _key(opened, columns, limits, identity, has_images=renderer.album is not None)
+        key = _key(opened, columns, limits, identity, has_images=renderer.image_store is not None)
         entry, reason = cache.load(directory, key)
         if entry is not None and looks_again and (reason := entry.stale_reason()):
             cache.forget(directory, key)
@@ -515,7 +514,7 @@ def load_dataset(
             entry,
             opened.path,
             opened.stamps,
-            renderer.album,
+            renderer.image_store,
         )
         _require_used(part, split, kind)
         parts.append(part)

@@ -233,8 +233,7 @@ def _check_keys(item: Message, role: str, where: str) -> None:
             )
         if key in ("weight", "loss_weight", "loss", "mask"):
             raise DataError(
-                f"{where} has {key!r}; expected train; write train: false for a turn not to be "
-                "learned"
+                f"{where} has {key!r}; expected train; write train: false for a turn not to be learned"
             )
         if key not in MESSAGE_KEYS:
             hint = did_you_mean(key, MESSAGE_KEYS) or "; remove it, or name it in data.ignore_keys"

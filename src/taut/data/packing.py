@@ -22,8 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from taut.attention.layout import depth_of
-from taut.types import IntArray, Media, Packed, Sample
+from taut.types import IntArray, Media, Packed, Sample, depth_of
 from taut.vision.placeholders import positions_of
 
 

@@ -59,7 +59,7 @@ from taut.types import IntArray, Media, Sample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from taut.vision.image_store import Album
+    from taut.vision.image_store import ImageStore
 
 Targets: TypeAlias = Literal["assistant", "last", "all"]
 TooLong: TypeAlias = Literal["error", "drop", "split", "truncate"]
@@ -119,13 +119,13 @@ class Renderer:
         template: str | None = None,
         targets: Targets = "assistant",
         key: str = "data.template",
-        album: Album | None = None,
+        image_store: ImageStore | None = None,
     ) -> None:
-        """``key``: the setting that names another template, for messages. ``album``: the store of images; None: the
-        model takes no images.
+        """``key``: the setting that names another template, for messages. ``image_store``: None if the model takes no
+        images.
         """
-        self.template = Template(tokenizer, template, key, album)
-        self.album = album
+        self.template = Template(tokenizer, template, key, image_store)
+        self.image_store = image_store
         self.tokenizer = tokenizer
         self.targets: Targets = targets
         self.stop_set: frozenset[int] = frozenset()
@@ -145,7 +145,7 @@ class Renderer:
 
     def identity(self) -> str:
         """A digest that changes whenever the ids or targets of some row could."""
-        images = f" {self.album.identity()}" if self.album else ""
+        images = f" {self.image_store.identity()}" if self.image_store else ""
         return f"{self.template.identity()} {self.targets} {sorted(self.stop_set)}{images}"
 
     def prompt_ids(
@@ -235,9 +235,8 @@ class Renderer:
     def _draft_turn(self, row: Conversation, index: int, full: Text) -> _Turn:
         if index == 0:
             raise RenderError(
-                f"{row.place}: messages[0] is an assistant message; expected a user message to "
-                "answer; "
-                "add one, or write train: false on it"
+                f"{row.place}: messages[0] is an assistant message; expected a user message to answer; add one, or "
+                "write train: false on it"
             )
         place = f"{row.place}: messages[{index}]"
         before, placed = row.messages[:index], full.pictures
@@ -264,9 +263,8 @@ class Renderer:
         eos = self.tokenizer.eos_token_id
         if eos is None:
             raise RenderError(
-                f"{place}: plain text has to end with the tokenizer's eos token, and it has none; "
-                "expected one; "
-                "set eos_token in the tokenizer's configuration"
+                f"{place}: plain text has to end with the tokenizer's eos token, and it has none; expected one; set "
+                "eos_token in the tokenizer's configuration"
             )
         return ids if ids[-1:] == [eos] else [*ids, int(eos)]
 
@@ -302,8 +300,7 @@ class Renderer:
                 continue
             if full[:stop] != ids_of[turn.row][:stop]:
                 raise RenderError(
-                    f"{row.place}: messages[{turn.index}] has train: false and is written "
-                    "differently once history; "
+                    f"{row.place}: messages[{turn.index}] has train: false and is written differently once history; "
                     "expected targets=assistant or last for such templates; set data.targets"
                 )
             is_target[start:stop] = False
@@ -318,9 +315,8 @@ class Renderer:
         if self.stop_set and ids[end] not in self.stop_set:
             stops = " or ".join(self.template.quoted([index]) for index in sorted(self.stop_set))
             raise RenderError(
-                f"{place}: the template ends this turn with {self.template.quoted(ids[end : end + 1])}, "
-                f"at which no server would stop; expected {stops}; add its id to eos_token_id in "
-                "the model's generation_config.json"
+                f"{place}: the template ends this turn with {self.template.quoted(ids[end : end + 1])}, at which no "
+                f"server would stop; expected {stops}; add its id to eos_token_id in the model's generation_config.json"
             )
         self.require_none_inside(ids[start:end], ids[end], place)
         return start, end + 1
@@ -340,8 +336,7 @@ class Renderer:
         bos = self.tokenizer.bos_token_id
         if bos is not None and ids[:2] == [bos, bos]:
             raise RenderError(
-                f"{name}: the row begins with two BOS tokens; expected one; "
-                "remove it from the content or the template"
+                f"{name}: the row begins with two BOS tokens; expected one; remove it from the content or the template"
             )
         if not ids:
             raise RenderError(
@@ -366,10 +361,8 @@ def _check_nothing_ignored(row: Conversation, full: Text, turns: Sequence[_Turn]
     for where, words, text in wanted:
         if words not in text.text:
             raise RenderError(
-                f"{row.place}: {where} has {shown(words)}, which the chat template does not "
-                "write; expected a "
-                "template that does; remove it from the row or give another one with "
-                "data.template=FILE"
+                f"{row.place}: {where} has {shown(words)}, which the chat template does not write; expected a template "
+                "that does; remove it from the row or give another one with data.template=FILE"
             )
 
 
@@ -577,8 +570,7 @@ def fit(
     if not sample.num_targets:
         if limits.without_targets == "error":
             raise DataError(
-                f"{sample.id}: the row has no targets; expected at least one assistant turn to "
-                "learn; remove the row, "
+                f"{sample.id}: the row has no targets; expected at least one assistant turn to learn; remove the row, "
                 "or set data.without_targets=drop"
             )
         return [], Incident(sample.id, "dropped", "no targets")
@@ -607,8 +599,7 @@ def fit(
         return [short], Incident(sample.id, "cut", reason, sample.num_targets - num_left)
     if not is_document:
         raise DataError(
-            f"{sample.id}: {reason}; data.too_long=split is for plain text, and this is a "
-            "conversation or completion; "
+            f"{sample.id}: {reason}; data.too_long=split is for plain text, and this is a conversation or completion; "
             "set data.too_long to drop or truncate, or raise data.max_length"
         )
     starts = range(0, length - 1, limits.max_length - 1)

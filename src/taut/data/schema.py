@@ -154,15 +154,6 @@ JUDGED_NAMES: dict[Kind, tuple[str, ...]] = {
     "prompt": (),
 }
 """Additional columns of each kind of data."""
-TRAINED_BY: dict[Kind, str] = {
-    "preference": "taut dpo, orpo, simpo, cpo or reward",
-    "stepwise": "taut reward with reward.loss=process",
-    "unpaired": "taut kto",
-    "scored": "taut reward with reward.loss=regression",
-    "sft": "taut sft",
-    "prompt": "taut grpo or ppo",
-}
-"""The commands that train on each kind of data, for messages."""
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -281,9 +272,8 @@ def _find_format(
         missing = [name for name in wanted if name not in named]
         if missing:
             raise DataError(
-                f"{place}: the row is {shown(named)}, without {missing[0]}; expected "
-                f"{' and '.join(wanted)} (format {columns.format}); set "
-                f"{columns.prefix}columns"
+                f"{place}: the row is {shown(named)}, without {missing[0]}; expected {' and '.join(wanted)} (format "
+                f"{columns.format}); set {columns.prefix}columns"
             )
         return columns.format
     fitting = [name for name, wanted in required.items() if all(key in named for key in wanted)]
@@ -292,21 +282,28 @@ def _find_format(
     if not fitting:
         *most, last = (" and ".join(required[name]) for name in required)
         example = ", ".join(f'{name} = "..."' for name in required["alpaca"])
-        other = _hint_other_kind(named, columns.kind) if required is REQUIRED else ""
-        raise DataError(
-            f"{place}: the row is {shown(named)}; expected {', '.join(most)}, or {last}; {other}"
-            f"name your columns, as in {columns.prefix}columns='{{{example}}}'"
+        fault = (
+            f"{place}: the row is {shown(named)}; expected {', '.join(most)}, or {last}; name your columns, as in "
+            f"{columns.prefix}columns='{{{example}}}'"
         )
+        raise _unfit(fault, named, columns.kind) if required is REQUIRED else DataError(fault)
     if len(fitting) > 1:
         raise DataError(
-            f"{place}: the columns fit the formats {' and '.join(fitting)}; expected one; set "
-            f"{columns.prefix}format"
+            f"{place}: the columns fit the formats {' and '.join(fitting)}; expected one; set {columns.prefix}format"
         )
     return fitting[0]
 
 
-def _hint_other_kind(named: Mapping[str, Any], kind: Kind) -> str:
-    """The commands that train on rows with these columns, where they are of another kind; else empty."""
+class OtherKindError(DataError):
+    """A row has the columns of another kind of data."""
+
+    def __init__(self, message: str, kind: Kind) -> None:
+        super().__init__(f"{message}; rows like these are {kind} data")
+        self.kind = kind
+
+
+def _unfit(fault: str, named: Mapping[str, Any], kind: Kind) -> DataError:
+    """The error of a row that is not of this kind; an OtherKindError where its columns are those of another."""
     is_row = any(all(key in named for key in wanted) for wanted in REQUIRED.values())
     fits: dict[Kind, bool] = {
         "preference": all(name in named for name in PAIR)
@@ -317,7 +314,7 @@ def _hint_other_kind(named: Mapping[str, Any], kind: Kind) -> str:
         "sft": is_row,
     }
     fitting = next((name for name, does_fit in fits.items() if does_fit), kind)
-    return "" if fitting == kind else f"rows like these are for {TRAINED_BY[fitting]}; or "
+    return DataError(fault) if fitting == kind else OtherKindError(fault, fitting)
 
 
 # -- reading a record
@@ -749,12 +746,11 @@ class _RecordReader:
     def _lacks_columns(self, wanted: str, names: Sequence[str]) -> DataError:
         """The error of a row without the columns that its kind needs."""
         missing = next(name for name in names if name not in self.named)
-        other = _hint_other_kind(self.named, self.columns.kind)
-        return DataError(
-            f"{self.place}: the row is {shown(self.named)}; expected {wanted} ({self.columns.kind} data); {other}name "
-            f"your columns, as in {self.columns.prefix}columns='{{{missing} = \"...\"}}'"
-            f"{did_you_mean(missing, self.named)}"
+        fault = (
+            f"{self.place}: the row is {shown(self.named)}; expected {wanted} ({self.columns.kind} data); name your "
+            f"columns, as in {self.columns.prefix}columns='{{{missing} = \"...\"}}'{did_you_mean(missing, self.named)}"
         )
+        return _unfit(fault, self.named, self.columns.kind)
 
 
 def _message(role: str, text: str) -> Message:

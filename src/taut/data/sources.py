@@ -162,8 +162,7 @@ def _open_file(source: Source, path: Path) -> Opened:
     for key in ("split", "name", "revision"):
         if getattr(source, key) is not None:
             raise DataError(
-                f"data: {key} is set for the file {source.path}; expected it for Hugging Face "
-                "data sets only"
+                f"data: {key} is set for the file {source.path}; expected it for Hugging Face data sets only"
             )
     readers = {
         ".jsonl": _read_jsonl,
@@ -175,8 +174,7 @@ def _open_file(source: Source, path: Path) -> Opened:
     suffix = path.suffix.lower()
     if suffix not in readers:
         raise DataError(
-            f"data: {source.path} ends in {suffix!r}; expected one of {', '.join(SUFFIXES)}; "
-            "rename it"
+            f"data: {source.path} ends in {suffix!r}; expected one of {', '.join(SUFFIXES)}; rename it"
         )
     digest, stamps = _digest([path])
     if hub.is_pointer(path):
@@ -281,9 +279,8 @@ def _read_csv(path: Path, name: str) -> Records:
             for number, cells in enumerate((cells for cells in reader if cells), start=1):
                 if len(cells) != len(header):
                     raise DataError(
-                        f"{name}:{number}: {len(cells)} cells; expected {len(header)}, as in the "
-                        "header; "
-                        "put cells that contain delimiters in double quotes"
+                        f"{name}:{number}: {len(cells)} cells; expected {len(header)}, as in the header; put cells "
+                        "that contain delimiters in double quotes"
                     )
                 yield number, dict(zip(header, cells, strict=True))
     except csv.Error as error:
@@ -391,8 +388,7 @@ def _load_table(source: Source, path: Path) -> Any:
     table = _choose_split(loaded, source)
     if not table.cache_files:
         raise DataError(
-            f"data: {source.path} is held in memory by datasets; unset "
-            "HF_DATASETS_IN_MEMORY_MAX_SIZE"
+            f"data: {source.path} is held in memory by datasets; unset HF_DATASETS_IN_MEMORY_MAX_SIZE"
         )
     return table
 

@@ -77,7 +77,7 @@ class ServerConfig:
 
     name: str | None = None
     """The model's name there; by default the only one it serves."""
-    key: str | None = None
+    api_key_env: str | None = None
     """Name of the environment variable that holds the API key; none is sent by default."""
     timeout: Annotated[float, Field(gt=0)] = 120.0
     """Seconds a request may take."""
@@ -125,7 +125,7 @@ class ServerEngine:
         """
         endpoint = Endpoint(
             url,
-            key=config.key,
+            key=config.api_key_env,
             timeout=config.timeout,
             retries=config.retries,
             backoff=config.backoff,
@@ -152,7 +152,7 @@ class ServerEngine:
         """
         root = Endpoint(
             self.endpoint.url.removesuffix("/v1"),
-            key=self.config.key,
+            key=self.config.api_key_env,
             timeout=self.config.sync.timeout,
             retries=1,
             backoff=self.config.backoff,

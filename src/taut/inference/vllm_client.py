@@ -59,8 +59,8 @@ class Endpoint:
         """``section``: of the configuration, as in ``rollout.``; ``patience``: its keys that say how long to wait."""
         self.section = section
         self._patience = " or ".join(f"{section}{key}" for key in patience)
-        self.url = read_url(url, f"{section}url", f"{section}server.key")
-        self._secret = read_secret(key, f"{section}server.key")
+        self.url = read_url(url, f"{section}url", f"{section}server.api_key_env")
+        self._secret = read_secret(key, f"{section}server.api_key_env")
         self._headers = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
         self._limits = http.Limits(timeout, MAX_BYTES)
         self._retries = http.Retries(retries + 1, backoff, http.LONGEST_WAIT)
@@ -130,8 +130,8 @@ class Endpoint:
         found = f"server: HTTP {status} from {place}: {self._message(answer)}"
         if status in (401, 403):
             raise EngineError(
-                f"{found}; expected to be let in; set {self.section}server.key to the name of the environment variable "
-                "with the key"
+                f"{found}; expected to be let in; set {self.section}server.api_key_env to the name of the "
+                "environment variable with the key"
             )
         if 400 <= status < 500 and status not in (404, 405):
             raise RequestRefused(found)

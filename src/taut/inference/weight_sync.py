@@ -531,7 +531,10 @@ def adapter_obstacle(model: nn.Module) -> str | None:
     for name, what in (
         ("use_dora", "DoRA"),
         ("modules_to_save", "modules trained whole beside it (lora.modules_to_save)"),
-        ("trainable_token_indices", "rows of the embedding trained beside it (lora.train_rows)"),
+        (
+            "trainable_token_indices",
+            "rows of the embedding trained beside it (lora.train_token_rows)",
+        ),
     ):
         if getattr(settings, name, None):
             return f"vLLM loads no adapter with {what}"

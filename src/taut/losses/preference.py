@@ -346,7 +346,52 @@ class Preference(Loss):
     """Report the entropy as a metric."""
 
     def __post_init__(self) -> None:
-        _require_sound(self)
+        """Refuse values that no function reads, or without a meaning. Keys have the names of the configuration."""
+        names = [name for name, _ in self.terms]
+        unknown = [name for name in names if name not in VARIANTS]
+        if unknown or not names or len(set(names)) < len(names):
+            raise ConfigError(
+                f"found loss={names}; expected one or more of {', '.join(VARIANTS)}, each once; name those"
+            )
+        others = [name for name in names if not VARIANTS[name].is_of_x]
+        for field, reads in {
+            "margin": self.margin != 0,
+            "gamma": self.gamma != 0,
+            "divergence": self.divergence != "reverse_kl",
+            "reference_free": self.reference_free,
+        }.items():
+            if reads and others:
+                raise ConfigError(
+                    f"found {field}={getattr(self, field)} with loss={others[0]}, which takes the two answers one by "
+                    f"one; expected a function of their difference ({', '.join(_named('is_of_x'))}); leave {field} "
+                    "out, or name one of those"
+                )
+        if self.reference_free and self.divergence not in ("reverse_kl", "alpha"):
+            raise ConfigError(
+                f"found divergence={self.divergence} with reference_free; expected a reference to diverge from; "
+                "leave one out"
+            )
+        smoothing = self.label_smoothing
+        if not 0 <= smoothing < 0.5:
+            raise ConfigError(
+                f"found label_smoothing={smoothing:g}; expected at least 0 and less than 0.5: how often a pair is the "
+                "wrong way round; more would turn all of them; lower it"
+            )
+        if "exo" in names and smoothing == 0:
+            raise ConfigError(
+                "found loss=exo with label_smoothing=0, where it is infinite; expected more than 0; set "
+                "label_smoothing=0.001, the paper's"
+            )
+        if smoothing and not any(VARIANTS[name].is_smoothed for name in names):
+            raise ConfigError(
+                f"found label_smoothing={smoothing:g} with loss={', '.join(names)}, which does not read it; expected "
+                f"{', '.join(_named('is_smoothed'))}; leave it out"
+            )
+        if "discopop" in names and not 0 < self.tau <= 1:
+            raise ConfigError(
+                f"found discopop_tau={self.tau:g}; expected more than 0 and at most 1 (larger, and exp(-x) is no "
+                "longer held down where x is negative); set it to the paper's 0.05"
+            )
 
     @property
     def units(self) -> Mapping[str, Unit]:
@@ -442,55 +487,6 @@ class Preference(Loss):
         score_S = self._score(sums, is_averaged=self.length_normalised)
         metrics = pair_metrics(self.beta * score_S, sums, packed)
         return metrics | sequence_metrics(scores, sums, kl=not self.reference_free)
-
-
-def _require_sound(loss: Preference) -> None:
-    """Refuse values that no function reads, or without a meaning. Keys have the names of the configuration."""
-    names = [name for name, _ in loss.terms]
-    unknown = [name for name in names if name not in VARIANTS]
-    if unknown or not names or len(set(names)) < len(names):
-        raise ConfigError(
-            f"found loss={names}; expected one or more of {', '.join(VARIANTS)}, each once; name those"
-        )
-    others = [name for name in names if not VARIANTS[name].is_of_x]
-    for field, reads in {
-        "margin": loss.margin != 0,
-        "gamma": loss.gamma != 0,
-        "divergence": loss.divergence != "reverse_kl",
-        "reference_free": loss.reference_free,
-    }.items():
-        if reads and others:
-            raise ConfigError(
-                f"found {field}={getattr(loss, field)} with loss={others[0]}, which takes the two answers one by one; "
-                f"expected a function of their difference ({', '.join(_named('is_of_x'))}); leave {field} out, or "
-                "name one of those"
-            )
-    if loss.reference_free and loss.divergence not in ("reverse_kl", "alpha"):
-        raise ConfigError(
-            f"found divergence={loss.divergence} with reference_free; expected a reference to diverge from; "
-            "leave one out"
-        )
-    smoothing = loss.label_smoothing
-    if not 0 <= smoothing < 0.5:
-        raise ConfigError(
-            f"found label_smoothing={smoothing:g}; expected at least 0 and less than 0.5: how often a pair is the "
-            "wrong way round; more would turn all of them; lower it"
-        )
-    if "exo" in names and smoothing == 0:
-        raise ConfigError(
-            "found loss=exo with label_smoothing=0, where it is infinite; expected more than 0; set "
-            "label_smoothing=0.001, the paper's"
-        )
-    if smoothing and not any(VARIANTS[name].is_smoothed for name in names):
-        raise ConfigError(
-            f"found label_smoothing={smoothing:g} with loss={', '.join(names)}, which does not read it; expected "
-            f"{', '.join(_named('is_smoothed'))}; leave it out"
-        )
-    if "discopop" in names and not 0 < loss.tau <= 1:
-        raise ConfigError(
-            f"found discopop_tau={loss.tau:g}; expected more than 0 and at most 1 (larger, and exp(-x) is no longer "
-            "held down where x is negative); set it to the paper's 0.05"
-        )
 
 
 def _named(trait: str) -> list[str]:

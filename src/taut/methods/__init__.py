@@ -93,3 +93,13 @@ METHODS = Methods(
 def command_of(method: str) -> str:
     """The command that trains it, as it is typed."""
     return f"taut {method.replace('_', '-')}"
+
+
+def commands_for(kind: str) -> str:
+    """The commands that train on rows of this kind, for messages."""
+    settings = {command_of(name): dict(method.row_kinds) for name, method in METHODS.items()}
+    return ", ".join(
+        f"{command} with {kinds[kind]}" if kinds[kind] else command
+        for command, kinds in settings.items()
+        if kind in kinds
+    )

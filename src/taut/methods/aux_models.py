@@ -20,7 +20,7 @@ from taut.methods.inputs import Inputs, Loaded, MayChange
 from taut.methods.reference import Other, Recorded, ReferenceConfig, Start
 from taut.methods.teacher import DistillConfig, Setting, load_teacher, require_context
 from taut.models import architecture
-from taut.models.critic import Critic
+from taut.models.heads import Critic
 from taut.models.load import (
     context_length,
     load_config,
@@ -38,7 +38,7 @@ from taut.train.distributed import Ranks
 from taut.train.optim import Pace, highest
 from taut.train.trainer import Role
 from taut.types import Wants
-from taut.vision.image_store import require_alike
+from taut.vision.image_store import require_same_processor
 
 if TYPE_CHECKING:
     from taut.methods.method import RunConfig
@@ -265,15 +265,15 @@ def _load_reference(
 
 def require_same_pictures(run: RunConfig, inputs: Inputs, path: str, key: str) -> None:
     """Raise ModelError where pictures of the data would not be made ready for another model in the same way."""
-    album, trust = inputs.renderer.album, run.trust_remote_code
+    image_store, trust = inputs.renderer.image_store, run.trust_remote_code
     data = [split for split in (inputs.train, inputs.eval) if split is not None]
-    if album is None or not any(split.report.num_pictures for split in data):
+    if image_store is None or not any(split.report.num_pictures for split in data):
         return
     try:
         config = load_config(path, trust)
     except ModelError as error:
         raise ModelError(f"{key}: {error}") from error
-    require_alike(path, config, inputs.tokenizer, album, key, trust)
+    require_same_processor(path, config, inputs.tokenizer, image_store, key, trust)
 
 
 def require_same_inputs(

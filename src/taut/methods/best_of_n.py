@@ -25,7 +25,7 @@ class BestOfNConfig:
 
     keep: Annotated[int, Field(ge=1)] = 1
     """How many of a prompt's answers, the best first."""
-    at_least: float | None = None
+    min_reward: float | None = None
     """The reward an answer must have to be learned; None: any."""
     overlong: Literal["drop", "keep"] = "drop"
     """drop: completions that were cut are not learned. keep: they are candidates like the others, and the model learns
@@ -40,7 +40,7 @@ class Best(Credit):
     def __init__(self, loss: Loss, config: BestOfNConfig) -> None:
         super().__init__(loss)
         self.config = config
-        self.good = max(self.good, config.at_least or 0.0)
+        self.good = max(self.good, config.min_reward or 0.0)
 
     def is_useful(self, group: Group) -> bool:
         return any(
@@ -50,7 +50,7 @@ class Best(Credit):
 
     def _may_be_learned(self, trajectory: Trajectory, reward: float) -> bool:
         is_whole = trajectory.finish_reason != "length" or self.config.overlong == "keep"
-        return is_whole and (self.config.at_least is None or reward >= self.config.at_least)
+        return is_whole and (self.config.min_reward is None or reward >= self.config.min_reward)
 
     def trees(self, paths: Sequence[Trajectory], said: Said) -> Credited:
         made = []
@@ -73,7 +73,7 @@ class Best(Credit):
             )
         best = max(path.reward for path in (whole if self.config.overlong == "drop" else paths))
         return (
-            f"no answer of a roll-out has a reward of best_of_n.at_least={self.config.at_least:g}; the best has "
+            f"no answer of a roll-out has a reward of best_of_n.min_reward={self.config.min_reward:g}; the best has "
             f"{best:g}; expected some; lower it, raise rollout.n, or take easier prompts"
         )
 
@@ -97,11 +97,15 @@ class BestOfN(OnlineMethod):
                 "many as there are; raise rollout.n"
             )
         config = self.best_of_n
-        if self.rollout.refills and config.at_least is None and config.overlong == "keep":
+        if (
+            self.rollout.dynamic_sampling_rounds
+            and config.min_reward is None
+            and config.overlong == "keep"
+        ):
             raise ConfigError(
-                f"rollout.refills={self.rollout.refills} replaces prompts without an answer that may be learned, and "
-                "with best_of_n.overlong=keep and no best_of_n.at_least every answer may; set that, or take "
-                "rollout.refills out"
+                f"rollout.dynamic_sampling_rounds={self.rollout.dynamic_sampling_rounds} replaces prompts without "
+                "an answer that may be learned, and with best_of_n.overlong=keep and no best_of_n.min_reward every "
+                "answer may; set that, or take rollout.dynamic_sampling_rounds out"
             )
 
     def make_credit(self) -> Best:

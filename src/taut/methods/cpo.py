@@ -31,7 +31,7 @@ class CpoConfig:
     """Weight of the mean negative log-probability of the preferred answers' tokens."""
     label_smoothing: NotNegative = 0.0
     """Assumed probability that a pair is labelled the wrong way round; for loss=sigmoid only."""
-    entropy: bool = False
+    log_entropy: bool = False
     """Log the entropy of the policy on the answers' tokens, which costs one more pass over the logits."""
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class CpoConfig:
             self.loss,
             label_smoothing=self.label_smoothing,
             sft_weight=self.sft_weight,
-            entropy=self.entropy,
+            entropy=self.log_entropy,
         )
 
 

@@ -83,7 +83,7 @@ class Gkd(OnlineMethod):
                 "distill.teacher is not set; expected a model directory; set distill.teacher=DIR"
             )
         self.distill.require_teacher(self.model, has_eval=False)
-        for key in ("refills", "replay"):
+        for key in ("dynamic_sampling_rounds", "replay_groups"):
             if getattr(self.rollout, key):
                 raise ConfigError(
                     f"rollout.{key}={getattr(self.rollout, key)} chooses completions by their rewards, and taut gkd "

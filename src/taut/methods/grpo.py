@@ -17,7 +17,7 @@ from taut.losses.advantages import ESTIMATORS, Estimator, pass_at_k
 from taut.methods.method import MethodName
 from taut.methods.online import REWARD_ENDS
 from taut.methods.policy import Key, PolicyConfig, PolicyMethod
-from taut.rl.monitors import GuardConfig
+from taut.rl.monitors import RolloutMonitorConfig
 from taut.train.optim import DefaultRates
 
 Advantage: TypeAlias = Literal[
@@ -69,17 +69,17 @@ class Grpo(PolicyMethod):
                 f"rollout.n=1 with grpo.advantage={self.grpo.advantage}: an answer is compared with the others to its "
                 "prompt, and there are none; expected 2 or more; raise rollout.n, or set grpo.advantage=reinforce_pp"
             )
-        penalties = ("missing_stop", "soft_overlong", "length_cost")
+        penalties = ("missing_eos_penalty", "soft_overlong", "length_penalty")
         lowering = [f"shaping.{name}" for name in penalties if getattr(self.shaping, name)]
         if self.grpo.advantage == "maxrl" and lowering:
             raise ConfigError(
                 f"grpo.advantage=maxrl divides by a group's mean reward, and {lowering[0]} may take that below 0; "
                 "expected rewards of at least 0; name another advantage, or take it out"
             )
-        if self.guard.warn_values != GuardConfig.warn_values:
+        if self.rollout_monitor.warn_values != RolloutMonitorConfig.warn_values:
             raise ConfigError(
-                f"guard.warn_values={self.guard.warn_values:g} watches a critic, and taut grpo has none; taut ppo "
-                "has one; take it out"
+                f"rollout_monitor.warn_values={self.rollout_monitor.warn_values:g} watches a critic, and taut "
+                "grpo has none; taut ppo has one; take it out"
             )
         if (self.grpo.pass_k or 0) > self.rollout.n:
             raise ConfigError(

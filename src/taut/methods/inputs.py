@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.attention.select import Chosen
 from taut.config import Decision
 from taut.data.batching import Budget, Cursor
 from taut.data.dataset import Dataset
 from taut.data.packing import PackPolicy
 from taut.data.render import Renderer
 from taut.data.stop_tokens import StopSet
+from taut.models.attention_backends import Chosen
 from taut.models.load import context_length
 from taut.models.noise import Noise
 from taut.models.precision import ChosenDtype
@@ -133,7 +133,7 @@ class Models:
 class Plan(NamedTuple):
     """Which samples each step has, and how many steps there are."""
 
-    method: StepSource
+    source: StepSource
     """The source of steps: fixed data, or roll-outs."""
     num_steps: int
     cursor: Cursor

@@ -4,6 +4,7 @@ themselves, against a reference. The formulas are in losses/preference.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, TypeAlias
 
 from pydantic import Field
@@ -34,7 +35,7 @@ class KtoConfig:
     undesirable_weight: Positive = 1.0
     """Weight of answers labelled bad. The paper recommends a ratio of 1 to 4/3 between (weight times number of good
     answers) and the same product of bad ones."""
-    entropy: bool = False
+    log_entropy: bool = False
     """Log the entropy of the policy on the answers' tokens, which costs one more pass over the logits."""
 
     def make_loss(self) -> Unpaired:
@@ -44,7 +45,7 @@ class KtoConfig:
             beta=self.beta,
             desirable_weight=self.desirable_weight,
             undesirable_weight=self.undesirable_weight,
-            entropy=self.entropy,
+            entropy=self.log_entropy,
         )
 
 
@@ -55,6 +56,7 @@ class Kto(RunConfig):
     learning_rates: ClassVar[DefaultRates] = DefaultRates(
         1e-6, 1e-5, "TRL, which advises 5e-7 to 5e-6"
     )
+    row_kinds: ClassVar[Mapping[Kind, str]] = {"unpaired": ""}
     allows_noise: ClassVar[bool] = False
 
     method: MethodName = "kto"
@@ -74,10 +76,6 @@ class Kto(RunConfig):
                 "reference point is taken over prompts with each other's answers, which differ from step to step and "
                 "are in no file; take reference.file out, or set kto.loss=bco"
             )
-
-    @property
-    def row_kind(self) -> Kind:
-        return "unpaired"
 
     @property
     def observes_mismatched(self) -> bool:

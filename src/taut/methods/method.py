@@ -27,7 +27,7 @@ from taut.data.schema import Kind
 from taut.errors import ConfigError
 from taut.evals.contract import ContractConfig
 from taut.evals.during import AnswersConfig
-from taut.evals.stopping import StopConfig
+from taut.evals.stopping import StopCheckConfig
 from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine
 from taut.losses import Loss
@@ -48,7 +48,7 @@ from taut.rewards.judge import RewardModel
 from taut.rewards.registry import RewardSpec
 from taut.train.checkpoint import CheckpointConfig
 from taut.train.log import LogConfig
-from taut.train.monitors import DivergenceConfig
+from taut.train.monitors import LossMonitorConfig
 from taut.train.optim import DefaultRates, OptimConfig
 from taut.train.run_dir import SaveConfig
 from taut.train.trainer import Monitor, StepSource, Trainer
@@ -89,6 +89,8 @@ class RunConfig:
         2e-5, 2e-4, "TRL; alignment-handbook: 2e-5 and, with QLoRA, 2e-4; Tulu 3 (8B): 5e-6"
     )
     """Taken where ``optim.learning_rate`` is not set."""
+    row_kinds: ClassVar[Mapping[Kind, str]] = {"sft": ""}
+    """The kinds of rows that the method trains on; where it has several, each with the setting that selects it."""
     allows_noise: ClassVar[bool] = True
     """Whether dropout and NEFTune may be on. Not where log-probs or scores are compared: noise would be compared."""
     generates: ClassVar[bool] = False
@@ -107,8 +109,8 @@ class RunConfig:
                 "checkpoint",
                 "contract",
                 "save",
-                "divergence",
-                "stop",
+                "loss_monitor",
+                "stop_check",
                 "eval",
                 "batch.halve_when_out_of_memory",  # the budgets it led to are in events.jsonl, and used again
                 "model",  # its files are hashed, wherever they lie
@@ -127,7 +129,7 @@ class RunConfig:
             ),
             schedule=(
                 "optim.learning_rate",
-                "optim.rates",
+                "optim.group_learning_rates",
                 "optim.schedule",
                 "optim.warmup_steps",
                 "optim.warmup_ratio",
@@ -179,8 +181,8 @@ class RunConfig:
     noise: NoiseConfig = NoiseConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    divergence: DivergenceConfig = DivergenceConfig()
-    stop: StopConfig = StopConfig()
+    loss_monitor: LossMonitorConfig = LossMonitorConfig()
+    stop_check: StopCheckConfig = StopCheckConfig()
     save: SaveConfig = SaveConfig()
     contract: ContractConfig = ContractConfig()
     log: LogConfig = LogConfig()
@@ -219,7 +221,7 @@ class RunConfig:
     @property
     def row_kind(self) -> Kind:
         """What a row of data is."""
-        return "sft"
+        return next(iter(self.row_kinds))
 
     @property
     def compares_answers(self) -> bool:
@@ -360,7 +362,7 @@ class RunConfig:
         longest = int(train.lengths.max()) if self.observes_mismatched else None
         return Plan(Offline(rows, order, epochs, self.loss(), longest), num_steps, cursor)
 
-    def monitors(self, method: StepSource) -> Sequence[Monitor]:
+    def monitors(self, source: StepSource) -> Sequence[Monitor]:
         """What else examines each step before its update."""
         return ()
 

@@ -4,7 +4,7 @@ and made into trees (taut/online). What differs is the credit that a completion 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from taut.rewards.panel import PanelConfig
 from taut.rewards.registry import RewardSpec, files_of
 from taut.rl import setup
 from taut.rl.advantages import Credit
-from taut.rl.monitors import Guard, GuardConfig
+from taut.rl.monitors import Guard, RolloutMonitorConfig
 from taut.rl.online import Crew, Online
 from taut.rl.rollout import RolloutConfig
 from taut.train.trainer import Monitor, StepSource, Trainer
@@ -45,36 +45,37 @@ REWARD_ENDS = "add the reward stop to rewards, or lower optim.learning_rate"
 class OnlineMethod(RunConfig):
     """A method that learns from what the model generates."""
 
+    row_kinds: ClassVar[Mapping[Kind, str]] = {"prompt": ""}
     allows_noise: ClassVar[bool] = False
     generates: ClassVar[bool] = True
     may_change: ClassVar[MayChange] = RunConfig.may_change.plus(
         MayChange(
             # where the engine is, and how it is called
-            freely=("grading", "guard", "rollout.url", "rollout.server"),
+            freely=("grading", "rollout_monitor", "rollout.url", "rollout.server"),
             rounding=("rollout.local",),
         )
     )
     is_judged: ClassVar[bool] = True
     """Whether rewards are what is learned from."""
     unread_guard_keys: ClassVar[Sequence[str]] = (
-        "warn_difference",
-        "max_difference",
-        "warn_effective",
-        "max_silent",
+        "warn_logprob_difference",
+        "max_logprob_difference",
+        "warn_effective_size",
+        "max_without_signal",
         "warn_kl",
         "warn_clipped",
         "warn_entropy",
         "warn_dropped",
         "warn_values",
     )
-    """Keys of guard that nothing would read: of what policy gradients learn from."""
+    """Keys of rollout_monitor that nothing would read: of what policy gradients learn from."""
 
     rollout: RolloutConfig = RolloutConfig()
     rewards: str | list[str | RewardSpec] = field(default_factory=list)
     """Rewards of completions: names of docs/rewards.md, FILE.py:function, or tables with a weight and options. May be
     empty with an environment that gives rewards."""
     grading: PanelConfig = PanelConfig()
-    guard: GuardConfig = GuardConfig()
+    rollout_monitor: RolloutMonitorConfig = RolloutMonitorConfig()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,15 +84,16 @@ class OnlineMethod(RunConfig):
                 f"eval.every={self.eval.every} measures a held-out loss, and what is learned here is generated; "
                 "expected held-out answers; set eval.answers.every"
             )
-        if self.rollout.refills and self.rollout.n == 1:
+        if self.rollout.dynamic_sampling_rounds and self.rollout.n == 1:
             raise ConfigError(
-                f"rollout.refills={self.rollout.refills} with rollout.n=1: a single answer has none that its reward "
-                "could differ from; expected rollout.n of 2 or more; raise it, or take rollout.refills out"
+                f"rollout.dynamic_sampling_rounds={self.rollout.dynamic_sampling_rounds} with rollout.n=1: a "
+                "single answer has none that its reward could differ from; expected rollout.n of 2 or more; raise it, "
+                "or take rollout.dynamic_sampling_rounds out"
             )
         for name in self.unread_guard_keys:
-            if getattr(self.guard, name) != getattr(GuardConfig, name):
+            if getattr(self.rollout_monitor, name) != getattr(RolloutMonitorConfig, name):
                 raise ConfigError(
-                    f"guard.{name}={getattr(self.guard, name):g} watches policy gradients, and "
+                    f"rollout_monitor.{name}={getattr(self.rollout_monitor, name):g} watches policy gradients, and "
                     f"{self.command()} reads neither advantages nor the engine's log-probs; taut grpo and ppo "
                     "do; take it out"
                 )
@@ -119,10 +121,6 @@ class OnlineMethod(RunConfig):
         return False
 
     # -- what is learned, and from what
-
-    @property
-    def row_kind(self) -> Kind:
-        return "prompt"
 
     @property
     def has_rewards(self) -> bool:
@@ -159,17 +157,17 @@ class OnlineMethod(RunConfig):
         size = batch.samples_per_step * rollout.minibatches
         order = Order(train.weights, self.seed, size, batch.shuffle, groups)
         num_steps = self.steps or order.num_steps(self.epochs or 1.0) * rollout.updates
-        guard = Guard(self.guard, self.method, self.ends_remedy)
+        guard = Guard(self.rollout_monitor, self.method, self.ends_remedy)
         online = Online(rollout, train, order, self.make_credit(), guard, self.seed)
         return Plan(online, num_steps, cursor)
 
     def sampling(self, seed: int) -> Sampling:
         return self.rollout.sampling(seed)
 
-    def monitors(self, method: StepSource) -> Sequence[Monitor]:
+    def monitors(self, source: StepSource) -> Sequence[Monitor]:
         """The guard, which also looks at each roll-out."""
-        assert isinstance(method, Online)
-        return [method.guard]
+        assert isinstance(source, Online)
+        return [source.guard]
 
     def connect(
         self,
@@ -179,7 +177,7 @@ class OnlineMethod(RunConfig):
         make_engine: Callable[..., LocalEngine],
     ) -> None:
         """Engine, rewards and environment, opened when they are first needed."""
-        online = trainer.method
+        online = trainer.source
         assert isinstance(online, Online)
         setting = setup.Setting(
             config=self.rollout,

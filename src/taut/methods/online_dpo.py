@@ -51,7 +51,7 @@ class Pairs(Credit):
         if not made:
             raise CheckFailed(
                 "in no group of a roll-out is one answer better than another, so there is no pair to learn from; "
-                "expected rewards that differ; set rollout.refills, or take easier or harder prompts"
+                "expected rewards that differ; set rollout.dynamic_sampling_rounds, or take easier or harder prompts"
             )
         return credited(made, {"pairs": len(made) / 2}, {}, is_atom=True)
 

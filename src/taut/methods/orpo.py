@@ -24,12 +24,12 @@ class OrpoConfig:
 
     beta: Positive = 0.1
     """Weight of the odds-ratio term relative to the fine-tuning term: the paper's lambda."""
-    entropy: bool = False
+    log_entropy: bool = False
     """Log the entropy of the policy on the answers' tokens, which costs one more pass over the logits."""
 
     def make_loss(self) -> Loss:
         """The loss."""
-        return OrpoLoss(beta=self.beta, entropy=self.entropy)
+        return OrpoLoss(beta=self.beta, entropy=self.log_entropy)
 
 
 @configclass

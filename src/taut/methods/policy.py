@@ -39,7 +39,7 @@ NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
 
-CORRECTING = ("correction_level", "correction_cap", "correction_floor")
+CORRECTING = ("rollout_correction_level", "rollout_correction_cap", "rollout_correction_floor")
 
 
 class RollOut(NamedTuple):
@@ -94,11 +94,12 @@ class PolicyConfig:
     loss: PolicyLoss = "clip"
     """clip (PPO, GRPO, DAPO), gspo or gspo_token (one ratio per sample), cispo, sapo, gmpo, or reinforce (no ratio).
     They differ only if a rollout is trained on more than once, or is stale."""
-    average: Average | None = None
+    loss_aggregation: Average | None = None
     """How the loss is averaged: token (DAPO: over tokens), sequence (GRPO: over answers), constant (Dr. GRPO: sums
     divided by a constant length). None: as in the loss's paper, token for clip, cispo and reinforce, else sequence."""
     constant_length: Annotated[int, Field(gt=0)] | None = None
-    """For average=constant: the length. None: the limit of an answer, rollout.max_new_tokens, or with an environment
+    """For loss_aggregation=constant: the length. None: the limit of an answer, rollout.max_new_tokens, or with an
+    environment
     rollout.environment.max_tokens."""
     clip_low: Positive | None = None
     """Lower clip range: ratios below 1 - clip_low are clipped. None: 0.2, gspo 0.0003, cispo 1 (no bound), gmpo 0.4 (of
@@ -109,9 +110,9 @@ class PolicyConfig:
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Dual clip: upper bound of the ratio where the advantage is negative, above 1 + clip_high; 3 is common. None: no
     bound."""
-    sapo_positive: Positive | None = None
+    sapo_tau_positive: Positive | None = None
     """For loss=sapo: temperature of the gate on ratios where the advantage is positive; 1 if not set."""
-    sapo_negative: Positive | None = None
+    sapo_tau_negative: Positive | None = None
     """The same for the other advantages; 1.05 if not set."""
     kl_coef: NotNegative = 0.0
     """KL coefficient. 0 disables the reference model. 0.001 to 0.05 are common."""
@@ -120,7 +121,7 @@ class PolicyConfig:
     PPO and advantage=reinforce_pp the penalty of a token includes those of later tokens. With other advantages an
     answer gets the sum over its tokens, compared within the group; advantage=group does not divide it by the deviation
     of rewards."""
-    kl_value: KlValue | None = None
+    kl_estimator: KlValue | None = None
     """For kl_in=loss: the KL estimator that is logged; k3 if not set. (With kl_in=reward k1 and k3 are logged.)"""
     kl_gradient: KlGradient | None = None
     """For kl_in=loss: the KL estimator whose gradient is used. If not set k2, which has the gradient of the divergence;
@@ -129,21 +130,23 @@ class PolicyConfig:
     """For kl_in=reward: adapt kl_coef after each rollout to reach this KL per token, in nats (arXiv 1909.08593)."""
     entropy_coef: NotNegative = 0.0
     """Entropy bonus coefficient."""
-    entropy: bool = False
+    log_entropy: bool = False
     """Log the entropy, which costs one more pass over the logits; entropy_estimate is always logged."""
-    correction: Literal["auto"] | CorrectionKind = "auto"
+    rollout_correction: Literal["auto"] | CorrectionKind = "auto"
     """Importance weights that correct for differences between the inference engine and the trainer: truncated (TIS),
     masked (MIS) or none. auto: truncated with a server, else none."""
-    correction_level: CorrectionLevel | None = None
+    rollout_correction_level: CorrectionLevel | None = None
     """The importance weight: a token's ratio of trainer to engine (token), the product of an answer's ratios
     (sequence), or their geometric mean (geometric). The product vanishes with the answer's length; the geometric mean
-    does not. None: token with correction=truncated, geometric with correction=masked or loss=gmpo. With correction=auto
-    this key and the next two are read only with a server."""
-    correction_cap: Annotated[float, Field(ge=1)] | None = None
-    """Upper bound of the weight; with correction=masked larger weights become 0. None: 2, or 1.1 for geometric, which
+    does not. None: token with rollout_correction=truncated, geometric with rollout_correction=masked or loss=gmpo. With
+    rollout_correction=auto this key and the next two are read only with a server."""
+    rollout_correction_cap: Annotated[float, Field(ge=1)] | None = None
+    """Upper bound of the weight; with rollout_correction=masked larger weights become 0. None: 2, or 1.1 for geometric,
+    which
     is 0.1 nats per token."""
-    correction_floor: Share | None = None
-    """Lower bound of the weight; with correction=masked smaller weights become 0. None: 0, or 0.9 for geometric."""
+    rollout_correction_floor: Share | None = None
+    """Lower bound of the weight; with rollout_correction=masked smaller weights become 0. None: 0, or 0.9 for
+    geometric."""
 
     def __post_init__(self) -> None:
         for key in self._keys():
@@ -158,7 +161,10 @@ class PolicyConfig:
 
     def make_loss(self, roll_out: RollOut) -> PolicyGradient:
         """The loss. Raises ConfigError for what has no meaning."""
-        defaults, average = _DEFAULTS[self.loss], self.average or _DEFAULTS[self.loss].average
+        defaults, average = (
+            _DEFAULTS[self.loss],
+            self.loss_aggregation or _DEFAULTS[self.loss].average,
+        )
         length = None
         if average == "constant":
             length = self.constant_length or roll_out.limit
@@ -168,8 +174,8 @@ class PolicyConfig:
                 self.clip_low or defaults.low,
                 self.clip_high or defaults.high,
                 self.dual_clip,
-                self.sapo_positive or 1.0,
-                self.sapo_negative or 1.05,
+                self.sapo_tau_positive or 1.0,
+                self.sapo_tau_negative or 1.05,
             ),
             average=average,
             constant_length=length,
@@ -178,7 +184,7 @@ class PolicyConfig:
             correction=self._correction(roll_out),
             kl=self._kl,
             entropy_coef=self.entropy_coef,
-            entropy=self.entropy,
+            entropy=self.log_entropy,
             critic=self.critic_term,
             temperature=roll_out.temperature,
         )
@@ -197,22 +203,22 @@ class PolicyConfig:
     def _kl(self) -> Kl | None:
         if self.kl_in == "reward" or self.kl_coef == 0:
             return None
-        return Kl(self.kl_coef, self.kl_gradient or "k2", self.kl_value or "k3")
+        return Kl(self.kl_coef, self.kl_gradient or "k2", self.kl_estimator or "k3")
 
     def _correction(self, roll_out: RollOut) -> Correction:
-        kind = self.correction
+        kind = self.rollout_correction
         if kind == "auto":
             kind = "truncated" if roll_out.is_apart and roll_out.has_engine_logp else "none"
         if kind == "none":
             return Correction()
         is_geometric = kind == "masked" or self.loss == "gmpo"
-        level = self.correction_level or ("geometric" if is_geometric else "token")
+        level = self.rollout_correction_level or ("geometric" if is_geometric else "token")
         floor, cap = (0.9, 1.1) if level == "geometric" else (0.0, 2.0)
         return Correction(
             kind,
             level,
-            cap if self.correction_cap is None else self.correction_cap,
-            floor if self.correction_floor is None else self.correction_floor,
+            cap if self.rollout_correction_cap is None else self.rollout_correction_cap,
+            floor if self.rollout_correction_floor is None else self.rollout_correction_floor,
         )
 
     def decisions(self, how: Correction) -> list[Decision]:
@@ -220,26 +226,28 @@ class PolicyConfig:
         decisions: list[Decision] = []
         if how.kind == "none":
             return decisions
-        if self.correction == "auto":
+        if self.rollout_correction == "auto":
             reason = "the engine is another program"
-            decisions.append(Decision(f"{self.section}.correction", how.kind, reason))
-        if self.correction_level is None:
+            decisions.append(Decision(f"{self.section}.rollout_correction", how.kind, reason))
+        if self.rollout_correction_level is None:
             reason = "each token is weighted for itself"
             if how.level == "geometric":
                 reason = (
                     "the product over an answer fades with its length, the geometric mean does not"
                 )
-            decisions.append(Decision(f"{self.section}.correction_level", how.level, reason))
+            decisions.append(
+                Decision(f"{self.section}.rollout_correction_level", how.level, reason)
+            )
         return decisions
 
     def require_no_auto(self) -> None:
         """Raise ConfigError for settings of a correction that ``auto`` leaves out: the engine is in this process."""
-        for name in CORRECTING if self.correction == "auto" else ():
+        for name in CORRECTING if self.rollout_correction == "auto" else ():
             if getattr(self, name) != _default(self, name):
                 raise ConfigError(
                     f"found {self.section}.{name}={_shown(getattr(self, name))}, which nothing reads: with the engine "
-                    f"in this process {self.section}.correction=auto is none; expected truncated or masked; set that, "
-                    f"or leave {name} out"
+                    f"in this process {self.section}.rollout_correction=auto is none; expected truncated or "
+                    f"masked; set that, or leave {name} out"
                 )
 
     def _keys(self) -> Iterator[Key]:
@@ -249,17 +257,19 @@ class PolicyConfig:
         yield Key("clip_low", made.is_held, held)
         yield Key("clip_high", made.is_held, held)
         yield Key("dual_clip", made.is_dual, losses_where(lambda name: SURROGATES[name].is_dual))
-        yield Key("sapo_positive", self.loss == "sapo", "loss=sapo")
-        yield Key("sapo_negative", self.loss == "sapo", "loss=sapo")
-        is_constant = self.average == "constant"
-        yield Key("constant_length", is_constant, "average=constant")
+        yield Key("sapo_tau_positive", self.loss == "sapo", "loss=sapo")
+        yield Key("sapo_tau_negative", self.loss == "sapo", "loss=sapo")
+        is_constant = self.loss_aggregation == "constant"
+        yield Key("constant_length", is_constant, "loss_aggregation=constant")
         yield Key("kl_in", has_kl, "kl_coef above 0")
         in_loss = has_kl and self.kl_in == "loss"
-        yield Key("kl_value", in_loss, "kl_coef above 0 and kl_in=loss")
+        yield Key("kl_estimator", in_loss, "kl_coef above 0 and kl_in=loss")
         yield Key("kl_gradient", in_loss, "kl_coef above 0 and kl_in=loss")
         yield Key("kl_target", has_kl and not in_loss, "kl_coef above 0 and kl_in=reward")
         for name in CORRECTING:
-            yield Key(name, self.correction != "none", "correction=truncated or masked")
+            yield Key(
+                name, self.rollout_correction != "none", "rollout_correction=truncated or masked"
+            )
 
     def _require_meant(self, roll_out: RollOut) -> None:
         """Refuse what the loss refuses, and say in which section it was found."""
@@ -299,7 +309,11 @@ class PolicyMethod(OnlineMethod):
     @property
     def _is_fresh(self) -> bool:
         """Whether a rollout is sampled from the current policy and trained on once."""
-        return self.rollout.updates == 1 and not self.rollout.ahead and not self.rollout.replay
+        return (
+            self.rollout.updates == 1
+            and not self.rollout.asynchronous
+            and not self.rollout.replay_groups
+        )
 
     @property
     def _has_penalty(self) -> bool:
@@ -344,13 +358,18 @@ class PolicyMethod(OnlineMethod):
 
     @property
     def ends_remedy(self) -> str:
-        return f"{'raise' if self.shaping.missing_stop else 'set'} shaping.missing_stop"
+        return (
+            f"{'raise' if self.shaping.missing_eos_penalty else 'set'} shaping.missing_eos_penalty"
+        )
 
     def resolved(self) -> dict[str, Any]:
         """With the bounds of the correction: other defaults are other bounds."""
         settings, correction = super().resolved(), self.loss().correction
         section = settings[self.policy.section]
-        section |= {"correction_cap": correction.cap, "correction_floor": correction.floor}
+        section |= {
+            "rollout_correction_cap": correction.cap,
+            "rollout_correction_floor": correction.floor,
+        }
         return settings
 
 

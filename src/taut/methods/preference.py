@@ -10,6 +10,7 @@ refused by the loss itself, in the words of these keys.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Protocol, TypeAlias
 
 from pydantic import Field
@@ -45,11 +46,8 @@ NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
 class PairMethod(RunConfig):
     """A method whose rows are a prompt with answers of which some are better."""
 
+    row_kinds: ClassVar[Mapping[Kind, str]] = {"preference": ""}
     allows_noise: ClassVar[bool] = False
-
-    @property
-    def row_kind(self) -> Kind:
-        return "preference"
 
 
 class _MakesLoss(Protocol):
@@ -94,7 +92,7 @@ class DpoConfig:
     """For loss=discopop: temperature of the transition between its two branches; 0.05 if not set."""
     reference_free: bool = False
     """Compare the log-probabilities themselves, without a reference."""
-    entropy: bool = False
+    log_entropy: bool = False
     """Log the entropy of the policy on the answers' tokens, which costs one more pass over the logits."""
 
     def __post_init__(self) -> None:
@@ -134,5 +132,5 @@ class DpoConfig:
             margin=self.margin,
             tau=0.05 if self.discopop_tau is None else self.discopop_tau,
             reference_free=self.reference_free,
-            entropy=self.entropy,
+            entropy=self.log_entropy,
         )

@@ -34,7 +34,7 @@ class SimpoConfig:
     """Assumed probability that a pair is labelled the wrong way round."""
     sft_weight: NotNegative = 0.0
     """Weight of the mean negative log-probability of the preferred answers' tokens."""
-    entropy: bool = False
+    log_entropy: bool = False
     """Log the entropy of the policy on the answers' tokens, which costs one more pass over the logits."""
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class SimpoConfig:
             alpha=self.alpha,
             label_smoothing=self.label_smoothing,
             sft_weight=self.sft_weight,
-            entropy=self.entropy,
+            entropy=self.log_entropy,
         )
 
 

@@ -15,7 +15,6 @@ import torch
 from pydantic import Field
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.attention.select import select
 from taut.config import Decision, configclass, home_path, user_path
 from taut.data.dataset import Dataset
 from taut.data.top_logprobs import WithTeacher, read_top_logprobs
@@ -23,6 +22,7 @@ from taut.errors import ConfigError, ModelError
 from taut.losses.loss import Loss
 from taut.losses.supervised import Distill
 from taut.models.architecture import head
+from taut.models.attention_backends import select
 from taut.models.load import (
     context_length,
     load_config,

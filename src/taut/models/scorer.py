@@ -16,7 +16,7 @@ Where a loss wants the divergence from a teacher, the teacher scores the micro-b
 version of the head (models/teacher.py) replaces both; ``linear_N`` is then [2, N], the coefficients of ``logp_N`` and
 of ``divergence_N``.
 
-Where a loss wants a scalar, it comes from the critic if there is one (models/critic.py), else from the model's own
+Where a loss wants a scalar, it comes from the critic if there is one (models/heads.py), else from the model's own
 scalar head; one forward computes it together with the log-probabilities.
 
 The Scorer is the root of sharding: inner modules are not called from outside.
@@ -35,8 +35,7 @@ from torch import Tensor, nn
 from taut.attention.decode import Decoding
 from taut.attention.layout import Layout
 from taut.models.architecture import HeadSpec, head, hidden_states, run_backbone
-from taut.models.critic import Critic, OwnCritic
-from taut.models.heads import scalar, scalar_head
+from taut.models.heads import Critic, OwnCritic, scalar, scalar_head
 from taut.models.precision import product_into
 from taut.types import Divergence, Media, Packed, Scores, Wants
 
@@ -133,6 +132,14 @@ class Scorer(nn.Module):
         ids_T, position_ids = ids_T.to(device), position_ids.to(device)
         hidden_TD = hidden_states(self.model, ids_T, position_ids, layout, media)
         return head(self.model).logits(hidden_TD.index_select(0, read_R.to(device)))
+
+    def target_logits(self, packed: Packed) -> Tensor:
+        """Logits [N, V] of each listed target's predictor, as ``next_logits``."""
+        last_T = None if packed.last_T is None else packed.last_T.numpy()
+        layout = Layout(packed.reach_T.numpy(), last_T, self.device)
+        return self.next_logits(
+            packed.ids_T, packed.position_ids, layout, packed.predictor_N, packed.media
+        )
 
 
 def score_hidden(

@@ -43,7 +43,7 @@ def test_names_are_those_of_a_checkpoint(name: str, tmp_path: Path) -> None:
 
 def test_an_adapter_is_merged() -> None:
     plain = tiny().state_dict()
-    model = apply_lora(tiny(), LoraConfig(rank=2, targets=["q_proj"], train_rows="never"))
+    model = apply_lora(tiny(), LoraConfig(rank=2, targets=["q_proj"], train_token_rows="never"))
     change(model)
     tensors = checkpoint_tensors(model)
     changed = {name for name in plain if not torch.equal(plain[name], tensors[name])}

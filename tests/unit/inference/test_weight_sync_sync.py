@@ -26,7 +26,7 @@ from taut.models.lora import LoraConfig, apply_lora
 from taut.train.distributed import Ranks
 from taut.types import Completion
 
-LORA = LoraConfig(rank=2, train_rows="never")
+LORA = LoraConfig(rank=2, train_token_rows="never")
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def test_an_adapter_alone_goes_under_a_name_of_its_own(folder: str) -> None:
 
 
 def test_what_vllm_loads_no_adapter_of_goes_whole(folder: str) -> None:
-    model = apply_lora(tiny(), LoraConfig(rank=2, dora=True, train_rows="never"))
+    model = apply_lora(tiny(), LoraConfig(rank=2, dora=True, train_token_rows="never"))
     with following(WeightServer(has=("full", "adapter")), trained(model), folder=folder) as engine:
         assert sync_of(engine).mode == "full"
     with (

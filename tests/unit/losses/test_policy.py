@@ -129,7 +129,9 @@ def test_a_masked_token_keeps_its_part_in_the_ratio_of_gspo() -> None:
 
 def test_gmpo_refuses_weights_of_tokens() -> None:
     how = Correction("masked", "token")
-    with pytest.raises(ConfigError, match=r"correction_level=token with loss=gmpo.*geometric"):
+    with pytest.raises(
+        ConfigError, match=r"rollout_correction_level=token with loss=gmpo.*geometric"
+    ):
         PolicyGradient("gmpo", Bounds(0.4, 0.4), has_engine_logp=True, correction=how)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import taut
-from taut.config import ELSEWHERE, INSTEAD, describe, from_mapping
+from taut.config import ELSEWHERE, INSTEAD, RENAMED, describe, from_mapping
 from taut.errors import ConfigError
-from taut.methods import METHODS, command_of
+from taut.methods import METHODS, command_of, commands_for
 from taut.methods.method import RunConfig
 
 PLAIN = {"model": "m", "data.train": "t.jsonl"}
@@ -35,6 +35,24 @@ PLAIN = {"model": "m", "data.train": "t.jsonl"}
 def test_refused(method: Any, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_mapping(METHODS[method], {"method": method, **PLAIN, **keys})
+
+
+@pytest.mark.parametrize(
+    ("kind", "commands"),
+    [
+        ("sft", "taut sft, taut distill"),
+        (
+            "preference",
+            "taut reward with reward.loss=bradley_terry, taut dpo, taut orpo, taut simpo, taut cpo",
+        ),
+        ("unpaired", "taut kto"),
+        ("scored", "taut reward with reward.loss=regression"),
+        ("stepwise", "taut reward with reward.loss=process"),
+        ("prompt", "taut grpo, taut ppo, taut online-dpo, taut best-of-n, taut gkd"),
+    ],
+)
+def test_commands_for_a_kind_of_rows(kind: str, commands: str) -> None:
+    assert commands_for(kind) == commands
 
 
 RATES = {
@@ -150,3 +168,33 @@ def test_every_key_that_a_name_from_elsewhere_leads_to_exists() -> None:
         named = set(re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)+", sentence)) - {"torch.compile"}
         tables = {key.rpartition(".")[0] for key in keys}
         assert named <= keys | tables, sentence
+
+
+@pytest.mark.parametrize(
+    "old", [old for old in RENAMED if old.rpartition(".")[0] not in ("", "server", "remote")]
+)
+def test_the_name_that_a_key_had_before_is_refused_and_leads_to_its_name_now(old: str) -> None:
+    keys = {name: {row.key for row in describe(cls)} for name, cls in METHODS.items()}
+    methods = [name for name, known in keys.items() if RENAMED[old] in known]
+    assert methods
+    for method in methods:
+        assert old not in keys[method]
+        hint = re.escape(f"unknown key '{old}' in the arguments; it is now called '{RENAMED[old]}'")
+        with pytest.raises(ConfigError, match=hint):
+            from_mapping(METHODS[method], {"method": method, **PLAIN, old: 1})
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("guard.max_silent", "rollout_monitor.max_without_signal"),
+        ("guard.max_errors", "rollout_monitor.max_errors"),
+        ("divergence.loss_steps", "loss_monitor.loss_steps"),
+        ("stop.share", "stop_check.min_share"),
+        ("stop", "stop_check"),
+    ],
+)
+def test_a_key_of_a_renamed_table_leads_to_its_name_now(old: str, new: str) -> None:
+    hint = re.escape(f"unknown key '{old}' in the arguments; it is now called '{new}'")
+    with pytest.raises(ConfigError, match=hint):
+        from_mapping(METHODS["grpo"], {"method": "grpo", **PLAIN, old: 1})

@@ -238,7 +238,7 @@ def test_a_service_that_fails_is_an_error_and_no_outcome(
     monkeypatch.setenv("PISTON_KEY", KEY)
     with serving("piston") as fake:
         fake.fault = lambda job: fault
-        box = open_remote(remote_of("piston", fake, key="PISTON_KEY"), None)
+        box = open_remote(remote_of("piston", fake, api_key_env="PISTON_KEY"), None)
         start = time.monotonic()
         limits = Limits(wall_seconds=0.3, output_kb=64)
         with pytest.raises(SandboxError, match=re.escape(found)) as caught:
@@ -348,14 +348,16 @@ def test_settings_that_are_missing_or_wrong_are_named(monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match="PISTON_ENDPOINTS"):
         open_remote(Remote(service="piston"), LIMITS)
     monkeypatch.delenv("E2B_API_KEY")
-    with pytest.raises(ConfigError, match=r"remote\.key=E2B_API_KEY: no environment variable"):
+    with pytest.raises(
+        ConfigError, match=r"remote\.api_key_env=E2B_API_KEY: no environment variable"
+    ):
         open_remote(Remote(service="e2b"), LIMITS)
-    with pytest.raises(ConfigError, match=r"remote\.key=OTHER: no environment variable"):
-        open_remote(Remote(service="e2b", key="OTHER"), LIMITS)
+    with pytest.raises(ConfigError, match=r"remote\.api_key_env=OTHER: no environment variable"):
+        open_remote(Remote(service="e2b", api_key_env="OTHER"), LIMITS)
     with pytest.raises(ValueError, match=r"remote.image .* snapshot"):
         Remote(service="morph")
-    with pytest.raises(ValueError, match=r"remote.key is set and remote.service is not"):
-        Remote(key="OTHER")
+    with pytest.raises(ValueError, match=r"remote.api_key_env is set and remote.service is not"):
+        Remote(api_key_env="OTHER")
     with pytest.raises(ValueError, match="several are for piston"):
         Remote(service="e2b", addresses=("http://a", "http://b"))
     for url in (
