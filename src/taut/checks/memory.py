@@ -103,7 +103,7 @@ def _coarse_bound(session: Session) -> int | None:
     """
     if (
         session.inputs.renderer.image_store is not None
-        or session.run.unpredicted_memory is not None
+        or session.run.models().unpredicted is not None
     ):
         return None
     model = session.scorer.model
@@ -121,7 +121,7 @@ def _coarse_bound(session: Session) -> int | None:
     if architecture.has_head(model):
         head = 4 * max(CHUNK_ELEMENTS, MIN_CHUNK_ROWS * table.shape[0])
     values = KEPT_FACTOR * tokens * width + weights + head
-    reference = session.run.reference_bytes(session.trainer.trained)
+    reference = session.run.models().reference_bytes(session.run, session.trainer.trained)
     return session.loaded.dtype.parameters.itemsize * values + reference
 
 

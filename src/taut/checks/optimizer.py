@@ -154,7 +154,10 @@ def a_few_samples_are_learned_by_heart(session: Session) -> Finding:
     skip_if(session.is_policy_gradient, "a policy gradient's loss does not say what was learned")
     trees = _consistent_trees(session.trees)
     samples = [sample for tree in trees for sample in tree.samples]
-    if session.run.observes_mismatched and len({one.values["label"] > 0.5 for one in samples}) < 2:
+    if (
+        session.trainer.source.loss.mismatched
+        and len({one.values["label"] > 0.5 for one in samples}) < 2
+    ):
         return skipped("the shortest rows are all good, or all bad: alone they teach nothing")
     is_whole = all(p.requires_grad for p in session.scorer.model.parameters())
     is_bounded = not is_whole or session.run.loss_has_floor

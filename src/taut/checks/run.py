@@ -32,7 +32,7 @@ from taut.evals.reload import (
 from taut.io.console import counted
 from taut.io.files import read_json
 from taut.io.temporary import TemporaryFolder
-from taut.methods.offline import Offline
+from taut.methods.method import Offline
 from taut.models import architecture
 from taut.models.load import load_config, load_tokenizer
 from taut.models.lora import is_adapted

@@ -597,7 +597,6 @@ def train(run: RunConfig) -> Result:
                 built = build(run, inputs, start.plan, ranks, log.emit, interrupts)
                 with closing(built.trainer.source) as source:
                     built.opened.extend(source.open())
-                    built.opened.extend(run.held_out_decisions())
                     evaluations, stop_check = _evaluations(built, out), _stop_check(built)
                     examination = before_training(built)
                     keep_reference(built)

@@ -63,6 +63,11 @@ class Loss:
         return False
 
     @property
+    def mismatched(self) -> bool:
+        """Whether ``observe`` needs each prompt with another one's answer in place of the step's samples (KTO)."""
+        return False
+
+    @property
     def units(self) -> Mapping[str, Unit]:
         """Each term's denominator."""
         raise NotImplementedError

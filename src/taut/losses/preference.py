@@ -647,7 +647,6 @@ class Unpaired(Loss):
 
     @property
     def mismatched(self) -> bool:
-        """Whether ``observe`` needs each prompt with another one's answer in place of the step's samples."""
         return self.variant == "kto"
 
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:

@@ -241,13 +241,14 @@ class OnlineMethod(RunConfig):
             ),
         )
 
-    def held_out_decisions(self) -> list[Decision]:
-        """That held-out answers have no environment."""
+    @property
+    def decisions(self) -> list[Decision]:
         if not self.rollout.environment.is_on or not self.data.eval:
-            return []
+            return super().decisions
         reason = "they are judged without rollout.environment, which answers roll-outs alone"
-        asked = "asked" if self.eval.answers.rewards else "not asked"
-        return [Decision("held-out answers", asked, f"eval.answers.rewards; {reason}")]
+        value = "asked" if self.eval.answers.rewards else "not asked"
+        decision = Decision("held-out answers", value, f"eval.answers.rewards; {reason}")
+        return [*super().decisions, decision]
 
     # -- what is printed
 

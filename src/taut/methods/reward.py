@@ -9,11 +9,9 @@ is in models/{heads,reward_model}.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field
-
-from taut.config import configclass
+from taut.config import NotNegative, configclass
 from taut.data.schema import Kind
 from taut.errors import ConfigError
 from taut.losses.loss import Loss
@@ -21,8 +19,6 @@ from taut.losses.reward import BradleyTerry, Process, Regression
 from taut.methods.method import MethodName, RunConfig
 from taut.models.reward_model import NewHead
 from taut.train.optim import DefaultRates
-
-NotNegative = Annotated[float, Field(ge=0)]
 
 
 @configclass

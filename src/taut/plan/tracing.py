@@ -147,7 +147,7 @@ def adapted(run: RunConfig, base: PreTrainedModel) -> nn.Module:
 
 def require_predictable(run: RunConfig, config: PreTrainedConfig) -> None:
     """Raise ModelError for a run with parts whose memory is not modelled here."""
-    if (name := run.unpredicted_memory) is not None:
+    if (name := run.models().unpredicted) is not None:
         raise ModelError(
             f"found a run of {run.command()}: what a {name} takes is not predicted; expected one "
             f"without a {name}; measure it with a short run instead"
@@ -181,7 +181,7 @@ def trace(
         weights=_sizes(model, model.parameters()),
         trained=_sizes(model, trained),
         optimizer=2 * sum(p.nbytes for p in trained),
-        reference=run.reference_bytes(trained),
+        reference=run.models().reference_bytes(run, trained),
         passes=run.extra_forwards(),
         is_linear=run.loss().linear_weights(packed) is not None,
         num_parameters=sum(p.numel() for p in model.parameters()),
