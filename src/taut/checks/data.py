@@ -874,13 +874,8 @@ def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
     positions, targets, weights and values, read back along what each token sees. Compared answers are in one
     micro-batch. None has more tokens than the budget, except for one sample, or one row of compared answers, alone.
     """
-<<<<<<< HEAD
     source, last = session.trainer.source, session.trainer.num_steps
     assert isinstance(source, Offline | Online)
-=======
-    method, last = session.trainer.source, session.trainer.num_steps
-    assert isinstance(method, Offline | Online)
->>>>>>> main
     wrong: list[str] = []
     order = replace(source.order, origin=START)
     num_steps = min(COUNTED_STEPS, order.num_steps(1.0))
@@ -896,20 +891,12 @@ def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
     begin = source.order.origin.step + 1 if isinstance(source, Offline) else 1
     plans: list[StepPlan] = []
     for step in range(begin, min(begin + MOST_STEPS - 1, last) + 1):
-<<<<<<< HEAD
         trees = source.prepare(step) if isinstance(source, Offline) else session.trees
-=======
-        trees = method.prepare(step) if isinstance(method, Offline) else session.trees
->>>>>>> main
         packs = lay_out(trees, session.trainer.budget, session.trainer.policy)
         wrong += _wrong_in_step(trees, packs, session.trainer.budget)
         plans.append(step_plan(step, trees, packs))
         num_planned = sum(plan.unshared for plan in plans)
-<<<<<<< HEAD
         if wrong or not isinstance(source, Offline) or num_planned > MOST_TOKENS:
-=======
-        if wrong or not isinstance(method, Offline) or num_planned > MOST_TOKENS:
->>>>>>> main
             break
     if wrong:
         return failed(

@@ -13,10 +13,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-<<<<<<< HEAD
-=======
-from taut.attention.layout import Layout
->>>>>>> main
 from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import GENERATED, Session
 from taut.data.chat_template import Ids, Text, common_length
