@@ -19,6 +19,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import difflib
+import fnmatch
 import json
 import os
 import re
@@ -32,14 +33,29 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, data
 from urllib.parse import urlsplit
 
 import pydantic
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic.fields import FieldInfo
 
 from taut.errors import ConfigError
 from taut.io import files
 
+T = TypeVar("T")
 KeyPath = tuple[str | int, ...]
+
+Positive: TypeAlias = Annotated[float, Field(gt=0)]
+NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
+Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+"""Types of a field: a number above 0, of at least 0, and between 0 and 1."""
+
+LARGEST = 2**24
+"""Largest TOML file, in bytes."""
+DEEPEST = 32
+"""Depth to which tables and lists may be nested."""
+WIDEST = 2**63
+"""TOML's integers are smaller in size."""
+IS_TRAINING = "optim.learning_rate"
+"""The key by which a command that trains is recognised."""
 
 ERRORS_SHOWN = 3
 """How many mistakes one message names."""
@@ -137,11 +153,10 @@ ELSEWHERE = {
         "log.wandb": "use_wandb wandb_project",
         "log.wandb log.tensorboard": "logger report_to trackers",
         "reward.centering_coef": "center_rewards_coefficient",
-        "dpo.loss kto.loss cpo.loss grpo.loss ppo.loss reward.loss": "loss_type pref_loss",
-        "dpo.beta kto.beta orpo.beta simpo.beta cpo.beta": "pref_beta",
-        "grpo.kl_coef ppo.kl_coef": "beta init_kl_coef kl_beta kl_loss_coef kl_penalty_coef use_kl_loss",
-        "dpo.sft_weight cpo.sft_weight simpo.sft_weight": "cpo_alpha pref_ftx rpo_alpha",
-        "distill.sft_weight": "sft_alpha",
+        "*.loss": "importance_sampling_level loss_type policy_loss pref_loss",
+        "*.beta": "pref_beta",
+        "*.kl_coef": "beta init_kl_coef kl_beta kl_loss_coef kl_penalty_coef use_kl_loss",
+        "*.sft_weight": "cpo_alpha pref_ftx rpo_alpha sft_alpha",
         "dpo.divergence": "f_divergence_type",
         "simpo.gamma": "simpo_gamma",
         "reference.model": "ref_model ref_model_name_or_path reference_model",
@@ -164,16 +179,13 @@ ELSEWHERE = {
         ),
         "shaping.missing_eos_penalty": "missing_eos_penalty non_stop_penalty",
         "shaping.overlong": "mask_truncated_completions overlong_filter",
-        "grpo.clip_low grpo.clip_high ppo.clip_low ppo.clip_high": (
-            "clip_range clip_ratio cliprange eps_clip epsilon"
-        ),
-        "grpo.clip_low ppo.clip_low": "clip_ratio_low epsilon_low",
-        "grpo.clip_high ppo.clip_high": "clip_ratio_high epsilon_high",
-        "grpo.dual_clip ppo.dual_clip": "clip_ratio_c delta",
-        "grpo.loss ppo.loss": "importance_sampling_level policy_loss",
-        "grpo.loss_aggregation ppo.loss_aggregation": "loss_agg_mode",
+        "*.clip_low *.clip_high": "clip_range clip_ratio cliprange eps_clip epsilon",
+        "*.clip_low": "clip_ratio_low epsilon_low",
+        "*.clip_high": "clip_ratio_high epsilon_high",
+        "*.dual_clip": "clip_ratio_c delta",
+        "*.loss_aggregation": "loss_agg_mode",
         "grpo.advantage": "adv_estimator advantage_estimator scale_rewards",
-        "grpo.entropy_coef ppo.entropy_coef": "entropy_coeff",
+        "*.entropy_coef": "entropy_coeff",
         "ppo.gae_lambda": "gae_lambda lambd",
         "ppo.value_clip": "cliprange_value value_clip_range",
         "ppo.value_coef": "vf_coef",
@@ -182,8 +194,8 @@ ELSEWHERE = {
     }.items()
     for name in names.split()
 }
-"""Names of other frameworks (TRL, transformers, LLaMA-Factory, ms-swift, OpenRLHF, verl, axolotl) -> the keys here: a
-suggestion names those that the method has."""
+"""Names of other frameworks (TRL, transformers, LLaMA-Factory, ms-swift, OpenRLHF, verl, axolotl) -> the keys here;
+``*`` stands for any table. A suggestion names the keys that the command has."""
 
 RENAMED = {
     "guard": "rollout_monitor",
@@ -213,26 +225,18 @@ RENAMED = {
     "best_of_n.at_least": "best_of_n.min_reward",
     "ppo.lam": "ppo.gae_lambda",
     "ppo.bootstrap_cut": "ppo.bootstrap_truncated",
-    **{
-        f"{method}.{old}": f"{method}.{new}"
-        for method in ("grpo", "ppo")
-        for old, new in {
-            "average": "loss_aggregation",
-            "correction": "rollout_correction",
-            "correction_level": "rollout_correction_level",
-            "correction_cap": "rollout_correction_cap",
-            "correction_floor": "rollout_correction_floor",
-            "kl_value": "kl_estimator",
-            "sapo_positive": "sapo_tau_positive",
-            "sapo_negative": "sapo_tau_negative",
-        }.items()
-    },
-    **{
-        f"{method}.entropy": f"{method}.log_entropy"
-        for method in ("grpo", "ppo", "dpo", "kto", "orpo", "simpo", "cpo")
-    },
+    "*.average": "*.loss_aggregation",
+    "*.correction": "*.rollout_correction",
+    "*.correction_level": "*.rollout_correction_level",
+    "*.correction_cap": "*.rollout_correction_cap",
+    "*.correction_floor": "*.rollout_correction_floor",
+    "*.kl_value": "*.kl_estimator",
+    "*.sapo_positive": "*.sapo_tau_positive",
+    "*.sapo_negative": "*.sapo_tau_negative",
+    "*.entropy": "*.log_entropy",
 }
-"""Keys and tables of earlier versions -> their names now. They are refused; the error gives the new name."""
+"""Keys and tables of earlier versions -> their names now; ``*`` stands for any table. They are refused; the error gives
+the new name."""
 
 _PACKED = (
     "batches are always packed, without padding, and samples do not see each other; batch.tokens_per_microbatch is "
@@ -389,18 +393,13 @@ def _path_of(detail: Any, tree: Any) -> KeyPath:
     return tuple(path)
 
 
-def _first_key(key: str, keys: Sequence[str]) -> str:
-    """``key``, or the first key of the table it names."""
-    return next((known for known in keys if known.startswith(f"{key}.")), key)
-
-
 def _explain_one(path: KeyPath, details: Sequence[Any], place: str, keys: Sequence[str]) -> str:
     key = key_text(path)
     kinds = {detail["type"] for detail in details}
     if "value_error" in kinds:
         return str(details[0]["ctx"]["error"])
     if "missing" in kinds:
-        wanted = _first_key(key, keys)
+        wanted = next((known for known in keys if known.startswith(f"{key}.")), key)
         return f"key '{key}' is missing; expected {wanted}=... on the command line or in the run's TOML file"
     if "unexpected_keyword_argument" in kinds:
         return f"unknown key '{key}' {place}; {_suggest(key, keys)}"
@@ -415,41 +414,28 @@ def _explain_one(path: KeyPath, details: Sequence[Any], place: str, keys: Sequen
 
 
 def _suggest(key: str, keys: Sequence[str]) -> str:
-    """Which key is meant: the one that does what a framework's does, one of the same name, or one spelt alike."""
+    """A hint for an unknown key: its name now, the key of the same function or name, or one spelt alike."""
     table, _, last = key.rpartition(".")
     renamed = f"{RENAMED.get(table, table)}.{last}" if table else key
-    renamed = RENAMED.get(renamed, renamed)
+    renamed = RENAMED.get(renamed) or RENAMED.get(f"*.{last}", renamed).replace("*", table)
     if renamed != key and any(f"{known}.".startswith(f"{renamed}.") for known in keys):
         return f"it is now called '{renamed}'"
     elsewhere = ELSEWHERE.get(last, ())
-    in_table = [f"{table}.{known.rpartition('.')[2]}" for known in elsewhere]  # critic.lr
-    for meant in (in_table, elsewhere):
-        here = dict.fromkeys(f"'{known}'" for known in meant if known in keys)
+    in_table = [f"{table}.{pattern.rpartition('.')[2]}" for pattern in elsewhere]  # critic.lr
+    for patterns in (in_table, elsewhere):
+        here = [f"'{known}'" for pattern in patterns for known in fnmatch.filter(keys, pattern)]
         if here:
-            return f"did you mean {' or '.join(here)}?"
+            return f"did you mean {' or '.join(dict.fromkeys(here))}?"
     if last in INSTEAD and IS_TRAINING in keys:
         return INSTEAD[last]
     same = [known for known in keys if known == last or known.endswith(f".{last}")]
     if same:
         return f"did you mean '{same[0]}'?"
     if elsewhere and IS_TRAINING in keys:
-        return f"other commands have '{elsewhere[0]}' for it, this one does not"
+        name = elsewhere[0].removeprefix("*.")
+        return f"other commands have '{name}' for it, this one does not"
     close = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
     return f"did you mean '{close[0]}'?" if close else "'taut COMMAND --help' lists every key"
-
-
-IS_TRAINING = "optim.learning_rate"
-"""The key by which a command that trains is known."""
-
-
-T = TypeVar("T")
-
-LARGEST = 2**24
-"""Largest TOML file, in bytes."""
-DEEPEST = 32
-"""Keys and lists may be nested so deep."""
-WIDEST = 2**63
-"""TOML's integers are smaller in size."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -461,17 +447,13 @@ def configclass(cls: type[T]) -> type[T]:
     settings = pydantic.ConfigDict(
         extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
     )
-    made: Any = pydantic_dataclass(frozen=True, kw_only=True, config=settings)(cls)
-    _inherit_documentation(made)
-    return made  # type: ignore[no-any-return]  # pydantic's own type for it is not type[T]
-
-
-def _inherit_documentation(cls: type[Any]) -> None:
-    """Give fields that come from a base class its documentation: pydantic reads that of the class alone."""
-    for base in filter(_is_table, cls.__mro__[1:]):
+    result: Any = pydantic_dataclass(frozen=True, kw_only=True, config=settings)(cls)
+    # pydantic reads the documentation of the class's own fields alone.
+    for base in filter(_is_table, result.__mro__[1:]):
         for name, info in fields_of(base).items():
-            if fields_of(cls)[name].description is None:
-                fields_of(cls)[name].description = info.description
+            if fields_of(result)[name].description is None:
+                fields_of(result)[name].description = info.description
+    return result  # type: ignore[no-any-return]  # pydantic's own type for it is not type[T]
 
 
 class Decision(NamedTuple):

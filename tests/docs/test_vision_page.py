@@ -20,7 +20,7 @@ from taut.data.render import Renderer, render_any
 from taut.data.schema import Columns, read_any, read_row
 from taut.errors import RenderError
 from taut.vision.content import FORMATS, ImagesConfig
-from taut.vision.image_store import Album
+from taut.vision.image_store import ImageStore
 from taut.vision.processors import PROCESSORS, open_processor
 
 PAGE = (ROOT / "docs/vision.md").read_text(encoding="utf-8")
@@ -38,7 +38,9 @@ def renderer(kind: str, place: Path, template: str | None = None) -> Renderer:
     tokenizer = vision_tokenizer(kind)
     processor = open_processor(str(place), vision_config(kind), tokenizer)
     assert processor is not None
-    return Renderer(tokenizer, template, album=Album(processor, ImagesConfig(), place / "kept"))
+    return Renderer(
+        tokenizer, template, image_store=ImageStore(processor, ImagesConfig(), place / "kept")
+    )
 
 
 def test_every_row_of_the_page_is_read_with_all_its_pictures(tmp_path: Path) -> None:
@@ -81,7 +83,7 @@ def test_llava_asks_as_it_was_taught_with_the_template_and_as_published(tmp_path
     (sample,) = given.render(row)
     learned = sample.ids_T[sample.target_at_N]
     assert given.tokenizer.decode(learned) == "green<|im_end|>"
-    published = Renderer(given.tokenizer, PUBLISHED, album=given.album)
+    published = Renderer(given.tokenizer, PUBLISHED, image_store=given.image_store)
     ids, media = published.prompt_media(row.messages[:1])
     ours, of_ours = given.prompt_media(row.messages[:1])
     assert ids.tolist() == ours.tolist()

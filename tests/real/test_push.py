@@ -11,7 +11,6 @@ from tests.fake_weight_sync import CPU, change
 from tests.real.vllm import needs_vllm
 from torch import nn
 
-from taut.attention.select import select
 from taut.config import replace
 from taut.data.packing import pack
 from taut.data.render import Renderer
@@ -19,6 +18,7 @@ from taut.inference.engine import Sampling
 from taut.inference.vllm import ServerConfig, ServerEngine
 from taut.inference.vllm_client import TOLERANCE
 from taut.inference.weight_sync import Trained
+from taut.models.attention_backends import select
 from taut.models.load import load_config, load_model, load_tokenizer
 from taut.models.lora import LoraConfig, apply_lora
 from taut.models.scorer import Scorer

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.attention.select import Observation, observe
 from taut.config import Decision
 from taut.data.batching import Rows
 from taut.data.dataset import Dataset, read_rows
@@ -38,6 +37,7 @@ from taut.errors import TautError
 from taut.methods.inputs import Inputs, Language, Loaded
 from taut.methods.method import RunConfig
 from taut.models import architecture
+from taut.models.attention_backends import Observation, observe
 from taut.models.save import serving_tokenizer
 from taut.models.scorer import Scorer
 from taut.rl.online import Online, dry_run
@@ -188,7 +188,12 @@ class Session:
         """
         attempts = islice(read_rows(self.run.data, "train", kind=self.run.row_kind), NUM_ROWS)
         rows = [best_row(row) for row in attempts]
-        return [_without_answer(row) for row in rows] if self.is_generated else rows
+        for index, row in enumerate(rows):
+            if self.is_generated and isinstance(row, Conversation):
+                is_answered = row.messages[-1]["role"] == "assistant"
+                messages = row.messages[:-1] if is_answered else row.messages
+                rows[index] = replace(row, messages=messages, learned=(), excluded=())
+        return rows
 
     @cached_property
     @owned_by("data.rows")
@@ -430,13 +435,6 @@ class Session:
         with observe() as observation:
             numbers = self.numbers([first])
         return {**numbers, **self.numbers([second])}, observation
-
-
-def _without_answer(row: Row) -> Row:
-    if not isinstance(row, Conversation):
-        return row
-    messages = row.messages[:-1] if row.messages[-1]["role"] == "assistant" else row.messages
-    return replace(row, messages=messages, learned=(), excluded=())
 
 
 # -- parts of samples, small enough for a check

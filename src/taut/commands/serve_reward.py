@@ -141,10 +141,12 @@ def run(config: ServeReward) -> int:
     key = _read_key(config)
     with closing(_listen(config)) as listener, TemporaryFolder("serve") as folder:
         judge = open_judge(config, folder)
-        album = judge.renderer.album
+        image_store = judge.renderer.image_store
         for name, value, reason in judge.decisions:
             console.print(f"{name}: {value} ({reason})", markup=False)
-        batcher = Batcher(judge, config.max_waiting, None if album is None else album.forget)
+        batcher = Batcher(
+            judge, config.max_waiting, None if image_store is None else image_store.forget
+        )
         host, port = listener.getsockname()[:2]
         place = f"[{host}]" if ":" in host else host
         console.print(

@@ -320,8 +320,7 @@ def _ids(place: str, text: Text, ids: Ids, renderer: Renderer) -> IntArray:
         ids = ids[:-1] if ids[:-1][-len(text_ids) :] == text_ids else ids
     if bos is not None and ids[:2] == [bos, bos]:
         raise RenderError(
-            f"{place}: the prompt begins with two BOS tokens; expected one; remove it from the "
-            "text or the template"
+            f"{place}: the prompt begins with two BOS tokens; expected one; remove it from the text or the template"
         )
     if not ids:
         raise DataError(
@@ -378,11 +377,11 @@ def load_prompt_set(config: DataConfig, split: Split, renderer: Renderer, how: A
     _require_fitting(config)
     parts: list[SourcePart] = []
     asked: list[PromptRow] = []
-    album = renderer.album
+    image_store = renderer.image_store
     for source, columns in sources(config, split, "prompt"):
         opened = open_source(source)
         unread: list[Incident] = []
-        left_out = unread if album is not None and album.images.bad == "drop" else None
+        left_out = unread if image_store is not None and image_store.images.bad == "drop" else None
         rows = load_prompts(source, renderer, columns, reference=how.reference, left_out=left_out)
         if not rows:
             first = unread[0]
@@ -414,7 +413,7 @@ def load_prompt_set(config: DataConfig, split: Split, renderer: Renderer, how: A
         times = 1 + sum(part.source == opened.path for part in parts)
         label = source.path if times == 1 else f"{source.path}({times})"
         weight, key = source.weight, entry.digest
-        parts.append(SourcePart(label, weight, key, entry, opened.path, opened.stamps, album))
+        parts.append(SourcePart(label, weight, key, entry, opened.path, opened.stamps, image_store))
         asked += kept
     prompts = PromptSet(parts, asked)
     if len({row.id for row in asked}) < len(asked):  # files that number their rows alike

@@ -4,18 +4,14 @@ against the others, on pairs, without a reference. The formula is in losses/pref
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, TypeAlias
+from typing import ClassVar
 
-from pydantic import Field
-
-from taut.config import configclass
+from taut.config import Positive, configclass
 from taut.losses.loss import Loss
 from taut.losses.preference import Orpo as OrpoLoss
 from taut.methods.method import MethodName
 from taut.methods.preference import PairMethod
 from taut.train.optim import DefaultRates
-
-Positive: TypeAlias = Annotated[float, Field(gt=0)]
 
 
 @configclass

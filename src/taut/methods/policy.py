@@ -1,17 +1,19 @@
-"""What GRPO and PPO have in common: policy gradients with a ratio, a divergence from the reference, an entropy
-bonus, and a correction for what engine and trainer compute differently. A key that nothing would read is refused.
-Wiring, no maths: the formulas and their papers are in losses/{policy,advantages}.py.
+"""The common part of GRPO and PPO: policy gradients with a ratio, a KL divergence from the reference, an entropy bonus,
+and a correction for differences between engine and trainer. Keys without an effect are refused.
+
+The formulas and their papers are in losses/{policy,advantages}.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field
 
-from taut.config import Decision, configclass
+from taut.config import Decision, NotNegative, Positive, Share, configclass
 from taut.errors import ConfigError
 from taut.losses.advantages import Estimator
 from taut.losses.policy import (
@@ -29,36 +31,19 @@ from taut.losses.policy import (
 )
 from taut.methods.aux_models import AuxModels
 from taut.methods.online import OnlineMethod, require_live_reference
+from taut.methods.preference import require_valid_loss
 from taut.methods.reference import ReferenceConfig
 from taut.rl.advantages import Gae, KlPenalty, PolicyCredit, ShapingConfig
 
 PolicyLoss: TypeAlias = Literal["clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "reinforce"]
 """The names of losses.policy.SURROGATES; a test holds them to it."""
-Positive: TypeAlias = Annotated[float, Field(gt=0)]
-NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
-Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
 
 CORRECTING = ("rollout_correction_level", "rollout_correction_cap", "rollout_correction_floor")
 
 
-class RollOut(NamedTuple):
-    """What the loss depends on in how rollouts are made."""
-
-    temperature: float
-    """What tokens are sampled at."""
-    limit: int
-    """Tokens an answer may have."""
-    is_fresh: bool
-    """Whether each is the policy's own and trained on once; else ``old_logp_N`` is there."""
-    has_engine_logp: bool
-    """Whether the engine returns log-probabilities."""
-    is_apart: bool = False
-    """Whether the engine computes otherwise than the trainer does: another program, another precision."""
-
-
 class _Defaults(NamedTuple):
-    """The settings of a loss's paper."""
+    """The defaults of a loss, from its paper."""
 
     average: Average
     low: float = 0.2
@@ -77,12 +62,12 @@ _DEFAULTS: dict[PolicyLoss, _Defaults] = {
 
 
 class Key(NamedTuple):
-    """A key, and whether anything reads it."""
+    """A key that has an effect only together with others."""
 
     name: str
     is_read: bool
     wanted: str
-    """What would read it."""
+    """The setting with which it has an effect."""
 
 
 @configclass
@@ -157,17 +142,43 @@ class PolicyConfig:
                     f"that, or leave {key.name} out"
                 )
         for is_fresh in (True, False):
-            self._require_meant(RollOut(1.0, 1, is_fresh, has_engine_logp=True, is_apart=True))
+            make = partial(
+                self.make_loss, temperature=1.0, limit=1, is_fresh=is_fresh, is_apart=True
+            )
+            require_valid_loss(self.section, make)
 
-    def make_loss(self, roll_out: RollOut) -> PolicyGradient:
-        """The loss. Raises ConfigError for what has no meaning."""
-        defaults, average = (
-            _DEFAULTS[self.loss],
-            self.loss_aggregation or _DEFAULTS[self.loss].average,
-        )
-        length = None
-        if average == "constant":
-            length = self.constant_length or roll_out.limit
+    def make_loss(
+        self,
+        *,
+        temperature: float,
+        limit: int,
+        is_fresh: bool,
+        has_engine_logp: bool = True,
+        is_apart: bool = False,
+    ) -> PolicyGradient:
+        """The loss. Raises ConfigError for settings without a meaning.
+
+        ``temperature``: of sampling. ``limit``: tokens of the longest answer. ``is_fresh``: each rollout is sampled
+        from the current policy and trained on once; otherwise samples have ``old_logp_N``. ``is_apart``: the engine is
+        another program or has another precision than the trainer.
+        """
+        defaults = _DEFAULTS[self.loss]
+        average = self.loss_aggregation or defaults.average
+        kl = None
+        if self.kl_in == "loss" and self.kl_coef > 0:
+            kl = Kl(self.kl_coef, self.kl_gradient or "k2", self.kl_estimator or "k3")
+        kind, correction = self.rollout_correction, Correction()
+        if kind == "auto":
+            kind = "truncated" if is_apart and has_engine_logp else "none"
+        if kind != "none":
+            is_geometric = kind == "masked" or self.loss == "gmpo"
+            level = self.rollout_correction_level or ("geometric" if is_geometric else "token")
+            floor, cap = (0.9, 1.1) if level == "geometric" else (0.0, 2.0)
+            if self.rollout_correction_cap is not None:
+                cap = self.rollout_correction_cap
+            if self.rollout_correction_floor is not None:
+                floor = self.rollout_correction_floor
+            correction = Correction(kind, level, cap, floor)
         return PolicyGradient(
             surrogate=self.loss,
             bounds=Bounds(
@@ -178,48 +189,26 @@ class PolicyConfig:
                 self.sapo_tau_negative or 1.05,
             ),
             average=average,
-            constant_length=length,
-            is_fresh=roll_out.is_fresh,
-            has_engine_logp=roll_out.has_engine_logp,
-            correction=self._correction(roll_out),
-            kl=self._kl,
+            constant_length=(self.constant_length or limit) if average == "constant" else None,
+            is_fresh=is_fresh,
+            has_engine_logp=has_engine_logp,
+            correction=correction,
+            kl=kl,
             entropy_coef=self.entropy_coef,
             entropy=self.log_entropy,
             critic=self.critic_term,
-            temperature=roll_out.temperature,
+            temperature=temperature,
         )
 
     @property
     def penalty_coef(self) -> float:
-        """What a nat costs in the reward, to begin with."""
+        """The initial KL coefficient of the reward; 0 where the KL divergence is not part of the reward."""
         return self.kl_coef if self.kl_in == "reward" else 0.0
 
     @property
     def critic_term(self) -> Critic | None:
-        """The critic's term, where there is a critic."""
+        """The critic's term of the loss, if there is a critic."""
         return None
-
-    @property
-    def _kl(self) -> Kl | None:
-        if self.kl_in == "reward" or self.kl_coef == 0:
-            return None
-        return Kl(self.kl_coef, self.kl_gradient or "k2", self.kl_estimator or "k3")
-
-    def _correction(self, roll_out: RollOut) -> Correction:
-        kind = self.rollout_correction
-        if kind == "auto":
-            kind = "truncated" if roll_out.is_apart and roll_out.has_engine_logp else "none"
-        if kind == "none":
-            return Correction()
-        is_geometric = kind == "masked" or self.loss == "gmpo"
-        level = self.rollout_correction_level or ("geometric" if is_geometric else "token")
-        floor, cap = (0.9, 1.1) if level == "geometric" else (0.0, 2.0)
-        return Correction(
-            kind,
-            level,
-            cap if self.rollout_correction_cap is None else self.rollout_correction_cap,
-            floor if self.rollout_correction_floor is None else self.rollout_correction_floor,
-        )
 
     def decisions(self, how: Correction) -> list[Decision]:
         """The settings of the correction that were chosen automatically, with reasons."""
@@ -252,11 +241,12 @@ class PolicyConfig:
 
     def _keys(self) -> Iterator[Key]:
         """Keys that only have an effect together with others."""
-        made, has_kl = SURROGATES[self.loss], self.kl_coef > 0
-        held = losses_where(lambda name: SURROGATES[name].is_held)
-        yield Key("clip_low", made.is_held, held)
-        yield Key("clip_high", made.is_held, held)
-        yield Key("dual_clip", made.is_dual, losses_where(lambda name: SURROGATES[name].is_dual))
+        surrogate, has_kl = SURROGATES[self.loss], self.kl_coef > 0
+        clipped = " or ".join(name for name in SURROGATES if SURROGATES[name].is_held)
+        dual = " or ".join(name for name in SURROGATES if SURROGATES[name].is_dual)
+        yield Key("clip_low", surrogate.is_held, f"loss={clipped}")
+        yield Key("clip_high", surrogate.is_held, f"loss={clipped}")
+        yield Key("dual_clip", surrogate.is_dual, f"loss={dual}")
         yield Key("sapo_tau_positive", self.loss == "sapo", "loss=sapo")
         yield Key("sapo_tau_negative", self.loss == "sapo", "loss=sapo")
         is_constant = self.loss_aggregation == "constant"
@@ -270,13 +260,6 @@ class PolicyConfig:
             yield Key(
                 name, self.rollout_correction != "none", "rollout_correction=truncated or masked"
             )
-
-    def _require_meant(self, roll_out: RollOut) -> None:
-        """Refuse what the loss refuses, and say in which section it was found."""
-        try:
-            self.make_loss(roll_out)
-        except ConfigError as error:
-            raise ConfigError(f"{self.section}: {error}") from error
 
 
 @configclass
@@ -303,7 +286,7 @@ class PolicyMethod(OnlineMethod):
         raise NotImplementedError
 
     def estimate(self) -> Estimator | Gae:
-        """How rewards become advantages."""
+        """The estimator of advantages."""
         raise NotImplementedError
 
     @property
@@ -315,21 +298,12 @@ class PolicyMethod(OnlineMethod):
             and not self.rollout.replay_groups
         )
 
-    @property
-    def _has_penalty(self) -> bool:
-        """Whether the divergence from the reference is a part of the reward."""
-        return self.policy.penalty_coef > 0
-
     def loss(self) -> PolicyGradient:
-        rollout = self.rollout
         return self.policy.make_loss(
-            RollOut(
-                temperature=rollout.temperature,
-                limit=rollout.grows,
-                is_fresh=self._is_fresh,
-                has_engine_logp=True,
-                is_apart=rollout.engine == "server",
-            )
+            temperature=self.rollout.temperature,
+            limit=self.rollout.grows,
+            is_fresh=self._is_fresh,
+            is_apart=self.rollout.engine == "server",
         )
 
     def loss_decisions(self) -> list[Decision]:
@@ -340,7 +314,7 @@ class PolicyMethod(OnlineMethod):
 
     def make_credit(self) -> PolicyCredit:
         policy, penalty = self.policy, None
-        if self._has_penalty:
+        if policy.penalty_coef > 0:
             penalty = KlPenalty(policy.penalty_coef, policy.kl_target)
         return PolicyCredit(
             self.loss(),
@@ -354,7 +328,8 @@ class PolicyMethod(OnlineMethod):
 
     @property
     def scores_reference_first(self) -> bool:
-        return self._has_penalty or (self.policy.kl_coef > 0 and not self._is_fresh)
+        is_stale = self.policy.kl_coef > 0 and not self._is_fresh
+        return self.policy.penalty_coef > 0 or is_stale
 
     @property
     def ends_remedy(self) -> str:
@@ -363,7 +338,7 @@ class PolicyMethod(OnlineMethod):
         )
 
     def resolved(self) -> dict[str, Any]:
-        """With the bounds of the correction: other defaults are other bounds."""
+        """With the bounds of the correction, whose defaults depend on other keys."""
         settings, correction = super().resolved(), self.loss().correction
         section = settings[self.policy.section]
         section |= {
@@ -371,11 +346,6 @@ class PolicyMethod(OnlineMethod):
             "rollout_correction_floor": correction.floor,
         }
         return settings
-
-
-def losses_where(is_one: Any) -> str:
-    """The names of losses of which something is true, for a message."""
-    return f"loss={' or '.join(name for name in SURROGATES if is_one(name))}"
 
 
 def _default(config: PolicyConfig, name: str) -> Any:

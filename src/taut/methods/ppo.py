@@ -9,12 +9,12 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from taut.config import Decision, configclass
+from taut.config import Decision, Positive, Share, configclass
 from taut.errors import ConfigError
 from taut.losses.policy import Critic
 from taut.methods.aux_models import AuxModels
 from taut.methods.method import MethodName
-from taut.methods.policy import PolicyConfig, PolicyMethod, Positive, Share
+from taut.methods.policy import PolicyConfig, PolicyMethod
 from taut.rewards.registry import listed
 from taut.rl.advantages import Gae
 from taut.rl.critic import LEARNING_RATES as CRITIC_RATES

@@ -32,7 +32,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from taut.attention.decode import Decoding
 from taut.attention.layout import Layout
-from taut.attention.select import head_sizes
 from taut.errors import ModelError
 from taut.types import Media, Packed
 from taut.vision import tower
@@ -247,6 +246,17 @@ def layer_types(model: nn.Module) -> list[str]:
     return ["sliding_attention" if windowed else "full_attention"] * config.num_hidden_layers
 
 
+def head_sizes(config: PreTrainedConfig) -> list[int]:
+    """The size of a head in each layer of a language model; Gemma 4 has larger ones in layers with full attention."""
+    per_layer = (
+        config.per_layer_config if config.is_heterogeneous else [config] * config.num_hidden_layers
+    )
+    return [
+        getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        for layer in per_layer
+    ]
+
+
 def attention_layer_count(model: nn.Module) -> int:
     """How many attention calls one forward makes: modules whose forward calls the library's attention interface."""
     codes = [
@@ -345,17 +355,14 @@ def num_experts(config: PreTrainedConfig) -> int:
 
 Part: TypeAlias = Literal["vision_tower", "projector", "language_model"]
 PARTS: tuple[Part, ...] = get_args(Part)
-_LANGUAGE = frozenset({"language_model", "text_model"})
-_PROJECTOR = frozenset(
-    {
-        "merger",
-        "deepstack_merger_list",
-        "multi_modal_projector",
-        "connector",
-        "image_newline",
-    }
-)
-_TOWER = frozenset({"visual", "vision_tower", "vision_model"})
+_WORDS: dict[Part, frozenset[str]] = {
+    "language_model": frozenset({"language_model", "text_model"}),
+    "projector": frozenset(
+        {"merger", "deepstack_merger_list", "multi_modal_projector", "connector", "image_newline"}
+    ),
+    "vision_tower": frozenset({"visual", "vision_tower", "vision_model"}),
+}
+"""Part -> the words of names of which one decides; the first part whose word a name has."""
 _SCALAR = "score"
 
 
@@ -367,29 +374,23 @@ def has_parts(model: nn.Module) -> bool:
 def part_of(name: str) -> Part | None:
     """The part that a parameter or module of a vision-language model belongs to; None for a scalar head."""
     words = set(name.split("."))
-    if not words.isdisjoint(_LANGUAGE):
-        return "language_model"
-    if not words.isdisjoint(_PROJECTOR):
-        return "projector"
-    if not words.isdisjoint(_TOWER):
-        return "vision_tower"
+    for part, decisive in _WORDS.items():
+        if not words.isdisjoint(decisive):
+            return part
     return None if _SCALAR in words else "language_model"
 
 
 def match_pattern(model: nn.Module, pattern: str, names: Sequence[str], key: str) -> list[str]:
-    """The ``names`` (of the model's parameters or modules) that a pattern matches. ``key``: the user's setting."""
-    if pattern not in PARTS:
-        return match_names(pattern, list(names))
-    if not has_parts(model):
-        raise ModelError(
-            f"{key}: {pattern!r} is a part of a vision-language model, and {type(unwrap(model)).__name__} is "
-            "none; expected names of its parameters; leave it out"
-        )
-    return [name for name in names if part_of(name) == pattern]
-
-
-def match_names(pattern: str, names: list[str]) -> list[str]:
-    """The names that a glob, or a regular expression between slashes, matches."""
+    """The ``names`` (of the model's parameters or modules) that a pattern matches: a part, a regular expression between
+    slashes, or a glob. ``key``: the user's setting.
+    """
+    if pattern in PARTS:
+        if not has_parts(model):
+            raise ModelError(
+                f"{key}: {pattern!r} is a part of a vision-language model, and {type(unwrap(model)).__name__} is "
+                "none; expected names of its parameters; leave it out"
+            )
+        return [name for name in names if part_of(name) == pattern]
     if len(pattern) > 2 and pattern.startswith("/") and pattern.endswith("/"):
         try:
             expression = re.compile(pattern[1:-1])

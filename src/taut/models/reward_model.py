@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from taut.errors import ModelError
-from taut.models.heads import check_scalar_head, list_with_library, scalar_head
+from taut.models.heads import check_head, list_with_library, scalar_head
 from taut.models.load import (
     explain_load_errors,
     is_reward_config,
@@ -96,7 +96,7 @@ def load_reward_model(
                 f"model={path} has a scalar head with {actual}, and bias={wanted} was requested; expected its own; "
                 f"set reward.bias={str(has_bias).lower()}"
             )
-    check_scalar_head(model)
+    check_head(model)
     ready: PreTrainedModel = model.to(device).train()  # type: ignore[arg-type]  # a device
     return ready
 

@@ -16,7 +16,7 @@ Where a loss wants the divergence from a teacher, the teacher scores the micro-b
 version of the head (models/teacher.py) replaces both; ``linear_N`` is then [2, N], the coefficients of ``logp_N`` and
 of ``divergence_N``.
 
-Where a loss wants a scalar, it comes from the critic if there is one (models/critic.py), else from the model's own
+Where a loss wants a scalar, it comes from the critic if there is one (models/heads.py), else from the model's own
 scalar head; one forward computes it together with the log-probabilities.
 
 The Scorer is the root of sharding: inner modules are not called from outside.
@@ -35,8 +35,7 @@ from torch import Tensor, nn
 from taut.attention.decode import Decoding
 from taut.attention.layout import Layout
 from taut.models.architecture import HeadSpec, head, hidden_states, run_backbone
-from taut.models.critic import Critic, OwnCritic
-from taut.models.heads import scalar, scalar_head
+from taut.models.heads import Critic, OwnCritic, scalar, scalar_head
 from taut.models.precision import product_into
 from taut.types import Divergence, Media, Packed, Scores, Wants
 
@@ -133,6 +132,14 @@ class Scorer(nn.Module):
         ids_T, position_ids = ids_T.to(device), position_ids.to(device)
         hidden_TD = hidden_states(self.model, ids_T, position_ids, layout, media)
         return head(self.model).logits(hidden_TD.index_select(0, read_R.to(device)))
+
+    def target_logits(self, packed: Packed) -> Tensor:
+        """Logits [N, V] of each listed target's predictor, as ``next_logits``."""
+        last_T = None if packed.last_T is None else packed.last_T.numpy()
+        layout = Layout(packed.reach_T.numpy(), last_T, self.device)
+        return self.next_logits(
+            packed.ids_T, packed.position_ids, layout, packed.predictor_N, packed.media
+        )
 
 
 def score_hidden(
@@ -249,36 +256,28 @@ class Sums:
         if self.bias is not None:
             self.bias += grad.sum(0)
         narrow = grad.to(self.chunks.dtype)
-        taken, trained = self._take_trained(narrow, rows), self.chunks.trained
+        hidden, trained, index = self.chunks.hidden[rows], self.chunks.trained, self.chunks.index
+        taken = None
+        if self.trained is not None:  # the table has no gradient at rows that train on their own
+            assert index is not None
+            taken = narrow.index_select(1, index)
+            self.trained += taken.T @ hidden
+            narrow.index_fill_(1, index, 0.0)
         if self.hidden is not None:
             product_into(self.hidden[rows], narrow, self.chunks.weight.T)
             if taken is not None and trained is not None:
                 self.hidden[rows] += taken @ trained
-        if self.weight is not None:
-            self._add_weight(narrow, self.chunks.hidden[rows])
+        if (
+            self.weight is not None
+        ):  # += grad^T hidden; the first chunk writes, so nothing is zeroed before
+            if narrow.dtype != self.weight.dtype:
+                product = narrow.T @ hidden
+                self.weight.copy_(product) if self.is_first else self.weight.add_(product)
+            elif self.is_first:
+                torch.mm(narrow.T, hidden, out=self.weight)
+            else:
+                self.weight.addmm_(narrow.T, hidden)
         self.is_first = False
-
-    def _take_trained(self, grad: Tensor, rows: slice) -> Tensor | None:
-        """The columns of ``grad`` of the rows that train on their own; ``grad`` has zeros there afterwards."""
-        if self.trained is None:
-            return None
-        index = self.chunks.index
-        assert index is not None
-        taken = grad.index_select(1, index)
-        self.trained += taken.T @ self.chunks.hidden[rows]
-        grad.index_fill_(1, index, 0.0)
-        return taken
-
-    def _add_weight(self, grad: Tensor, hidden: Tensor) -> None:
-        """weight += grad^T hidden; the first chunk writes, so nothing is zeroed before."""
-        assert self.weight is not None
-        if grad.dtype != self.weight.dtype:
-            product = grad.T @ hidden
-            self.weight.copy_(product) if self.is_first else self.weight.add_(product)
-        elif self.is_first:
-            torch.mm(grad.T, hidden, out=self.weight)
-        else:
-            self.weight.addmm_(grad.T, hidden)
 
 
 class _Head(torch.autograd.Function):

@@ -63,7 +63,20 @@ class Supply(NamedTuple):
             rows = self._rows(tokens)
             if rows:
                 return pack(rows, self.policy)
-        return pack(list(_up_to(samples_of(self.trees), tokens)), ALONE)
+        cut: list[Sample] = []
+        for number, sample in enumerate(cycle(samples_of(self.trees))):
+            stop = min(tokens, sample.num_tokens)
+            kept = sample.target_at_N < stop
+            if not kept.any() and stop == sample.num_tokens:
+                kept[:] = True
+            at_N, weight_N = sample.target_at_N[kept], sample.weight_N[kept]
+            streams = {name: value_N[kept] for name, value_N in sample.streams.items()}
+            name = f"{sample.id}#{number}"
+            cut.append(Sample(name, sample.ids_T[:stop], at_N, weight_N, streams=streams))
+            tokens -= stop
+            if tokens <= 0:
+                break
+        return pack(cut, ALONE)
 
     def _rows(self, tokens: int) -> list[Sample]:
         chosen: list[Sample] = []
@@ -172,25 +185,6 @@ def without_data(run: RunConfig, config: PreTrainedConfig, num_ranks: int) -> Wo
     )
     later = packed if len(work) > 1 else None
     return Workload(packed, later, packed, [work], supply, source)
-
-
-def _up_to(samples: Sequence[Sample], tokens: int) -> Iterator[Sample]:
-    left = tokens
-    for number, sample in enumerate(cycle(samples)):
-        stop = min(left, sample.num_tokens)
-        kept = sample.target_at_N < stop
-        if not kept.any() and stop == sample.num_tokens:
-            kept[:] = True
-        yield Sample(
-            f"{sample.id}#{number}",
-            sample.ids_T[:stop],
-            sample.target_at_N[kept],
-            sample.weight_N[kept],
-            streams={name: value_N[kept] for name, value_N in sample.streams.items()},
-        )
-        left -= stop
-        if left <= 0:
-            return
 
 
 # -- runs that generate

@@ -1,5 +1,5 @@
 """The critic of PPO: its configuration, how it is loaded, its learning rate, and how it is saved. The model is in
-models/critic.py, the loss on its values in losses/policy.py.
+models/heads.py, the loss on its values in losses/policy.py.
 
     own      a model directory: a reward model (its head is kept, as arXiv 2203.02155 begins its value function), or a
              language model, which gets a new head; the policy's own start where none is named. It trains whole, or by
@@ -27,8 +27,14 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from taut.config import Decision, configclass
 from taut.errors import ConfigError, ModelError, OutputError
 from taut.models import architecture
-from taut.models.critic import PART, Critic, OwnCritic, SharedCritic, initialise_at_zero
-from taut.models.heads import scalar_head
+from taut.models.heads import (
+    CRITIC,
+    Critic,
+    OwnCritic,
+    SharedCritic,
+    initialise_at_zero,
+    scalar_head,
+)
 from taut.models.load import is_reward_config, load_config
 from taut.models.lora import LoraConfig, apply_lora
 from taut.models.precision import recompute_contexts
@@ -89,7 +95,7 @@ class CriticConfig:
 
     def pace(self, optim: OptimConfig, policy_rate: float) -> Pace:
         """How fast it learns beside a policy whose highest learning rate is ``policy_rate``."""
-        return Pace(PART, self.rate(optim) / policy_rate, self.warmup_steps)
+        return Pace(CRITIC, self.rate(optim) / policy_rate, self.warmup_steps)
 
 
 class Setting(NamedTuple):

@@ -57,7 +57,7 @@ from taut.train.trainer import Role, Trainer
 from taut.types import IntArray, Media, Sample, Tree, Wants
 
 if TYPE_CHECKING:
-    from taut.vision.image_store import Album
+    from taut.vision.image_store import ImageStore
 
 T = TypeVar("T")
 
@@ -194,16 +194,16 @@ def encode_tree(tree: Tree) -> dict[str, Any]:
     return {"samples": samples, "is_atom": tree.is_atom}
 
 
-def decode_tree(kept: Mapping[str, Any], album: Album | None) -> Tree:
-    """The tree that was encoded. ``album``: the store of its pictures."""
-    return Tree(tuple(_decode_sample(s, album) for s in kept["samples"]), kept["is_atom"])
+def decode_tree(kept: Mapping[str, Any], image_store: ImageStore | None) -> Tree:
+    """The tree that was encoded. ``image_store``: the store of its pictures."""
+    return Tree(tuple(_decode_sample(s, image_store) for s in kept["samples"]), kept["is_atom"])
 
 
-def _decode_sample(kept: Mapping[str, Any], album: Album | None) -> Sample:
+def _decode_sample(kept: Mapping[str, Any], image_store: ImageStore | None) -> Sample:
     all_media = []
     for source, content, num_pictures, start, stop, grid, is_two_way in kept["media"]:
-        assert album is not None, "pictures are kept where the model takes them"
-        picture = album.picture(source, content, num_pictures, kept["id"])
+        assert image_store is not None, "pictures are kept where the model takes them"
+        picture = image_store.picture(source, content, num_pictures, kept["id"])
         all_media.append(Media(picture, start, stop, tuple(grid) if grid else None, is_two_way))
     read_at = kept["read_at_R"]
     return Sample(
@@ -469,17 +469,19 @@ class Online:
         return {"phase": [number, trees, events, _encode_state(phase.before)], **state}
 
     def recall(self, remembered: dict[str, Any]) -> None:
-        album = self.prompts.album
+        image_store = self.prompts.image_store
 
         def decode_state(kept: Mapping[str, Any]) -> dict[str, Any]:
             pairs = kept["replayed"]
-            replayed = [TrainSample(version, decode_tree(tree, album)) for version, tree in pairs]
+            replayed = [
+                TrainSample(version, decode_tree(tree, image_store)) for version, tree in pairs
+            ]
             return {**kept, "replayed": replayed}
 
         if remembered["phase"] is not None:
             number, trees, self._unlogged, before = remembered["phase"]
             state = None if before is None else decode_state(before)
-            decoded = [decode_tree(tree, album) for tree in trees]
+            decoded = [decode_tree(tree, image_store) for tree in trees]
             self.phase = Phase(number, decoded, self._unlogged, state)
         self._restore(decode_state(remembered))
 

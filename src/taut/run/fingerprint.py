@@ -39,6 +39,7 @@ from taut.methods.inputs import Inputs
 from taut.methods.method import RunConfig
 from taut.models.load import load_config
 from taut.models.precision import resolve_dtype
+from taut.rewards.in_process import models_of
 from taut.rewards.registry import REWARDS
 from taut.train.distributed import Ranks
 
@@ -104,7 +105,7 @@ def _others(run: RunConfig, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
     parts: dict[str, Any] = {}
     if run.generates:
         parts["code"] = {str(path): _digest(_read_text(path)) for path in run.user_code()}
-    for label, judge in run.reward_models().items():
+    for label, judge in models_of(run.training_rewards).items():
         # Its scores depend on its tokenizer and template as well.
         key, has_code = "rewards.options.model", judge.trust_remote_code
         config = _load_config(judge.model, key, has_code)

@@ -11,16 +11,18 @@ from functools import partial
 from taut.config import Decision
 from taut.data.cache import directory_of
 from taut.data.dataset import Dataset, build_renderer
+from taut.data.schema import OtherKindError
 from taut.data.stop_tokens import StopSet, derive_stop_set, described
 from taut.errors import ConfigError, DataError
 from taut.io import hub
 from taut.io.console import counted
+from taut.methods import commands_for
 from taut.methods.inputs import Inputs, Language
 from taut.methods.method import RunConfig
 from taut.models.load import load_config, load_tokenizer, stop_ids_in_files
 from taut.models.tokens import add_tokens_to_tokenizer
 from taut.train.distributed import Ranks
-from taut.vision.image_store import open_album
+from taut.vision.image_store import open_image_store
 
 
 def load_language(run: RunConfig, day: date | None = None) -> Language:
@@ -30,8 +32,8 @@ def load_language(run: RunConfig, day: date | None = None) -> Language:
     path, trust, cached = run.model, run.trust_remote_code, directory_of(run.data.cache)
     config, tokenizer = load_config(path, trust), load_tokenizer(path, trust)
     new_ids = add_tokens_to_tokenizer(tokenizer, run.tokens)
-    album = open_album(path, config, tokenizer, run.data.images, cached, trust)
-    renderer = build_renderer(run.data, tokenizer, album)
+    image_store = open_image_store(path, config, tokenizer, run.data.images, cached, trust)
+    renderer = build_renderer(run.data, tokenizer, image_store)
     renderer.template.day = day or date.today()
     return Language(config, tokenizer, new_ids, renderer)
 
@@ -51,8 +53,11 @@ def load_inputs(run: RunConfig, ranks: Ranks, day: date | None = None) -> Inputs
     if not ranks.is_writer:
         ranks.barrier()
     load = partial(run.load_data, renderer=renderer, language=language, looks_again=ranks.is_writer)
-    train = load("train")
-    held_out = load("eval") if run.data.eval else None
+    try:
+        train = load("train")
+        held_out = load("eval") if run.data.eval else None
+    except OtherKindError as error:
+        raise DataError(f"{error}, for {commands_for(error.kind)}") from None
     if ranks.is_writer:
         ranks.barrier()
     if len(set(ranks.gather(train.fingerprint))) > 1:

@@ -91,8 +91,8 @@ def _identity(built: Built, splits: Mapping[str, Dataset]) -> dict[str, Any]:
         for name, data in splits.items()
     }
     identity["tokens"] = to_dict(built.run.tokens)
-    if built.inputs.renderer.album is not None:
-        identity["pictures"] = built.inputs.renderer.album.identity()
+    if built.inputs.renderer.image_store is not None:
+        identity["pictures"] = built.inputs.renderer.image_store.identity()
     return dict(json.loads(json.dumps(identity)))
 
 

@@ -15,16 +15,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from taut.attention.select import Chosen, select
 from taut.config import Decision
 from taut.data.batching import START, Budget, CostModel
 from taut.data.packing import PackPolicy
 from taut.errors import ModelError
-from taut.inference.local import LocalEngine
-from taut.methods.inputs import Inputs, Loaded, Models, Plan
+from taut.methods.inputs import Inputs, Loaded, Models, Plan, engine_of
 from taut.methods.method import RunConfig
 from taut.models import architecture
-from taut.models.load import checkpoint_dtype, context_length, freeze, load_model
+from taut.models.attention_backends import Chosen, select
+from taut.models.load import checkpoint_dtype, freeze, load_model
 from taut.models.lora import apply_lora, choose_rows, describe_targets
 from taut.models.noise import install_noise, remove_dropout
 from taut.models.precision import (
@@ -281,7 +280,7 @@ def build_trainer(
     """The complete trainer of a run: nothing is assigned to it from outside after this, and only the loop advances it.
     ``emit`` writes events, once the output directory is claimed.
     """
-    scorer, loaded, album = models.scorer, models.loaded, inputs.renderer.album
+    scorer, loaded, image_store = models.scorer, models.loaded, inputs.renderer.image_store
     source, num_steps, _ = plan
     optim = run.resolved_optim
     keys = architecture.assign_patterns(
@@ -318,21 +317,8 @@ def build_trainer(
             Divergence(run.loss_monitor),
             *run.monitors(source),
         ],
-        before_step=[] if album is None or run.generates else [Lookahead(album)],
+        before_step=[] if image_store is None or run.generates else [Lookahead(image_store.expect)],
         emit=emit,
         interrupts=Interrupts() if interrupts is None else interrupts,
     )
     return trainer
-
-
-def engine_of(inputs: Inputs, models: Models, ranks: Ranks) -> Callable[..., LocalEngine]:
-    """A function that makes an engine on the weights in training."""
-    return partial(
-        LocalEngine,
-        models.scorer,
-        inputs.tokenizer,
-        inputs.stops.ids,
-        context=context_length(inputs.config),
-        compute=models.compute,
-        ranks=ranks,
-    )

@@ -250,7 +250,11 @@ class Divergence:
     def __call__(self, report: StepReport, trainer: Trainer) -> None:
         loss = trainer.source.loss
         if loss.is_cost:
-            self._take_baseline(report)
+            if self.first is None or self.baseline is None:
+                self.first = self.baseline = report.loss
+            elif self.num_samples < FIRST_SAMPLES:
+                self.baseline = max(self.baseline, min(report.loss, self._limit_of(self.first)))
+            self.num_samples += len(report.sample_ids)
             kept = max(self.config.loss_steps, WARN_HIGH)
             self.is_high = [*self.is_high, report.loss > self.limit][-kept:]
         is_satisfied = loss.may_be_satisfied and report.loss == 0.0
@@ -272,13 +276,6 @@ class Divergence:
 
     def _limit_of(self, loss: float) -> float:
         return max(self.config.loss_ratio * loss, loss + self.config.loss_margin)
-
-    def _take_baseline(self, report: StepReport) -> None:
-        if self.first is None or self.baseline is None:
-            self.first = self.baseline = report.loss
-        elif self.num_samples < FIRST_SAMPLES:
-            self.baseline = max(self.baseline, min(report.loss, self._limit_of(self.first)))
-        self.num_samples += len(report.sample_ids)
 
     def _stop_or_warn(self, report: StepReport, trainer: Trainer) -> None:
         """Raise or warn by the last steps; clear the reported problem once it is over."""

@@ -26,7 +26,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from taut.config import configclass
+from taut.config import NotNegative, Positive, Share, configclass
 from taut.errors import ConfigError
 from taut.train import distributed
 
@@ -35,30 +35,30 @@ from taut.train import distributed
 class OptimConfig:
     """AdamW and its schedule."""
 
-    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    learning_rate: Positive | None = None
     """Peak learning rate, reached at the end of the warm-up. None: the method's default for full fine-tuning or LoRA
     (docs/hyperparameters.md)."""
-    group_learning_rates: dict[str, Annotated[float, Field(gt=0)]] = field(default_factory=dict)
+    group_learning_rates: dict[str, Positive] = field(default_factory=dict)
     """Peak learning rates of parts of the model, on the same schedule: vision_tower, projector, language_model, or a
     pattern as in ``freeze``. Other parameters use ``learning_rate``.
     """
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: NotNegative = 0.0
     """Decoupled weight decay; not applied to norms and biases."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """AdamW beta1: decay rate of the mean of gradients."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """AdamW beta2: decay rate of the mean of squared gradients."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: Positive = 1e-8
     """AdamW epsilon."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Learning-rate schedule after the warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
     """Linear warm-up steps; excludes ``warmup_ratio``."""
-    warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    warmup_ratio: Share | None = None
     """Linear warm-up as a fraction of all steps, rounded up; 0.03 if neither is set."""
-    min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    min_learning_rate_ratio: Share = 0.0
     """Final learning rate as a fraction of ``learning_rate``."""
-    clip_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    clip_grad_norm: Positive | None = 1.0
     """Maximum gradient norm; a larger gradient is scaled down to it. PPO clips policy and critic separately. None: no
     clipping.
     """

@@ -74,7 +74,7 @@ OF_ROWS = (
 # -- opening a model's store
 
 
-def open_album(
+def open_image_store(
     path: str,
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -83,29 +83,29 @@ def open_album(
     trust_remote_code: bool = False,
     *,
     key: str = READ_AS,
-) -> Album | None:
+) -> ImageStore | None:
     """The image store of the model at ``path``; None where it takes no images: then settings of images, which would do
     nothing, are refused. ``directory``: that of the cache; ``key``: the name of ``images`` in the configuration.
     """
     processor = open_processor(path, config, tokenizer, trust_remote_code)
     if processor is not None:
-        return Album(processor, images, directory / "pictures", key)
+        return ImageStore(processor, images, directory / "pictures", key)
     reader = f"model={path}, which takes no pictures"
     require_unset(images, fields_of(ImagesConfig), reader, key)
     return None
 
 
-def require_alike(
+def require_same_processor(
     path: str,
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
-    album: Album,
+    image_store: ImageStore,
     key: str,
     trust_remote_code: bool = False,
 ) -> None:
-    """Raise ModelError where the model at ``path`` processes images in another way than the model of ``album``."""
+    """Raise ModelError where the model at ``path`` processes images otherwise than the model of ``image_store``."""
     processor = open_processor(path, config, tokenizer, trust_remote_code)
-    if processor is None or processor.identity() != album.processor.identity():
+    if processor is None or processor.identity() != image_store.processor.identity():
         fault = (
             "takes no pictures" if processor is None else "scales or cuts pictures in another way"
         )
@@ -153,18 +153,18 @@ class Handle:
     """Number of images in its row."""
     place: str = field(compare=False)
     """The sample, for messages."""
-    album: Album = field(compare=False, repr=False)
+    image_store: ImageStore = field(compare=False, repr=False)
 
     def expect(self) -> None:
         """Begin to make its tensors, in a thread."""
-        self.album.expect([self])
+        self.image_store.expect([self])
 
     def tensors(self) -> Tensors:
         """The inputs of the vision tower, not to be written to. Raises PictureError where the file has changed."""
-        return self.album.tensors(self)
+        return self.image_store.tensors(self)
 
 
-class Album:
+class ImageStore:
     """The images of a run, as one model takes them."""
 
     def __init__(

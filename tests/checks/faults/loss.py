@@ -351,13 +351,13 @@ def a_mean_of_means(place: Place, is_faulty: bool) -> Session:
 @fault("loss.packed", says="attention=reference")
 def a_kernel_whose_backward_is_wrong(place: Place, is_faulty: bool) -> Session:
     """The forward is exact; the gradient of the values is twice what it should be."""
-    from taut.attention import select
+    from taut.models import attention_backends
 
     if is_faulty:
-        plain = select.BACKENDS["reference"]
+        plain = attention_backends.BACKENDS["reference"]
 
         def twice(query: Tensor, key: Tensor, value: Tensor, layout: Any, call: Any) -> Tensor:
             return plain(query, key, 2.0 * value - value.detach(), layout, call)
 
-        place.patch.setitem(select.BACKENDS, "reference", twice)
+        place.patch.setitem(attention_backends.BACKENDS, "reference", twice)
     return place.session()

@@ -13,11 +13,11 @@ from taut.errors import ConfigError
 from taut.losses.advantages import ESTIMATORS, pass_at_k
 from taut.losses.policy import SURROGATES, Bounds, Correction, Critic, Kl, PolicyGradient
 from taut.methods.grpo import Advantage, GrpoConfig
-from taut.methods.policy import PolicyLoss, RollOut
+from taut.methods.policy import PolicyLoss
 from taut.methods.ppo import PpoConfig
 
-LOCAL = RollOut(0.8, 64, is_fresh=True, has_engine_logp=True)
-SERVER = LOCAL._replace(is_apart=True)
+LOCAL: dict[str, Any] = {"temperature": 0.8, "limit": 64, "is_fresh": True}
+SERVER = {**LOCAL, "is_apart": True}
 
 
 @configclass
@@ -40,18 +40,18 @@ def test_defaults() -> None:
     usual = PolicyGradient(
         "clip", Bounds(0.2, 0.28), "token", has_engine_logp=True, temperature=0.8
     )
-    assert sections().grpo.make_loss(LOCAL) == usual
+    assert sections().grpo.make_loss(**LOCAL) == usual
     assert sections().grpo.estimator is ESTIMATORS["group"]
-    found = sections().ppo.make_loss(LOCAL)
+    found = sections().ppo.make_loss(**LOCAL)
     assert found.critic == Critic(0.1, 0.2)
     assert found.wants.scalar
-    server = sections().grpo.make_loss(SERVER)
+    server = sections().grpo.make_loss(**SERVER)
     assert server.correction == Correction("truncated", "token", 2.0, 0.0)
 
 
 def test_what_a_roll_out_is_reaches_the_loss() -> None:
     found = sections("grpo.loss_aggregation=constant").grpo.make_loss(
-        RollOut(0.5, 77, False, False)
+        temperature=0.5, limit=77, is_fresh=False, has_engine_logp=False
     )
     assert (found.temperature, found.constant_length) == (0.5, 77)
     assert (found.is_fresh, found.has_engine_logp) == (False, False)
@@ -118,8 +118,8 @@ def test_what_is_said_is_in_the_loss(
     section: str, overrides: tuple[str, ...], said: dict[str, Any]
 ) -> None:
     config = getattr(sections(*(f"{section}.{one}" for one in overrides)), section)
-    found = config.make_loss(SERVER)
-    usual = getattr(sections(), section).make_loss(SERVER)
+    found = config.make_loss(**SERVER)
+    usual = getattr(sections(), section).make_loss(**SERVER)
     changed = {f.name for f in fields(found) if getattr(found, f.name) != getattr(usual, f.name)}
     assert {name: getattr(found, name) for name in said} == said
     assert changed <= said.keys()
@@ -127,13 +127,13 @@ def test_what_is_said_is_in_the_loss(
 
 def test_what_the_critic_is_told() -> None:
     config = sections("ppo.value_coef=0.5", "ppo.value_clip=none").ppo
-    assert config.make_loss(LOCAL).critic == Critic(0.5, None)
+    assert config.make_loss(**LOCAL).critic == Critic(0.5, None)
 
 
 def test_a_divergence_in_the_reward_is_not_in_the_loss() -> None:
     found = sections("grpo.kl_coef=0.1", "grpo.kl_in=reward").grpo
     assert found.penalty_coef == 0.1
-    assert "ref_logp_N" not in found.make_loss(LOCAL).needs
+    assert "ref_logp_N" not in found.make_loss(**LOCAL).needs
     assert sections("grpo.kl_coef=0.1").grpo.penalty_coef == 0.0
 
 
@@ -205,9 +205,9 @@ def test_what_nothing_reads_and_what_has_no_meaning_is_refused(
 
 
 def test_what_is_chosen_about_the_correction_is_recorded() -> None:
-    def recorded(*overrides: str, roll_out: RollOut = SERVER) -> dict[str, str]:
+    def recorded(*overrides: str, engine: dict[str, Any] = SERVER) -> dict[str, str]:
         config = sections(*(f"grpo.{one}" for one in overrides)).grpo
-        found = config.decisions(config.make_loss(roll_out).correction)
+        found = config.decisions(config.make_loss(**engine).correction)
         assert all(reason for _, _, reason in found)
         return {name: value for name, value, _ in found}
 
@@ -216,7 +216,7 @@ def test_what_is_chosen_about_the_correction_is_recorded() -> None:
     assert recorded("loss=gmpo") == {**chosen, "grpo.rollout_correction_level": "geometric"}
     assert recorded("rollout_correction=masked") == {"grpo.rollout_correction_level": "geometric"}
     assert recorded("rollout_correction=masked", "rollout_correction_level=sequence") == {}
-    assert recorded(roll_out=LOCAL) == {}
+    assert recorded(engine=LOCAL) == {}
 
 
 def test_a_correction_needs_the_engines_word() -> None:
@@ -224,6 +224,6 @@ def test_a_correction_needs_the_engines_word() -> None:
     with pytest.raises(
         ConfigError, match="rollout_correction=truncated with an engine that gives no log"
     ):
-        config.make_loss(LOCAL._replace(has_engine_logp=False))
-    unsaid = SERVER._replace(has_engine_logp=False)
-    assert sections().grpo.make_loss(unsaid).correction.kind == "none"
+        config.make_loss(**LOCAL, has_engine_logp=False)
+    unsaid = sections().grpo.make_loss(**SERVER, has_engine_logp=False)
+    assert unsaid.correction.kind == "none"

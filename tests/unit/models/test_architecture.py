@@ -110,10 +110,11 @@ def test_flops_count_active_experts_and_leave_out_gradients_of_frozen_weights() 
 
 def test_names_match_as_globs_or_expressions() -> None:
     names = ["model.layers.0.mlp.up", "model.layers.1.mlp.up", "lm_head.weight"]
-    assert architecture.match_names("*.mlp.*", names) == names[:2]
-    assert architecture.match_names(r"/layers\.1\./", names) == [names[1]]
+    model = tiny_model("llama")
+    assert architecture.match_pattern(model, "*.mlp.*", names, "freeze") == names[:2]
+    assert architecture.match_pattern(model, r"/layers\.1\./", names, "freeze") == [names[1]]
     with pytest.raises(ModelError, match="is not a regular expression"):
-        architecture.match_names("/(/", names)
+        architecture.match_pattern(model, "/(/", names, "freeze")
     assert architecture.suggest("mlp", names).startswith("did you mean '*mlp*' (2 names")
 
 

@@ -13,10 +13,10 @@ from tests.tiny_models import tiny_model
 from tests.tiny_samples import nested_family
 from torch import Tensor, nn
 
-from taut.attention.select import PREFIX
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.models import scorer as score
 from taut.models.architecture import HeadSpec, Rows
+from taut.models.attention_backends import PREFIX
 from taut.models.precision import compute_context
 from taut.models.scorer import Chunks, Scorer, TeacherScores
 from taut.models.teacher import (

@@ -69,7 +69,7 @@ def online(worth: Any = half, guard: RolloutMonitorConfig | None = None, **keys:
         temperature=1.0,
         has_old=False,
     )
-    prompts = cast(PromptSet, SimpleNamespace(album=None))
+    prompts = cast(PromptSet, SimpleNamespace(image_store=None))
     engine = FakeEngine(lambda name, index: str(index))
     roller = Roller(config, rows(NUM_PROMPTS), engine, Panel(worth), None, 3, ONE)  # type: ignore[arg-type]
     trainer = cast(Trainer, FakeTrainer())

@@ -144,8 +144,8 @@ def other_template(built: Built) -> Built:
 
 def other_pictures(built: Built) -> Built:
     """Read in another way, smaller for one: then ids and files may be what they were."""
-    album = SimpleNamespace(identity=lambda: "a" * 64)
-    renderer = replace_attribute(built.inputs.renderer, album=album)
+    image_store = SimpleNamespace(identity=lambda: "a" * 64)
+    renderer = replace_attribute(built.inputs.renderer, image_store=image_store)
     return replace(built, inputs=replace(built.inputs, renderer=renderer))
 
 

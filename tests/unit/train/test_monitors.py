@@ -15,13 +15,13 @@ from tests.tiny_models import parameters_of
 from tests.tiny_trainers import make
 from torch import Tensor, nn
 
-from taut.attention import select
 from taut.attention.layout import Call, Layout
 from taut.errors import CheckFailed, DivergenceError
 from taut.losses import Loss
 from taut.losses.policy import PolicyGradient
 from taut.losses.preference import Preference
 from taut.losses.supervised import CrossEntropy
+from taut.models import attention_backends
 from taut.train.distributed import Ranks
 from taut.train.monitors import (
     PATIENCE,
@@ -61,7 +61,7 @@ def test_first_step_fails_on_a_planted_leak(
 ) -> None:
     """The kernel changes after the proofs at load."""
     built, events = make(tmp_path)
-    monkeypatch.setitem(select.BACKENDS, "reference", leaking)
+    monkeypatch.setitem(attention_backends.BACKENDS, "reference", leaking)
     before = parameters_of(built.scorer)
     with pytest.raises(CheckFailed, match=r"step 1: the log-probs of .*train\.jsonl:\d+ differ by"):
         train_step(built.trainer, 1)
