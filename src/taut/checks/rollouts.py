@@ -448,12 +448,16 @@ def each_group_answers_one_prompt(session: Session) -> Finding:
             wrong.append(f"{group.row.id}: completions are numbered {numbers}")
         first = {path.ids_T.tobytes(): path for path in reversed(group.trajectories)}
         for trajectory in group.trajectories:
-            row, asked = trajectory.row, trajectory.asked
+            row, messages = trajectory.row, trajectory.first_messages
             name = f"{row.id}#{trajectory.index}"
             prompt: list[int] = row.ids_T.tolist()
             media: Sequence[Media] = row.media
-            if world is not None and asked is not None and (asked != row.prompt or world.tools):
-                prompt, media = world.bridge.prompt_media(asked, world.tools or row.tools)
+            if (
+                world is not None
+                and messages is not None
+                and (messages != row.prompt or world.tools)
+            ):
+                prompt, media = world.bridge.prompt_media(messages, world.tools or row.tools)
             begin = trajectory.ids_T[: len(prompt)].tolist(), trajectory.media[: len(media)]
             if begin != (prompt, tuple(media)):
                 wrong.append(f"{name} does not begin with its prompt")

@@ -301,15 +301,15 @@ def with_own(said: Verdict, trajectory: Trajectory) -> Verdict:
 
 def answered(trajectory: Trajectory) -> Answered:
     """What rewards are told of a trajectory: the path up to its last turn, which is what they judge."""
-    roles = [message["role"] for message in trajectory.messages]
+    row, roles = trajectory.row, [message["role"] for message in trajectory.messages]
     num_after = roles[::-1].index("assistant") if "assistant" in roles else 0
     return Answered(
         text=trajectory.text,
-        references=trajectory.row.references,
-        row=trajectory.row.columns,
+        references=row.references,
+        row=row.columns,
         num_tokens=int(trajectory.sampled_at_N.size),
         finish_reason=trajectory.finish_reason,
-        prompt=trajectory.row.prompt if trajectory.asked is None else trajectory.asked,
+        prompt=row.prompt if trajectory.first_messages is None else trajectory.first_messages,
         messages=trajectory.messages[: len(roles) - num_after],
     )
 

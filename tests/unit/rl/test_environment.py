@@ -502,7 +502,7 @@ def test_a_history_of_calls_without_ids_plays() -> None:
     row = replace(row_of(renderer), prompt=messages, ids_T=renderer.prompt_ids(messages))
     said = [CALL, "5"]
     (found,) = played(world_of(TOOLS, renderer), lambda *it: said[it[2]], row=row)
-    assert (found.error, found.num_turns, found.asked) == (None, 2, messages)
+    assert (found.error, found.num_turns, found.first_messages) == (None, 2, messages)
 
 
 def test_an_episode_says_what_it_began_with() -> None:
@@ -510,7 +510,7 @@ def test_an_episode_says_what_it_began_with() -> None:
     first = [{"role": "user", "content": "Guess."}]
     world.make.reset = lambda self, row: first  # type: ignore[attr-defined]
     (found,) = played(world, lambda *_: "x")
-    assert found.asked == tuple(first)
+    assert found.first_messages == tuple(first)
 
 
 @dataclass(frozen=True)
