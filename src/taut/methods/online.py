@@ -33,10 +33,10 @@ from taut.rewards.in_process import files_read, require_judgeable
 from taut.rewards.panel import Panel, PanelConfig, open_panel
 from taut.rewards.registry import RewardSpec, files_of
 from taut.rl.advantages import Credit
-from taut.rl.environment import World, open_world
-from taut.rl.monitors import Guard, RolloutMonitorConfig
+from taut.rl.environment import EnvironmentPool, open_environments
+from taut.rl.monitors import RolloutMonitor, RolloutMonitorConfig
 from taut.rl.online import Online
-from taut.rl.rollout import RESERVED, Roller, RolloutConfig
+from taut.rl.rollout import RESERVED, RolloutConfig, RolloutWorker
 from taut.sandbox import shared
 from taut.train.distributed import Ranks
 from taut.train.trainer import Monitor, StepSource, Trainer
@@ -61,7 +61,7 @@ class OnlineMethod(RunConfig):
     )
     is_judged: ClassVar[bool] = True
     """Whether the method learns from rewards."""
-    unread_guard_keys: ClassVar[Sequence[str]] = (
+    unread_monitor_keys: ClassVar[Sequence[str]] = (
         "warn_logprob_difference",
         "max_logprob_difference",
         "warn_effective_size",
@@ -94,7 +94,7 @@ class OnlineMethod(RunConfig):
                 "single answer has none that its reward could differ from; expected rollout.n of 2 or more; raise it, "
                 "or take rollout.dynamic_sampling_rounds out"
             )
-        for name in self.unread_guard_keys:
+        for name in self.unread_monitor_keys:
             if getattr(self.rollout_monitor, name) != getattr(RolloutMonitorConfig, name):
                 raise ConfigError(
                     f"rollout_monitor.{name}={getattr(self.rollout_monitor, name):g} watches policy gradients, and "
@@ -161,17 +161,17 @@ class OnlineMethod(RunConfig):
         size = batch.samples_per_step * rollout.minibatches
         order = Order(train.weights, self.seed, size, batch.shuffle, groups)
         num_steps = self.steps or order.num_steps(self.epochs or 1.0) * rollout.updates
-        guard = Guard(self.rollout_monitor, self.method, self.ends_remedy)
-        online = Online(rollout, train, order, self.make_credit(), guard, self.seed)
+        monitor = RolloutMonitor(self.rollout_monitor, self.method, self.ends_remedy)
+        online = Online(rollout, train, order, self.make_credit(), monitor, self.seed)
         return Plan(online, num_steps, cursor)
 
     def sampling(self, seed: int) -> Sampling:
         return self.rollout.sampling(seed)
 
     def monitors(self, source: StepSource) -> Sequence[Monitor]:
-        """The guard, which also examines each rollout."""
+        """The monitor, which also examines each rollout."""
         assert isinstance(source, Online)
-        return [source.guard]
+        return [source.monitor]
 
     def connect(
         self,
@@ -188,17 +188,17 @@ class OnlineMethod(RunConfig):
             source,
             get_trainer=get_trainer,
             roles=models.roles if self.scores_reference_first else (),
-            open_roller=partial(self.open_roller, source, inputs, models, make_engine, ranks),
+            open_worker=partial(self.open_worker, source, inputs, models, make_engine, ranks),
         )
 
-    def open_roller(
+    def open_worker(
         self,
         source: Online,
         inputs: Inputs,
         models: Models,
         make_engine: Callable[..., LocalEngine],
         ranks: Ranks,
-    ) -> Roller:
+    ) -> RolloutWorker:
         """Open engine, rewards and environment. Raises TautError if one of them cannot be used; every rank calls it."""
         config, credit, asked = self.rollout, source.credit, source.prompts.asked
         require_judgeable(self.rewards, ranks.size, ahead=config.asynchronous)
@@ -217,7 +217,7 @@ class OnlineMethod(RunConfig):
             else:
                 engine = self._open_server(inputs, models, ranks)
             require_usable(prompts, engine.context)
-            world = open_world(
+            environments = open_environments(
                 config.environment,
                 inputs.renderer,
                 inputs.stops.ids,
@@ -227,7 +227,11 @@ class OnlineMethod(RunConfig):
                 stop=config.stop,
             )
             # An environment that rewards a cut path itself: that reward would be replaced.
-            if credit.bootstraps_cut and world is not None and hasattr(world.make, "cut"):
+            if (
+                credit.bootstraps_cut
+                and environments is not None
+                and hasattr(environments.make, "cut")
+            ):
                 raise ConfigError(
                     "ppo.bootstrap_truncated=true replaces the reward of a cut path by the critic's value, and "
                     f"{config.environment.name} has a method cut, which says what a cut path is worth; expected one of "
@@ -239,18 +243,18 @@ class OnlineMethod(RunConfig):
             if isinstance(engine, ServerEngine):
                 engine.close()
             raise
-        return Roller(
+        return RolloutWorker(
             config=config,
             prompts=asked,
             engine=engine,
             panel=panel,
-            world=world,
+            environments=environments,
             seed=self.seed,
             ranks=ranks,
             is_judged=self.is_judged,
             is_useful=credit.is_useful,
             needs_one=credit.needs_one,
-            settled=[*without, *self.rollout_decisions(panel, engine, world)],
+            settled=[*without, *self.rollout_decisions(panel, engine, environments)],
         )
 
     def _rows_without_answer(self, panel: Panel, asked: Sequence[PromptRow]) -> list[Decision]:
@@ -291,10 +295,16 @@ class OnlineMethod(RunConfig):
             raise
 
     def rollout_decisions(
-        self, panel: Panel | None, engine: LocalEngine | ServerEngine, world: World | None
+        self,
+        panel: Panel | None,
+        engine: LocalEngine | ServerEngine,
+        environments: EnvironmentPool | None,
     ) -> list[Decision]:
         """What was decided for the user about the loss, the environment, the engine and the rewards."""
-        decisions = [*self.loss_decisions(), *(world.decisions if world is not None else [])]
+        decisions = [
+            *self.loss_decisions(),
+            *(environments.decisions if environments is not None else []),
+        ]
         if isinstance(engine, ServerEngine):
             decisions += engine.decisions
         if panel is not None:

@@ -266,7 +266,7 @@ class PolicyConfig:
 class PolicyMethod(OnlineMethod):
     """A method that learns by policy gradients."""
 
-    unread_guard_keys: ClassVar[Sequence[str]] = ()
+    unread_monitor_keys: ClassVar[Sequence[str]] = ()
 
     shaping: ShapingConfig = ShapingConfig()
     reference: ReferenceConfig = ReferenceConfig()

@@ -89,8 +89,8 @@ class RolloutMonitorConfig:
     by more than this times its width. 0, where a new critic begins, is part of the range."""
 
 
-class GuardState(TypedDict):
-    """What Guard remembers; older checkpoints lack some."""
+class RolloutMonitorState(TypedDict):
+    """What RolloutMonitor remembers; older checkpoints lack some."""
 
     last: NotRequired[dict[str, list[float]]]
     first_entropy: NotRequired[list[float]]
@@ -103,7 +103,7 @@ class GuardState(TypedDict):
 
 
 @dataclass
-class Guard:
+class RolloutMonitor:
     """The watch over one run."""
 
     config: RolloutMonitorConfig
@@ -360,7 +360,7 @@ class Guard:
                 detail = f"engine and trainer: {detail}"
                 trainer.emit("warning", name=f"rollout_{name}", step=report.step, detail=detail)
 
-    remembered: ClassVar[Any] = GuardState
+    remembered: ClassVar[Any] = RolloutMonitorState
 
     def remember(self) -> dict[str, Any]:
         return {

@@ -48,8 +48,8 @@ from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
 from taut.rl import metrics
 from taut.rl.advantages import Credit, TrainSample, as_tuple
-from taut.rl.monitors import Guard, GuardState
-from taut.rl.rollout import POLICY, Group, Roller, Rollout, RolloutConfig, score_trees
+from taut.rl.monitors import RolloutMonitor, RolloutMonitorState
+from taut.rl.rollout import POLICY, Group, Rollout, RolloutConfig, RolloutWorker, score_trees
 from taut.rl.sampler import Trajectory
 from taut.train.log.events import to_json
 from taut.train.oom import require_room
@@ -141,7 +141,7 @@ class KeptState(TypedDict):
 
     replayed: list[Annotated[tuple[int, KeptTree], BeforeValidator(as_tuple)]]
     credit: Any
-    guard: GuardState
+    guard: RolloutMonitorState
 
 
 KeptPhase = Annotated[
@@ -272,13 +272,13 @@ class Online:
     order: Order
     """Of prompts: a step of it is a phase."""
     credit: Credit
-    guard: Guard
+    monitor: RolloutMonitor
     seed: int
     get_trainer: Callable[[], Trainer] | None = None
     """The trainer, which is made after its source. None: only the order of prompts is needed."""
     roles: Sequence[Role] = ()
     """Models that score a rollout before it is trained on, such as a reference for a penalty in the reward."""
-    open_roller: Callable[[], Roller] | None = None
+    open_worker: Callable[[], RolloutWorker] | None = None
     """Opens engine, rewards and environment, when they are first needed."""
     phase: Phase | None = field(default=None, init=False)
     replayed: list[TrainSample] = field(default_factory=list, init=False)
@@ -300,10 +300,10 @@ class Online:
         return self.get_trainer()
 
     @cached_property
-    def roller(self) -> Roller:
+    def worker(self) -> RolloutWorker:
         """Engine, rewards and environment, opened."""
-        assert self.open_roller is not None, "rollouts need an engine"
-        return self.open_roller()
+        assert self.open_worker is not None, "rollouts need an engine"
+        return self.open_worker()
 
     def prepare(self, step: int) -> list[Tree]:
         """The trees of a step (counted from 1); the first of a phase generates its rollout. An empty list where no
@@ -343,7 +343,7 @@ class Online:
 
     def open(self) -> Sequence[Decision]:
         """Open engine, rewards and environment."""
-        return self.roller.settled
+        return self.worker.settled
 
     @property
     def state(self) -> Online:
@@ -353,8 +353,8 @@ class Online:
     def close(self) -> None:
         """Close engine, rewards and environment, if they were opened."""
         self._ahead.close()
-        if "roller" in vars(self):
-            self.roller.close()
+        if "worker" in vars(self):
+            self.worker.close()
 
     # -- a phase
 
@@ -374,7 +374,7 @@ class Online:
             with trainer.interrupts.at_once(trainer.ranks):
                 self._taken = number, generate()
         rollout = self._taken[1]
-        self.guard.require_rewards(rollout.all_groups, step)
+        self.monitor.require_rewards(rollout.all_groups, step)
         groups, seconds = rollout.rewarded, 0.0
         samples: list[TrainSample] = []
         of_credit: dict[str, float] = {}
@@ -384,7 +384,7 @@ class Online:
             scores = score_trees(trainer, trees, self.credit.wants, self.roles, step)
             seconds = time.perf_counter() - began
             samples, of_credit = self.credit.assign(groups, scores)
-        is_judged = self.roller.is_judged
+        is_judged = self.worker.is_judged
         fields = metrics.fields(
             rollout, samples, of_credit, version, self.config, is_judged=is_judged
         )
@@ -395,9 +395,9 @@ class Online:
             **fields,
             num_replayed=len(replayed),
             seconds_scoring=seconds,
-            **metrics.push(self.roller.engine),
+            **metrics.push(self.worker.engine),
         )
-        self.guard.look(step, fields, emit)
+        self.monitor.look(step, fields, emit)
         if groups:
             self.credit.learn(groups, of_credit)
         trees = [sample.tree for sample in (*samples, *replayed)]
@@ -414,13 +414,13 @@ class Online:
         """The rollout of a phase with the current weights, or the one that was generated ahead; the next is started."""
 
         def roll(phase: int) -> Rollout:
-            return self.roller.roll(phase, self.order.step(phase + 1))
+            return self.worker.roll(phase, self.order.step(phase + 1))
 
         def update_engine() -> None:
             with (
                 self.trainer.interrupts.held()
             ):  # an engine with half of the weights has no version
-                self.roller.engine.update(version)
+                self.worker.engine.update(version)
 
         if not self.config.asynchronous:
             update_engine()
@@ -496,13 +496,13 @@ class Online:
     @property
     def _state(self) -> dict[str, Any]:
         """The state that a phase changes."""
-        credit, guard = self.credit.remember(), self.guard.remember()
-        return {"replayed": self.replayed, "credit": credit, "guard": guard}
+        credit, monitor = self.credit.remember(), self.monitor.remember()
+        return {"replayed": self.replayed, "credit": credit, "guard": monitor}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.replayed = state["replayed"]
         self.credit.recall(state["credit"])
-        self.guard.recall(state["guard"])
+        self.monitor.recall(state["guard"])
 
 
 def _encode_state(state: Mapping[str, Any]) -> dict[str, Any]:

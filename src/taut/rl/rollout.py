@@ -5,8 +5,8 @@ The prompts of a phase are a pure function of the seed and the phase (``Order`` 
 by other prompts: dynamic sampling, as in DAPO (arXiv 2503.14476). The replacements are a function of the seed, the
 phase and the round, so a restart needs no memory of them.
 
-One rank judges for all, and asks the engine where it is a server. ``Roller`` touches no tensor, so it may run in a
-thread while the model trains.
+One rank judges for all, and asks the engine where it is a server. ``RolloutWorker`` touches no tensor, so it may run in
+a thread while the model trains.
 
 ``scored`` then asks the trainer's own models: logprobs of the current policy and of the reference, values of the
 critic. Trajectories are packed, shared and dealt out to ranks as in a training step, without gradient; every rank
@@ -36,7 +36,7 @@ from taut.inference.vllm import ServerConfig, ServerEngine
 from taut.losses.advantages import are_alike
 from taut.rewards.panel import Panel, Verdict
 from taut.rewards.verifier import Answered, Score
-from taut.rl.environment import EnvironmentConfig, World
+from taut.rl.environment import EnvironmentConfig, EnvironmentPool
 from taut.rl.sampler import NO_VERDICT, Trajectory, sample_trajectories
 from taut.train.distributed import Ranks
 from taut.train.trainer import Role, Trainer, pad_microbatches, plan_microbatches
@@ -186,7 +186,7 @@ class Rollout:
 
 
 @dataclass(frozen=True, eq=False)
-class Roller:
+class RolloutWorker:
     """Rolls out. Every rank has one; the engine in this process wants all of them."""
 
     config: RolloutConfig
@@ -194,7 +194,7 @@ class Roller:
     engine: Engine
     panel: Panel | None
     """The writer's; None also where the environment alone rewards."""
-    world: World | None
+    environments: EnvironmentPool | None
     seed: int
     ranks: Ranks
     is_judged: bool = True
@@ -219,7 +219,7 @@ class Roller:
             rows = distinct([self.prompts[index] for index in indices])
             sampling = self.config.sampling(seed_of(self.seed, phase, number))
             began = time.perf_counter()
-            sampled = sample_trajectories(self.engine, rows, sampling, self.world)
+            sampled = sample_trajectories(self.engine, rows, sampling, self.environments)
             generated = time.perf_counter()
             verdicts = self._on_all_ranks(partial(self._judge, sampled))
             generating += generated - began

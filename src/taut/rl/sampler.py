@@ -33,7 +33,7 @@ from taut.data.tool_calls import ToolCall
 from taut.errors import DataError, PictureError, RenderError
 from taut.inference.engine import Engine, Sampling
 from taut.rewards.panel import Verdict
-from taut.rl.environment import Step, World, read_reset, read_reward, read_step
+from taut.rl.environment import EnvironmentPool, Step, read_reset, read_reward, read_step
 from taut.rl.turns import Rendered, moved
 from taut.types import Completion, FinishReason, FloatArray, IntArray, Media, Prompt
 from taut.vision.content import ImageRef
@@ -210,7 +210,10 @@ class PartialTrajectory:
 
 
 def sample_trajectories(
-    engine: Engine, rows: Sequence[PromptRow], sampling: Sampling, world: World | None = None
+    engine: Engine,
+    rows: Sequence[PromptRow],
+    sampling: Sampling,
+    environments: EnvironmentPool | None = None,
 ) -> list[Trajectory]:
     """``sampling.n`` trajectories of each row, in the order of rows and samples.
 
@@ -221,18 +224,21 @@ def sample_trajectories(
         PartialTrajectory(row, index, number, row.ids_T.tolist(), row.media)
         for number, (row, index) in enumerate(samples)
     ]
-    if world is None:
+    if environments is None:
         prompts = [Prompt(row.id, row.ids_T, media=row.media) for row in rows]
         for path, completion in zip(paths, engine.generate(prompts, sampling), strict=True):
             path.take(completion)
             path.finish = path.finish or "stop"
     else:
-        _sample_turns(engine, paths, sampling, world)
+        _sample_turns(engine, paths, sampling, environments)
     return [path.finished() for path in paths]
 
 
 def _sample_turns(
-    engine: Engine, paths: Sequence[PartialTrajectory], sampling: Sampling, world: World
+    engine: Engine,
+    paths: Sequence[PartialTrajectory],
+    sampling: Sampling,
+    environments: EnvironmentPool,
 ) -> None:
     """Sample all turns of all trajectories, and let the environments answer them."""
 
@@ -240,14 +246,14 @@ def _sample_turns(
         chosen: Sequence[PartialTrajectory], what: str, act: Callable[[PartialTrajectory], Any]
     ) -> list[tuple[PartialTrajectory, Any]]:
         """Call ``act`` for these trajectories in parallel. A trajectory whose call fails ends."""
-        outcomes = world.each({path.number: partial(act, path) for path in chosen})
+        outcomes = environments.each({path.number: partial(act, path) for path in chosen})
         for path in chosen:
             if (error := outcomes[path.number].error) is not None:
                 path.fail(f"the environment's {what} {error}")
         return [(path, outcomes[path.number].value) for path in chosen if path.error is None]
 
     def reset(path: PartialTrajectory) -> Any:
-        path.environment = world.make()
+        path.environment = environments.make()
         act = getattr(path.environment, "reset", None)
         row = copy.deepcopy(dict(path.row.columns))  # a trajectory may change its copy
         return None if act is None else read_reset(act(row), path.row.place)
@@ -262,7 +268,7 @@ def _sample_turns(
     rendered: dict[str, Rendered] = {}
     for path, messages in ask(paths, "reset", reset):
         try:
-            _begin(path, messages, world, rendered)
+            _begin(path, messages, environments, rendered)
         except (RenderError, PictureError) as error:
             path.fail(str(error))
     while live := [path for path in paths if path.finish is None]:
@@ -271,10 +277,10 @@ def _sample_turns(
             path.take(completion)
         ended = [path for path in live if path.finish is None]
         for path in ended:
-            _read_calls(path, world)
+            _read_calls(path, environments)
         for path, answer in ask(ended, "step", step):
             try:
-                _continue(path, answer, world)
+                _continue(path, answer, environments)
             except (RenderError, PictureError) as error:
                 path.fail(str(error))
     for path, reward in ask([path for path in paths if path.finish == "length"], "cut", cut):
@@ -284,7 +290,7 @@ def _sample_turns(
 def _begin(
     path: PartialTrajectory,
     messages: tuple[Message, ...] | None,
-    world: World,
+    environments: EnvironmentPool,
     rendered: dict[str, Rendered],
 ) -> None:
     """Begin a trajectory with these messages; None: with the row's. ``rendered``: the ids of messages that were
@@ -297,15 +303,15 @@ def _begin(
             "the row messages, or the environment a reset that makes them"
         )
     path.first_messages = first
-    path.tools = world.tools or path.row.tools
-    if messages is not None or world.tools:
+    path.tools = environments.tools or path.row.tools
+    if messages is not None or environments.tools:
         key = json.dumps([first, path.tools], default=_picture_key)
         if key not in rendered:
-            rendered[key] = world.bridge.prompt_media(first, path.tools)
+            rendered[key] = environments.bridge.prompt_media(first, path.tools)
         ids, path.media = rendered[key]
         path.ids = list(ids)
-    most = len(path.ids) + world.config.max_tokens
-    path.limit = most if world.context is None else min(most, world.context)
+    most = len(path.ids) + environments.config.max_tokens
+    path.limit = most if environments.context is None else min(most, environments.context)
     if len(path.ids) >= path.limit:
         path.fail(f"the prompt has {len(path.ids):,} tokens and the context is {path.limit:,}")
 
@@ -315,11 +321,11 @@ def _picture_key(picture: ImageRef) -> list[str]:
     return [picture.kind, value if isinstance(value, str) else hashlib.sha256(value).hexdigest()]
 
 
-def _read_calls(path: PartialTrajectory, world: World) -> None:
+def _read_calls(path: PartialTrajectory, environments: EnvironmentPool) -> None:
     """Set the tool calls of a trajectory's last turn; its message gets those that can be read."""
-    if world.calls is None:
+    if environments.calls is None:
         return
-    text, calls = world.calls.read(path.text, path.tools, first=path.num_calls)
+    text, calls = environments.calls.read(path.text, path.tools, first=path.num_calls)
     good = [call for call in calls if call.error is None]
     path.num_calls += len(calls)
     path.num_malformed += len(calls) - len(good)
@@ -329,7 +335,7 @@ def _read_calls(path: PartialTrajectory, world: World) -> None:
     path.calls = calls
 
 
-def _continue(path: PartialTrajectory, step: Step, world: World) -> None:
+def _continue(path: PartialTrajectory, step: Step, environments: EnvironmentPool) -> None:
     """Append the environment's answer and the tokens up to the next turn, or end the trajectory."""
     assert isinstance(step.reward, Mapping)
     path.earn(step.reward)
@@ -340,11 +346,11 @@ def _continue(path: PartialTrajectory, step: Step, world: World) -> None:
     if step.done:
         path.finish = "stop"
         return
-    if path.num_turns == world.config.max_turns:
+    if path.num_turns == environments.config.max_turns:
         path.finish = "length"
         return
     last = int(path.sampled[-1][-1]) if path.sampled[-1].size else -1
-    between, media = world.bridge.follows(history, step.messages, path.tools, last)
+    between, media = environments.bridge.follows(history, step.messages, path.tools, last)
     if path.limit is not None and len(path.ids) + len(between) >= path.limit:
         path.finish = "length"
     else:

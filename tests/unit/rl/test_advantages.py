@@ -390,7 +390,7 @@ def signals(made: PolicyCredit, rewards: Sequence[Sequence[float]]) -> int:
 
 
 def test_what_a_critic_or_a_penalty_adds_is_no_signal() -> None:
-    """So the guard sees rewards that never differ; with a critic they may do so between prompts."""
+    """So the monitor sees rewards that never differ; with a critic they may do so between prompts."""
     critic = policy(estimate=Gae(gamma=1.0, lam=1.0, is_whitened=True))
     penalty = policy(penalty=KlPenalty(0.5))
     plus = policy(estimate=ESTIMATORS["reinforce_pp"])

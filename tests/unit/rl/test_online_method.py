@@ -22,9 +22,9 @@ from taut.losses.policy import PolicyGradient
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Answered, Score
 from taut.rl.advantages import PolicyCredit, ShapingConfig
-from taut.rl.monitors import Guard, RolloutMonitorConfig
+from taut.rl.monitors import RolloutMonitor, RolloutMonitorConfig
 from taut.rl.online import Online, numbered
-from taut.rl.rollout import Roller, RolloutConfig
+from taut.rl.rollout import RolloutConfig, RolloutWorker
 from taut.train.distributed import Ranks
 from taut.train.signals import Interrupts
 from taut.train.trainer import Trainer
@@ -56,7 +56,7 @@ def half(one: Answered) -> float:
     return float(one.row["i"] % 2 == 0) * int(one.text)
 
 
-def online(worth: Any = half, guard: RolloutMonitorConfig | None = None, **keys: Any) -> Online:
+def online(worth: Any = half, monitor: RolloutMonitorConfig | None = None, **keys: Any) -> Online:
     """A method on an engine that says 0 and 1 of each prompt, two prompts for each update of a pass."""
     config = RolloutConfig(**{"n": 2, **keys})
     size = 2 * config.minibatches
@@ -71,17 +71,17 @@ def online(worth: Any = half, guard: RolloutMonitorConfig | None = None, **keys:
     )
     prompts = cast(PromptSet, SimpleNamespace(image_store=None))
     engine = FakeEngine(lambda name, index: str(index))
-    roller = Roller(config, rows(NUM_PROMPTS), engine, Panel(worth), None, 3, ONE)  # type: ignore[arg-type]
+    worker = RolloutWorker(config, rows(NUM_PROMPTS), engine, Panel(worth), None, 3, ONE)  # type: ignore[arg-type]
     trainer = cast(Trainer, FakeTrainer())
     return Online(
         config,
         prompts,
         order,
         credit,
-        Guard(guard or RolloutMonitorConfig()),
+        RolloutMonitor(monitor or RolloutMonitorConfig()),
         seed=3,
         get_trainer=lambda: trainer,
-        open_roller=lambda: roller,
+        open_worker=lambda: worker,
     )
 
 
@@ -110,7 +110,7 @@ def test_a_roll_out_is_dealt_out_anew_in_each_pass() -> None:
     assert [first, second] != [third, fourth]
     assert not set(fifth) & set(first + second)
     assert trainer_of(method).rolled_out == [1, 5]
-    assert method.roller.engine.version == 4  # type: ignore[attr-defined]
+    assert method.worker.engine.version == 4  # type: ignore[attr-defined]
     assert steps(online(minibatches=2, epochs=2), 1, 5) == [first, second, third, fourth, fifth]
 
 
@@ -166,7 +166,7 @@ def test_a_resumed_run_goes_on_with_what_was_remembered(done: int) -> None:
     other.recall(remembered)
     assert steps(other, done + 1, 10) == wanted
     assert other.credit.remember() == whole.credit.remember()
-    assert other.guard == whole.guard
+    assert other.monitor == whole.monitor
     told = [step for step in trainer_of(whole).rolled_out if step > done]
     assert trainer_of(other).rolled_out == told
 
@@ -180,7 +180,7 @@ def test_a_roll_out_that_was_interrupted_before_its_first_update_is_told_again()
     trainer_of(other).done = 2
     other.recall(json.loads(json.dumps(whole.remember())))
     assert names(other.prepare(3)) == names(trees)
-    assert "roller" not in vars(other)  # nothing was generated
+    assert "worker" not in vars(other)  # nothing was generated
     (told,) = trainer_of(other).told
     assert told[0] == "rollout" and told[1]["step"] == 3
     assert told[1]["samples"] == trainer_of(whole).told[-1][1]["samples"]
@@ -191,7 +191,7 @@ def test_a_roll_out_that_was_interrupted_before_its_first_update_is_told_again()
 
 def test_a_roll_out_that_stops_the_run_has_changed_nothing() -> None:
     method = online(
-        worth=lambda one: 0.5, guard=RolloutMonitorConfig(max_without_signal=1), replay_groups=2
+        worth=lambda one: 0.5, monitor=RolloutMonitorConfig(max_without_signal=1), replay_groups=2
     )
     before = method.credit.remember()
     with pytest.raises(CheckFailed, match="max_without_signal"):
@@ -217,7 +217,7 @@ def test_a_roll_out_without_rewards_skips_its_steps_and_a_resume_is_exact() -> N
         trainer_of(one).done = 4
         with pytest.raises(CheckFailed, match="step 5: in 3 roll-outs in a row no completion"):
             one.prepare(5)
-    assert other.guard == method.guard and method.guard.unrewarded == 2
+    assert other.monitor == method.monitor and method.monitor.unrewarded == 2
     warned = [fields["step"] for kind, fields in trainer_of(method).told if kind == "warning"]
     assert warned == [1, 3]
 
@@ -276,7 +276,7 @@ def test_what_is_compared_inside_a_tree_is_numbered_by_it() -> None:
 def test_closing_what_was_never_opened(tmp_path: Path) -> None:
     method = online()
     method.close()
-    assert "roller" not in vars(method)
+    assert "worker" not in vars(method)
 
 
 def again(method: Online, done: int, **keys: Any) -> Online:
@@ -301,7 +301,7 @@ def test_a_roll_out_that_stops_its_first_update_is_drawn_anew() -> None:
         assert json.dumps(method.remember()) == before
     other = again(whole, 2, **keys)
     assert names(other.prepare(3)) == wanted
-    assert "roller" in vars(other), "asked again"
+    assert "worker" in vars(other), "asked again"
 
 
 def test_a_roll_out_that_was_trained_on_is_kept() -> None:
@@ -313,9 +313,9 @@ def test_a_roll_out_that_was_trained_on_is_kept() -> None:
 
 
 def test_warnings_of_a_roll_out_are_told_again_with_it() -> None:
-    keys: dict[str, Any] = {"guard": RolloutMonitorConfig(max_errors=1.0)}
+    keys: dict[str, Any] = {"monitor": RolloutMonitorConfig(max_errors=1.0)}
     whole = online(**keys)
-    panel = cast(Panel, whole.roller.panel)
+    panel = cast(Panel, whole.worker.panel)
     panel.grade = partial(failing, panel.grade)  # type: ignore[method-assign]
     whole.prepare(1)
     trainer_of(whole).done = 1

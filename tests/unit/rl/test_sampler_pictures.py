@@ -16,7 +16,7 @@ from taut.data.prompts import PromptRow
 from taut.data.render import Renderer
 from taut.data.stop_tokens import derive_stop_set
 from taut.inference.engine import Sampling
-from taut.rl.environment import EnvironmentConfig, Step, World
+from taut.rl.environment import EnvironmentConfig, EnvironmentPool, Step
 from taut.rl.rollout import sample_of
 from taut.rl.sampler import Trajectory, sample_trajectories
 from taut.rl.turns import Bridge
@@ -52,11 +52,13 @@ def played(
         return Step(done=True) if text == "Seen." else Step([said])
 
     environment = type("Shows", (), {"step": step, **own})
-    world = World(EnvironmentConfig(name="own.py:Shows"), environment, bridge, None, (), None, None)
+    environments = EnvironmentPool(
+        EnvironmentConfig(name="own.py:Shows"), environment, bridge, None, (), None, None
+    )
     ids_T, media = renderer.prompt_media([asked])
     row = PromptRow("a", "a", ids_T, (asked,), ("5",), "answer", {}, media=media)
     engine = Scripted(renderer, lambda name, index, turn: "Seen." if turn else "Go on.")
-    (found,) = sample_trajectories(engine, [row], Sampling(), world)
+    (found,) = sample_trajectories(engine, [row], Sampling(), environments)
     for (last,) in engine.asked[-1:]:
         assert [one.start for one in last.media] == [one.start for one in found.media]
     return found

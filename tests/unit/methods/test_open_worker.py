@@ -24,7 +24,7 @@ from taut.methods import online
 from taut.methods.grpo import Grpo
 from taut.rewards.panel import Panel
 from taut.rl.online import Online
-from taut.rl.rollout import Roller
+from taut.rl.rollout import RolloutWorker
 from taut.train.distributed import Ranks
 
 
@@ -33,11 +33,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model") / "llama", "llama")
 
 
-def opened(model: Path, place: Path, method: str = "grpo", **keys: Any) -> Roller:
+def opened(model: Path, place: Path, method: str = "grpo", **keys: Any) -> RolloutWorker:
     built, _ = make(keys_of(method, model, place, dtype="float32", **keys))
     source = built.trainer.source
     assert isinstance(source, Online)
-    return source.roller
+    return source.worker
 
 
 def at(server: FakeServer, **keys: Any) -> dict[str, Any]:
@@ -54,9 +54,9 @@ def test_a_server_must_say_the_log_probs_of_what_it_samples_from(
     ):
         opened(model, tmp_path, **at(server, rollout__temperature=0.7))
     with SamplingServer(model=loaded, mode="raw") as server:  # at 1 they are the same
-        roller = opened(model, tmp_path, **at(server))
-        assert ("server log-probs", "raw") in [it[:2] for it in roller.settled]
-        roller.close()
+        worker = opened(model, tmp_path, **at(server))
+        assert ("server log-probs", "raw") in [it[:2] for it in worker.settled]
+        worker.close()
 
 
 def noted(closed: list[str], name: str, close: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -113,14 +113,14 @@ def test_a_model_that_judges_here_cannot_while_another_trains(
 def test_rewards_that_need_an_answer(model: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "1?", "answer": "1"}, {"prompt": "2?"}]
     data = str(write_rows(tmp_path / "some.jsonl", rows))
-    roller = opened(model, tmp_path, data__train=data, rewards="numeric")
-    (told,) = roller.settled
+    worker = opened(model, tmp_path, data__train=data, rewards="numeric")
+    (told,) = worker.settled
     assert told[:2] == ("numeric", "nothing of 1 of 2 rows") and "some.jsonl:2" in told[2]
     none = str(write_rows(tmp_path / "none.jsonl", rows[1:]))
     with pytest.raises(DataError, match=r"none\.jsonl:1: the row has no right answer"):
         opened(model, tmp_path, data__train=none, rewards=["numeric", "exact_match"])
-    roller = opened(model, tmp_path, data__train=none, rewards=["numeric", "stop"])
-    assert roller.settled[0][1] == "nothing of 1 of 1 rows"
+    worker = opened(model, tmp_path, data__train=none, rewards=["numeric", "stop"])
+    assert worker.settled[0][1] == "nothing of 1 of 1 rows"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -135,7 +135,7 @@ def test_a_model_that_judges_here_is_refused_on_every_rank_alike(rank: int) -> N
     ranks = Ranks(rank, 2, torch.device("cpu"))
     nothing: Any = None
     with pytest.raises(ConfigError, match=r"the reward worth, a model in this process, and 2 rank"):
-        run.open_roller(source, nothing, nothing, nothing, ranks)
+        run.open_worker(source, nothing, nothing, nothing, ranks)
 
 
 def test_so_is_one_that_judges_held_out_answers(model: Path, tmp_path: Path) -> None:
