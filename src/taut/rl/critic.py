@@ -55,24 +55,24 @@ LEARNING_RATES = DefaultRates(1e-5, 1e-4, "verl 1e-5; OpenRLHF 9e-6")
 
 @configclass
 class CriticConfig:
-    """The critic of PPO: what is still to be gained in a state."""
+    """The critic of PPO: it predicts the return of a state."""
 
     kind: Literal["own", "shared"] = "own"
-    """own: a model of its own; shared: a head on the policy's hidden states, which costs next to nothing."""
+    """own: a separate model; shared: a head on the policy's hidden states, which costs almost nothing."""
     model: str | None = None
-    """Of an own critic: directory (or hub name) of a reward model, whose head is kept, or of a language model, with the
-    policy's tokenizer. None: what the policy starts from."""
+    """For kind=own: directory (or hub name) of a reward model, whose head is kept, or of a language model, with the
+    policy's tokenizer. None: the model that the policy starts from."""
     head: Literal["zero", "normal"] | None = None
-    """How the head begins: at 0, or drawn from N(0, 1 / (D + 1)). None: as the reward model has it, else at 0."""
+    """Initialisation of the head: 0, or N(0, 1 / (D + 1)). None: the reward model's head, else 0."""
     lora_rank: Annotated[int, Field(ge=0)] = 0
-    """Of an own critic: train adapters of this rank, and the head; 0: all of it."""
+    """For kind=own: rank of the critic's adapters, which train with the head. 0: all weights train."""
     detach: bool = False
-    """Of a shared critic: keep its loss from training the policy's own weights."""
+    """For kind=shared: do not train the policy's weights with the critic's loss."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None
     """The highest learning rate of the critic, on the policy's schedule. None: optim.learning_rate if that is set, else
     1e-5, or 1e-4 with lora_rank (docs/hyperparameters.md)."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps at the start in which the critic alone learns: the policy's learning rate is 0."""
+    """Number of first steps in which only the critic learns: the policy's learning rate is 0."""
 
     def __post_init__(self) -> None:
         if self.kind == "own" and self.detach:

@@ -2,13 +2,13 @@
 run warns and when it stops.
 
     rewards      completions without a reward (an error of the reward, the environment or the engine, or a reward that
-                 does not apply), by share; roll-outs in which no completion has one
-    log-probs    the engine's against the trainer's own, of the same tokens: mean |difference|, effective sample size
-    ends         the share of completions that end by themselves, against that of the first roll-outs
-    signal       roll-outs in which no group's rewards differ, with a critic none at all: nothing is learned
+                 does not apply), by share; rollouts in which no completion has one
+    logprobs     the engine's against the trainer's own, of the same tokens: mean |difference|, effective sample size
+    ends         the share of completions that end by themselves, against that of the first rollouts
+    signal       rollouts in which no group's rewards differ, with a critic none at all: nothing is learned
     dropped      the share of answers that are cut and left out of training (shaping.overlong=drop)
-    values       the critic's values against the range of the returns of recent roll-outs
-    updates      where several updates train on a roll-out, KL(old || policy) and the share of clipped tokens; entropy
+    values       the critic's values against the range of the returns of recent rollouts
+    updates      where several updates train on a rollout, KL(old || policy) and the share of clipped tokens; entropy
                  against that of the first updates, as long as answers are not good: a policy that has learned its
                  task has lost its entropy too. Means of the last ``RECENT`` updates are compared with the limits
 
@@ -43,22 +43,22 @@ from taut.rl.sampler import Trajectory
 from taut.train.trainer import StepReport, Trainer
 
 BEGINNING = 3
-"""Roll-outs, or updates, that later ones are compared with."""
+"""Number of first rollouts, or updates, that later ones are compared with."""
 RECENT = 5
-"""Roll-outs, or updates, that are averaged for that."""
+"""Number of last rollouts, or updates, that are averaged for that."""
 WARN_SILENT = 3
-"""Roll-outs in a row without a signal after which that is warned of."""
+"""Number of rollouts in a row without a signal after which the monitor warns."""
 GOOD = 0.7
 """Answers are good where their mean reward is this far from the worst to the best that any answer has had."""
 SHOWN = 3
-"""Errors that a message names."""
+"""Number of errors in a message."""
 DRIFT, LOW, HIGH = "old/kl_k1", "clip/low", "clip/high"
 """Metrics of the loss: KL(old || policy), by k1, because in k3 a single token that has become likely outweighs
 thousands; shares of tokens clipped from below and from above."""
 EXACT, ESTIMATE = "entropy", "entropy_estimate"
 """Metrics of the loss: the policy's entropy, where it is computed, and its estimate."""
 DIFFERENCE, EFFECTIVE, WEIGHT = "engine/difference", "engine/effective", "engine/weight"
-"""Metrics of the loss: mean |difference| of log-probs; effective sample size of the correction's weights by number of
+"""Metrics of the loss: mean |difference| of logprobs; effective sample size of the correction's weights by number of
 tokens; their mean."""
 
 
@@ -169,27 +169,27 @@ def logged(trajectory: Trajectory, samples: Sequence[TrainSample]) -> dict[str, 
 
 @configclass
 class RolloutMonitorConfig:
-    """When a run that generates warns, and when it stops."""
+    """When a run that generates warns or stops."""
 
     max_errors: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Share of a roll-out's completions that may be without a reward because of an error; with more the run stops."""
+    """Stop when a larger share of a rollout's completions has no reward because of an error."""
     warn_unrewarded: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """Share of a roll-out's completions without a reward, for whatever reason, above which a warning is logged."""
+    """Warn when a larger share of a rollout's completions has no reward, for any reason."""
     max_unrewarded: Annotated[int, Field(ge=1)] = 3
-    """Roll-outs in a row without a single reward at which the run stops. The updates of those before it are skipped."""
+    """Stop after this many rollouts in a row without a single reward. The updates of those before are skipped."""
     warn_logprob_difference: Annotated[float, Field(gt=0)] = 0.1
-    """Mean difference (nats a token) between the engine's log-probs and the trainer's that is told,"""
+    """Warn when the engine's logprobs differ from the trainer's by more: mean absolute difference, in nats a token."""
     max_logprob_difference: Annotated[float, Field(gt=0)] = 0.5
-    """and the one that stops the run before the update: the engine runs another model."""
+    """Stop before the update when they differ by more: the engine runs another model."""
     warn_effective_size: Annotated[float, Field(ge=0, le=1)] = 0.3
     """Warn before the update when the weights of tokens by trainer over engine have a lower mean, or a lower effective
-    sample size as a share of the tokens. An honest engine has 1 of both."""
+    sample size as a share of the tokens. Both are 1 if engine and trainer agree."""
     warn_stop_drop: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """How far the share of completions that end by themselves may fall below that of the first roll-outs untold."""
+    """Warn when the share of completions that end by themselves falls by more below that of the first rollouts."""
     max_without_signal: Annotated[int, Field(ge=0)] = 20
-    """Roll-outs in a row without any signal after which the run stops; 0: never."""
+    """Stop after this many rollouts in a row without any signal. 0 disables the stop."""
     warn_kl: Annotated[float, Field(gt=0)] = 0.5
-    """Warn when KL(old || policy), old being the policy that a roll-out began with, is larger: nats a token, mean of
+    """Warn when KL(old || policy) is larger, old being the policy at the start of the rollout: nats a token, mean of
     the last 5 updates."""
     warn_clipped: Annotated[float, Field(ge=0, le=1)] = 0.4
     """Warn when a larger share of the tokens has a ratio outside the clip range, mean of the last 5 updates."""
@@ -197,14 +197,14 @@ class RolloutMonitorConfig:
     """Warn when the entropy of the last 5 updates is below this share of that of the first 3, and the mean reward is
     not yet near the best that answers get. 0 disables the warning."""
     warn_dropped: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """Warn when shaping.overlong=drop leaves a larger share of a roll-out's answers out of training."""
+    """Warn when shaping.overlong=drop leaves a larger share of a rollout's answers out of training."""
     warn_values: Annotated[float, Field(gt=0)] = 0.5
-    """Warn when the critic's values (their 5% and 95% quantiles) leave the range of the returns of the last 5 roll-outs
-    by more than this times its width. 0, where a new critic begins, is part of the range."""
+    """Warn when the critic's values (their 5% and 95% quantiles) leave the range of the returns of the last 5 rollouts
+    by more than this times its width. The range includes 0, the values of a new critic."""
 
 
 class RolloutMonitorState(TypedDict):
-    """What RolloutMonitor remembers; older checkpoints lack some."""
+    """The state of RolloutMonitor; older checkpoints lack some keys."""
 
     last: NotRequired[dict[str, list[float]]]
     first_entropy: NotRequired[list[float]]
@@ -218,23 +218,23 @@ class RolloutMonitorState(TypedDict):
 
 @dataclass
 class RolloutMonitor:
-    """The watch over one run."""
+    """The monitor of one run, with its state."""
 
     config: RolloutMonitorConfig
     section: str = "grpo"
     """The method's own section of the configuration, for the keys that warnings name."""
     ends_remedy: str = "lower optim.learning_rate"
-    """What to do where the policy ends fewer of its answers, in keys that the method has."""
+    """The remedy where the policy ends fewer of its answers, in keys that the method has."""
     first: list[float] = field(default_factory=list)
-    """Shares of ends of the first roll-outs,"""
+    """Shares of completions that end, of the first rollouts."""
     recent: list[float] = field(default_factory=list)
-    """and of the last."""
+    """The same of the last rollouts."""
     silent: int = 0
-    """Roll-outs in a row without a signal."""
+    """Number of rollouts in a row without a signal."""
     unrewarded: int = 0
-    """Roll-outs in a row without a single reward."""
-    told: set[str] = field(default_factory=set)
-    """What is told once."""
+    """Number of rollouts in a row without a single reward."""
+    warned: set[str] = field(default_factory=set)
+    """Names of the warnings that hold, which are not repeated."""
     last: dict[str, list[float]] = field(default_factory=dict)
     """Last numbers of each monitor of updates, of the returns and of the mean reward; at most ``RECENT`` of each."""
     extremes: list[float] = field(default_factory=list)
@@ -244,7 +244,7 @@ class RolloutMonitor:
 
     def require_rewards(self, groups: Sequence[Group], step: int) -> None:
         """Raise CheckFailed where too many completions have no reward because of an error, or where none has had one
-        for ``max_unrewarded`` roll-outs.
+        for ``max_unrewarded`` rollouts.
         """
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         errors = [trajectory.failure for trajectory in trajectories if trajectory.failure]
@@ -408,9 +408,9 @@ class RolloutMonitor:
     ) -> None:
         """Emit a warning if a number is bad, and not again before it ``is_over``: by default, is not bad."""
         if not is_bad if is_over is None else is_over:
-            self.told.discard(name)
-        elif is_bad and name not in self.told:
-            self.told.add(name)
+            self.warned.discard(name)
+        elif is_bad and name not in self.warned:
+            self.warned.add(name)
             emit("warning", name=name, step=step, detail=detail)
 
     def __call__(self, report: StepReport, trainer: Trainer) -> None:
@@ -448,8 +448,8 @@ class RolloutMonitor:
                 f"{self.section}.rollout_correction_level=geometric or token does not",
             ),
         ):
-            if is_bad and name not in self.told:
-                self.told.add(name)
+            if is_bad and name not in self.warned:
+                self.warned.add(name)
                 detail = f"engine and trainer: {detail}"
                 trainer.emit("warning", name=f"rollout_{name}", step=report.step, detail=detail)
 
@@ -464,7 +464,7 @@ class RolloutMonitor:
             "recent": list(self.recent),
             "silent": self.silent,
             "unrewarded": self.unrewarded,
-            "told": sorted(self.told),
+            "told": sorted(self.warned),
         }
 
     def recall(self, remembered: Mapping[str, Any]) -> None:
@@ -473,5 +473,5 @@ class RolloutMonitor:
         self.first_entropy = list(remembered.get("first_entropy", ()))
         self.extremes = list(remembered.get("extremes", ()))
         self.first, self.recent = list(remembered["first"]), list(remembered["recent"])
-        self.silent, self.told = int(remembered["silent"]), set(remembered["told"])
+        self.silent, self.warned = int(remembered["silent"]), set(remembered["told"])
         self.unrewarded = int(remembered.get("unrewarded", 0))  # older checkpoints have none
