@@ -20,14 +20,12 @@ from taut.models.self_test import library_attention
 from taut.types import Sample
 from taut.vision import tower
 
-SAMPLES, TOKENS = 4, 192
-
 
 def _scored_samples(session: Session) -> list[Sample]:
     """A few samples of the batch, as they are scored: at the end, or at the end of each step."""
     chosen: list[Sample] = []
     for sample in session.tree_samples:
-        fits = num_tokens([*chosen, sample]) <= TOKENS and len(chosen) < SAMPLES
+        fits = num_tokens([*chosen, sample]) <= 192 and len(chosen) < 4
         if fits or len(chosen) < 2:
             chosen.append(sample)
     return chosen

@@ -163,8 +163,6 @@ def turns_are_joined_as_the_template_joins_them(session: Session) -> Finding:
 
 # -- rewards
 
-REWARD_ROWS = 16
-"""Rows looked at: a reward may take its time, and is asked some four times a row."""
 TOTAL = "the total"
 
 
@@ -262,7 +260,8 @@ def judge_rewards(
     ``key``: the table of the configuration that has ``rewards``; "" is the run itself, in which the total counts.
     ``num_tokens``: how many tokens an answer has.
     """
-    rows = [row for row in rows if row.references][:REWARD_ROWS]
+    # a reward may take its time, and is asked some four times a row
+    rows = [row for row in rows if row.references][:16]
     if not rows:
         return skipped("no row has a reference answer")
     answers, counts = [], []
@@ -400,10 +399,6 @@ def _reward_fault(marks: Marks, num_rows: int, max_errors: float, setting: str) 
 
 # -- a small roll-out
 
-PROMPTS, COMPLETIONS, TOKENS = 2, 3, 8
-UNLIKELY = -14.0
-"""log-probability (one in a million) below which equal completions are not by chance."""
-
 
 @once
 def _small_rollout(session: Session) -> list[Group]:
@@ -414,12 +409,12 @@ def _small_rollout(session: Session) -> list[Group]:
     skip_if(own.config.engine == "server", "a server is asked by engine.logps, in the full part")
     config = replace(
         own.config,
-        n=max(2, min(own.config.n, COMPLETIONS)),
-        max_new_tokens=min(own.config.max_new_tokens, TOKENS),
+        n=max(2, min(own.config.n, 3)),
+        max_new_tokens=min(own.config.max_new_tokens, 8),
         dynamic_sampling_rounds=0,
     )
     small = replace(own, config=config, panel=None, is_judged=False, needs_one=False)
-    return list(small.roll(0, range(min(PROMPTS, len(own.prompts)))).groups)
+    return list(small.roll(0, range(min(2, len(own.prompts)))).groups)
 
 
 @check(
@@ -464,7 +459,7 @@ def each_group_answers_one_prompt(session: Session) -> Finding:
                 same.append(f"{name} is another completion of it once more")
     counts = Counter(group.row.id for group in groups)
     wrong += [f"{name} has two groups" for name, times in counts.items() if times > 1][:1]
-    if chance < UNLIKELY:
+    if chance < -14.0:  # one in a million: not by chance
         wrong += same
     wrong = wrong or _wrong_advantages(session, groups)
     if wrong:
@@ -741,9 +736,6 @@ def the_same_seed_gives_the_same_completions(session: Session) -> Finding:
     return passed("the same when asked again, and beside fewer others", len(answers), "completions")
 
 
-MOVES = (0.1, 0.5, 2.0)
-"""Standard deviations of the move, in those of a tensor; if all its values are alike (a new adapter's), in SPREAD."""
-SPREAD = 0.1
 SEEN = 10.0
 """A difference of so many times rounding is seen."""
 
@@ -760,7 +752,7 @@ def the_engine_draws_from_updated_weights(session: Session) -> Finding:
     engine, prompts, _ = sampled(session)
     limit = _engine_limit(session, engine)
     try:
-        for move in MOVES:
+        for move in (0.1, 0.5, 2.0):  # of a tensor's spread, or of 0.1 if all its values are alike
             generator = torch.Generator().manual_seed(session.run.seed)
             with weights_put_back(session) as copies:
                 shard_weights(session)
@@ -769,7 +761,7 @@ def the_engine_draws_from_updated_weights(session: Session) -> Finding:
                         part = local(parameter)
                         spread = float(part.float().std()) if part.numel() > 1 else 0.0
                         noise = torch.randn(part.shape, generator=generator)
-                        noise *= move * (spread or SPREAD)
+                        noise *= move * (spread or 0.1)
                         part.add_(noise.to(part.device, part.dtype))
                 engine.update(1)
                 answers = engine.generate(prompts, _sampling(session))

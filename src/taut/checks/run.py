@@ -245,15 +245,9 @@ def _asked_of_adapters(session: Session) -> dict[str, Any]:
     """What the run asks for, or the settings of the adapter that it continues."""
     config = session.run.lora
     if config.adapter is None:
-        return {
-            "rank": config.rank,
-            "alpha": float(2 * config.rank if config.alpha is None else config.alpha),
-            "rslora": config.rslora,
-            "dora": config.dora,
-            "dropout": config.dropout,
-            "targets": config.targets,
-            "modules_to_save": config.modules_to_save,
-        }
+        alpha = float(2 * config.rank if config.alpha is None else config.alpha)
+        names = ("rank", "rslora", "dora", "dropout", "targets", "modules_to_save")
+        return {"alpha": alpha, **{name: getattr(config, name) for name in names}}
     saved = read_json(home_path(config.adapter) / "adapter_config.json")
     return {
         "rank": saved["r"],

@@ -24,9 +24,6 @@ from taut.models import architecture
 from taut.types import Picture, Sample
 from taut.vision import tower
 
-SAMPLES = 4
-TOKENS = 768
-"""Of all samples with pictures of different sizes, but for the first."""
 SHOWN = 3
 
 
@@ -46,7 +43,7 @@ def _samples_of_all_sizes(session: Session) -> list[Sample]:
         new_sizes = {(media.stop - media.start, media.grid) for media in sample.media} - sizes
         if not new_sizes:
             continue
-        if chosen and (len(chosen) == SAMPLES or num_tokens([*chosen, sample]) > TOKENS):
+        if chosen and (len(chosen) == 4 or num_tokens([*chosen, sample]) > 768):
             break
         sizes |= new_sizes
         chosen.append(sample)
