@@ -24,10 +24,11 @@ from taut.errors import ModelError, TautError
 from taut.evals.stopping import Asked, StopCheckConfig, prepare
 from taut.inference.engine import Sampling
 from taut.io.temporary import TemporaryFolder
+from taut.methods.inputs import engine_of
 from taut.models.load import load_tokenizer, quiet_library
 from taut.models.save import generation_to_save
 from taut.models.tokens import require_trained, untrained_rows
-from taut.run.setup import engine_of, rows_to_train
+from taut.run.setup import rows_to_train
 
 SHOWN = 3
 NO_GENERATION = "a reward model generates nothing"
