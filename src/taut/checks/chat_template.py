@@ -96,7 +96,7 @@ class Rendered:
 
     chats: tuple[Chat, ...]
     turns: tuple[Turn, ...]
-    """Of all chats; a prompt with its completion is one too."""
+    """The turns of all chats; a prompt with its completion is one too."""
     refused: tuple[RenderError, ...]
     """Why the template does not take a conversation, for each that it refuses."""
     documents: tuple[Text, ...]

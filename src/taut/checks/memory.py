@@ -29,7 +29,7 @@ from taut.types import Sample
 
 GIB, MIB = 2**30, 2**20
 MEASURED_TOKENS = 1024
-"""Of the measured micro-batch, if the first rows have so many: enough to tell what layers keep from the weights."""
+"""Tokens of the measured micro-batch, if the first rows have so many: with fewer, the weights hide what layers keep."""
 
 
 def _kernels(session: Session) -> Kernels:
@@ -123,7 +123,7 @@ def a_micro_batch_takes_the_memory_predicted(session: Session) -> Finding:
     """Does a micro-batch take the memory that is predicted?
 
     One is really run. What it takes beyond the prediction is kept by something other than the model's code: a hook, a
-    patched layer, checkpointing that is asked for and not in force.
+    patched layer, checkpointing that is set and not applied.
     """
     run = session.run
     skip_if(session.ranks.size > 1, "measured on one rank only")
@@ -167,5 +167,5 @@ def a_micro_batch_takes_the_memory_predicted(session: Session) -> Finding:
             f"live tensors (GiB): {_in_gib(live)}",
         ],
         remedy="something keeps tensors that the model's own code does not: remove hooks and patches, and see that "
-        "activation_checkpointing is in force",
+        "activation_checkpointing is applied",
     )

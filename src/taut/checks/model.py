@@ -48,7 +48,7 @@ def what_was_asked_trains(session: Session) -> Finding:
 
 @check("model.finite", after=["vision.placeholders"])
 def all_numbers_are_finite(session: Session) -> Finding:
-    """Are all weights, and the log-probs they give, finite numbers?
+    """Are all weights, and the logprobs they give, finite numbers?
 
     An infinity or a NaN would look like a leak in later checks.
     """
@@ -147,7 +147,7 @@ def _forward_in_training(
 
 @check("model.head", after=["model.finite"])
 def the_chunked_head_gives_plain_log_probs(session: Session) -> Finding:
-    """Does the chunked head give the log-probs of the plain one?
+    """Does the chunked head give the logprobs of the plain one?
 
     Both ways through it (in chunks, without keeping logits) against log_softmax of all logits, for the hidden states of
     the first batch. That these logits are the model's own was proven when it was loaded.
@@ -177,7 +177,7 @@ def the_chunked_head_gives_plain_log_probs(session: Session) -> Finding:
                 where = f"{target}: {float(logp_N[at]):.6g}, plainly {plain:.6g} ({way})"
     if worst > limit:
         return failed(
-            f"a log-prob of the chunked head differs by {worst:.3g} nats from log_softmax of all logits",
+            f"a logprob of the chunked head differs by {worst:.3g} nats from log_softmax of all logits",
             measured=(worst, "nats"),
             evidence=[where],
             remedy="the head does more, or less, than taut computes; train another model, and please report this one",

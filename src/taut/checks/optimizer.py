@@ -93,7 +93,7 @@ def one_update_moves_the_weights_downhill(session: Session) -> Finding:
         return failed(
             f"the gradient has a norm of {length:.4g} after it was clipped to {clip:g}",
             measured=(length, ""),
-            remedy="optim.clip_grad_norm is not in force; please report this",
+            remedy="optim.clip_grad_norm is not applied; please report this",
         )
     if not num_changed:
         return failed(

@@ -73,7 +73,7 @@ class Quantity(NamedTuple):
     unit: str
 
 
-LOGPS = Quantity("a log-prob", "log-probs", "nats")
+LOGPS = Quantity("a logprob", "logprobs", "nats")
 SCORES = Quantity("a score", "scores", "points")
 
 
@@ -372,7 +372,7 @@ class Session:
     def numbers(
         self, samples: Sequence[Sample], policy: PackPolicy = ALONE, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        """Sample id -> the log-probs of its targets (a reward model: its scores where it is read), from one packed
+        """Sample id -> the logprobs of its targets (a reward model: its scores where it is read), from one packed
         forward, without gradient and without noise.
         """
         packed = pack(list(samples), policy)

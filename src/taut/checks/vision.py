@@ -172,7 +172,7 @@ class Swap(NamedTuple):
     neighbour: Sample | None
     """None: the model packs nothing."""
     after_picture: tuple[Tensor, Tensor]
-    """Of the sample's targets after its first picture."""
+    """The numbers of the sample's targets after its first picture."""
     of_neighbour: tuple[Tensor, Tensor]
     all_after: Tensor
     """All of the sample with other pictures."""
@@ -205,7 +205,7 @@ def _swaps(session: Session) -> list[Swap]:
 def another_picture_changes_the_answer(session: Session) -> Finding:
     """Does another picture change what the model says after it?
 
-    Log-probs that are equal to the last bit mean that the model answers without having seen the picture. How much they
+    Logprobs that are equal to the last bit mean that the model answers without having seen the picture. How much they
     change says nothing yet: that is what training is for.
     """
     _require_pictures(session)
