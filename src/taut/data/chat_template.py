@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -196,8 +196,25 @@ class Template:
             {key: value for key, value in message.items() if value is not None}
             for message in messages
         ]
-        if self._has_own_rendering:
-            return self._write_by_own_code(present, tools, named, is_prompt, switches)
+        from transformers import PreTrainedTokenizerBase as Library
+
+        if type(self.tokenizer).apply_chat_template is not Library.apply_chat_template:
+            # a tokenizer with its own way of rendering: trust_remote_code allows its code to run here
+            try:
+                render: Any = self.tokenizer.apply_chat_template
+                return str(
+                    render(
+                        present,
+                        tools=list(tools) or None,
+                        chat_template=named,
+                        tokenize=False,
+                        add_generation_prompt=is_prompt,
+                        **switches,
+                    )
+                )
+            except CODE_FAILURES as error:
+                reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+                raise processes.FunctionFailed(reason) from None
         variables = {**self.tokenizer.special_tokens_map, **switches}
         try:
             text: str = processes.call(
@@ -214,37 +231,6 @@ class Template:
                 f"give another template with {self.key}=FILE"
             ) from None
         return text
-
-    @cached_property
-    def _has_own_rendering(self) -> bool:
-        """Whether the tokenizer's class, which may come with the model, has its own way of rendering."""
-        from transformers import PreTrainedTokenizerBase as Library
-
-        return type(self.tokenizer).apply_chat_template is not Library.apply_chat_template
-
-    def _write_by_own_code(
-        self,
-        messages: list[Message],
-        tools: Sequence[Tool],
-        template: str | None,
-        is_prompt: bool,
-        switches: Mapping[str, Any],
-    ) -> str:
-        """``write`` for a tokenizer with its own way of rendering. trust_remote_code allows its code to run here."""
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages,
-                tools=list(tools) or None,
-                chat_template=template,
-                tokenize=False,
-                add_generation_prompt=is_prompt,
-                **switches,
-            )
-        except CODE_FAILURES as error:
-            raise processes.FunctionFailed(
-                (str(error).splitlines() or [""])[0] or type(error).__name__
-            ) from None
-        return str(text)
 
     @property
     def _source(self) -> str:

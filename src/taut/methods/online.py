@@ -13,7 +13,7 @@ from typing import ClassVar
 from taut.config import Decision, configclass, home_path
 from taut.data.batching import START, Cursor, Order
 from taut.data.dataset import Dataset, Split
-from taut.data.prompts import Asking, PromptSet, load_prompt_set
+from taut.data.prompts import PromptSet, load_prompt_set
 from taut.data.render import Renderer
 from taut.data.schema import Kind
 from taut.errors import ConfigError
@@ -142,8 +142,8 @@ class OnlineMethod(RunConfig):
     def load_data(
         self, split: Split, renderer: Renderer, language: Language, *, looks_again: bool = True
     ) -> Dataset:
-        asking = Asking(self.longest_sample(language.config), self.rollout.reference)
-        return load_prompt_set(self.data, split, renderer, asking)
+        longest = self.longest_sample(language.config)
+        return load_prompt_set(self.data, split, renderer, longest, self.rollout.reference)
 
     def questions(self, data: Dataset) -> Sequence[Prompt]:
         assert isinstance(data, PromptSet)

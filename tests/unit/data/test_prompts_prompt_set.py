@@ -11,14 +11,14 @@ from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.config import from_mapping
 from taut.data.dataset import DataConfig
-from taut.data.prompts import Asking, PromptSet, load_prompt_set
+from taut.data.prompts import PromptSet, load_prompt_set
 from taut.data.render import Renderer
 from taut.errors import ConfigError, DataError
 
 
 def loaded(*paths: Path, most: int = 40, **keys: Any) -> PromptSet:
     config = from_mapping(DataConfig, {"train": [str(path) for path in paths], **keys})
-    return load_prompt_set(config, "train", Renderer(tiny_tokenizer()), Asking(most))
+    return load_prompt_set(config, "train", Renderer(tiny_tokenizer()), most)
 
 
 def rows(*words: str, **columns: Any) -> list[dict[str, Any]]:
