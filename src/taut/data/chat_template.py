@@ -19,7 +19,7 @@ from functools import cached_property
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jinja2
 
@@ -68,6 +68,19 @@ class Text:
     is_rendering: bool
     pictures: tuple[Placed, ...] = field(default=(), compare=False)
     """The images that words in it stand for, in order. They do not change the ids."""
+
+
+class Probe(NamedTuple):
+    """An answer to PROBE's question, as a template writes it."""
+
+    prompt: Text
+    row: Text
+    ids: Ids
+    """The ids of ``row``."""
+    start: int
+    """Start of the answer in ``ids``."""
+    end: int
+    """Position of the token that ends it."""
 
 
 class Template:
@@ -324,6 +337,18 @@ class Template:
                 f"expected {self.quoted(self.stop_ids)}; correct it or give one with {self.key}=FILE"
             )
         return end
+
+    def probe(self, answer: Message, tools: Sequence[Tool]) -> Probe | None:
+        """``answer`` to PROBE's question; None where the template does not take it."""
+        try:
+            prompt = self.apply(PROBE[:1], tools, "the probe", is_prompt=True)
+            row = self.apply((*PROBE[:1], answer), tools, "the probe")
+            ids_of = self.encode([prompt, row])
+            start = common_length(ids_of[prompt], ids_of[row])
+            end = self.end_of_turn(ids_of[row], start, "the probe")
+        except RenderError:
+            return None
+        return Probe(prompt, row, ids_of[row], start, end)
 
     def _last_end(self, ids: Ids, start: int, ends: set[int]) -> int | None:
         """The position of the last of ``ends`` from ``start`` on, if only white space follows it."""

@@ -27,7 +27,7 @@ from functools import reduce
 from itertools import count, takewhile
 from typing import Any, NamedTuple, TypeAlias
 
-from taut.data.chat_template import PROBE, Template, common_length
+from taut.data.chat_template import PROBE, Template
 from taut.data.json_io import read_item, read_json
 from taut.data.messages import Message, Tool
 from taut.errors import RenderError
@@ -443,16 +443,10 @@ def _turn(template: Template, calls: Sequence[ToolCall]) -> str | None:
     turn: Message = {"role": "assistant", "content": "" if calls else "Hello"}
     if calls:
         turn["tool_calls"] = [call.as_message() for call in calls]
-    try:
-        prompt = template.apply(PROBE[:1], TOOLS, "the probe", is_prompt=True)
-        row = template.apply((*PROBE[:1], turn), TOOLS, "the probe")
-        ids_of = template.encode([prompt, row])
-        start = common_length(ids_of[prompt], ids_of[row])
-        end = template.end_of_turn(ids_of[row], start, "the probe")
-    except RenderError:
+    if (probe := template.probe(turn, TOOLS)) is None:
         return None
-    begin = len(_common_prefix(prompt.text, row.text))
-    text = row.text[begin : template.spans(row)[end][0]]
+    begin = len(_common_prefix(probe.prompt.text, probe.row.text))
+    text = probe.row.text[begin : template.spans(probe.row)[probe.end][0]]
     return text if all(call.name in text for call in calls) else None
 
 
