@@ -283,12 +283,6 @@ def samples_of(trees: Sequence[Tree]) -> list[Sample]:
     return [sample for tree in trees for sample in tree.samples]
 
 
-def imbalance(ranks: Sequence[Sequence[Microbatch]], budget: Budget) -> float:
-    """Largest predicted cost of a rank, divided by the mean."""
-    costs = [sum(_piece(samples_of(trees), budget).cost for trees in rank) for rank in ranks]
-    return max(costs) / (sum(costs) / len(costs))
-
-
 def layouts(trees: Microbatch, policy: PackPolicy, tokens: int) -> list[Packed]:
     """The layouts of one planned micro-batch: one, or several within the budget where prefixes are not shared.
 

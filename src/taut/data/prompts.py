@@ -326,20 +326,20 @@ class PromptReport(DataReport):
 
 
 class PromptSet(Dataset):
-    """Prompts by index, in the order of sources and rows; ``asked`` has the rows themselves, index for index."""
+    """Prompts by index, in the order of sources and rows; ``prompt_rows`` has the rows themselves, index for index."""
 
-    def __init__(self, parts: Sequence[SourcePart], asked: Sequence[PromptRow]) -> None:
+    def __init__(self, parts: Sequence[SourcePart], rows: Sequence[PromptRow]) -> None:
         super().__init__(parts, [f"{part.path}: read as prompts" for part in parts])
         self.report = PromptReport(**vars(self.report))
-        self.asked = list(asked)
+        self.prompt_rows = list(rows)
 
     def prompts(self) -> list[Prompt]:
         """The prompts as an engine takes them."""
-        return [Prompt(row.place, row.ids_T, media=row.media) for row in self.asked]
+        return [Prompt(row.place, row.ids_T, media=row.media) for row in self.prompt_rows]
 
     def questions(self) -> Iterator[Row]:
         """The prompts as rows whose answer, which does not exist yet, is to be learned."""
-        for row in self.asked:
+        for row in self.prompt_rows:
             if isinstance(row.prompt, str):
                 yield Completion(row.place, row.prompt, "")
             else:
@@ -399,7 +399,9 @@ def load_prompt_set(
         asked += kept
     prompts = PromptSet(parts, asked)
     if len({row.id for row in asked}) < len(asked):  # files that number their rows alike
-        prompts.asked = [replace(r, id=prompts.sample_id(index)) for index, r in enumerate(asked)]
+        prompts.prompt_rows = [
+            replace(r, id=prompts.sample_id(index)) for index, r in enumerate(asked)
+        ]
     return prompts
 
 

@@ -185,7 +185,7 @@ class OnlineMethod(RunConfig):
             credit=online.credit,
             is_judged=self.is_judged,
             decisions=self.loss_decisions(),
-            prompts=online.prompts.asked,
+            prompts=online.prompts.prompt_rows,
             make_local=make_engine,
             renderer=inputs.renderer,
             stops=inputs.stops,
