@@ -94,7 +94,7 @@ class Scorer(nn.Module):
             scalar_R = critic(packed)
             if not wants.logp:
                 return Scores(scalar_R.new_empty(0), scalar_R=scalar_R)
-        packed, hidden_TD = self.hidden(packed)
+        packed, hidden_TD = run_backbone(self.model, packed)
         if wants.scalar and scalar_R is None:
             read_RD = hidden_TD.index_select(0, packed.read_R)
             read = partial(scalar, spec=scalar_head(self.model)) if critic is None else critic
@@ -111,10 +111,6 @@ class Scorer(nn.Module):
         else:
             scores = score_hidden(hidden_ND, packed.target_N, spec, linear_N, wants.entropy)
         return scores._replace(scalar_R=scalar_R)
-
-    def hidden(self, packed: Packed) -> tuple[Packed, Tensor]:
-        """The micro-batch on the model's device, and the backbone's last hidden states [T, D]."""
-        return run_backbone(self.model, packed)
 
     def next_logits(
         self,

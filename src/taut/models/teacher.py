@@ -41,7 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from taut.models.architecture import HeadSpec, head
+from taut.models.architecture import HeadSpec, head, run_backbone
 from taut.models.scorer import Chunks, Scorer, Sums, scaled_grads
 from taut.types import TOP_IDS, TOP_LOGP, Divergence, Packed, Scores
 
@@ -58,7 +58,7 @@ class ModelTeacher:
 
     @torch.no_grad()
     def run(self, packed: Packed, how: Divergence) -> WholeDistribution:
-        packed, hidden_TD = self.scorer.hidden(packed)
+        packed, hidden_TD = run_backbone(self.scorer.model, packed)
         hidden_ND = hidden_TD.index_select(0, packed.predictor_N)
         spec = head(self.scorer.model)
         chunks = Chunks(hidden_ND, spec.weight, spec.bias, None, spec)
