@@ -874,10 +874,10 @@ def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
     positions, targets, weights and values, read back along what each token sees. Compared answers are in one
     micro-batch. None has more tokens than the budget, except for one sample, or one row of compared answers, alone.
     """
-    method, last = session.trainer.source, session.trainer.num_steps
-    assert isinstance(method, Offline | Online)
+    source, last = session.trainer.source, session.trainer.num_steps
+    assert isinstance(source, Offline | Online)
     wrong: list[str] = []
-    order = replace(method.order, origin=START)
+    order = replace(source.order, origin=START)
     num_steps = min(COUNTED_STEPS, order.num_steps(1.0))
     stepped = [index for step in range(1, num_steps + 1) for index in order.step(step, 1.0)]
     is_whole = len(stepped) >= order.epoch_size or num_steps < COUNTED_STEPS
@@ -888,15 +888,15 @@ def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
             first = session.train.rows[index] if session.run.compares_answers else index
             name, weight = session.train.sample_id(int(first)), order.weights[index]
             wrong.append(f"{name} is seen {times[index]} times an epoch, its weight is {weight:g}")
-    begin = method.order.origin.step + 1 if isinstance(method, Offline) else 1
+    begin = source.order.origin.step + 1 if isinstance(source, Offline) else 1
     plans: list[StepPlan] = []
     for step in range(begin, min(begin + MOST_STEPS - 1, last) + 1):
-        trees = method.prepare(step) if isinstance(method, Offline) else session.trees
+        trees = source.prepare(step) if isinstance(source, Offline) else session.trees
         packs = lay_out(trees, session.trainer.budget, session.trainer.policy)
         wrong += _wrong_in_step(trees, packs, session.trainer.budget)
         plans.append(step_plan(step, trees, packs))
         num_planned = sum(plan.unshared for plan in plans)
-        if wrong or not isinstance(method, Offline) or num_planned > MOST_TOKENS:
+        if wrong or not isinstance(source, Offline) or num_planned > MOST_TOKENS:
             break
     if wrong:
         return failed(

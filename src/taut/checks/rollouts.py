@@ -29,6 +29,7 @@ from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine
 from taut.inference.vllm import ServerEngine
 from taut.losses import advantages
+from taut.methods.inputs import engine_of
 from taut.rewards import Panel, Score, Verdict
 from taut.rewards.user import UserReward
 from taut.rewards.verifier import Judged
@@ -36,7 +37,6 @@ from taut.rl.advantages import judged_trajectories
 from taut.rl.online import Online
 from taut.rl.rollout import Group, Roller, scored
 from taut.rl.sampler import Trajectory
-from taut.run.setup import engine_of
 from taut.train.monitors import TOLERANCE
 from taut.types import Completion, FloatArray, Media, Prompt, Sample
 

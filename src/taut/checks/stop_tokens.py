@@ -13,7 +13,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from taut.attention.layout import Layout
 from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import GENERATED, Session
 from taut.data.chat_template import Ids, Text, common_length
@@ -25,10 +24,11 @@ from taut.errors import ModelError, TautError
 from taut.evals.stopping import Asked, StopCheckConfig, prepare
 from taut.inference.engine import Sampling
 from taut.io.temporary import TemporaryFolder
+from taut.methods.inputs import engine_of
 from taut.models.load import load_tokenizer, quiet_library
 from taut.models.save import generation_to_save
 from taut.models.tokens import require_trained, untrained_rows
-from taut.run.setup import engine_of, rows_to_train
+from taut.run.setup import rows_to_train
 
 SHOWN = 3
 NO_GENERATION = "a reward model generates nothing"
@@ -304,13 +304,8 @@ def _other_end(session: Session, asked: Sequence[Asked]) -> tuple[int, float] | 
         at_N = np.arange(max(1, begin), one.reference.num_tokens)
         weight_N = np.ones(at_N.size)
         packed = pack([replace(one.reference, target_at_N=at_N, weight_N=weight_N)], ALONE)
-        last_T = None if packed.last_T is None else packed.last_T.numpy()
-        layout = Layout(packed.reach_T.numpy(), last_T, session.ranks.device)
-        packed = packed.to(session.ranks.device)
         with session.inference():
-            logits = session.scorer.next_logits(
-                packed.ids_T, packed.position_ids, layout, packed.predictor_N, packed.media
-            ).float()
+            logits = session.scorer.target_logits(packed).float()
         probability_NS = logits.softmax(-1)[:, [*specials, *stops]].cpu()
         at_ends.append(probability_NS[-1])
         inside.append(probability_NS[:-1])

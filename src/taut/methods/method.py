@@ -5,7 +5,7 @@ meaning (``__post_init__``). Most methods set these members and no others:
 
     method              the name, as in METHODS
     learning_rates      the default learning rates
-    row_kind            the kind of a row of data
+    row_kinds           the kinds of rows of data
     loss                the loss to minimise
     models              the auxiliary models: reference, teacher, critic
     allows_noise        whether dropout and NEFTune may be on

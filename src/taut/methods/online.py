@@ -1,5 +1,5 @@
-"""What the methods have in common that learn from completions of the policy: prompts are rolled out, judged, scored
-and made into trees (taut/online). What differs is the credit that a completion is given, and the loss.
+"""The common part of the methods that learn from completions of the policy: prompts become rollouts, which are judged,
+scored and made into trees (taut/rl). The methods differ in the credit of a completion, and in the loss.
 """
 
 from __future__ import annotations
@@ -38,25 +38,24 @@ from taut.train.trainer import Monitor, StepSource, Trainer
 from taut.types import Prompt
 
 REWARD_ENDS = "add the reward stop to rewards, or lower optim.learning_rate"
-"""What to do where a method has no setting against cut answers."""
+"""The remedy where a method has no setting against truncated answers."""
 
 
 @configclass
 class OnlineMethod(RunConfig):
-    """A method that learns from what the model generates."""
+    """A method that learns from completions of the policy."""
 
     row_kinds: ClassVar[Mapping[Kind, str]] = {"prompt": ""}
     allows_noise: ClassVar[bool] = False
     generates: ClassVar[bool] = True
     may_change: ClassVar[MayChange] = RunConfig.may_change.plus(
         MayChange(
-            # where the engine is, and how it is called
             freely=("grading", "rollout_monitor", "rollout.url", "rollout.server"),
             rounding=("rollout.local",),
         )
     )
     is_judged: ClassVar[bool] = True
-    """Whether rewards are what is learned from."""
+    """Whether the method learns from rewards."""
     unread_guard_keys: ClassVar[Sequence[str]] = (
         "warn_logprob_difference",
         "max_logprob_difference",
@@ -68,7 +67,7 @@ class OnlineMethod(RunConfig):
         "warn_dropped",
         "warn_values",
     )
-    """Keys of rollout_monitor that nothing would read: of what policy gradients learn from."""
+    """Keys of rollout_monitor without an effect: those on quantities of policy gradients."""
 
     rollout: RolloutConfig = RolloutConfig()
     rewards: str | list[str | RewardSpec] = field(default_factory=list)
@@ -103,10 +102,10 @@ class OnlineMethod(RunConfig):
                 "reward, or an environment that gives one; set rewards=exact_match"
             )
 
-    # -- what such a method answers besides
+    # -- members of such a method
 
     def make_credit(self) -> Credit:
-        """Make the Credit, which turns judged completions into trees to train on. It has state: one for each run."""
+        """The Credit, which makes trees to train on of judged completions. It has state: one for each run."""
         raise NotImplementedError
 
     def loss_decisions(self) -> list[Decision]:
@@ -120,7 +119,7 @@ class OnlineMethod(RunConfig):
         """
         return False
 
-    # -- what is learned, and from what
+    # -- data and loss
 
     @property
     def has_rewards(self) -> bool:
@@ -150,7 +149,7 @@ class OnlineMethod(RunConfig):
         return data.prompts()
 
     def plan(self, train: Dataset, cursor: Cursor = START) -> Plan:
-        """A step of the order is a roll-out, and prompts go round and round."""
+        """A step of the order is a rollout, and the prompts are repeated."""
         assert isinstance(train, PromptSet)
         rollout, batch, rows = self.rollout, self.batch, self.rows_of(train)
         groups = rows.prefix_groups(batch.group_min_tokens) if batch.group_prefixes else None
@@ -165,7 +164,7 @@ class OnlineMethod(RunConfig):
         return self.rollout.sampling(seed)
 
     def monitors(self, source: StepSource) -> Sequence[Monitor]:
-        """The guard, which also looks at each roll-out."""
+        """The guard, which also examines each rollout."""
         assert isinstance(source, Online)
         return [source.guard]
 
@@ -176,7 +175,7 @@ class OnlineMethod(RunConfig):
         models: Models,
         make_engine: Callable[..., LocalEngine],
     ) -> None:
-        """Engine, rewards and environment, opened when they are first needed."""
+        """Connect engine, rewards and environment, which are opened when they are first needed."""
         online = trainer.source
         assert isinstance(online, Online)
         setting = setup.Setting(
@@ -223,7 +222,7 @@ class OnlineMethod(RunConfig):
 
     @property
     def held_out_answers(self) -> AnswersConfig:
-        """Judged as in training, where nothing else is set."""
+        """By default as in training."""
         answers, rollout = self.eval.answers, self.rollout
         is_asked = bool(self.data.eval) or answers.is_asked_for
         if answers.rewards or not self.has_rewards or not is_asked:
@@ -250,8 +249,6 @@ class OnlineMethod(RunConfig):
         decision = Decision("held-out answers", value, f"eval.answers.rewards; {reason}")
         return [*super().decisions, decision]
 
-    # -- what is printed
-
     def describe_rollouts(self, num_steps: int) -> str:
         rollout = self.rollout
         number = self.batch.samples_per_step * rollout.minibatches
@@ -262,7 +259,9 @@ class OnlineMethod(RunConfig):
 
 
 def require_live_reference(reference: ReferenceConfig, without: str, *, is_read: bool) -> None:
-    """Refuse a reference that nothing reads, or that cannot be. ``without``: what makes it unread."""
+    """Raise ConfigError for a reference without an effect, or one that is impossible. ``without``: the setting that
+    disables it.
+    """
     if reference.file is not None:
         raise ConfigError(
             f"reference.file={reference.file} cannot hold log-probs of completions that are yet to be generated; "
