@@ -238,56 +238,48 @@ RENAMED = {
 """Keys and tables of earlier versions -> their names now; ``*`` stands for any table. They are refused; the error gives
 the new name."""
 
-_PACKED = (
-    "batches are always packed, without padding, and samples do not see each other; batch.tokens_per_microbatch is "
-    "the size of a micro-batch"
-)
-_QUANTISED = "a quantised base model (QLoRA) cannot be trained; lora.rank trains an adapter over the model as it is"
-_SHARDED = (
-    "start the command with torchrun --nproc-per-node N -m taut ...: weights, gradients and optimizer are sharded "
-    "over the ranks"
-)
-_UNSPLIT = (
-    "torchrun shards over all ranks; there is no tensor, pipeline, expert or sequence parallelism"
-)
-_READ_AHEAD = "rows are tokenised once and read ahead of training; there is nothing to set"
-_METHOD = "the command says what is trained: taut sft, taut dpo, taut grpo, ..."
-_HEAD = "the output head runs in chunks over the targets only; there is nothing to switch on"
-_SERVED = (
-    "vLLM runs as a server with settings of its own; rollout.engine=server rollout.url=... uses it"
-)
-_UPLOAD = "nothing is uploaded; upload the directory out/model when the run is finished"
-
 INSTEAD = {
     name: sentence
     for sentence, names in {
-        _PACKED: (
+        (
+            "batches are always packed, without padding, and samples do not see each other; "
+            "batch.tokens_per_microbatch is the size of a micro-batch"
+        ): (
             "group_by_length neat_packing pack_dataset packing packing_samples packing_strategy pad_to_max_length "
             "padding padding_free sample_packing use_dynamic_bsz use_remove_padding"
         ),
-        _QUANTISED: (
+        "a quantised base model (QLoRA) cannot be trained; lora.rank trains an adapter over the model as it is": (
             "bnb_4bit_compute_dtype bnb_4bit_quant_type load_in_4bit load_in_8bit quant_bits quant_method "
             "quantization quantization_bit quantization_config"
         ),
-        _SHARDED: (
+        (
+            "start the command with torchrun --nproc-per-node N -m taut ...: weights, gradients and optimizer are "
+            "sharded over the ranks"
+        ): (
             "accelerate_config ddp_backend deepspeed fsdp fsdp_config nnodes nproc_per_node num_gpus num_processes "
             "zero_stage"
         ),
-        _UNSPLIT: (
+        "torchrun shards over all ranks; there is no tensor, pipeline, expert or sequence parallelism": (
             "context_parallel_size expert_model_parallel_size pipeline_model_parallel_size ring_attn_size "
             "sequence_parallel sequence_parallel_size tensor_model_parallel_size tensor_parallel_size "
             "ulysses_sequence_parallel_size"
         ),
-        _READ_AHEAD: (
+        "rows are tokenised once and read ahead of training; there is nothing to set": (
             "dataloader_num_workers dataloader_pin_memory dataset_num_proc num_proc num_workers "
             "preprocessing_num_workers streaming"
         ),
-        _METHOD: "do_predict do_train rlhf_type stage task trainer trainer_type",
-        _HEAD: "cut_cross_entropy enable_liger_kernel liger_kernel use_liger use_liger_kernel",
-        _SERVED: (
+        "the command says what is trained: taut sft, taut dpo, taut grpo, ...": (
+            "do_predict do_train rlhf_type stage task trainer trainer_type"
+        ),
+        "the output head runs in chunks over the targets only; there is nothing to switch on": (
+            "cut_cross_entropy enable_liger_kernel liger_kernel use_liger use_liger_kernel"
+        ),
+        "vLLM runs as a server with settings of its own; rollout.engine=server rollout.url=... uses it": (
             "gpu_memory_utilization vllm_gpu_memory_utilization vllm_max_model_len vllm_tensor_parallel_size"
         ),
-        _UPLOAD: "hub_model_id hub_strategy push_to_hub",
+        "nothing is uploaded; upload the directory out/model when the run is finished": (
+            "hub_model_id hub_strategy push_to_hub"
+        ),
         "the optimizer is AdamW: optim.beta1, optim.beta2, optim.eps, optim.weight_decay": (
             "optim_type optimizer optimizer_type use_8bit_adam"
         ),

@@ -87,10 +87,6 @@ class Grpo(PolicyMethod):
                 "are; expected at most rollout.n; lower pass_k, or raise rollout.n"
             )
 
-    @property
-    def policy(self) -> GrpoConfig:
-        return self.grpo
-
     def estimate(self) -> Estimator:
         return self.grpo.estimator
 

@@ -73,10 +73,6 @@ class OnlineDpo(OnlineMethod):
         is_read = STREAM in self.loss().needs
         require_live_reference(self.reference, "dpo.reference_free=true", is_read=is_read)
 
-    @property
-    def couples_samples(self) -> bool:
-        return True
-
     def loss(self) -> Loss:
         return self.dpo.make_loss()
 

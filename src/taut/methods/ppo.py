@@ -109,10 +109,6 @@ class Ppo(PolicyMethod):
         rate = f"{self.critic.rate(self.optim):g}"
         return [*super().decisions, Decision("critic.learning_rate", rate, reason)]
 
-    @property
-    def policy(self) -> PpoConfig:
-        return self.ppo
-
     def estimate(self) -> Gae:
         config = self.ppo
         return Gae(
