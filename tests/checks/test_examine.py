@@ -44,8 +44,7 @@ def sound() -> Finding:
 def faulty() -> Finding:
     return failed(
         "log-probs differ by 2 nats",
-        number=2.0,
-        unit="nats",
+        measured=(2.0, "nats"),
         evidence=["train.jsonl:1, token 3"],
         remedy="load the reference from the model that training starts with",
     )
@@ -273,7 +272,7 @@ def test_a_check_of_a_later_method_is_asked_reported_and_in_the_json(
 
 
 def test_a_number_that_is_not_finite_is_written(place: Place) -> None:
-    endless = failed("it is endless", number=float("inf"), remedy="end it")
+    endless = failed("it is endless", measured=(float("inf"), ""), remedy="end it")
     place.patch.setattr("taut.checks.examine.CHECKS", {"a.one": Check(asking(lambda: endless))})
     found = examine(place.session())
     assert found.answered[0].as_fields()["number"] == "inf"

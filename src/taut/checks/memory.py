@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from taut.checks.registry import Finding, check, failed, passed, skipped
+from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import NUM_ROWS, Session, around_answers, ending, num_tokens
 from taut.data.batching import samples_of
 from taut.data.packing import pack
@@ -25,7 +25,7 @@ from taut.plan import (
     stages,
     workload,
 )
-from taut.types import Packed, Sample
+from taut.types import Sample
 
 GIB, MIB = 2**30, 2**20
 ROOMY = 0.5
@@ -88,8 +88,7 @@ def the_first_steps_fit_into_memory(session: Session) -> Finding:
     ways += [] if run.lora.is_on else ["lora.rank=16"]
     return failed(
         f"does not fit: {says}",
-        number=peak,
-        unit="GiB",
+        measured=(peak, "GiB"),
         evidence=[f"{_in_gib(needed.parts)} GiB"],
         remedy=f"set {', or '.join(ways)}; `taut plan` tells what fits",
     )
@@ -134,52 +133,45 @@ def a_micro_batch_takes_the_memory_predicted(session: Session) -> Finding:
     patched layer, checkpointing that is asked for and not in force.
     """
     run = session.run
-    if session.ranks.size > 1:
-        return skipped("measured on one rank only")
+    skip_if(session.ranks.size > 1, "measured on one rank only")
     if run.noise.neftune_alpha > 0 or (run.lora.is_on and run.lora.dropout > 0):
         return skipped("noise is on, and belongs to steps")
-    packed, config = _first_rows_packed(session), session.inputs.config
+    if session.is_generated:
+        trees = session.trees
+    else:  # the first rows, compared answers together
+        rows, left = run.rows_of(session.train), MEASURED_TOKENS
+        chosen: list[Sequence[Sample]] = []
+        for index in range(1 if session.loaded.one_sample else min(len(rows), NUM_ROWS)):
+            samples = rows.samples(index)
+            cut: Sequence[Sample] = [ending(samples[0], MEASURED_TOKENS)]
+            if rows.are_answers:
+                cut = around_answers(samples, MEASURED_TOKENS)
+            left -= num_tokens(cut)
+            if chosen and left < 0:
+                break
+            chosen.append(cut)
+        trees = rows.trees_of(chosen)
+    packed, config = pack(samples_of(trees), session.trainer.policy), session.inputs.config
     try:
         prediction = predict(run, config, _kernels(session), packed, is_first=True)
     except ModelError as error:
         return skipped(str(error))
     measured = measure(session.built, packed, is_first=True)
     says = (
-        f"{measured.bytes / MIB:,.1f} MiB for {packed.num_tokens:,} tokens, {prediction.peak / MIB:,.1f} foretold; "
+        f"{measured.bytes / MIB:,.1f} MiB for {packed.num_tokens:,} tokens, {prediction.peak / MIB:,.1f} predicted; "
         f"{measured.seconds:.2g} s"
     )
-    number, unit = measured.bytes / prediction.peak, "of what is foretold"
+    number, unit = measured.bytes / prediction.peak, "of what is predicted"
     if measured.bytes <= prediction.peak * (1 + MEASURED_TOLERANCE) + SMALL:
         return passed(says, number, unit)
     live = measured_parts(session.built, packed, is_first=True)
     return failed(
         says,
-        number=number,
-        unit=unit,
+        measured=(number, unit),
         evidence=[
-            f"foretold (GiB): {_in_gib(prediction.footprint.parts)}",
+            f"predicted (GiB): {_in_gib(prediction.footprint.parts)}",
             f"live tensors (GiB): {_in_gib(live)}",
         ],
         remedy="something keeps tensors that the model's own code does not: remove hooks and patches, and see that "
         "activation_checkpointing is in force",
     )
-
-
-def _first_rows_packed(session: Session) -> Packed:
-    """The first rows as one micro-batch, compared answers together; of a run that generates, a dry run's."""
-    if session.is_generated:
-        return pack(samples_of(session.trees), session.trainer.policy)
-    rows = session.run.rows_of(session.train)
-    chosen: list[Sequence[Sample]] = []
-    left = MEASURED_TOKENS
-    for index in range(1 if session.loaded.one_sample else min(len(rows), NUM_ROWS)):
-        samples = rows.samples(index)
-        if rows.are_answers:
-            cut: Sequence[Sample] = around_answers(samples, MEASURED_TOKENS)
-        else:
-            cut = [ending(samples[0], MEASURED_TOKENS)]
-        left -= num_tokens(cut)
-        if chosen and left < 0:
-            break
-        chosen.append(cut)
-    return pack(samples_of(rows.trees_of(chosen)), session.trainer.policy)

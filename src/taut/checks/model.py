@@ -51,8 +51,7 @@ def all_numbers_are_finite(session: Session) -> Finding:
     if wrong:
         return failed(
             f"{len(wrong)} tensors have values that are not finite",
-            number=len(wrong),
-            unit="tensors",
+            measured=(len(wrong), "tensors"),
             evidence=wrong[:SHOWN],
             remedy="the checkpoint is damaged; copy it again, or take the one before it",
         )
@@ -61,8 +60,7 @@ def all_numbers_are_finite(session: Session) -> Finding:
         if num_wrong := int((~torch.isfinite(values)).sum()):
             return failed(
                 f"{num_wrong} of {len(values)} {quantity.many} of {name} are not finite",
-                number=num_wrong,
-                unit=f"of {len(values)}",
+                measured=(num_wrong, f"of {len(values)}"),
                 evidence=[_first_not_finite_layer(session)],
                 remedy=f"the model overflows in {str(session.dtype).removeprefix('torch.')}; set dtype=float32, or "
                 "take another checkpoint",
@@ -110,8 +108,7 @@ def two_forwards_in_training_agree(session: Session) -> Finding:
         where = next((name for name in first if gap(first[name], second[name]) > 0), None)
         return failed(
             f"the same sample's {quantity.many} differ by {moved:.3g} {quantity.unit} from one forward to the next",
-            number=moved,
-            unit=quantity.unit,
+            measured=(moved, quantity.unit),
             evidence=[f"first in {where or 'the model itself'}"],
             remedy="a layer draws random numbers in training that taut cannot key to samples; set its dropout or its "
             "like to 0 in the model's code or config, and please report the model",
@@ -174,8 +171,7 @@ def the_chunked_head_gives_plain_log_probs(session: Session) -> Finding:
     if worst > session.limit:
         return failed(
             f"a log-prob of the chunked head differs by {worst:.3g} nats from log_softmax of all logits",
-            number=worst,
-            unit="nats",
+            measured=(worst, "nats"),
             evidence=[where],
             remedy="the head does more, or less, than taut computes; train another model, and please report this one",
         )

@@ -13,14 +13,11 @@ from typing import Any
 import torch
 
 from taut.checks.measure import local, restore_weights, trained, weights_put_back
-from taut.checks.registry import Finding, check, failed, passed, skipped, warned
+from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped, warned
 from taut.checks.session import Session, num_tokens
 from taut.train import distributed, optim
 from taut.train.trainer import StepReport, add_gradients
 from taut.types import Sample, Tree
-
-SCHEDULE_STEPS = 20_000
-"""Steps that are looked at; evenly spread if a run has more."""
 
 
 @check("fit.schedule", after=["model.trains"])
@@ -30,14 +27,13 @@ def the_learning_rate_reaches_its_peak(session: Session) -> Finding:
     The rate of every step, as the loop will ask for it.
     """
     trainer, peak = session.trainer, optim.highest(session.run.resolved_optim)
-    stride = math.ceil(trainer.num_steps / SCHEDULE_STEPS)
+    stride = math.ceil(trainer.num_steps / 20_000)
     rates = {step: trainer.learning_rate(step) for step in range(1, trainer.num_steps + 1, stride)}
     wrong = [step for step, rate in rates.items() if not 0.0 < rate <= peak * (1 + 1e-9)]
     if wrong:
         return failed(
             f"the learning rate of {len(wrong)} of {len(rates)} steps is not above 0 and at most {peak:g}",
-            number=len(wrong),
-            unit=f"of {len(rates)} steps",
+            measured=(len(wrong), f"of {len(rates)} steps"),
             evidence=[f"step {step}: {rates[step]:g}" for step in wrong[:3]],
             remedy="those steps would teach nothing, or too much; set another optim.schedule, and please report this",
         )
@@ -46,17 +42,11 @@ def the_learning_rate_reaches_its_peak(session: Session) -> Finding:
     if highest < 0.999 * peak and stride == 1:
         return warned(
             f"the highest learning rate is {highest:.3g} of {peak:g}: the warm-up is as long as the run",
-            number=highest,
-            unit="highest",
+            measured=(highest, "highest"),
             remedy="set a lower optim.warmup_ratio or optim.warmup_steps, or more steps",
             notes=[says],
         )
     return passed(says, highest, "highest")
-
-
-LARGEST_MOVE = 0.5
-"""A step that moves the weights by this part of their norm leaves little of what they knew."""
-CLIP_ROUNDING = 1e-2
 
 
 @check("fit.update", part="full", after=["loss.gradient", "fit.schedule"])
@@ -99,24 +89,27 @@ def one_update_moves_the_weights_downhill(session: Session) -> Finding:
     moved, size, slope, num_changed = session.ranks.sum([moved, size, slope, num_changed])
     part = math.sqrt(moved / size) if size else 0.0
     at = f"at a learning rate of {rate:g}"
-    if clip is not None and not length <= clip * (1 + CLIP_ROUNDING):
+    if clip is not None and not length <= clip * 1.01:
         return failed(
             f"the gradient has a norm of {length:.4g} after it was clipped to {clip:g}",
-            number=length,
+            measured=(length, ""),
             remedy="optim.clip_grad_norm is not in force; please report this",
         )
     if not num_changed:
-        return failed(f"no weight changes {at}", number=0.0, remedy="raise optim.learning_rate")
+        return failed(
+            f"no weight changes {at}", measured=(0.0, ""), remedy="raise optim.learning_rate"
+        )
     if not slope < 0:
         return failed(
             f"the update {at} goes uphill",
-            number=slope,
+            measured=(slope, ""),
             remedy="the optimizer adds the gradient where it should subtract it; please report this",
         )
-    if not (part <= LARGEST_MOVE and math.isfinite(after)):
+    # a larger move leaves little of what the weights knew
+    if not (part <= 0.5 and math.isfinite(after)):
         return failed(
             f"one update {at} moves the weights by {100 * part:.3g}% of their norm",
-            number=part,
+            measured=(part, ""),
             evidence=[f"the loss goes from {before:.4g} to {after:.4g}"],
             remedy="lower optim.learning_rate",
         )
@@ -158,8 +151,7 @@ def a_few_samples_are_learned_by_heart(session: Session) -> Finding:
     """
     if session.trainer.noise is not None:
         return skipped("noise is on, and blurs what a few samples can be learned to")
-    if session.is_policy_gradient:
-        return skipped("a policy gradient's loss does not say what was learned")
+    skip_if(session.is_policy_gradient, "a policy gradient's loss does not say what was learned")
     trees = _consistent_trees(session.trees)
     samples = [sample for tree in trees for sample in tree.samples]
     if (
@@ -188,8 +180,7 @@ def a_few_samples_are_learned_by_heart(session: Session) -> Finding:
         return failed(
             f"{len(samples)} samples are not learned by heart: the loss goes from {curves[best][0]:.3g} to "
             f"{lowest[best]:.3g} at best",
-            number=lowest[best],
-            unit="nats a target",
+            measured=(lowest[best], "nats a target"),
             evidence=[
                 f"learning rate {rate:.2g}: {_drawn(curve)}" for rate, curve in curves.items()
             ],
@@ -208,6 +199,14 @@ def a_few_samples_are_learned_by_heart(session: Session) -> Finding:
 
 def _consistent_trees(trees: Sequence[Tree]) -> list[Tree]:
     """The shortest trees whose samples do not contradict those of another; good and bad answers in turn."""
+
+    def contradict(one: Sample, other: Sample) -> bool:
+        """Whether they are the same, or first differ at a token that one of them has to predict."""
+        size = min(one.num_tokens, other.num_tokens)
+        differs = one.ids_T[:size] != other.ids_T[:size]
+        at = int(differs.argmax())
+        return not differs.any() or at in one.target_at_N or at in other.target_at_N
+
     by_label: dict[bool, list[Tree]] = {}
     for tree in trees:
         by_label.setdefault(tree.samples[0].values.get("label", 0.0) > 0.5, []).append(tree)
@@ -216,22 +215,12 @@ def _consistent_trees(trees: Sequence[Tree]) -> list[Tree]:
         if tree is None:
             continue
         others = [sample for one in chosen for sample in one.samples]
-        is_new = all(not _contradict(one, other) for one in tree.samples for other in others)
+        is_new = not any(contradict(one, other) for one in tree.samples for other in others)
         together = [*others, *tree.samples]
         fits = num_tokens(together) <= TOKENS and len(together) <= SAMPLES
         if is_new and (fits or not chosen):
             chosen.append(tree)
     return chosen
-
-
-def _contradict(one: Sample, other: Sample) -> bool:
-    """Whether they are the same, or first differ at a token that one of them has to predict."""
-    size = min(one.num_tokens, other.num_tokens)
-    differs = one.ids_T[:size] != other.ids_T[:size]
-    if not differs.any():
-        return True
-    at = int(differs.argmax())
-    return at in one.target_at_N or at in other.target_at_N
 
 
 def _loss_curve(

@@ -189,7 +189,12 @@ class Session:
         """
         attempts = islice(read_rows(self.run.data, "train", kind=self.run.row_kind), NUM_ROWS)
         rows = [best_row(row) for row in attempts]
-        return [_without_answer(row) for row in rows] if self.is_generated else rows
+        for index, row in enumerate(rows):
+            if self.is_generated and isinstance(row, Conversation):
+                is_answered = row.messages[-1]["role"] == "assistant"
+                messages = row.messages[:-1] if is_answered else row.messages
+                rows[index] = replace(row, messages=messages, learned=(), excluded=())
+        return rows
 
     @cached_property
     @owned_by("data.rows")
@@ -431,13 +436,6 @@ class Session:
         with observe() as observation:
             numbers = self.numbers([first])
         return {**numbers, **self.numbers([second])}, observation
-
-
-def _without_answer(row: Row) -> Row:
-    if not isinstance(row, Conversation):
-        return row
-    messages = row.messages[:-1] if row.messages[-1]["role"] == "assistant" else row.messages
-    return replace(row, messages=messages, learned=(), excluded=())
 
 
 # -- parts of samples, small enough for a check

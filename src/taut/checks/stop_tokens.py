@@ -9,14 +9,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import GenerationConfig
 
-from taut.checks.registry import Finding, check, failed, passed, skipped
+from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import GENERATED, Session
 from taut.data.chat_template import Ids, Text, common_length
 from taut.data.messages import Completion, Conversation, Row
@@ -32,7 +29,6 @@ from taut.models.load import load_tokenizer, quiet_library
 from taut.models.save import generation_to_save
 from taut.models.tokens import require_trained, untrained_rows
 from taut.run.setup import rows_to_train
-from taut.types import Sample
 
 SHOWN = 3
 NO_GENERATION = "a reward model generates nothing"
@@ -62,10 +58,8 @@ def the_end_of_answers_is_a_target(session: Session) -> Finding:
 
     Samples with a token of the stop set among their targets. A document that is split ends in its last part alone.
     """
-    if session.is_generated:
-        return skipped(GENERATED)
-    if session.is_scalar:
-        return skipped("a reward model is not taught to stop")
+    skip_if(session.is_generated, GENERATED)
+    skip_if(session.is_scalar, "a reward model is not taught to stop")
     train, stops = session.train, session.stops
     report, number, total = train.report, train.num_with_target(stops.ids), len(train)
     unit = f"of {total:,} samples"
@@ -81,8 +75,7 @@ def the_end_of_answers_is_a_target(session: Session) -> Finding:
             remedy = "see which tokens are targets with `taut show`, and please report this"
         return failed(
             f"{total - number:,} of {total:,} samples do not teach the model to stop",
-            number=number,
-            unit=unit,
+            measured=(number, unit),
             evidence=evidence,
             remedy=remedy,
         )
@@ -118,10 +111,16 @@ def a_server_renders_the_same_tokens(session: Session) -> Finding:
         room -= 4 * len(ids)
         if room < 0:
             break
-    if not prompts:
-        return skipped("no row could be rendered")
+    skip_if(not prompts, "no row could be rendered")
     try:
-        reader = _reloaded(session)
+        with TemporaryFolder("check") as place:
+            with quiet_library():
+                copy.deepcopy(session.language.config).save_pretrained(place)
+                session.served_tokenizer.save_pretrained(place)
+            tokenizer = load_tokenizer(str(place), session.run.trust_remote_code)
+            reader, image_store = Renderer(tokenizer), session.renderer.image_store
+            if image_store is not None:  # run.saved looks at the files of the processor
+                reader = Renderer(tokenizer, str(tokenizer.chat_template), image_store=image_store)
     except TautError as error:
         return failed(
             "the saved tokenizer cannot be loaded",
@@ -138,7 +137,6 @@ def a_server_renders_the_same_tokens(session: Session) -> Finding:
             if served == ids:
                 continue
             quoted, at = reader.template.quoted, common_length(served, ids)
-            tokenizer = reader.tokenizer
             evidence = [
                 f"{row.place}: after {quoted(ids[max(0, at - 4) : at])} trained on "
                 f"{quoted(ids[at : at + 4])}, served {quoted(served[at : at + 4])}",
@@ -146,8 +144,7 @@ def a_server_renders_the_same_tokens(session: Session) -> Finding:
             ]
         return failed(
             "the saved tokenizer and template give a server other tokens than training",
-            number=number,
-            unit=f"of {len(prompts)} prompts the same",
+            measured=(number, f"of {len(prompts)} prompts the same"),
             evidence=evidence,
             remedy="a template that writes eos_token or pad_token other than at an answer's end has to name the token "
             "itself (data.template=FILE); else load the tokenizer with AutoTokenizer and save it again",
@@ -165,22 +162,7 @@ def _prompt_ids(row: Row, renderer: Renderer) -> Ids:
     return renderer.template.encode([text])[text]
 
 
-def _reloaded(session: Session) -> Renderer:
-    image_store = session.renderer.image_store
-    with TemporaryFolder("check") as place:
-        with quiet_library():
-            copy.deepcopy(session.language.config).save_pretrained(place)
-            session.served_tokenizer.save_pretrained(place)
-        tokenizer = load_tokenizer(str(place), session.run.trust_remote_code)
-        if image_store is None:
-            return Renderer(tokenizer)
-        # run.saved looks at the files of the processor
-        return Renderer(tokenizer, str(tokenizer.chat_template), image_store=image_store)
-
-
 GENERATION_FILE = "the model's generation_config.json"
-LONG = 256
-"""Tokens that no answer needs to have at least."""
 
 
 @check("stop.generation", after=["model.loads"], follows="model.head")
@@ -189,8 +171,7 @@ def the_saved_generation_config_lets_answers_end(session: Session) -> Finding:
 
     It can be saved, and nothing in it keeps an answer from ending.
     """
-    if session.is_scalar:
-        return skipped(NO_GENERATION)
+    skip_if(session.is_scalar, NO_GENERATION)
     stops, before = session.stops, session.model.generation_config
     generation = generation_to_save(copy.deepcopy(before), session.served_tokenizer, stops.ids)
     with TemporaryFolder("check") as place, quiet_library():
@@ -204,14 +185,24 @@ def the_saved_generation_config_lets_answers_end(session: Session) -> Finding:
                 remedy=f"take these settings out of {GENERATION_FILE}",
             )
     names = described(stops, session.renderer.template)[0]
-    hindrance = _hindrance(generation, stops.ids)
-    if hindrance:
-        setting, value = hindrance
-        return failed(
-            f"{setting} in generation_config keeps answers from ending",
-            evidence=[f"{setting} = {value}; an answer ends at {names} {list(stops.ids)}"],
-            remedy=f"take {setting} out of {GENERATION_FILE}",
-        )
+    suppressed = generation.suppress_tokens or []
+    bad_words = generation.bad_words_ids or []
+    most = generation.max_new_tokens or 0
+    hindrances = {
+        "suppress_tokens": set(stops.ids) <= set(suppressed),
+        "bad_words_ids": {(index,) for index in stops.ids} <= {tuple(word) for word in bad_words},
+    }
+    for setting in ("min_new_tokens", "min_length"):
+        least = getattr(generation, setting, None) or 0
+        hindrances[setting] = least >= most > 0 or least >= 256  # no answer needs so many tokens
+    for setting, keeps_on in hindrances.items():
+        if keeps_on:
+            value = getattr(generation, setting)
+            return failed(
+                f"{setting} in generation_config keeps answers from ending",
+                evidence=[f"{setting} = {value}; an answer ends at {names} {list(stops.ids)}"],
+                remedy=f"take {setting} out of {GENERATION_FILE}",
+            )
     written = [] if before is None or before.eos_token_id is None else before.eos_token_id
     written = [written] if isinstance(written, int) else list(written)
     notes = []
@@ -228,31 +219,14 @@ def the_saved_generation_config_lets_answers_end(session: Session) -> Finding:
     return passed(f"it will name {names}", len(stops.ids), "ends", notes)
 
 
-def _hindrance(generation: GenerationConfig, ends: tuple[int, ...]) -> tuple[str, Any] | None:
-    """A setting that forbids every end, and its value."""
-    suppressed = getattr(generation, "suppress_tokens", None) or []
-    if set(ends) <= set(suppressed):
-        return "suppress_tokens", suppressed
-    words = getattr(generation, "bad_words_ids", None) or []
-    if {(index,) for index in ends} <= {tuple(word) for word in words}:
-        return "bad_words_ids", words
-    for name in ("min_new_tokens", "min_length"):
-        value, most = getattr(generation, name, None) or 0, generation.max_new_tokens or 0
-        if value and (value >= most > 0 or value >= LONG):
-            return name, value
-    return None
-
-
 @check("stop.rows", after=["model.finite"])
 def untrained_turn_ends_train(session: Session) -> Finding:
     """Can the model learn its ends: do rows that were never trained train?
 
     Rows of the embedding and the head of turn ends that were never trained must not stay as they are.
     """
-    if session.is_scalar:
-        return skipped(NO_GENERATION)
-    if session.ranks.size > 1:
-        return skipped("weights are sharded; it was asked before they were")
+    skip_if(session.is_scalar, NO_GENERATION)
+    skip_if(session.ranks.size > 1, "weights are sharded; it was asked before they were")
     run, inputs, model = session.run, session.inputs, session.scorer.model
     ends = {index: inputs.token(index) for index in inputs.stops.turn_ends}
     untrained = untrained_rows(model, ends)
@@ -262,8 +236,7 @@ def untrained_turn_ends_train(session: Session) -> Finding:
         says, _, remedy = str(error).partition("; ")
         return failed(
             "a row that was never trained is frozen, so the model could not learn its end",
-            number=len(untrained),
-            unit="untrained ends",
+            measured=(len(untrained), "untrained ends"),
             evidence=[says],
             remedy=remedy,
         )
@@ -289,8 +262,7 @@ def the_untrained_model_has_no_other_end(session: Session) -> Finding:
     would stop at it. The number is how many answers it ends by itself; whether it ends at all is no fault: that is what
     training is for.
     """
-    if session.is_scalar:
-        return skipped(NO_GENERATION)
+    skip_if(session.is_scalar, NO_GENERATION)
     data = session.train if session.eval is None else session.eval
     config = StopCheckConfig(prompts=BASELINE_PROMPTS, max_new_tokens=BASELINE_TOKENS)
     make_engine = engine_of(session.inputs, session.built.models, session.ranks)
@@ -306,8 +278,7 @@ def the_untrained_model_has_no_other_end(session: Session) -> Finding:
         token = session.inputs.token(index)
         return failed(
             f"the model ends answers with {token}, which is not in the stop set",
-            number=number,
-            unit=f"of {len(answers)} end",
+            measured=(number, f"of {len(answers)} end"),
             evidence=[
                 f"where answers end, {token} (id {index}) has a probability of {probability:.2g}; inside them, and "
                 f"those of the stop set, at most {UNLIKELY:g}"
@@ -330,7 +301,12 @@ def _other_end(session: Session, asked: Sequence[Asked]) -> tuple[int, float] | 
         if one.reference is None:  # a prompt without a known answer
             return None
         begin = int(one.prompt.ids_T.size)
-        probability_NS = _probabilities(session, one.reference, begin, [*specials, *stops])
+        at_N = np.arange(max(1, begin), one.reference.num_tokens)
+        weight_N = np.ones(at_N.size)
+        packed = pack([replace(one.reference, target_at_N=at_N, weight_N=weight_N)], ALONE)
+        with session.inference():
+            logits = session.scorer.target_logits(packed).float()
+        probability_NS = logits.softmax(-1)[:, [*specials, *stops]].cpu()
         at_ends.append(probability_NS[-1])
         inside.append(probability_NS[:-1])
     end_S, inside_S = torch.stack(at_ends).mean(0), torch.cat(inside)
@@ -340,13 +316,3 @@ def _other_end(session: Session, asked: Sequence[Asked]) -> tuple[int, float] | 
     if float(end_S[best]) < LIKELY or float(inside_S[:, best].mean()) > UNLIKELY:
         return None
     return specials[best], float(end_S[best])
-
-
-@torch.no_grad()
-def _probabilities(session: Session, sample: Sample, begin: int, ids: list[int]) -> Tensor:
-    """Of ``ids`` at each token from ``begin`` on: [N, S]."""
-    at_N = np.arange(max(1, begin), sample.num_tokens)
-    packed = pack([replace(sample, target_at_N=at_N, weight_N=np.ones(at_N.size))], ALONE)
-    with session.inference():
-        logits = session.scorer.target_logits(packed).float()
-    return logits.softmax(-1)[:, ids].cpu()

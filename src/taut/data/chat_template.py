@@ -393,8 +393,8 @@ class Template:
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def common_length(left: Ids, right: Ids) -> int:
-    """Number of leading ids that are equal."""
+def common_length(left: Sequence[object], right: Sequence[object]) -> int:
+    """Number of leading ids or characters that are equal."""
     return sum(
         1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
     )

@@ -37,7 +37,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from taut.data.json_io import did_you_mean, shown
 from taut.data.messages import (
     DEFAULT_MEDIA,
+    MEDIA,
     PICTURES,
+    SOUNDS,
     VIDEOS,
     Completion,
     Conversation,
@@ -45,18 +47,15 @@ from taut.data.messages import (
     MediaOptions,
     Message,
     Row,
-    drop_ignored_media,
     parse_if_text,
     place_media,
     read_call,
     read_conversation,
-    read_fraction,
-    read_label,
     read_list,
     read_number,
     read_text,
     refuse_media_with_text,
-    remove_marks,
+    split_at_marks,
     text_of,
 )
 from taut.errors import ConfigError, DataError
@@ -187,19 +186,15 @@ class Columns:
 
     folder: str = field(default=DEFAULT_MEDIA.folder, repr=False)
     """Folder that relative paths of images are tried in first, before the working directory."""
-    fps: float = DEFAULT_MEDIA.fps
-    """Frames taken per second of a video file."""
-    max_frames: int = DEFAULT_MEDIA.max_frames
-    """Largest number of frames of a video; of a longer file so many are taken, evenly spread."""
     images: ImagesConfig = field(default=DEFAULT_MEDIA.images, repr=False)
-    """Limits of videos, and of images in memory."""
+    """Frames of videos, and the limits of videos and of images in memory."""
     apply_chat_template: bool = field(default=False, repr=False)
     """Whether a prompt and its completion given as text become a user and an assistant message."""
 
     @property
     def media(self) -> MediaOptions:
         """How images and videos are read."""
-        return MediaOptions(self.folder, self.fps, self.max_frames, self.prefix, self.images)
+        return MediaOptions(self.folder, self.prefix, self.images)
 
     def __post_init__(self) -> None:
         names = (*COLUMN_NAMES, *JUDGED_NAMES[self.kind])
@@ -352,10 +347,16 @@ class _RecordReader:
     def __init__(self, record: object, place: str, columns: Columns) -> None:
         named = renamed(record, place, columns)
         ignored = set(columns.ignore_keys) - set(columns.mapping)
-        if columns.kind not in ("sft", "prompt"):
-            named = {name: value for name, value in named.items() if name not in ignored}
-        self.named = drop_ignored_media(named, place, ignored, columns.prefix)
+        if columns.kind in ("sft", "prompt"):
+            ignored &= set(MEDIA)  # other names are keys of messages, or columns that are not read
+        self.named = {name: value for name, value in named.items() if name not in ignored}
         self.place, self.columns = place, columns
+        for name in SOUNDS:
+            if self.named.get(name):
+                raise DataError(
+                    f"{place}: the row has {name}; expected text and pictures: sound is not supported; remove it, or "
+                    f"name the column in {columns.prefix}ignore_keys"
+                )
 
     # rows without judgements
 
@@ -547,14 +548,20 @@ class _RecordReader:
 
     def read_unpaired(self) -> Answers:
         if "label" in self.named:
-            label = read_label(self.named.pop("label"), self._at("label"))
+            value = self.named.pop("label")
+            texts = {"true": True, "false": False}  # as CSV files have it
+            label = texts.get(value.strip().lower()) if isinstance(value, str) else value
+            if not isinstance(label, bool):
+                raise DataError(
+                    f"{self._at('label')} is {shown(value)}; expected true (a good answer) or false"
+                )
             answer = self._judged_row()
             if isinstance(answer, Document):
                 raise DataError(
                     f"{self.place}: the row is a text without a prompt; expected messages, or prompt and completion; "
                     f"set {self.columns.prefix}columns"
                 )
-            return Answers(self.place, (answer,), {"label": (label,)})
+            return Answers(self.place, (answer,), {"label": (float(label),)})
         if all(name in self.named for name in PAIR):
             answers = self._answers({name: self.named[name] for name in PAIR})
             return Answers(self.place, answers, {"label": (1.0, 0.0)})
@@ -583,9 +590,15 @@ class _RecordReader:
         step_items = read_list(self.named["completions"], self._at("completions"))
         steps = [read_text(s, self._at(f"completions[{i}]")) for i, s in enumerate(step_items)]
         label_items = read_list(self.named["labels"], self._at("labels"))
-        labels = tuple(
-            read_fraction(x, self._at(f"labels[{i}]")) for i, x in enumerate(label_items)
-        )
+        labels = []
+        for index, value in enumerate(label_items):
+            where = self._at(f"labels[{index}]")
+            label = float(value) if isinstance(value, bool) else read_number(value, where)
+            if not 0 <= label <= 1:
+                raise DataError(
+                    f"{where} is {shown(value)}; expected true, false or a number from 0 to 1"
+                )
+            labels.append(label)
         if not steps or len(steps) != len(labels):
             raise DataError(
                 f"{self.place}: completions has {len(steps)} steps and labels has {len(labels)}; expected one label a "
@@ -604,10 +617,10 @@ class _RecordReader:
         if isinstance(prompt, str):
             self._refuse_columns_with_text()
             return Stepwise(
-                self.place, Completion(self.place, prompt, joined), tuple(spans), labels
+                self.place, Completion(self.place, prompt, joined), tuple(spans), tuple(labels)
             )
         answer = self._answer_to(prompt, column, joined, "completions")
-        return Stepwise(self.place, answer, tuple(spans), labels)
+        return Stepwise(self.place, answer, tuple(spans), tuple(labels))
 
     def _prompt(self) -> tuple[str, str | list[Any] | None]:
         """The prompt of a judged row, and its column: a text, messages, or None where there is no such column."""
@@ -726,7 +739,8 @@ class _RecordReader:
         if all(len(row.messages) == size for row in rows):  # equal conversations: refused by ids
             size = max(rows[0].learned, default=size)
         contents = {text_of(message["content"]).strip() for message in rows[0].messages[:size]}
-        if prompt is not None and not {prompt.strip(), remove_marks(prompt).strip()} & contents:
+        texts = {prompt.strip(), text_of(split_at_marks(prompt)).strip()} if prompt else set()
+        if prompt is not None and not texts & contents:
             raise DataError(
                 f"{self.place}: prompt is {shown(prompt)}, and none of the messages that the answers have in common "
                 "says so; expected the same; if it is what the user says, set "

@@ -105,7 +105,13 @@ def derive_stop_set(renderer: Renderer, inherited: Mapping[int, str] | None = No
     for index, source in (inherited or {}).items():
         candidates.setdefault(int(index), f"{source} names it")
     inside = {token for answer in answers for token in answer.inside}
-    opening = set(_opening(template))
+    opening: set[int] = set()
+    """The ids with which the template opens the assistant's turn."""
+    if template.template is not None:
+        history = template.apply(PROBE[:1], (), "the probe")
+        prompt = template.apply(PROBE[:1], (), "the probe", is_prompt=True)
+        ids_of = template.encode([history, prompt])
+        opening.update(ids_of[prompt][common_length(ids_of[history], ids_of[prompt]) :])
     reasons, left_out = dict(ends), dict[int, str]()
     for index, why in candidates.items():
         if index in ends:
@@ -182,13 +188,3 @@ def _answer(template: Template, turn: Message, tools: Sequence[Tool], words: str
     if words not in template.decode(ids[start:end]):
         return None
     return _Answer(ids[start:end], ids[end])
-
-
-def _opening(template: Template) -> Ids:
-    """The ids with which the template opens the assistant's turn."""
-    if template.template is None:
-        return []
-    history = template.apply(PROBE[:1], (), "the probe")
-    prompt = template.apply(PROBE[:1], (), "the probe", is_prompt=True)
-    ids_of = template.encode([history, prompt])
-    return ids_of[prompt][common_length(ids_of[history], ids_of[prompt]) :]

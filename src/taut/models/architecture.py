@@ -355,17 +355,14 @@ def num_experts(config: PreTrainedConfig) -> int:
 
 Part: TypeAlias = Literal["vision_tower", "projector", "language_model"]
 PARTS: tuple[Part, ...] = get_args(Part)
-_LANGUAGE = frozenset({"language_model", "text_model"})
-_PROJECTOR = frozenset(
-    {
-        "merger",
-        "deepstack_merger_list",
-        "multi_modal_projector",
-        "connector",
-        "image_newline",
-    }
-)
-_TOWER = frozenset({"visual", "vision_tower", "vision_model"})
+_WORDS: dict[Part, frozenset[str]] = {
+    "language_model": frozenset({"language_model", "text_model"}),
+    "projector": frozenset(
+        {"merger", "deepstack_merger_list", "multi_modal_projector", "connector", "image_newline"}
+    ),
+    "vision_tower": frozenset({"visual", "vision_tower", "vision_model"}),
+}
+"""Part -> the words of names of which one decides; the first part whose word a name has."""
 _SCALAR = "score"
 
 
@@ -377,12 +374,9 @@ def has_parts(model: nn.Module) -> bool:
 def part_of(name: str) -> Part | None:
     """The part that a parameter or module of a vision-language model belongs to; None for a scalar head."""
     words = set(name.split("."))
-    if not words.isdisjoint(_LANGUAGE):
-        return "language_model"
-    if not words.isdisjoint(_PROJECTOR):
-        return "projector"
-    if not words.isdisjoint(_TOWER):
-        return "vision_tower"
+    for part, decisive in _WORDS.items():
+        if not words.isdisjoint(decisive):
+            return part
     return None if _SCALAR in words else "language_model"
 
 

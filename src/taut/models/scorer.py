@@ -256,36 +256,28 @@ class Sums:
         if self.bias is not None:
             self.bias += grad.sum(0)
         narrow = grad.to(self.chunks.dtype)
-        taken, trained = self._take_trained(narrow, rows), self.chunks.trained
+        hidden, trained, index = self.chunks.hidden[rows], self.chunks.trained, self.chunks.index
+        taken = None
+        if self.trained is not None:  # the table has no gradient at rows that train on their own
+            assert index is not None
+            taken = narrow.index_select(1, index)
+            self.trained += taken.T @ hidden
+            narrow.index_fill_(1, index, 0.0)
         if self.hidden is not None:
             product_into(self.hidden[rows], narrow, self.chunks.weight.T)
             if taken is not None and trained is not None:
                 self.hidden[rows] += taken @ trained
-        if self.weight is not None:
-            self._add_weight(narrow, self.chunks.hidden[rows])
+        if (
+            self.weight is not None
+        ):  # += grad^T hidden; the first chunk writes, so nothing is zeroed before
+            if narrow.dtype != self.weight.dtype:
+                product = narrow.T @ hidden
+                self.weight.copy_(product) if self.is_first else self.weight.add_(product)
+            elif self.is_first:
+                torch.mm(narrow.T, hidden, out=self.weight)
+            else:
+                self.weight.addmm_(narrow.T, hidden)
         self.is_first = False
-
-    def _take_trained(self, grad: Tensor, rows: slice) -> Tensor | None:
-        """The columns of ``grad`` of the rows that train on their own; ``grad`` has zeros there afterwards."""
-        if self.trained is None:
-            return None
-        index = self.chunks.index
-        assert index is not None
-        taken = grad.index_select(1, index)
-        self.trained += taken.T @ self.chunks.hidden[rows]
-        grad.index_fill_(1, index, 0.0)
-        return taken
-
-    def _add_weight(self, grad: Tensor, hidden: Tensor) -> None:
-        """weight += grad^T hidden; the first chunk writes, so nothing is zeroed before."""
-        assert self.weight is not None
-        if grad.dtype != self.weight.dtype:
-            product = grad.T @ hidden
-            self.weight.copy_(product) if self.is_first else self.weight.add_(product)
-        elif self.is_first:
-            torch.mm(grad.T, hidden, out=self.weight)
-        else:
-            self.weight.addmm_(grad.T, hidden)
 
 
 class _Head(torch.autograd.Function):

@@ -315,7 +315,8 @@ def test_frames_of_a_file(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "x"}]
     content = asked({"messages": turns, "video": "a.gif"}, folder=str(tmp_path))
     assert [part.get("text") for part in content] == ["<0.0 seconds>", None, "<0.5 seconds>", None, "x"]  # fmt: skip
-    one = asked({"messages": turns, "video": "a.gif"}, folder=str(tmp_path), max_frames=1)
+    one_frame = ImagesConfig(max_frames=1)
+    one = asked({"messages": turns, "video": "a.gif"}, folder=str(tmp_path), images=one_frame)
     assert one == [*content[:2], said("x")]
     part = {"type": "video_url", "video_url": {"url": str(tmp_path / "a.gif")}, "fps": 1}
     assert asked({"messages": [ask(part)]}) == content[:2]
