@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, islice
 from typing import Any, NamedTuple, TypeAlias
@@ -761,46 +761,42 @@ def most_rows_have_something_to_learn(session: Session) -> Finding:
     if len(pairs) >= fewest and all(answer.lower() in placeholders for answer in answers):
         missing = pairs
 
-    def no_answer(tell: Callable[..., Finding], remedy: str) -> Finding:
-        return tell(
-            f"{empty.size:,} of {look.num_samples:,} samples have no answer but its end",
-            measured=(int(empty.size), f"of {look.num_samples:,} samples"),
-            evidence=[look.name(int(number)) for number in empty[:SHOWN]],
-            remedy=remedy,
-        )
+    def about(same: Sequence[Exchange]) -> dict[str, Any]:
+        """The finding about rows with one answer."""
+        answer = cut_end(same[0].answer.strip(), 20)
+        return {
+            "says": f"{len(same):,} of {len(pairs):,} answers are {answer}",
+            "measured": (len(same), f"of {len(pairs):,} rows"),
+            "evidence": [pair.place for pair in same[:SHOWN]],
+        }
 
-    def one_answer(tell: Callable[..., Finding], same: list[Exchange], remedy: str) -> Finding:
-        return tell(
-            f"{len(same):,} of {len(pairs):,} answers are {cut_end(same[0].answer.strip(), 20)}",
-            measured=(len(same), f"of {len(pairs):,} rows"),
-            evidence=[one.place for one in same[:SHOWN]],
-            remedy=remedy,
-        )
-
+    about_empty: dict[str, Any] = {
+        "says": f"{empty.size:,} of {look.num_samples:,} samples have no answer but its end",
+        "measured": (int(empty.size), f"of {look.num_samples:,} samples"),
+        "evidence": [look.name(int(number)) for number in empty[:SHOWN]],
+    }
     if 2 * empty.size > look.num_samples:
-        return no_answer(
-            failed,
+        remedy = (
             "the model would learn to say nothing; see what the answers are, and what the template writes of them "
-            "(taut show)",
+            "(taut show)"
         )
+        return failed(**about_empty, remedy=remedy)
     by_program = "a program wrote it where there was no value; remove these rows"
     if 2 * len(missing) > len(pairs):
         remedy = f"{by_program}, or name the right column in data.columns"
-        return one_answer(failed, missing, remedy)
+        return failed(**about(missing), remedy=remedy)
     if missing:
-        return one_answer(warned, missing, by_program)
+        return warned(**about(missing), remedy=by_program)
     if empty.size:
-        return no_answer(
-            warned, "remove these rows, or the model learns to say nothing to some prompts"
-        )
+        remedy = "remove these rows, or the model learns to say nothing to some prompts"
+        return warned(**about_empty, remedy=remedy)
     common, times = Counter(answers).most_common(1)[0] if answers else ("", 0)
     if common and times >= fewest and times > 0.9 * len(pairs):
-        return one_answer(
-            warned,
-            [pair for pair in pairs if pair.answer.strip() == common],
-            "see that the answer's column is the right one (data.columns); a model that says the same to "
-            "everything has the lowest loss on these rows",
+        remedy = (
+            "see that the answer's column is the right one (data.columns); a model that says the same to everything "
+            "has the lowest loss on these rows"
         )
+        return warned(**about([p for p in pairs if p.answer.strip() == common]), remedy=remedy)
     share = int(look.is_target_T.sum()) / look.ids_T.size
     notes = [f"{len(without):,} rows without targets were dropped"] if without else []
     says = f"{share:.0%} of tokens are targets{look.looked_at}"

@@ -454,12 +454,9 @@ def the_reference_is_the_policy_at_the_start(session: Session) -> Finding:
                 reference_N = role.streams(packed)[STREAM].cpu()
         number += packed.num_targets
         apart, at = largest_gap(logp_N.double(), reference_N.double())
-        if apart > worst or not where:
-            worst = apart
-            where = (
-                f"{target_name(session, packed, at)}: {float(logp_N[at]):.6g}, by the reference "
-                f"{float(reference_N[at]):.6g}"
-            )
+        target, ours, theirs = target_name(session, packed, at), logp_N[at], reference_N[at]
+        says = f"{target}: {float(ours):.6g}, by the reference {float(theirs):.6g}"
+        worst, where = max((worst, where), (apart, says))
     if worst > session.exact:
         return failed(
             f"policy and reference differ by {worst:.3g} nats before the first update",
