@@ -377,7 +377,7 @@ def exchanges(session: Session) -> list[Exchange]:
 
     pairs = []
     if isinstance(session.train, PromptSet):
-        for asked in session.train.asked:
+        for asked in session.train.prompt_rows:
             prompt = "" if isinstance(asked.prompt, str) else words(asked.prompt)
             for reference in asked.references[:1]:
                 pairs.append(Exchange(asked.place, prompt or str(asked.prompt), reference))

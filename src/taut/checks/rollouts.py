@@ -139,7 +139,7 @@ def turns_are_joined_as_the_template_joins_them(session: Session) -> Finding:
     if world is None:
         return skipped("no environment answers: a path has one turn")
     assert isinstance(session.train, PromptSet)
-    rows = [row for row in session.train.asked[:8] if row.references]
+    rows = [row for row in session.train.prompt_rows[:8] if row.references]
     turns = [(row.place, row.references[0].strip()) for row in rows]
     turns = turns or [("a stand-in", "an answer, and more of it")]
     rewritten, reply = [], {"role": "user", "content": "Go on."}
@@ -221,7 +221,7 @@ def rewards_know_right_answers(session: Session) -> Finding:
         panel, train = roller(session).panel, session.train
         assert panel is not None and isinstance(train, PromptSet)
         max_errors = _online(session).guard.config.max_errors
-        findings.append(judge_rewards(panel, train.asked, max_errors, "", num_tokens))
+        findings.append(judge_rewards(panel, train.prompt_rows, max_errors, "", num_tokens))
     if evaluated.rewards:
         answering = _answering(session)
         assert answering.panel is not None

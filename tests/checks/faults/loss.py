@@ -108,8 +108,8 @@ def a_target_read_one_row_late(place: Place, is_faulty: bool) -> Session:
         apply = scorer.LinearHead.apply
 
         def shifted(*args: Any) -> Any:
-            *inputs, target_N, linear_N = args
-            return apply(*inputs, target_N.roll(1), linear_N)
+            *inputs, target_N, linear_N, teacher = args
+            return apply(*inputs, target_N.roll(1), linear_N, teacher)
 
         place.patch.setattr(scorer.LinearHead, "apply", shifted)
     return place.session()
