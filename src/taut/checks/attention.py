@@ -100,7 +100,7 @@ def layers_with_state_are_known(session: Session) -> Finding:
     """
     sample, unit = session.short_sample, session.quantity.unit
     left, right = (
-        pack([one], ALONE) for one in (sample, measure.replace_tokens(session, sample, [0]))
+        pack([probe], ALONE) for probe in (sample, measure.replace_tokens(session, sample, [0]))
     )
     with session.inference(), observe(is_deaf=True):
         moved = measure.gap(session.forward(left)[1:], session.forward(right)[1:])
@@ -303,7 +303,7 @@ def a_shared_prefix_changes_nothing(session: Session) -> Finding:
     One sample with two different ends.
     """
     skip_if(not session.trainer.policy.share_prefixes, "prefixes are not shared in this run")
-    sample = max(session.pair, key=lambda one: one.num_tokens)
+    sample = max(session.pair, key=lambda sample: sample.num_tokens)
     half = measure.first_text_token(sample, max(1, sample.num_tokens // 2))
     after = range(half, sample.num_tokens)
     other = measure.replace_tokens(session, sample, after, f"{sample.id} with another end")
@@ -316,7 +316,7 @@ def a_shared_prefix_changes_nothing(session: Session) -> Finding:
         return failed(
             f"with its first {half} tokens shared, the {session.quantity.many} of {name} are {moved:.3g} {unit} off",
             measured=(moved, unit),
-            evidence=[f"{one}: {measure.drift(shared[one], alone[one]):.3g}" for one in alone],
+            evidence=[f"{name}: {measure.drift(shared[name], alone[name]):.3g}" for name in alone],
             remedy="set batch.share_prefixes=false, and please report the model",
         )
     return passed(f"{half} shared tokens change nothing", moved, unit)
@@ -358,7 +358,7 @@ def a_score_does_not_depend_on_the_batch(session: Session) -> Finding:
         batches.append(("with its beginning shared", [*samples, longer], sharing))
     worst, where = 0.0, ""
     with session.inference():  # once around all: autocast keeps its casts
-        alone = {one.id: session.numbers([one])[one.id] for one in samples}
+        alone = {sample.id: session.numbers([sample])[sample.id] for sample in samples}
         for how, batch, policy in batches:
             scores = session.numbers(batch, policy)
             for name, score in alone.items():

@@ -294,7 +294,7 @@ def messages_have_no_special_tokens(session: Session) -> Finding:
     """
     chats, tokenizer = _chats(session), session.tokenizer
     added = tokenizer.added_tokens_decoder.values()
-    special = [*tokenizer.all_special_tokens, *(one.content for one in added if one.special)]
+    special = [*tokenizer.all_special_tokens, *(token.content for token in added if token.special)]
     wanted = {*session.run.tokens.add, ""}  # tokens that were made for the messages
     tokens = [token for token in dict.fromkeys(special) if token not in wanted]
     places: list[tuple[str, str, str]] = []  # token, row, words around it
@@ -760,7 +760,8 @@ def targets_are_the_answers(session: Session) -> Finding:
             continue  # data.rows
         num_rows += 1
         notes += [
-            f"{short_place(one.id)}: {quoted(_targets_as_text(session, [one]))}" for one in samples
+            f"{short_place(sample.id)}: {quoted(_targets_as_text(session, [sample]))}"
+            for sample in samples
         ]
         if isinstance(row, Completion):
             answers, others = [row.completion.strip()], [row.prompt]

@@ -250,10 +250,10 @@ def every_column_that_matters_is_read(session: Session) -> Finding:
             remedy=REMEDY_BY_FORMAT["tools" if name == "tools" else kind].format(name)
             + ", or name it in data.ignore_keys if it is not to be used",
         )
-    kinds = " and ".join(Counter(one.how.format for one in read))
+    kinds = " and ".join(Counter(row.how.format for row in read))
     if session.is_generated:
         return passed(f"{kinds}; rewards read the other columns", len(read), "rows")
-    counts = Counter(name for one in read for name in one.how.unread)
+    counts = Counter(name for row in read for name in row.how.unread)
     notes = [f"not read: {name}, in {times:,} rows" for name, times in counts.most_common(SHOWN)]
     left = f"{len(counts)} columns are not read" if counts else "every column is read"
     return passed(f"{kinds}; {left}", len(read), "rows", notes)
@@ -650,7 +650,7 @@ def tokens_are_those_of_the_text(session: Session) -> Finding:
         )
     if fault := _broken_characters(session) or _escaped_texts(first_rows(session)):
         return fault
-    broken = [one for split in texts(session).values() for one in split.broken]
+    broken = [text for split in texts(session).values() for text in split.broken]
     notes = [f"{len(broken):,} rows have broken characters"] if broken else []
     notes += _broken_examples(broken)
     if num_unknown:
@@ -669,14 +669,14 @@ def tokens_are_those_of_the_text(session: Session) -> Finding:
 def _broken_characters(session: Session) -> Finding | None:
     """Characters lost or doubled by a wrong encoding in many rows of the training data; or any in some rows."""
     train = texts(session)["train"]
-    every = [one for split in texts(session).values() for one in split.broken]
+    every = [text for split in texts(session).values() for text in split.broken]
     num_every = sum(len(split.places) for split in texts(session).values())
-    misread = [one for one in train.broken if one.what != CONTROLS]
+    misread = [text for text in train.broken if text.what != CONTROLS]
     is_many = len(misread) > BROKEN * len(train.places)
     broken, number = (misread, len(train.places)) if is_many else (every, num_every)
     if not is_many and len(broken) <= 0.001 * number:
         return None
-    kinds = " or ".join(dict.fromkeys(one.what for one in broken))
+    kinds = " or ".join(dict.fromkeys(text.what for text in broken))
     says, unit = f"{len(broken):,} of {number:,} rows have {kinds}", f"of {number:,} rows"
     if is_many:
         return failed(
@@ -696,9 +696,11 @@ def _broken_characters(session: Session) -> Finding | None:
 
 def _broken_examples(broken: Sequence[BrokenText]) -> list[str]:
     """The first row of each different excerpt: one broken document may be in many rows."""
-    first = {one.excerpt: one for one in reversed(broken)}
-    different = [one for one in broken if first[one.excerpt] is one]
-    return [f"{short_place(one.place)}: {one.excerpt!r} ({one.what})" for one in different[:SHOWN]]
+    first = {text.excerpt: text for text in reversed(broken)}
+    different = [text for text in broken if first[text.excerpt] is text]
+    return [
+        f"{short_place(text.place)}: {text.excerpt!r} ({text.what})" for text in different[:SHOWN]
+    ]
 
 
 def _escaped_texts(rows: Sequence[Row]) -> Finding | None:
@@ -741,12 +743,12 @@ def most_rows_have_something_to_learn(session: Session) -> Finding:
     """
     skip_if(session.is_generated, GENERATED)
     report, look, pairs = session.train.report, flat_train(session), exchanges(session)
-    without = [one for one in report.dropped if one.reason == WITHOUT]
+    without = [row for row in report.dropped if row.reason == WITHOUT]
     if 2 * len(without) > report.num_rows:
         return failed(
             f"{len(without):,} of {report.num_rows:,} rows have nothing to learn and were dropped",
             measured=(len(without), f"of {report.num_rows:,} rows"),
-            evidence=[one.place for one in without[:SHOWN]],
+            evidence=[row.place for row in without[:SHOWN]],
             remedy="see that rows have assistant turns that are learned (roles, train: false, data.targets); what "
             "data.without_targets=drop leaves out is most of the data",
         )
@@ -811,8 +813,8 @@ def most_samples_are_kept_whole(session: Session) -> Finding:
     was cut has lost the place where it ends.
     """
     report, config = session.train.report, session.run.data
-    dropped = [one for one in report.dropped if one.reason != WITHOUT]
-    cut = [one for one in report.cut if one.targets_lost]
+    dropped = [row for row in report.dropped if row.reason != WITHOUT]
+    cut = [row for row in report.cut if row.targets_lost]
     is_split = config.too_long == "split"
     are_documents = all(isinstance(row, Document) for row in first_rows(session))
     lost = [*dropped, *([] if are_documents else cut)]
@@ -820,15 +822,15 @@ def most_samples_are_kept_whole(session: Session) -> Finding:
     num_lost = len(lost)
     if session.run.compares_answers:
         number, unit = report.num_rows, "rows"
-        num_lost = len({re.sub(r"#\d+$", "", one.place) for one in lost})
-    targets_lost = sum(one.targets_lost for one in (*dropped, *cut))
+        num_lost = len({re.sub(r"#\d+$", "", row.place) for row in lost})
+    targets_lost = sum(row.targets_lost for row in (*dropped, *cut))
     share = targets_lost / (report.num_targets + targets_lost)
     if 2 * num_lost > number:
         what = "were dropped for their length" if len(dropped) >= len(cut) else "lost their end"
         return failed(
             f"{num_lost:,} of {number:,} {unit} {what}",
             measured=(num_lost, f"of {number:,} {unit}"),
-            evidence=[f"{one.place}: {one.reason}" for one in lost[:SHOWN]],
+            evidence=[f"{row.place}: {row.reason}" for row in lost[:SHOWN]],
             remedy=f"{share:.1%} of what is to be learned is gone; raise data.max_length, or lower data.min_length",
         )
     if not report.dropped and not report.cut:

@@ -521,7 +521,7 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
     assert report is not None, "asked after loss.reached"
     samples, listed = session.tree_samples, _summed(session, report.scored)
     unit = "nats a target" if set(session.trainer.source.loss.units) == CROSS_ENTROPY else ""
-    differ = [line for one in samples if (line := _difference(one, listed.get(one.id)))]
+    differ = [line for sample in samples if (line := _difference(sample, listed.get(sample.id)))]
     if differ:
         return failed(
             f"{len(differ)} of {len(samples)} samples are not summed as they are",
@@ -541,7 +541,7 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
         says = "from what the step lists; samples alone would have other noise"
         return passed(says, loss, unit)
     with session.inference():
-        numbers = {one.id: _as_array(library_numbers(session, one)) for one in samples}
+        numbers = {sample.id: _as_array(library_numbers(session, sample)) for sample in samples}
     alone, slopes = _loss_of(session, samples, numbers)
     number = sum(len(values) for values in numbers.values())
     slope = sum(float(values.abs().sum()) for values in slopes.values())
@@ -551,8 +551,8 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
             f"the step's loss is {loss:.6g}, and {alone:.6g} from its samples alone (rounding: {limit:.2g})",
             measured=(loss - alone, unit),
             evidence=[
-                f"{one.id}: {float(numbers[one.id].mean()):.6g} alone"
-                for one in samples[:SAMPLES_SHOWN]
+                f"{sample.id}: {float(numbers[sample.id].mean()):.6g} alone"
+                for sample in samples[:SAMPLES_SHOWN]
             ],
             remedy="the training forward does not compute this model; set batch.share_prefixes=false and "
             "attention=reference, and please report the model",
