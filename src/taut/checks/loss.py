@@ -441,9 +441,10 @@ def the_reference_is_the_policy_at_the_start(session: Session) -> Finding:
                 reference_N = role.streams(packed)[STREAM].cpu()
         number += packed.num_targets
         apart, at = measure.largest_gap(logp_N.double(), reference_N.double())
-        target, ours, theirs = measure.target_name(session, packed, at), logp_N[at], reference_N[at]
-        says = f"{target}: {float(ours):.6g}, by the reference {float(theirs):.6g}"
-        worst, where = max((worst, where), (apart, says))
+        if apart > worst:
+            ours, theirs = float(logp_N[at]), float(reference_N[at])
+            target, worst = measure.target_name(session, packed, at), apart
+            where = f"{target}: {ours:.6g}, by the reference {theirs:.6g}"
     if worst > session.exact:
         return failed(
             f"policy and reference differ by {worst:.3g} nats before the first update",
