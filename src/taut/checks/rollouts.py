@@ -96,8 +96,10 @@ def prompts_leave_room_for_answers(session: Session) -> Finding:
         and engine.served_context is not None
     ):
         # a server cuts no answer: it refuses prompts whose answer may be longer than it takes
-        served, own = engine.served_context, engine.model_context
-        needed_S = length_S + (most if own is None else np.minimum(most, own - length_S))
+        served, model_context = engine.served_context, engine.model_context
+        needed_S = length_S + (
+            most if model_context is None else np.minimum(most, model_context - length_S)
+        )
         long = np.flatnonzero(needed_S > served)
         if long.size:
             return failed(
@@ -290,29 +292,33 @@ def judge_rewards(
         )
         for part in panel.parts
     ]
-    names = {kind: [one.name for one in marks if one.judges == kind] for kind in get_args(Judged)}
+    names = {
+        kind: [reward.name for reward in marks if reward.judges == kind]
+        for kind in get_args(Judged)
+    }
     if not key and names["correctness"]:
         # The total is learned from: a reward with a scale of its own is asked within it.
         marks = [
-            one._replace(judges="form", must_apply=False)
-            if one.judges == "correctness" and one.full_marks is None
-            else one
-            for one in marks
+            reward._replace(judges="form", must_apply=False)
+            if reward.judges == "correctness" and reward.full_marks is None
+            else reward
+            for reward in marks
         ]
         marks.append(_marks(TOTAL, "correctness", None, True, graded))
     setting = f"{key}.rewards" if key else "rewards"
-    for one in marks:
-        if fault := _reward_fault(one, len(rows), max_errors, setting):
+    for reward in marks:
+        if fault := _reward_fault(reward, len(rows), max_errors, setting):
             return fault
     if not names["correctness"]:
         says = f"{', '.join(names['form'])} can be computed; no reward judges correctness"
         return passed(says, len(rows), "right answers")
-    judging = [one for one in marks if one.judges == "correctness"]
+    judging = [reward for reward in marks if reward.judges == "correctness"]
     notes = [
-        f"{one.name}: {one.mean:.3g} on average of {len(rows)} right answers" for one in judging
+        f"{reward.name}: {reward.mean:.3g} on average of {len(rows)} right answers"
+        for reward in judging
     ]
-    says = f"right answers are known as right by {', '.join(one.name for one in judging)}"
-    return passed(says, min(one.mean for one in judging), "on average", notes)
+    says = f"right answers are known as right by {', '.join(reward.name for reward in judging)}"
+    return passed(says, min(reward.mean for reward in judging), "on average", notes)
 
 
 def _right_answers(row: PromptRow) -> list[str]:
@@ -407,16 +413,16 @@ def _small_rollout(session: Session) -> list[Group]:
     """The first prompts, rolled out as in training but for their number and length; nothing is rewarded. A check that
     needs them is skipped where there are none.
     """
-    own = rollout_worker(session)
-    skip_if(own.config.engine == "server", "a server is asked by engine.logps, in the full part")
+    full = rollout_worker(session)
+    skip_if(full.config.engine == "server", "a server is asked by engine.logps, in the full part")
     config = replace(
-        own.config,
-        n=max(2, min(own.config.n, 3)),
-        max_new_tokens=min(own.config.max_new_tokens, 8),
+        full.config,
+        n=max(2, min(full.config.n, 3)),
+        max_new_tokens=min(full.config.max_new_tokens, 8),
         dynamic_sampling_rounds=0,
     )
-    small = replace(own, config=config, panel=None, is_judged=False, needs_one=False)
-    return list(small.roll(0, range(min(2, len(own.prompts)))).groups)
+    small = replace(full, config=config, panel=None, is_judged=False, needs_one=False)
+    return list(small.roll(0, range(min(2, len(full.prompts)))).groups)
 
 
 @check(
@@ -619,8 +625,8 @@ def sampled(session: Session) -> Sampled:
     skip_if(not prompts, "no prompt leaves room for an answer")
     if isinstance(engine, ServerEngine):
         engine.update(0)
-    asked = [*prompts.values()]
-    return Sampled(engine, asked, engine.generate(asked, _sampling(session)))
+    different = [*prompts.values()]
+    return Sampled(engine, different, engine.generate(different, _sampling(session)))
 
 
 def _sampling(session: Session) -> Sampling:
@@ -666,11 +672,13 @@ def engine_and_trainer_agree(session: Session) -> Finding:
     method that learns from its own completions; for others it shows that what is evaluated is what trains.
     """
     engine, prompts, answers = sampled(session)
-    refused = [one for one in answers if one.logp_N is None or not one.ids_N.size]
+    refused = [answer for answer in answers if answer.logp_N is None or not answer.ids_N.size]
     if refused:
         return failed(
             f"the engine fails on {len(refused)} of {len(answers)} completions",
-            evidence=[f"{one.prompt_id}: {one.error or 'no logprobs'}" for one in refused[:SHOWN]],
+            evidence=[
+                f"{answer.prompt_id}: {answer.error or 'no logprobs'}" for answer in refused[:SHOWN]
+            ],
             remedy="see what the engine, or the server's log, says of it",
         )
     gaps = []
@@ -723,9 +731,9 @@ def the_same_seed_gives_the_same_completions(session: Session) -> Finding:
 
     def changed(left: Sequence[Completion], right: Sequence[Completion]) -> list[str]:
         return [
-            f"{one.prompt_id}: {one.ids_N.tolist()[:6]}, then {other.ids_N.tolist()[:6]}"
-            for one, other in zip(left, right, strict=True)
-            if one.ids_N.tolist() != other.ids_N.tolist()
+            f"{answer.prompt_id}: {answer.ids_N.tolist()[:6]}, then {other.ids_N.tolist()[:6]}"
+            for answer, other in zip(left, right, strict=True)
+            if answer.ids_N.tolist() != other.ids_N.tolist()
         ]
 
     def fault(lines: list[str], number: int, how: str) -> Finding:
@@ -743,7 +751,7 @@ def the_same_seed_gives_the_same_completions(session: Session) -> Finding:
     half = prompts[1::2]
     fewer = engine.generate(half, _sampling(session))
     names = {prompt.id for prompt in half}
-    lines = changed([one for one in answers if one.prompt_id in names], fewer)
+    lines = changed([answer for answer in answers if answer.prompt_id in names], fewer)
     if len(lines) > 1:
         return fault(lines, len(fewer), "asked with fewer others")
     return passed("the same when asked again, and with fewer others", len(answers), "completions")
@@ -781,7 +789,9 @@ def the_engine_draws_from_updated_weights(session: Session) -> Finding:
                 new = _trainer_logps(session, prompts, answers)
                 restore_weights(session, copies)
             old = _trainer_logps(session, prompts, answers)
-            engine_N = np.concatenate([one.logp_N for one in answers if one.logp_N is not None])
+            engine_N = np.concatenate(
+                [answer.logp_N for answer in answers if answer.logp_N is not None]
+            )
             off_new, off_old = (
                 float(np.nan_to_num(np.abs(engine_N - trainer_N), nan=np.inf).mean())
                 for trainer_N in (

@@ -492,7 +492,7 @@ def around_answers(answers: Sequence[Sample], most: int) -> tuple[Sample, ...]:
         start = _from_picture(answer, max(0, first - kept), first)
         start, stop = _around_pictures(answer, start, first + kept)
         cut.append(_between(answer, start, stop, answer.target_at_N < stop))
-    num_different = [len({one.ids_T.tobytes() for one in some}) for some in (cut, answers)]
+    num_different = [len({sample.ids_T.tobytes() for sample in some}) for some in (cut, answers)]
     return tuple(cut if num_different[0] == num_different[1] else answers)
 
 
