@@ -97,10 +97,10 @@ def _library_files(
     return images, settings, own
 
 
-def _require_class(path: str, found: str | None, *expected: str) -> None:
+def _require_class(path: str, named: str | None, *expected: str) -> None:
     """A class that the files name has to be the family's; they need not name one."""
-    if found is not None and found.removesuffix("Fast").removesuffix("Pil") not in expected:
+    if named is not None and named.removesuffix("Fast").removesuffix("Pil") not in expected:
         raise ModelError(
-            f"model={path}: its pictures are for {found}; expected {expected[0]}, which goes with its config.json; "
+            f"model={path}: its pictures are for {named}; expected {expected[0]}, which goes with its config.json; "
             f"copy {' and '.join(_FILES)} from the base model"
         )
