@@ -244,7 +244,7 @@ class OnlineMethod(RunConfig):
     def decisions(self) -> list[Decision]:
         if not self.rollout.environment.is_on or not self.data.eval:
             return super().decisions
-        reason = "they are judged without rollout.environment, which answers roll-outs alone"
+        reason = "they are judged without rollout.environment, which answers rollouts alone"
         value = "asked" if self.eval.answers.rewards else "not asked"
         decision = Decision("held-out answers", value, f"eval.answers.rewards; {reason}")
         return [*super().decisions, decision]
@@ -253,7 +253,7 @@ class OnlineMethod(RunConfig):
         rollout = self.rollout
         number = self.batch.samples_per_step * rollout.minibatches
         return (
-            f"{counted(num_steps, 'steps')}, {rollout.updates} on each roll-out: {counted(number, 'prompts')}, "
+            f"{counted(num_steps, 'steps')}, {rollout.updates} on each rollout: {counted(number, 'prompts')}, "
             f"{counted(rollout.n, 'completions')} each, of at most {counted(rollout.grows, 'tokens')}"
         )
 
