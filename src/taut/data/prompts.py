@@ -358,7 +358,7 @@ def load_prompt_set(
     """
     _require_fitting(config)
     parts: list[SourcePart] = []
-    asked: list[PromptRow] = []
+    prompt_rows: list[PromptRow] = []
     image_store = renderer.image_store
     for source, columns in sources(config, split, "prompt"):
         opened = open_source(source)
@@ -371,7 +371,9 @@ def load_prompt_set(
                 f"{opened.path}: none of its {counted(len(unread), 'rows')} has pictures that can be used "
                 f"({first.place}: {first.reason}); expected some; correct data.images.folder, or the files"
             )
-        incidents = [replace(it, place=it.place.rpartition(":")[2]) for it in unread]
+        incidents = [
+            replace(incident, place=incident.place.rpartition(":")[2]) for incident in unread
+        ]
         kept = []
         for row in rows:
             if row.ids_T.size <= max_length:
@@ -396,11 +398,13 @@ def load_prompt_set(
         label = source.path if times == 1 else f"{source.path}({times})"
         weight, key = source.weight, entry.digest
         parts.append(SourcePart(label, weight, key, entry, opened.path, opened.stamps, image_store))
-        asked += kept
-    prompts = PromptSet(parts, asked)
-    if len({row.id for row in asked}) < len(asked):  # files that number their rows alike
+        prompt_rows += kept
+    prompts = PromptSet(parts, prompt_rows)
+    if len({row.id for row in prompt_rows}) < len(
+        prompt_rows
+    ):  # files that number their rows alike
         prompts.prompt_rows = [
-            replace(r, id=prompts.sample_id(index)) for index, r in enumerate(asked)
+            replace(row, id=prompts.sample_id(index)) for index, row in enumerate(prompt_rows)
         ]
     return prompts
 
