@@ -36,7 +36,7 @@ import numpy as np
 from taut.data.cache import Entry, EntryBuilder
 from taut.data.chat_template import Ids, Text
 from taut.data.dataset import DataConfig, DataReport, Dataset, SourcePart, Split, sources
-from taut.data.images import in_batches
+from taut.data.images import in_batches, outside
 from taut.data.json_io import did_you_mean, listed, shown
 from taut.data.messages import (
     Completion,
@@ -356,7 +356,7 @@ def load_prompt_set(
     """The prompts of ``config.train`` or ``config.eval``, of at most ``max_length`` tokens. ``reference``: the column
     with the right answer. Raises DataError for a row that is no prompt.
     """
-    _require_fitting(config)
+    _require_usable(config)
     parts: list[SourcePart] = []
     prompt_rows: list[PromptRow] = []
     image_store = renderer.image_store
@@ -409,7 +409,7 @@ def load_prompt_set(
     return prompts
 
 
-def _require_fitting(config: DataConfig) -> None:
+def _require_usable(config: DataConfig) -> None:
     """Refuse options that prompts do not use."""
     if config.too_long in ("split", "truncate"):
         raise ConfigError(
@@ -433,11 +433,7 @@ def _entry(rows: Sequence[PromptRow], num_rows: int, incidents: Sequence[Inciden
     builder = EntryBuilder()
     builder.num_rows, builder.incidents = num_rows, list(incidents)
     for row in rows:
-        is_target = np.ones(row.ids_T.size, dtype=bool)
-        is_target[0] = False
-        for image in row.media:
-            is_target[image.start : image.stop] = False
-        at_N = np.flatnonzero(is_target)
+        at_N = 1 + np.flatnonzero(outside(row.media, row.ids_T.size)[1:])
         sample = Sample(row.place, row.ids_T, at_N, np.ones(at_N.size), row.media)
         builder.add(int(row.place.rpartition(":")[2]), row.place, [sample])
         builder.forms["completion" if isinstance(row.prompt, str) else "conversation"] += 1
