@@ -154,17 +154,16 @@ def _pad_token(
     A reward model's pad is none of the ids in ``ends``, or missing: the tokenizer's own, a well-known one, or a special
     token made for padding.
     """
-    vocabulary = served.get_vocab()
-    pad, eos = served.pad_token, served.eos_token
-    known = [*([] if pad is None else [str(pad)]), *_PADS]
+    vocabulary, fallback = served.get_vocab(), None
+    known = [served.pad_token, *_PADS]
     if has_scalar:
-        known += [str(token) for token in served.all_special_tokens if "pad" in str(token)]
-        allowed = (t for t in (*known, served.unk_token) if vocabulary.get(t) not in {*ends, None})
-        return next(allowed, None)
-    if pad is not None and served.pad_token_id != served.eos_token_id:
-        return str(pad)
-    allowed = (t for t in (*_PADS, served.unk_token) if t in vocabulary and t != eos)
-    return next(allowed, None if eos is None else str(eos))
+        known += [token for token in served.all_special_tokens if "pad" in str(token)]
+    else:
+        ends, fallback = {served.eos_token_id}, served.eos_token
+    known.append(served.unk_token)
+    allowed = (token for token in known if vocabulary.get(token) not in {*ends, None})
+    pad = next(allowed, fallback)
+    return None if pad is None else str(pad)
 
 
 def generation_to_save(
