@@ -122,10 +122,7 @@ def sequence_metrics(scores: Scores, sums: Answers, *, kl: bool) -> Metrics:
 def pair_metrics(reward_S: Tensor, sums: Answers, packed: Packed) -> Metrics:
     """Means over pairs of what the better and the worse answers have."""
     margin_P = (reward_S[packed.better_P] - reward_S[packed.worse_P]).detach()
-    metrics = {
-        "rewards/margin": mean(margin_P),
-        "rewards/accuracy": accuracy(margin_P),
-    }
+    metrics = {"rewards/margin": mean(margin_P), "rewards/accuracy": accuracy(margin_P)}
     chosen, rejected = packed.better_P, packed.worse_P
     return metrics | kind_metrics(reward_S, sums, packed, chosen=chosen, rejected=rejected)
 

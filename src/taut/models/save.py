@@ -45,15 +45,7 @@ _PADS = (
     "<|end_of_text|>",
 )
 """Pad tokens of well-known vocabularies, used where the tokenizer names no usable one."""
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
-)
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Settings without effect where nothing is sampled."""
 _MANY = 1000
 """A tokenizer's lists and dictionaries with more entries are its vocabulary or merges: a copy shares them."""
@@ -167,9 +159,7 @@ def _pad_token(
 
 
 def generation_to_save(
-    generation: GenerationConfig | None,
-    tokenizer: PreTrainedTokenizerBase,
-    stop_ids: Sequence[int],
+    generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]
 ) -> GenerationConfig:
     """``generation`` itself with the stop set and the pad, and without sampling settings that have no effect."""
     if generation is None:
