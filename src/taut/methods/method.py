@@ -286,11 +286,6 @@ class RunConfig:
         """Whether the answers of a row are compared with each other, and so stay in one micro-batch."""
         return self.row_kind == "preference"
 
-    @property
-    def couples_samples(self) -> bool:
-        """Whether the loss compares samples of a step, which then have to share a forward."""
-        return self.compares_answers
-
     def longest_sample(self, config: PreTrainedConfig) -> int:
         """The largest number of tokens in a sample."""
         longest = self.data.max_length or context_length(config)

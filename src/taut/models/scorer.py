@@ -24,7 +24,8 @@ The Scorer is the root of sharding: inner modules are not called from outside.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -87,6 +88,16 @@ class Scorer(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode within the block, e.g. without dropout; afterwards the mode from before."""
+        was_training = self.training
+        self.eval()
+        try:
+            yield
+        finally:
+            self.train(was_training)
 
     def forward(
         self,

@@ -196,7 +196,7 @@ def join_models(
         architecture.unwrap(model).activation_checkpointing_enable(
             {"use_reentrant": False, "context_fn": contexts}
         )
-    if one_sample and run.couples_samples:
+    if one_sample and "pair" in run.loss().units.values():
         raise ModelError(
             f"model={run.model}: it runs one sample at a time ({one_sample}), and "
             f"{run.command()} compares samples; expected a model that packs"
