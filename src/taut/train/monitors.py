@@ -299,7 +299,7 @@ class Divergence:
         if is_over:
             raise DivergenceError(
                 f"step {report.step}: training has diverged: {problem}; this step was not taken and no model is "
-                f"written; {remedy}; with divergence.{key}=0 it only warns"
+                f"written; {remedy}; with loss_monitor.{key}=0 it only warns"
             )
         was_reported = self.found is not None
         is_reported = zero >= WARN_ZERO or self.is_high[-WARN_HIGH:] == [True] * WARN_HIGH
