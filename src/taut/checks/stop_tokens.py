@@ -88,11 +88,6 @@ def the_end_of_answers_is_a_target(session: Session) -> Finding:
     return passed(says, number, unit, [f"{len(report.cut):,} were cut before their end"])
 
 
-PROMPTS = 16
-CHARACTERS = 100_000
-"""Of all prompts together, but for the first."""
-
-
 @check("stop.saved", after=["data.rows"])
 def a_server_renders_the_same_tokens(session: Session) -> Finding:
     """Does a server that loads the saved tokenizer and template feed the model the same tokens?
@@ -101,8 +96,8 @@ def a_server_renders_the_same_tokens(session: Session) -> Finding:
     does. The first rows' prompts are rendered with it.
     """
     prompts: list[tuple[Row, Ids]] = []
-    room = CHARACTERS
-    for row in session.rows[:PROMPTS]:
+    room = 100_000  # characters of all prompts together, but for the first
+    for row in session.rows[:16]:
         try:
             ids = _prompt_ids(row, session.renderer)
         except TautError:
@@ -244,9 +239,8 @@ def untrained_turn_ends_train(session: Session) -> Finding:
     return passed(says, len(untrained), "untrained ends", list(untrained.values()))
 
 
-BASELINE_PROMPTS, BASELINE_TOKENS = 8, 32
-LIKELY, UNLIKELY = 0.5, 0.05
-"""Of another end: its mean probability where answers end, and at most inside them and of the stop set's own."""
+UNLIKELY = 0.05
+"""The most that another end may have as mean probability inside answers, and the stop set's own ends where they end."""
 
 
 @check(
@@ -264,12 +258,12 @@ def the_untrained_model_has_no_other_end(session: Session) -> Finding:
     """
     skip_if(session.is_scalar, NO_GENERATION)
     data = session.train if session.eval is None else session.eval
-    config = StopCheckConfig(prompts=BASELINE_PROMPTS, max_new_tokens=BASELINE_TOKENS)
+    config = StopCheckConfig(prompts=8, max_new_tokens=32)
     make_engine = engine_of(session.inputs, session.built.models, session.ranks)
     check = prepare(config, data, session.stops.ids, make_engine, session.trainer, session.run.seed)
     if check.engine is None:
         return skipped(check.obstacle.partition(";")[0])
-    sampling = Sampling(max_new_tokens=BASELINE_TOKENS, seed=session.run.seed)
+    sampling = Sampling(max_new_tokens=config.max_new_tokens, seed=session.run.seed)
     answers = check.engine.generate([one.prompt for one in check.asked], sampling)
     number = sum(answer.finish_reason == "stop" for answer in answers)
     other = _other_end(session, check.asked)
@@ -313,6 +307,6 @@ def _other_end(session: Session, asked: Sequence[Asked]) -> tuple[int, float] | 
     if not inside_S.numel() or float(end_S[len(specials) :].sum()) > UNLIKELY:
         return None
     best = int(end_S[: len(specials)].argmax())
-    if float(end_S[best]) < LIKELY or float(inside_S[:, best].mean()) > UNLIKELY:
+    if float(end_S[best]) < 0.5 or float(inside_S[:, best].mean()) > UNLIKELY:
         return None
     return specials[best], float(end_S[best])

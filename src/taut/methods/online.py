@@ -13,7 +13,7 @@ from typing import ClassVar
 from taut.config import Decision, configclass, home_path
 from taut.data.batching import START, Cursor, Order
 from taut.data.dataset import Dataset, Split
-from taut.data.prompts import Asking, PromptSet, load_prompt_set
+from taut.data.prompts import PromptSet, load_prompt_set
 from taut.data.render import Renderer
 from taut.data.schema import Kind
 from taut.errors import ConfigError
@@ -141,8 +141,8 @@ class OnlineMethod(RunConfig):
     def load_data(
         self, split: Split, renderer: Renderer, language: Language, *, looks_again: bool = True
     ) -> Dataset:
-        asking = Asking(self.longest_sample(language.config), self.rollout.reference)
-        return load_prompt_set(self.data, split, renderer, asking)
+        longest = self.longest_sample(language.config)
+        return load_prompt_set(self.data, split, renderer, longest, self.rollout.reference)
 
     def questions(self, data: Dataset) -> Sequence[Prompt]:
         assert isinstance(data, PromptSet)
@@ -185,7 +185,7 @@ class OnlineMethod(RunConfig):
             credit=online.credit,
             is_judged=self.is_judged,
             decisions=self.loss_decisions(),
-            prompts=online.prompts.asked,
+            prompts=online.prompts.prompt_rows,
             make_local=make_engine,
             renderer=inputs.renderer,
             stops=inputs.stops,

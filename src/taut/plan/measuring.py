@@ -176,7 +176,7 @@ def _run(built: Built, packed: Packed) -> None:
 
 
 def _reference_tensors(built: Built) -> list[Tensor]:
-    """The tensors of a reference. One whose log-probs are in a file is freed before the first step."""
+    """The tensors of a reference. One whose logprobs are in a file is freed before the first step."""
     if built.run.models().reference_file is not None:
         return []
     return [tensor for role in built.trainer.roles for tensor in role.tensors()]
