@@ -438,7 +438,7 @@ def require_finite(value: float, what: str, report: StepReport, trainer: Trainer
 
 
 @dataclass
-class Lookahead:
+class Prefetch:
     """Called before each step: starts threads that read the images of the step and of the next one.
 
     Only for offline data, where the samples of a step are a pure function; prompts of rollouts have read their images
