@@ -26,9 +26,8 @@ from taut.methods.inputs import Inputs, Language, MayChange, Models, Plan
 from taut.methods.method import RunConfig
 from taut.methods.reference import ReferenceConfig
 from taut.models.load import context_length
-from taut.rewards.in_process import files_read
 from taut.rewards.panel import PanelConfig
-from taut.rewards.registry import RewardSpec, files_of
+from taut.rewards.registry import RewardSpec, files_of, files_read
 from taut.rl import setup
 from taut.rl.advantages import Credit
 from taut.rl.monitors import Guard, RolloutMonitorConfig

@@ -156,11 +156,11 @@ def decide(condition: Condition, recipe: Recipe, facts: AnswersFacts) -> Verdict
             if verdict.holds is decisive:
                 return verdict
             verdicts.append(verdict)
-        because = tuple(dict.fromkeys(line for part in verdicts for line in part.because))
+        evidence = tuple(dict.fromkeys(line for part in verdicts for line in part.because))
         unknown = tuple(dict.fromkeys(line for part in verdicts for line in part.unknown))
         if any(part.holds is None for part in verdicts):
-            return Verdict(None, because, unknown)
-        return Verdict(not decisive, because)
+            return Verdict(None, evidence, unknown)
+        return Verdict(not decisive, evidence)
     if "not" in condition:
         inner = decide(condition["not"], recipe, facts)
         holds = None if inner.holds is None else not inner.holds

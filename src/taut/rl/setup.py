@@ -22,9 +22,8 @@ from taut.inference.reward_model import open_rater
 from taut.inference.vllm import ServerEngine
 from taut.inference.weight_sync import Trained
 from taut.models.scorer import Scorer
-from taut.rewards.in_process import require_judgeable
 from taut.rewards.panel import Panel, PanelConfig, open_panel
-from taut.rewards.registry import RewardSpec
+from taut.rewards.registry import RewardSpec, require_judgeable
 from taut.rl.advantages import Credit
 from taut.rl.environment import EnvironmentConfig, World, open_world
 from taut.rl.rollout import RESERVED, Roller, RolloutConfig
