@@ -47,8 +47,7 @@ from taut.models.noise import NoiseConfig
 from taut.models.reward_model import NewHead
 from taut.models.tokens import TokensConfig
 from taut.rewards import files_of
-from taut.rewards.in_process import files_read
-from taut.rewards.registry import RewardSpec
+from taut.rewards.registry import RewardSpec, files_read
 from taut.train.checkpoint import CheckpointConfig
 from taut.train.distributed import Ranks
 from taut.train.log import LogConfig
