@@ -111,7 +111,7 @@ class Stepped:
             num_steps=NUM_STEPS,
             ranks=self.trainer.ranks,
             emit=lambda kind, **fields: events.append({"kind": kind, **fields}),
-            notes=lambda step: {"cursor": self.trainer.method.cursor(step), "identity": {}},
+            notes=lambda step: {"cursor": self.trainer.source.cursor(step), "identity": {}},
         )
         return made, events
 

@@ -55,7 +55,7 @@ SOLVED = f"{EXAMPLE / 'solved.py'}:solved"
 TASKS = {
     "spell_backward": Task("exact_match", "exact_match", 80, ("grpo", "trl", "trl_timed")),
     "palindrome_generation": Task(SOLVED, SOLVED, 105),
-    "decimals": Task("math", "math", 71, ("grpo", "ppo"), ("shaping.missing_stop=1",)),
+    "decimals": Task("math", "math", 71, ("grpo", "ppo"), ("shaping.missing_eos_penalty=1",)),
     "number_sorting": Task("reasoning_gym", "reasoning_gym", 90),
 }
 METHODS = {"grpo": EXAMPLE / "run.toml", "ppo": EXAMPLE / "ppo" / "run.toml"}
@@ -107,7 +107,12 @@ class Lab:
         """CPU seconds of a step of taut grpo: a run of 41 steps less one of a single step, without evaluations."""
         kept = self.work / name / "pace.json"
         if not kept.exists():
-            bare = ("check=off", "stop.prompts=0", "contract.prompts=0", "eval.answers.every=0")
+            bare = (
+                "check=off",
+                "stop_check.prompts=0",
+                "contract.prompts=0",
+                "eval.answers.every=0",
+            )
             words = [
                 f"model={self.prepare(name)}",
                 f"data.train={self.data / name / 'train.jsonl'}",

@@ -27,7 +27,7 @@ QUIET: dict[str, Any] = {
     "optim.learning_rate": 1e-3,
     "optim.schedule": "constant",
     "batch.samples_per_step": 6,
-    "stop.prompts": 0,
+    "stop_check.prompts": 0,
     "checkpoint.every": 0,
 }
 

@@ -1,4 +1,4 @@
-"""Rows with pictures for tests of rendering: an album over a made-up processor, whose tokens can be counted by hand."""
+"""Rows with pictures for tests of rendering: an image store whose made-up processor's tokens can be counted by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from taut.data.render import Renderer, Targets
 from taut.errors import DataError
 from taut.types import Media, Sample
 from taut.vision.content import ImageRef, ImagesConfig
-from taut.vision.image_store import Album
+from taut.vision.image_store import ImageStore
 from taut.vision.placeholders import Shape
 
 WORDS = {
@@ -70,8 +70,8 @@ def renderer(
     tokenizer.add_special_tokens({"bos_token": "<bos>", "additional_special_tokens": words})
     tokenizer.chat_template = TEMPLATES[template]
     processor = Tiles(placeholder, tokenizer.convert_tokens_to_ids(placeholder))
-    album = Album(processor, ImagesConfig(**keys), directory / "blobs")
-    return Renderer(tokenizer, None, targets, album=album)
+    image_store = ImageStore(processor, ImagesConfig(**keys), directory / "blobs")
+    return Renderer(tokenizer, None, targets, image_store=image_store)
 
 
 def picture(

@@ -27,9 +27,9 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from taut.attention.select import PREFIX
 from taut.inference.weight_sync import Trained
 from taut.inference.worker import taut_worker
+from taut.models.attention_backends import PREFIX
 from taut.models.scorer import Scorer
 from taut.train.distributed import Ranks
 

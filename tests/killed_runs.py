@@ -150,5 +150,5 @@ def shuffled_mixture(place: Path, model: Path) -> dict[str, Any]:
         "optim.schedule": "cosine",
         "checkpoint.every": 3,
         "contract.prompts": 2,
-        "contract.tokens": 8,
+        "contract.max_new_tokens": 8,
     }

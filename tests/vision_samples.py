@@ -20,7 +20,7 @@ from tests.vision_processors import save_processor
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.attention.select import PREFIX
+from taut.models.attention_backends import PREFIX
 from taut.models.load import set_attention
 from taut.models.scorer import Scorer
 from taut.types import Media, Sample
@@ -43,7 +43,7 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class Handle:
-    """What an album would give for it."""
+    """What an image store would give for it."""
 
     drawn: Drawn
     processor: Processor

@@ -24,7 +24,6 @@ from taut.inference.local import LocalEngine
 from taut.inference.open import ModelUse, open_engine
 from taut.losses.policy import PolicyGradient
 from taut.methods.grpo import GrpoConfig
-from taut.methods.policy import RollOut
 from taut.models.precision import backward_context, compute_context
 from taut.models.scorer import Scorer
 from taut.types import Packed, Sample
@@ -47,13 +46,12 @@ def main() -> None:
     microbatches = [pack(group) for group in grouped(samples_of(batch, folder), job["group"])]
     found = {}
     for name, variant in job["losses"].items():
-        roll_out = RollOut(
+        loss = GrpoConfig(**variant["taut"]).make_loss(
             temperature=variant["temperature"],
-            max_new_tokens=job["new_tokens"],
+            limit=job["new_tokens"],
             is_fresh=variant["is_fresh"],
             has_engine_logp=False,
         )
-        loss = GrpoConfig(**variant["taut"]).make_loss(roll_out)
         value, held = add_gradients(scorer, loss, microbatches)
         expected = load_file(folder / f"{name}.safetensors")
         found[name] = {"loss": value, "held": held, **distances(scorer, expected)}

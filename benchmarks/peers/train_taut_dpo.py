@@ -18,7 +18,7 @@ from recorder import Job, peak_mb
 import taut
 from taut.train import trainer
 
-OFF = {"check": "off", "stop.prompts": 0, "contract.prompts": 0, "checkpoint.every": 0}
+OFF = {"check": "off", "stop_check.prompts": 0, "contract.prompts": 0, "checkpoint.every": 0}
 NAMES = {"rewards/margin": "rewards/margins", "rewards/accuracy": "rewards/accuracies"}
 """Metrics that TRL calls by another name."""
 

@@ -23,7 +23,7 @@ from taut.rl import online
 from taut.train import trainer
 
 Job = dict[str, Any]
-OFF = {"check": "off", "stop.prompts": 0, "contract.prompts": 0, "checkpoint.every": 0}
+OFF = {"check": "off", "stop_check.prompts": 0, "contract.prompts": 0, "checkpoint.every": 0}
 REWARD = Path(__file__).with_name("reward.py")
 
 

@@ -8,8 +8,8 @@ Shape legend, the only one in the package. A suffix names the axes of an array o
     S  samples (leaves)          P  pairs              G  group size
     V  vocabulary                D  hidden             H  heads           K  head dim
 
-Visibility is one integer per token: token k is visible to token q iff ``k <= q < reach[k]``. Everything else
-(depth, segments, cu_seqlens, masks) is derived from it in ``taut.attention.layout``.
+Visibility is one integer per token: token k is visible to token q iff ``k <= q < reach[k]``. Everything else is
+derived from it: depth by ``depth_of``; segments, cu_seqlens and masks in ``taut.attention.layout``.
 
 Imports nothing else of taut.
 """
@@ -27,6 +27,12 @@ from torch import Tensor
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+
+
+def depth_of(reach_T: IntArray) -> IntArray:
+    """How many earlier tokens each token can see, int64 [T]: its position in its own sample."""
+    ended_T = np.cumsum(np.bincount(reach_T, minlength=reach_T.size + 1))[: reach_T.size]
+    return np.arange(reach_T.size) - ended_T
 
 
 class Picture(Protocol):

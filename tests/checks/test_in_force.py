@@ -15,7 +15,7 @@ ASKED = {"run.in_force", "run.steps"}
 
 WAYS: dict[str, dict[str, Any]] = {
     "a scale without end": {"lora__rank": 3, "lora__rslora": True, "lora__targets": ["q_proj"]},
-    "rows that train": {"lora__rank": 2, "lora__train_rows": "always", "lora__alpha": 3.0},
+    "rows that train": {"lora__rank": 2, "lora__train_token_rows": "always", "lora__alpha": 3.0},
     "new tokens": {"lora__rank": 2, "tokens__add": ["<tool>"], "lora__dora": True},
     "tables": {"lora__rank": 2, "lora__modules_to_save": ["embed_tokens", "lm_head"]},
     "a part of the adapters": {"lora__rank": 2, "freeze": ["/layers\\.0\\./"]},

@@ -50,7 +50,11 @@ RUNS: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
     "simpo": ("simpo", compared(), {"dtype": "float32"}),
     "cpo": ("cpo", compared(1), {}),
     "comparisons": ("reward", talks(), {"dtype": "bfloat16"}),
-    "comparisons, a bias": ("reward", compared(), {"reward__bias": True, "reward__centring": 0.1}),
+    "comparisons, a bias": (
+        "reward",
+        compared(),
+        {"reward__bias": True, "reward__centering_coef": 0.1},
+    ),
     "comparisons, adapters": ("reward", compared(), {"lora__rank": 2}),
     "scores": ("reward", scored(), {"reward__loss": "regression"}),
     "steps": ("reward", steps(), {"reward__loss": "process"}),

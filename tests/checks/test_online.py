@@ -30,7 +30,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo in bfloat16": ("grpo", {"dtype": "bfloat16", "grpo__advantage": "maxrl"}),
     "ppo": ("ppo", {"rollout__minibatches": 2}),
     "online dpo": ("online_dpo", {}),
-    "best of n": ("best_of_n", {"best_of_n__at_least": 2.0}),
+    "best of n": ("best_of_n", {"best_of_n__min_reward": 2.0}),
     "gkd": ("gkd", {}),
 }
 FULL = {"grpo in bfloat16", "ppo", "online dpo"}
@@ -147,7 +147,7 @@ def test_a_small_roll_out_is_drawn_once(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(
         rollout, "sample_trajectories", lambda *args: played.append(args) or original(*args)
     )
-    session = generating(place, method="best_of_n", best_of_n__at_least=0.5)
+    session = generating(place, method="best_of_n", best_of_n__min_reward=0.5)
     (found,) = answers(examine(session, only=["rollout.groups"])).values()
     close(session)
     assert found.outcome == "passed" and len(played) == 1

@@ -200,7 +200,7 @@ def test_no_golden_prompts_where_none_are_wanted(model: Path, train: Path, tmp_p
 def test_text_and_held_out_rows_are_asked_as_text(model: Path, train: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "the cat", "completion": " ran"}, {"text": "a big red house and then"}]
     held_out = write_rows(tmp_path / "held_out.jsonl", rows)
-    keys: dict[str, Any] = {"steps": 1, "contract__prompts": 5, "contract__tokens": 3}
+    keys: dict[str, Any] = {"steps": 1, "contract__prompts": 5, "contract__max_new_tokens": 3}
     found = sft(model, train, tmp_path / "out", data__eval=str(held_out), **keys).model
     goldens = read_contract(found).goldens
     assert [golden.prompt.text for golden in goldens] == ["the cat", "a big red house and then"]

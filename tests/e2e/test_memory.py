@@ -197,7 +197,8 @@ def test_in_the_first_step_nothing_is_to_be_saved(
         "check=off",
     ]
     assert (
-        main(["sft", *words, "steps=2", "stop.prompts=0", "log.console=false", "device=cpu"]) == 2
+        main(["sft", *words, "steps=2", "stop_check.prompts=0", "log.console=false", "device=cpu"])
+        == 2
     )
     said = capsys.readouterr().err
     assert "nothing was to be saved" in said
@@ -235,7 +236,10 @@ def test_an_evaluation_without_memory_keeps_what_was_trained(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"stop__prompts": 2}, "asked whether its answers end: out of memory .* stop.prompts"),
+        (
+            {"stop_check__prompts": 2},
+            "asked whether its answers end: out of memory .* stop_check.prompts",
+        ),
         (
             {**ANSWERS, "eval__answers__every": 2},
             "answers after step 2: out of memory .* eval.answers.local.sequences",
@@ -255,7 +259,7 @@ def test_generation_without_memory_keeps_what_was_trained(
     monkeypatch.setattr(LocalEngine, "generate", lambda *_: torch.empty(1 << 50))
     with pytest.raises(taut.TautError, match=message) as caught:
         go("out", **keys)
-    step = 3 if "stop__prompts" in keys else 2
+    step = 3 if "stop_check__prompts" in keys else 2
     assert str(caught.value).count(f"{tmp_path / 'out' / 'checkpoints'}/step-00000{step}") == 1
     monkeypatch.undo()
     out = go("out", resume=True, **keys).out

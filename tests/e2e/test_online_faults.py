@@ -65,7 +65,7 @@ def test_what_a_reward_cannot_say_is_counted_and_told(model: Path, tmp_path: Pat
         model,
         tmp_path,
         rewards=own(tmp_path, "q0", "q1", "q2", "q3", timeout=0.5),
-        guard__max_errors=0.5,
+        rollout_monitor__max_errors=0.5,
         grading__workers=2,
         batch__samples_per_step=13,
         rollout__n=2,
@@ -92,7 +92,7 @@ def test_too_many_errors_stop_the_run_and_it_goes_on(model: Path, tmp_path: Path
         [name.partition("#")[0] for name in n] for n in column(tmp_path / "before", "sample_ids")
     ]
     keys["rewards"] = own(tmp_path, asked[1][0])  # of the second roll-out
-    wide = {"guard.max_errors": 0.25}
+    wide = {"rollout_monitor.max_errors": 0.25}
     train({**keys, **wide, "out": str(whole)})
     with pytest.raises(CheckFailed) as stopped:
         train(keys)
@@ -130,7 +130,7 @@ def test_a_skipped_step_and_a_wrong_type_after_it_are_gone_on_from_exactly(
     (tmp_path / "own.py").write_text(SOMETIMES)
     mark, name = tmp_path / "mark", f"{tmp_path / 'own.py'}:worth"
     keys = keys_of("grpo", model, tmp_path, rewards=name, grading__workers=1, steps=4)
-    keys["guard.max_errors"] = 1.0
+    keys["rollout_monitor.max_errors"] = 1.0
     train(keys | {"out": str(tmp_path / "before")})
     asked = [{it.partition("#")[0] for it in n} for n in column(tmp_path / "before", "sample_ids")]
     wrong = sorted(asked[2] - asked[1])[:1]
@@ -153,8 +153,12 @@ def test_a_skipped_step_and_a_wrong_type_after_it_are_gone_on_from_exactly(
 
 def test_rewards_that_never_differ_stop_the_run(model: Path, tmp_path: Path) -> None:
     same = [{"name": "length_overlong", "options": {"max_tokens": 100, "buffer": 1}}]
-    keys = keys_of("grpo", model, tmp_path, rewards=same, guard__max_silent=5, steps=6)
-    with pytest.raises(CheckFailed, match=r"step 5: in the last 5 roll-outs no group .*max_silent"):
+    keys = keys_of(
+        "grpo", model, tmp_path, rewards=same, rollout_monitor__max_without_signal=5, steps=6
+    )
+    with pytest.raises(
+        CheckFailed, match=r"step 5: in the last 5 roll-outs no group .*max_without_signal"
+    ):
         train(keys)
     out = Path(keys["out"])
     assert column(out, "grad_norm") == [0.0] * 4
@@ -175,12 +179,12 @@ def test_an_environment_that_raises_is_an_error_of_its_paths(model: Path, tmp_pa
         batch__samples_per_step=13,
         rollout__n=2,
         rollout__environment__name=f"{tmp_path / 'bad.py'}:Bad",
-        guard__max_errors=0.2,
+        rollout_monitor__max_errors=0.2,
     )
     train(keys)
     (rollout,) = events(Path(keys["out"]), "rollout")
     assert 0 < rollout["errors"] <= 4 and "the board is gone" in rollout["first_error"]
-    keys |= {"guard.max_errors": 0.0, "out": str(tmp_path / "other")}
+    keys |= {"rollout_monitor.max_errors": 0.0, "out": str(tmp_path / "other")}
     with pytest.raises(CheckFailed, match="the board is gone"):
         train(keys)
     assert not (tmp_path / "other" / "model").exists()
@@ -193,12 +197,12 @@ def test_errors_of_groups_that_are_replaced_count(model: Path, tmp_path: Path) -
         model,
         tmp_path,
         rewards=own(tmp_path, "q0", "", "q1", "q2"),
-        rollout__refills=3,
+        rollout__dynamic_sampling_rounds=3,
         batch__samples_per_step=10,
         grading__workers=1,
         steps=1,
     )
-    with pytest.raises(CheckFailed, match=r"guard\.max_errors"):
+    with pytest.raises(CheckFailed, match=r"rollout_monitor\.max_errors"):
         train(keys)
     assert taut.runs(Path(keys["out"]))[0].state == "stopped"
 
@@ -219,7 +223,9 @@ def test_an_engine_that_is_mended_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalEngine, "_completion", wrong)
-        with pytest.raises(CheckFailed, match=r"step 2: .*max_difference.*state after step 1"):
+        with pytest.raises(
+            CheckFailed, match=r"step 2: .*max_logprob_difference.*state after step 1"
+        ):
             train(keys)
     train(keys | {"resume": True})
     assert column(out, "loss") == column(whole, "loss")

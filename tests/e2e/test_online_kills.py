@@ -20,8 +20,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "steps": 6,  # roll-outs before steps 1 and 5
         "rollout.minibatches": 2,
         "rollout.epochs": 2,
-        "rollout.replay": 2,
-        "rollout.refills": 1,
+        "rollout.replay_groups": 2,
+        "rollout.dynamic_sampling_rounds": 1,
         "grpo.kl_coef": 0.1,
         "grpo.kl_in": "reward",
         "grpo.kl_target": 0.01,
@@ -42,7 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "rollout.n": 1,
         "dtype": "float64",
     },
-    "online_dpo": {"steps": 4, "rollout.replay": 3, "checkpoint.every": 2, "lora.rank": 4},
+    "online_dpo": {"steps": 4, "rollout.replay_groups": 3, "checkpoint.every": 2, "lora.rank": 4},
 }
 
 

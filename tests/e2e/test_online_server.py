@@ -73,14 +73,16 @@ def test_the_server_has_the_weights_of_each_step(
     assert "engine/corrected" in events(out, "step")[0]
     (start,) = events(out, "start")
     recorded = {name: value for name, value, _ in start["decisions"]}
-    assert recorded["grpo.correction"] == "truncated"
-    assert recorded["grpo.correction_level"] == "token"
+    assert recorded["grpo.rollout_correction"] == "truncated"
+    assert recorded["grpo.rollout_correction_level"] == "token"
 
 
 def test_a_roll_out_ahead_is_a_phase_old_and_corrected(
     server: SamplingServer, model: Path, tmp_path: Path
 ) -> None:
-    keys = keys_for(server, model, tmp_path, rollout__ahead=True, rollout__minibatches=2, steps=6)
+    keys = keys_for(
+        server, model, tmp_path, rollout__asynchronous=True, rollout__minibatches=2, steps=6
+    )
     train(keys)
     out = Path(keys["out"])
     rollouts = events(out, "rollout")
@@ -109,7 +111,7 @@ def test_ctrl_c_ends_with_a_saved_state_and_no_thread(
         return None
 
     server.faults = fault
-    keys = keys_for(server, model, tmp_path, rollout__ahead=ahead, steps=6)
+    keys = keys_for(server, model, tmp_path, rollout__asynchronous=ahead, steps=6)
     out = Path(keys["out"])
     with pytest.raises(Interrupted, match=r"by SIGINT: the state after step \d is in"):
         train(keys)
@@ -175,7 +177,7 @@ def test_completions_of_another_model_are_found_before_the_update(
     keys = keys_for(server, model, tmp_path)
     server.other = tiny(seed=5)
     with pytest.raises(
-        CheckFailed, match=r"step 1: the engine's log-probs differ .*max_difference"
+        CheckFailed, match=r"step 1: the engine's log-probs differ .*max_logprob_difference"
     ):
         train(keys)
     out = Path(keys["out"])

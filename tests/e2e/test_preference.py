@@ -1,6 +1,6 @@
 """Every method whose rows are judged: it trains, its model is what was trained, and it is gone on with to the last bit.
 
-What the numbers mean is tested with the losses; two ranks in tests/invariants/test_ranks_judged.py.
+What the numbers mean is tested with the losses; two ranks in tests/invariants/test_ranks_preference_and_reward.py.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def test_any_layout_gives_the_same_step(
 ) -> None:
     """One optimizer step away from the start, so that policy and reference differ."""
     trainer = make(keys_of(name, model, tmp_path, **given)).trainer
-    trainer.method, found = replace(trainer.method), []  # type: ignore[type-var]
+    trainer.source, found = replace(trainer.source), []  # type: ignore[type-var]
     with torch.no_grad():
         for parameter in trainer.trained:
             parameter.mul_(1.01)
@@ -206,7 +206,7 @@ def test_any_layout_gives_the_same_step(
             tokens_per_microbatch=tokens, min_saved_tokens=policy.min_saved_tokens
         )
         trainer.optimizer.zero_grad()
-        report = add_gradients(trainer, trainer.method.prepare(1), 1, trainer.method.observed(1))
+        report = add_gradients(trainer, trainer.source.prepare(1), 1, trainer.source.observed(1))
         gradient = {
             str(n): p.grad.clone() for n, p in enumerate(trainer.trained) if p.grad is not None
         }

@@ -21,7 +21,7 @@ STEPS = {
     "batch.tokens_per_microbatch": 120,
     "optim.schedule": "cosine",
     "contract.prompts": 1,
-    "contract.tokens": 4,
+    "contract.max_new_tokens": 4,
 }
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": (

@@ -57,7 +57,7 @@ def keys(model: Path, train: Path, out: Path) -> dict[str, Any]:
         "dtype": "float32",
         "log.console": True,
         "log.tensorboard": True,
-        "stop.prompts": 2,
+        "stop_check.prompts": 2,
         "model": model,
         "data.train": train,
         "out": out,

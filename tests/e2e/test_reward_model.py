@@ -147,8 +147,8 @@ def test_steps_and_going_on_from_a_reward_model(place: Path, tmp_path: Path) -> 
 def test_what_a_reward_model_cannot_be_is_refused(place: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a bias cancels"):
         reward(place, tmp_path / "a", reward__bias=True)
-    with pytest.raises(ConfigError, match=r"reward\.centring=0\.1 would be ignored"):
-        reward(place, tmp_path / "b", reward__loss="regression", reward__centring=0.1)
+    with pytest.raises(ConfigError, match=r"reward\.centering_coef=0\.1 would be ignored"):
+        reward(place, tmp_path / "b", reward__loss="regression", reward__centering_coef=0.1)
     reward(place, tmp_path / "c", steps=1)
     with pytest.raises(ModelError, match="is a reward model"):
         taut.sft(

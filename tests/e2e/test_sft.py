@@ -505,7 +505,7 @@ def test_a_run_made_by_its_public_class_is_fine_tuning(
     model: Path, train: Path, tmp_path: Path
 ) -> None:
     """And it is resumed as the class of the method."""
-    keys: dict[str, Any] = {"checkpoint.every": 1, "check": "off", "stop.prompts": 0}
+    keys: dict[str, Any] = {"checkpoint.every": 1, "check": "off", "stop_check.prompts": 0}
     out = tmp_path / "out"
     run = from_mapping(
         taut.Run, {"model": str(model), "out": str(out), "data": {"train": str(train)}}

@@ -15,7 +15,7 @@ from taut import cli
 from taut.data.dataset import DataConfig, Dataset, load_dataset
 from taut.data.render import Renderer
 from taut.errors import CheckFailed, ConfigError
-from taut.evals.stopping import StopConfig, Stops, choose
+from taut.evals.stopping import StopCheckConfig, Stops, choose
 from taut.methods.dpo import Dpo
 from taut.methods.method import RunConfig
 from taut.methods.orpo import Orpo
@@ -23,7 +23,11 @@ from taut.methods.preference import DpoConfig
 from taut.models.load import load_tokenizer
 from taut.train.log import Event
 
-ASK: dict[str, Any] = {"dtype": "float32", "stop__prompts": 8, "stop__tokens": 12}
+ASK: dict[str, Any] = {
+    "dtype": "float32",
+    "stop_check__prompts": 8,
+    "stop_check__max_new_tokens": 12,
+}
 DATA = DataConfig(train="rows.jsonl")
 LEARNED: dict[str, Any] = {
     "steps": 120,
@@ -57,7 +61,7 @@ def test_the_share_itself_is_enough() -> None:
 
 
 def test_a_model_that_has_learned_to_stop_passes(model: Path, short: Path, tmp_path: Path) -> None:
-    result = sft(model, short, tmp_path / "out", **ASK, **LEARNED, stop__share=0.85)
+    result = sft(model, short, tmp_path / "out", **ASK, **LEARNED, stop_check__min_share=0.85)
     assert result.stops is not None
     assert result.stops.num_asked == 8
     assert result.stops.num_ended >= 7  # drawn, by streams that the path of the data has a part in
@@ -73,7 +77,13 @@ def test_one_that_has_not_is_told_loudly_and_saved(
     model: Path, short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    keys = {**QUIET, "stop.prompts": 8, "stop.tokens": 12, "steps": 1, "out": str(out)}
+    keys = {
+        **QUIET,
+        "stop_check.prompts": 8,
+        "stop_check.max_new_tokens": 12,
+        "steps": 1,
+        "out": str(out),
+    }
     code = cli.main(["sft", f"model={model}", f"data.train={short}", *words_of(keys)])
     assert code == 0
     assert (out / "model" / "model.safetensors").is_file()
@@ -106,8 +116,8 @@ def test_required_and_not_there_fails_the_run_and_keeps_its_state(
     model: Path, short: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    with pytest.raises(CheckFailed, match=r"stop\.required=true, so no model is written"):
-        sft(model, short, out, **ASK, steps=1, stop__required=True)
+    with pytest.raises(CheckFailed, match=r"stop_check\.required=true, so no model is written"):
+        sft(model, short, out, **ASK, steps=1, stop_check__required=True)
     assert stop_check(out)["outcome"] == "failed"
     assert not (out / "model").exists()
     assert (out / "checkpoints" / "step-000001" / "meta.json").is_file()
@@ -122,8 +132,8 @@ def test_layers_with_state_skip_it_or_are_refused_before_training(
     out = sft(model, short, tmp_path / "out", **ASK, steps=1).out
     assert stop_check(out)["outcome"] == "skipped"
     assert "layers with state" in stop_check(out)["detail"]
-    with pytest.raises(ConfigError, match=r"stop.required=true.*layers with state"):
-        sft(model, short, tmp_path / "refused", **ASK, steps=1, stop__required=True)
+    with pytest.raises(ConfigError, match=r"stop_check.required=true.*layers with state"):
+        sft(model, short, tmp_path / "refused", **ASK, steps=1, stop_check__required=True)
     assert not (tmp_path / "refused").exists()
 
 
@@ -137,7 +147,7 @@ def test_long_answers_are_begun_and_cut_ones_left_out(model: Path, tmp_path: Pat
     stop = Renderer(load_tokenizer(str(model))).stop_ids
     rows = [chat("cat", "red " * 40 + "house"), chat("dog", "blue"), chat("dog", "red")]
     data = dataset_of(model, rows, tmp_path)
-    asked = choose(data, stop, StopConfig(prompts=5, tokens=16), None, seed=0)
+    asked = choose(data, stop, StopCheckConfig(prompts=5, tokens=16), None, seed=0)
     assert len(asked) == 2  # two rows have one prompt
     for one in asked:
         size = one.prompt.ids_T.size
@@ -148,7 +158,7 @@ def test_long_answers_are_begun_and_cut_ones_left_out(model: Path, tmp_path: Pat
         assert one.is_begun == (whole.size > 60)
         assert not one.is_begun or whole.size - size == 8
     cut = dataset_of(model, rows, tmp_path, max_length=30, too_long="truncate")
-    ids = {one.prompt.id for one in choose(cut, stop, StopConfig(), None, seed=0)}
+    ids = {one.prompt.id for one in choose(cut, stop, StopCheckConfig(), None, seed=0)}
     assert len(cut) == 3
     assert len(ids) == 1
 
@@ -157,7 +167,7 @@ def test_the_choice_is_a_function_of_the_seed(model: Path, tmp_path: Path) -> No
     stop = Renderer(load_tokenizer(str(model))).stop_ids
     data = dataset_of(model, [chat(f"cat {n}", "red") for n in range(40)], tmp_path)
     first, again, other = (
-        [one.prompt.id for one in choose(data, stop, StopConfig(prompts=6), None, seed)]
+        [one.prompt.id for one in choose(data, stop, StopCheckConfig(prompts=6), None, seed)]
         for seed in (1, 1, 2)
     )
     assert first == again != other

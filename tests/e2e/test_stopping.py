@@ -43,7 +43,7 @@ MOST = 32
 """Tokens an answer may have; the longest right one has 10."""
 TRAINING: dict[str, Any] = {
     "steps": 80,
-    "stop__prompts": 16,
+    "stop_check__prompts": 16,
     "dtype": "float32",
     "optim__learning_rate": 5e-3,
     "batch__samples_per_step": 16,
@@ -198,20 +198,22 @@ def test_an_end_that_was_never_trained_is_trained_beside_adapters(
     lora = TRAINING | {"lora__rank": 8, "optim__learning_rate": 1e-2}
     result = sft(base, train, tmp_path / "good", **lora)
     tables = "model.embed_tokens" if is_tied else "model.embed_tokens and lm_head"
-    value, reason = decisions(tmp_path / "good")["lora.train_rows"]
+    value, reason = decisions(tmp_path / "good")["lora.train_token_rows"]
     assert value == f"1 of {tables}"
     assert "<|im_end|>: never trained, in the embedding it is 0.000 of a row's norm from" in reason
     assert sampled(result.model).ended >= 0.99
     assert ended_in_engine(result.model) >= 0.99
 
-    never = lora | {"lora__train_rows": "never"}
-    with pytest.raises(ModelError, match=r"<\|im_end\|>: never trained.*set lora.train_rows=auto"):
+    never = lora | {"lora__train_token_rows": "never"}
+    with pytest.raises(
+        ModelError, match=r"<\|im_end\|>: never trained.*set lora.train_token_rows=auto"
+    ):
         sft(base, train, tmp_path / "refused", **never)
     with pytest.raises(ModelError, match=r"never trained.* out of freeze"):
         sft(base, train, tmp_path / "frozen", **TRAINING, freeze=["*embed_tokens*"])
     monkeypatch.setattr(build_module, "require_trained", lambda *_: None)
     # Among 64 tokens it may end by chance: the tokens that are drawn depend on the place of the rows.
-    few = never | {"stop__tokens": 24}
+    few = never | {"stop_check__max_new_tokens": 24}
     planted = sft(base, train, tmp_path / "planted", check="off", **few)
     monkeypatch.undo()
     more = {"steps": 1, "dtype": "float32"}

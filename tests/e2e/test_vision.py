@@ -69,7 +69,11 @@ def test_the_layout_changes_nothing(
 def test_parts_train_at_their_own_rates_or_not_at_all(
     model: Path, place: Path, tmp_path: Path
 ) -> None:
-    given = {"freeze": ["vision_tower"], "optim.rates": {"projector": 0.1}, "steps": 1}
+    given = {
+        "freeze": ["vision_tower"],
+        "optim.group_learning_rates": {"projector": 0.1},
+        "steps": 1,
+    }
     train(keys_of("sft", model, place, **given, out=str(tmp_path)))
     before, after = weights(model), weights(tmp_path / "model")
     moved: dict[str, float] = {}
@@ -94,10 +98,14 @@ KILLED: dict[str, tuple[str, str, dict[str, Any]]] = {
             "eval.answers.rewards": ["exact_match"],
             "eval.answers.sampling.max_new_tokens": 3,
             "contract.prompts": 1,
-            "contract.tokens": 3,
+            "contract.max_new_tokens": 3,
         },
     ),
-    "grpo": ("grpo", "update", {"rollout.minibatches": 2, "rollout.replay": 2, "dtype": "float32"}),
+    "grpo": (
+        "grpo",
+        "update",
+        {"rollout.minibatches": 2, "rollout.replay_groups": 2, "dtype": "float32"},
+    ),
 }
 
 
@@ -136,7 +144,7 @@ def test_no_run_goes_on_with_another_picture(
 def test_a_checked_run_is_verified_until_its_pictures_are_cut_otherwise(
     model: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = {"check": "quick", "contract.prompts": 2, "contract.tokens": 3, "steps": 1}
+    given = {"check": "quick", "contract.prompts": 2, "contract.max_new_tokens": 3, "steps": 1}
     out = tmp_path / "out"
     train(keys_of("sft", model, place, **given, out=str(out)))
     told = {event["name"]: event["outcome"] for event in events(out, "check")}

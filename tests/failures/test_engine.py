@@ -16,12 +16,12 @@ from tests.tiny_models import logits_of, tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from torch import Tensor
 
-from taut.attention import select
 from taut.data.packing import ALONE, pack
 from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine
+from taut.methods.inputs import engine_of
+from taut.models import attention_backends
 from taut.models.scorer import Scorer
-from taut.run.setup import engine_of
 from taut.train.trainer import Trainer, train_step
 from taut.types import Completion, Prompt, Sample
 
@@ -84,7 +84,7 @@ def test_the_last_token_that_fits_may_be_an_end() -> None:
     """Class 24: of completions as long as was allowed, one ended and another was cut; width does not say which."""
     model = tiny_model("qwen2")
     fond_of = logits_of(model, 64).softmax(-1).mean(0).argsort(descending=True)[:20].tolist()
-    model.set_attn_implementation(select.PREFIX + "reference")
+    model.set_attn_implementation(attention_backends.PREFIX + "reference")
     engine = LocalEngine(Scorer(model), tiny_tokenizer(), fond_of, context=100)
     found = engine.generate([PROMPT], Sampling(n=64, max_new_tokens=3))
     full = [one for one in found if one.ids_N.size == 3]

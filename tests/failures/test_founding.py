@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
-from taut.attention import select
 from taut.attention.layout import Layout
 from taut.data.messages import read_conversation
 from taut.data.packing import ALONE, pack
@@ -28,7 +27,7 @@ from taut.data.render import Renderer
 from taut.errors import CheckFailed, ModelError
 from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine
-from taut.models import load
+from taut.models import attention_backends, load
 from taut.models.scorer import Scorer
 from taut.types import Completion, Prompt, Sample
 
@@ -133,7 +132,7 @@ def test_f2_completions_that_end_at_different_tokens_are_scored_as_they_are(
     model = tiny_model("qwen2")
     prompts = [Prompt(f"p{size}", np.arange(3, 3 + size)) for size in (4, 9, 6)]
     stops = likely(model)
-    model.set_attn_implementation(select.PREFIX + "reference")
+    model.set_attn_implementation(attention_backends.PREFIX + "reference")
     scorer = Scorer(model)
     engine = LocalEngine(scorer, tiny_tokenizer(), stops, context=100)
     found = engine.generate(prompts, Sampling(n=3, max_new_tokens=10))
@@ -236,13 +235,13 @@ def test_f5_samples_that_run_together_stop_the_run_before_it_updates(
     learned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planted: the kernel is told nothing of where samples begin. Refused before; without the checks, at step 1."""
-    plain = select.BACKENDS["reference"]
+    plain = attention_backends.BACKENDS["reference"]
 
     def joined(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Any) -> Tensor:
         whole = Layout(np.full(layout.num_tokens, layout.num_tokens))
         return plain(query, key, value, whole, call)
 
-    monkeypatch.setitem(select.BACKENDS, "reference", joined)
+    monkeypatch.setitem(attention_backends.BACKENDS, "reference", joined)
     data = write_rows(tmp_path / "train.jsonl", chats(16))
     alone: dict[str, Any] = {"steps": 1, "batch__share_prefixes": False}
     with pytest.raises(CheckFailed, match=r"^attention.neighbour: "):

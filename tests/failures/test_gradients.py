@@ -16,7 +16,7 @@ from taut.types import Packed
 LORA: dict[str, Any] = {
     "steps": 1,
     "lora__rank": 4,
-    "lora__train_rows": "never",
+    "lora__train_token_rows": "never",
     "activation_checkpointing": True,
 }
 

@@ -81,7 +81,7 @@ def test_every_forward_of_a_run_is_flat(tmp_path: Path, monkeypatch: pytest.Monk
         "steps": 2,
         "data__eval": str(rows),
         "eval__every": 1,
-        "stop__prompts": 3,
+        "stop_check__prompts": 3,
         "lora__rank": 4,
     }
     sft(
@@ -89,7 +89,7 @@ def test_every_forward_of_a_run_is_flat(tmp_path: Path, monkeypatch: pytest.Monk
         write_rows(tmp_path / "train.jsonl", chats(12)),
         tmp_path / "out",
         **keys,
-        stop__tokens=6,
+        stop_check__max_new_tokens=6,
     )
     assert len(seen) > 20
     assert len(events(tmp_path / "out", "eval")) >= 2

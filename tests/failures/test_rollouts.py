@@ -15,7 +15,7 @@ from taut.data.prompts import PromptSet
 from taut.errors import ConfigError
 from taut.methods.grpo import Grpo
 from taut.rl.advantages import Gae, ShapingConfig
-from taut.rl.monitors import BEGINNING, RECENT, Guard, GuardConfig
+from taut.rl.monitors import BEGINNING, RECENT, Guard, RolloutMonitorConfig
 from taut.rl.online import Online
 from taut.rl.rollout import VALUE, RolloutConfig
 
@@ -36,7 +36,7 @@ def test_roll_outs_are_drawn_from_all_tokens_at_the_temperature_that_is_trained_
 
 
 def test_a_missing_end_is_punished_where_the_answer_was_cut_and_nowhere_else() -> None:
-    shaping = ShapingConfig(missing_stop=0.5)
+    shaping = ShapingConfig(missing_eos_penalty=0.5)
     credit = policy(estimate=Gae(gamma=1.0, lam=1.0, is_whitened=False), shaping=shaping)
     cut, ended = paths([[1.0, 1.0]], a0="length")
     sizes = {path.name: path.sampled_at_N.size for path in (cut, ended)}
@@ -50,7 +50,7 @@ def test_a_missing_end_is_punished_where_the_answer_was_cut_and_nowhere_else() -
 
 
 def test_answers_that_cease_to_end_are_told_once() -> None:
-    guard, told = Guard(GuardConfig()), list[tuple[Any, ...]]()
+    guard, told = Guard(RolloutMonitorConfig()), list[tuple[Any, ...]]()
 
     def look(share: float) -> None:
         fields = {"stopped": share, "errors": 0, "completions": 8, "groups_with_signal": 1}
@@ -66,9 +66,9 @@ def test_answers_that_cease_to_end_are_told_once() -> None:
 
 @pytest.mark.parametrize(("version", "is_young"), [(0, True), (1, True), (2, False)])
 def test_what_is_older_than_allowed_is_not_trained_on(version: int, *, is_young: bool) -> None:
-    config = RolloutConfig(replay=4, max_staleness=3, minibatches=2)
+    config = RolloutConfig(replay_groups=4, max_staleness=3, minibatches=2)
     order = Order(np.ones(4), 0, 2)
-    guard = Guard(GuardConfig())
+    guard = Guard(RolloutMonitorConfig())
     method = Online(config, cast(PromptSet, None), order, policy(), guard, 0)
     drawn_at = 4
     # its second update is one further from the weights it was drawn from

@@ -40,7 +40,7 @@ def test_a_head_of_zeros_by_hand(tmp_path: Path) -> None:
     vocabulary = head.shape[0]
     with torch.no_grad():
         head.zero_()
-    trainer.method, seen = Fixed([Tree((s,)) for s in nested_family(97)]), {}
+    trainer.source, seen = Fixed([Tree((s,)) for s in nested_family(97)]), {}
 
     def keep(report: Any, trainer: Any) -> None:
         seen["grad"] = head.grad.clone()

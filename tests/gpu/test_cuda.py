@@ -10,7 +10,7 @@ from tests.chat_runs import chats, column, save_model, sft, write_rows
 from tests.unit.attention.test_backends import FLAT, TREE, dense
 from torch import Tensor
 
-from taut.attention import flex, varlen
+from taut.attention import kernels
 from taut.attention.layout import Call, Layout
 
 pytestmark = [
@@ -49,7 +49,7 @@ def compare(inputs: list[Tensor], out: Tensor, reach: object, call: Call, atol: 
 @pytest.mark.parametrize("window", [None, 1, 4])
 def test_varlen_is_causal_from_the_bottom_right(reach: object, window: int | None) -> None:
     inputs, call = drawn(torch.bfloat16), Call(0.3, window=window)
-    out = varlen.attend(*inputs, Layout(reach, device=CUDA), call)
+    out = kernels.varlen(*inputs, Layout(reach, device=CUDA), call)
     compare(inputs, out, reach, call, atol=2e-2)
 
 
@@ -64,7 +64,7 @@ def test_flex_forward_and_backward(reach: object, kind: str) -> None:
         "sinks": Call(0.3, sinks=sinks),
     }[kind]
     inputs = drawn(torch.float32)
-    out = flex.attend(*inputs, Layout(reach, device=CUDA), call)
+    out = kernels.flex(*inputs, Layout(reach, device=CUDA), call)
     compare(inputs, out, reach, call, atol=5e-3)
 
 

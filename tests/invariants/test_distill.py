@@ -12,9 +12,9 @@ from tests.tiny_samples import nested_family
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from taut.attention.select import PREFIX
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.losses.supervised import Distill
+from taut.models.attention_backends import PREFIX
 from taut.models.precision import compute_context
 from taut.models.scorer import Scorer
 from taut.models.teacher import ModelTeacher

@@ -15,11 +15,11 @@ from tests.slow_cases import slow_except
 from tests.tiny_models import CARRIED, tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 
-from taut.attention.select import PREFIX
 from taut.config import replace
 from taut.data.packing import ALONE, pack
 from taut.inference.engine import Sampling
 from taut.inference.local import LocalConfig, LocalEngine
+from taut.models.attention_backends import PREFIX
 from taut.models.precision import compute_context
 from taut.models.scorer import Scorer
 from taut.types import Completion, Prompt, Sample

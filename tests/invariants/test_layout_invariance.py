@@ -18,9 +18,9 @@ from tests.tiny_samples import nested_family
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from taut.attention.select import BACKENDS
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.losses import LOSSES, Loss
+from taut.models.attention_backends import BACKENDS
 from taut.models.precision import compute_context
 from taut.models.scorer import Scorer
 from taut.types import Packed, Sample, Scores

@@ -26,12 +26,12 @@ from tests.tiny_models import CARRIED, tiny_config, tiny_model
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from taut.attention.select import PREFIX
 from taut.data.packing import PackPolicy
 from taut.losses import LOSSES, Loss
 from taut.losses.policy import SURROGATES, Bounds, PolicyGradient
 from taut.losses.preference import VARIANTS, Preference
-from taut.models.critic import SharedCritic
+from taut.models.attention_backends import PREFIX
+from taut.models.heads import SharedCritic
 from taut.models.precision import compute_context
 from taut.models.scorer import Scorer
 from taut.types import Packed, Sample, Scores

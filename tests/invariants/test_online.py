@@ -31,13 +31,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def first_step(keys: dict[str, Any]) -> tuple[list[Sample], dict[str, Tensor], dict[str, float]]:
     """The samples of the first step, its gradient, and what it says."""
     built, _ = make(keys)
-    method = built.trainer.method
-    assert isinstance(method, Online)
+    source = built.trainer.source
+    assert isinstance(source, Online)
     try:
-        trees = method.prepare(1)
+        trees = source.prepare(1)
         report = add_gradients(built.trainer, trees, 1)
     finally:
-        method.close()
+        source.close()
     named = built.scorer.model.named_parameters()
     return samples_of(trees), {n: p.grad for n, p in named if p.grad is not None}, report.metrics
 
@@ -82,7 +82,7 @@ def test_the_first_of_several_updates_has_ratio_one_and_the_same_gradient(
     loss: str, model: Path, tmp_path: Path
 ) -> None:
     """Whether old log-probs are the policy's own, or were taken beforehand."""
-    given = {"grpo__loss": loss, "grpo__average": "token", "rollout__n": 2}
+    given = {"grpo__loss": loss, "grpo__loss_aggregation": "token", "rollout__n": 2}
     same, fresh, _ = first_step(keys_of("grpo", model, tmp_path, **given))
     twice, stale, told = first_step(keys_of("grpo", model, tmp_path, rollout__epochs=2, **given))
     assert [sample.ids_T.tolist() for sample in twice] == [s.ids_T.tolist() for s in same]
@@ -106,13 +106,13 @@ RUNS: dict[str, dict[str, Any]] = {
         "rollout__minibatches": 2,
         "grpo__kl_coef": 0.1,
         "grpo__loss": "gspo",
-        "shaping__missing_stop": 0.5,
+        "shaping__missing_eos_penalty": 0.5,
         "rollout__temperature": 0.7,
     },
     "ppo": {
         "ppo__kl_coef": 0.05,
         "ppo__kl_in": "reward",
-        "ppo__bootstrap_cut": True,
+        "ppo__bootstrap_truncated": True,
         "critic__kind": "shared",
     },
     "online_dpo": {},

@@ -43,9 +43,9 @@ RUNS: dict[str, dict[str, Any]] = {
         "steps": 4,
         "batch.samples_per_step": 5,
         "batch.tokens_per_microbatch": 90,
-        "stop.prompts": 3,
-        "stop.tokens": 8,
-        "stop.share": 1.0,
+        "stop_check.prompts": 3,
+        "stop_check.max_new_tokens": 8,
+        "stop_check.min_share": 1.0,
     },
     # One sample a step: a rank has none, and runs one backward that counts for nothing.
     "a rank without": {
@@ -66,7 +66,7 @@ RUNS: dict[str, dict[str, Any]] = {
         **PLAIN,
         "steps": 4,
         "lora.rank": 4,
-        "lora.train_rows": "always",
+        "lora.train_token_rows": "always",
         "checkpoint.every": 2,
     },
 }
@@ -85,7 +85,7 @@ ILLUSTRATED: dict[str, Any] = {
     "steps": 4,
     "batch.samples_per_step": 2,
     "batch.shuffle": False,
-    "optim.rates": {"vision_tower": 1e-4, "*image_newline": 1e-2},
+    "optim.group_learning_rates": {"vision_tower": 1e-4, "*image_newline": 1e-2},
     "activation_checkpointing": True,
     "checkpoint.every": 2,
     "check": "off",
@@ -273,8 +273,13 @@ def test_two_ranks_stop_together_where_training_diverges(
     model: Path, train: Path, tmp_path: Path
 ) -> None:
     keys = keys_of(model, train, tmp_path / "out", RUNS["uneven bins"])
-    keys |= {"steps": 20, "optim.learning_rate": 1.0, "check": "off", "divergence.loss_ratio": 1.1}
-    keys |= {"divergence.loss_margin": 0.1}
+    keys |= {
+        "steps": 20,
+        "optim.learning_rate": 1.0,
+        "check": "off",
+        "loss_monitor.loss_ratio": 1.1,
+    }
+    keys |= {"loss_monitor.loss_margin": 0.1}
     done = run("-m", "taut", "sft", *words_of(keys), num_ranks=2)
     assert done.returncode == 1
     assert done.stderr.count("taut: error: ") == 1

@@ -22,8 +22,8 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **UNEVEN,
             "rollout.minibatches": 2,
-            "rollout.replay": 1,
-            "rollout.refills": 1,
+            "rollout.replay_groups": 1,
+            "rollout.dynamic_sampling_rounds": 1,
             "grpo.kl_coef": 0.1,
             "grpo.kl_in": "reward",
             "shaping.scale": "running",

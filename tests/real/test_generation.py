@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from taut.attention.select import PREFIX
 from taut.data.packing import ALONE, pack
 from taut.data.render import Renderer
 from taut.inference.engine import Sampling
 from taut.inference.local import LocalConfig, LocalEngine
+from taut.models.attention_backends import PREFIX
 from taut.models.load import load_model, load_tokenizer
 from taut.models.scorer import Scorer
 from taut.types import Completion, FloatArray, Prompt, Sample

@@ -45,10 +45,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "lora, rows": {
         "dtype": "bfloat16",
         "lora.rank": 4,
-        "lora.train_rows": "always",
+        "lora.train_token_rows": "always",
         "checkpoint.every": 2,
-        "stop.prompts": 2,
-        "stop.tokens": 4,
+        "stop_check.prompts": 2,
+        "stop_check.max_new_tokens": 4,
     },
 }
 

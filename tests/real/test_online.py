@@ -26,7 +26,7 @@ COMMON: dict[str, Any] = {
     "optim.schedule": "constant",
     "log.console": False,
     "check": "off",
-    "stop.prompts": 0,
+    "stop_check.prompts": 0,
     "contract.prompts": 0,
     "checkpoint.every": 0,
 }
@@ -56,9 +56,9 @@ def test_in_this_process(real_model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"lora__rank": 8, "lora__train_rows": "never", "optim__learning_rate": 1e-3},
+        {"lora__rank": 8, "lora__train_token_rows": "never", "optim__learning_rate": 1e-3},
         {},  # changes the base under adapters
-        {"rollout__ahead": True, "steps": 3},
+        {"rollout__asynchronous": True, "steps": 3},
     ],
     ids=["adapter", "full", "ahead"],
 )
@@ -68,7 +68,7 @@ def test_against_a_server(
     engine = {"rollout__engine": "server", "rollout__url": pushed_to}
     out = trained(real_model, tmp_path, **engine, **given)
     rollouts, apart = events(out, "rollout"), column(out, "engine/difference")
-    is_ahead = "rollout__ahead" in given
+    is_ahead = "rollout__asynchronous" in given
     assert [e["staleness_max"] for e in rollouts] == ([0, 1, 1] if is_ahead else [0, 0])
     assert max(apart if not is_ahead else apart[:1]) < 1e-3
     assert max(e["push_change"] for e in rollouts[1:]) > 1e-3

@@ -11,7 +11,6 @@ from tests.fake_weight_sync import CPU, change
 from tests.real.vllm import needs_vllm
 from torch import nn
 
-from taut.attention.select import select
 from taut.config import replace
 from taut.data.packing import pack
 from taut.data.render import Renderer
@@ -19,6 +18,7 @@ from taut.inference.engine import Sampling
 from taut.inference.vllm import ServerConfig, ServerEngine
 from taut.inference.vllm_client import TOLERANCE
 from taut.inference.weight_sync import Trained
+from taut.models.attention_backends import select
 from taut.models.load import load_config, load_model, load_tokenizer
 from taut.models.lora import LoraConfig, apply_lora
 from taut.models.scorer import Scorer
@@ -39,7 +39,7 @@ def loaded(directory: Path) -> nn.Module:
 def test_what_is_sampled_after_a_push_is_the_training_model_s(
     pushed_to: str, real_model: Path, mode: str
 ) -> None:
-    model = apply_lora(loaded(real_model), LoraConfig(rank=8, train_rows="never"))
+    model = apply_lora(loaded(real_model), LoraConfig(rank=8, train_token_rows="never"))
     asked = Trained(Scorer(model), Ranks(0, 1, CPU), torch.float32)
     tokenizer = load_tokenizer(str(real_model))
     renderer = Renderer(tokenizer)

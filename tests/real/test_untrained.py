@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from taut.attention.select import PREFIX
 from taut.data.cache import default_directory
 from taut.demo import fetch
+from taut.models.attention_backends import PREFIX
 from taut.models.load import load_model, load_tokenizer
 from taut.models.tokens import untrained_rows
 

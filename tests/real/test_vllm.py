@@ -10,12 +10,12 @@ import pytest
 import torch
 from tests.real.vllm import needs_vllm, served
 
-from taut.attention.select import select
 from taut.data.packing import pack
 from taut.data.render import Renderer
 from taut.inference.engine import Sampling
 from taut.inference.vllm import ServerConfig, ServerEngine
 from taut.inference.vllm_client import TOLERANCE
+from taut.models.attention_backends import select
 from taut.models.load import load_config, load_model, load_tokenizer
 from taut.models.scorer import Scorer
 from taut.types import Completion, Prompt, Sample

@@ -93,14 +93,13 @@ class Own:
                     kept[: len(live), :, : self.length] = kept[live, :, : self.length]
             self.num_places, live = len(live), list(range(len(live)))
         self.places = live
-        self._spread = self._spreading() if 0 < len(live) < self.num_places else None
-
-    def _spreading(self) -> tuple[Tensor, Tensor]:
-        device = next(iter(self.kept.values()))[0].device
-        places = torch.tensor(self.places, device=device)
-        rows = torch.zeros(self.num_places, dtype=torch.long, device=device)
-        rows[places] = torch.arange(len(self.places), device=device)
-        return rows, places
+        self._spread = None
+        if 0 < len(live) < self.num_places:
+            device = next(iter(self.kept.values()))[0].device
+            places = torch.tensor(live, device=device)
+            rows = torch.zeros(self.num_places, dtype=torch.long, device=device)
+            rows[places] = torch.arange(len(live), device=device)
+            self._spread = rows, places
 
     def _room(self, layer: nn.Module, key: Tensor, value: Tensor) -> KeysValues:
         """The buffers of a layer, allocated at its first call; key and value [*, Hkv, *, K] or [*, Hkv, K]."""

@@ -13,7 +13,7 @@ as in Gemma 3.
 function. A keyword that changes the maths is in ``Call``; one that is known to change nothing is in ``HARMLESS``; any
 other is refused, never dropped. Attention dropout is refused: noise would depend on the layout.
 
-Only the attention backends and the tests read a ``Layout``; data/packing.py calls ``depth_of``.
+Only attention functions and the tests read a ``Layout``.
 """
 
 from __future__ import annotations
@@ -28,15 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from taut.errors import AttentionError
-from taut.types import IntArray
+from taut.types import IntArray, depth_of
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-def depth_of(reach_T: IntArray) -> IntArray:
-    """How many earlier tokens each token can see, int64 [T]: its position in its own sample."""
-    ended_T = np.cumsum(np.bincount(reach_T, minlength=reach_T.size + 1))[: reach_T.size]
-    return np.arange(reach_T.size) - ended_T
 
 
 @dataclass(frozen=True, slots=True)

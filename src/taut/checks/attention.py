@@ -12,13 +12,12 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from taut.attention.select import observe
 from taut.checks.measure import (
     drift,
     first_layer_that_moves,
@@ -28,10 +27,11 @@ from taut.checks.measure import (
     most_different,
     replace_tokens,
 )
-from taut.checks.registry import Finding, check, failed, passed, skipped
+from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import Session
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.models import architecture
+from taut.models.attention_backends import observe
 from taut.models.heads import scalar, scalar_head
 from taut.models.load import set_attention
 from taut.models.self_test import library_attention, library_logps, library_scalars
@@ -39,7 +39,6 @@ from taut.types import Sample
 from taut.vision import tower
 
 KERNEL = re.compile(r"_(?:flash|efficient|cudnn)_attention|flash|fmha|flex|aten::_softmax")
-KERNELS_SHOWN = 3
 
 
 @check("attention.calls", after=["model.noise", "model.head"])
@@ -56,8 +55,7 @@ def every_layer_calls_the_attention(session: Session) -> Finding:
         twice = sorted({name for name in called if called.count(name) > 1})
         return failed(
             f"{len(set(called))} of {expected} attention layers called {chosen.name}, in {len(called)} calls",
-            number=len(set(called)),
-            unit=f"of {expected} layers",
+            measured=(len(set(called)), f"of {expected} layers"),
             evidence=[
                 f"called: {', '.join(called) or 'none'}",
                 *(f"more than once: {name}" for name in twice),
@@ -71,8 +69,7 @@ def every_layer_calls_the_attention(session: Session) -> Finding:
         widest = max(window for window in not_called if window is not None)
         return failed(
             f"the model masks a sliding window of {widest} that no layer asks for by keyword",
-            number=widest,
-            unit="tokens",
+            measured=(widest, "tokens"),
             evidence=[f"windows that layers ask for: {sorted(map(str, observed.windows_called))}"],
             remedy="the window would be dropped; train another model, and please report this one",
         )
@@ -93,8 +90,7 @@ def later_tokens_change_nothing_before(session: Session) -> Finding:
         packs = pack([sample], ALONE), pack([changed], ALONE)
         return failed(
             f"changing token {at} of {sample.id} changes {quantity.one} before it by {moved:.3g} {quantity.unit}",
-            number=moved,
-            unit=quantity.unit,
+            measured=(moved, quantity.unit),
             evidence=[first_layer_that_moves(session, *packs, range(at))],
             remedy="the model looks ahead, and taut trains causal language models; train another model",
         )
@@ -121,8 +117,7 @@ def layers_with_state_are_known(session: Session) -> Finding:
             where = first_layer_that_moves(session, left, right, range(1, left.num_tokens))
         return failed(
             f"a token changes what follows it by {moved:.3g} {unit} with attention taken out",
-            number=moved,
-            unit=unit,
+            measured=(moved, unit),
             evidence=[where],
             remedy="the model has layers with state across tokens that taut does not know, so packed samples would "
             "leak; train another model, and please report this one",
@@ -146,8 +141,7 @@ def packed_samples_do_not_see_each_other(session: Session) -> Finding:
         inside = range(first.num_tokens, first.num_tokens + second.num_tokens)
         return failed(
             f"other words in {first.id} change {quantity.one} of {second.id} by {moved:.3g} {quantity.unit}",
-            number=moved,
-            unit=quantity.unit,
+            measured=(moved, quantity.unit),
             evidence=[first_layer_that_moves(session, *packs, inside)],
             remedy=f"{session.loaded.attention.name} does not keep samples apart in this model; set "
             "attention=reference, and please report the model",
@@ -169,31 +163,12 @@ def positions_begin_with_each_sample(session: Session) -> Finding:
     if moved > session.tolerance:
         return failed(
             f"the {session.quantity.many} of {name} change by {moved:.3g} {unit} with its place in the pack",
-            number=moved,
-            unit=unit,
+            measured=(moved, unit),
             evidence=[f"packed as ({first.id}, {second.id}), and alone"],
             remedy="the model counts positions through the pack instead of from each sample's beginning; train "
             "another model, and please report this one",
         )
     return passed("a sample's place in the pack changes nothing", moved, unit)
-
-
-class LibraryCall(NamedTuple):
-    """How plain transformers is called."""
-
-    kernel: str
-    has_positions: bool = False
-    has_mask: bool = False
-    uses_cache: bool = False
-
-    def __str__(self) -> str:
-        return ", ".join(
-            (
-                "position_ids" if self.has_positions else "no position_ids",
-                "mask of ones" if self.has_mask else "no mask",
-                "use_cache=True (the default)" if self.uses_cache else "use_cache=False",
-            )
-        )
 
 
 @check("attention.library", part="full", after=["attention.future"])
@@ -210,56 +185,63 @@ def kernels_of_the_library_agree(session: Session) -> Finding:
     unit, many = session.unit_per_token, session.quantity.many
     kernels = ["eager", *(["sdpa"] if session.model._supports_sdpa else [])]
     first, second = session.pair
-    alone = {kernel: _library_numbers(session, LibraryCall(kernel), [second]) for kernel in kernels}
+    alone = {kernel: _library_numbers(session, kernel, [second]) for kernel in kernels}
     apart = drift(alone[kernels[0]], alone[kernels[-1]])
     if apart > session.tolerance:
         return failed(
             f"the {many} of {second.id} alone differ by {apart:.3g} {unit} between {' and '.join(kernels)}",
-            number=apart,
-            unit=unit,
+            measured=(apart, unit),
             evidence=[f"at most {session.tolerance:g} is rounding in {session.dtype}"],
             remedy="one of them drops what this model asks of attention (a softcap, a scale, a window); name the one "
             "you serve with, compare it with the model's paper, and please report the model to transformers",
         )
-    used = kernels[-1]
-    notes = [
-        f"{session.loaded.attention.name} runs {_profiled_kernels(session)}",
-        f"two samples packed by plain transformers ({used}), the second against itself alone:",
-    ]
-    for has_positions, has_mask, uses_cache in product((True, False), (False, True), (False, True)):
-        call = LibraryCall(used, has_positions, has_mask, uses_cache)
-        moved = drift(alone[used], _library_numbers(session, call, [first, second]))
-        verdict = "right" if moved <= session.tolerance else "LEAKS"
-        notes.append(f"{verdict:5}  {call} ({moved:.2g} {unit})")
-    return passed(f"{' and '.join(kernels)} agree", apart, unit, notes)
-
-
-def _profiled_kernels(session: Session) -> str:
-    """The attention kernels in a forward of the run's own, by name."""
     is_cuda = session.ranks.device.type == "cuda"
     activity = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler announces itself on stderr
     with profile(activities=[activity]) as profiled:
-        session.numbers(session.pair[:1])
+        session.numbers([first])
     counts = {event.key: event.count for event in profiled.key_averages()}
-    kernels = [f"{name} ({times}x)" for name, times in counts.items() if KERNEL.search(name)]
-    return ", ".join(kernels[:KERNELS_SHOWN]) or "no kernel with a name of attention"
+    ran = [f"{name} ({times}x)" for name, times in counts.items() if KERNEL.search(name)]
+    used = kernels[-1]
+    notes = [
+        f"{session.loaded.attention.name} runs "
+        + (", ".join(ran[:3]) or "no kernel with a name of attention"),
+        f"two samples packed by plain transformers ({used}), the second against itself alone:",
+    ]
+    for has_positions, has_mask, uses_cache in product((True, False), (False, True), (False, True)):
+        numbers = _library_numbers(
+            session, used, [first, second], has_positions, has_mask, uses_cache
+        )
+        moved = drift(alone[used], numbers)
+        verdict = "right" if moved <= session.tolerance else "LEAKS"
+        positions = "position_ids" if has_positions else "no position_ids"
+        mask = "mask of ones" if has_mask else "no mask"
+        cache = "True (the default)" if uses_cache else "False"
+        notes.append(f"{verdict:5}  {positions}, {mask}, use_cache={cache} ({moved:.2g} {unit})")
+    return passed(f"{' and '.join(kernels)} agree", apart, unit, notes)
 
 
 @torch.no_grad()
-def _library_numbers(session: Session, call: LibraryCall, samples: list[Sample]) -> Tensor:
-    """Log-probs of the last sample's targets, or scores at their predictors, as the library computes them."""
+def _library_numbers(
+    session: Session,
+    kernel: str,
+    samples: list[Sample],
+    has_positions: bool = False,
+    has_mask: bool = False,
+    uses_cache: bool = False,
+) -> Tensor:
+    """Logprobs of the last sample's targets, or scores at their predictors, as the library computes them."""
     packed = pack(samples, ALONE).to(session.ranks.device)
     ids, backbone = packed.ids_T, architecture.decoder(session.model)
-    keywords: dict[str, Any] = {"use_cache": call.uses_cache}
+    keywords: dict[str, Any] = {"use_cache": uses_cache}
     keywords |= tower.library_arguments(backbone, packed.media, ids)
-    if call.has_positions:
+    if has_positions:
         keywords["position_ids"] = packed.position_ids.unsqueeze(-2)
-    if call.has_mask:
+    if has_mask:
         keywords["attention_mask"] = torch.ones_like(ids)[None]
     last = samples[-1]
     at = torch.from_numpy(last.target_at_N - 1).to(ids.device) + (ids.numel() - last.num_tokens)
-    with session.inference(), library_kernel(session, call.kernel):
+    with session.inference(), library_kernel(session, kernel):
         if session.is_scalar:
             hidden_TD = backbone(input_ids=ids[None], **keywords)[0][0]
             head = scalar_head(session.scorer.model)
@@ -282,14 +264,14 @@ def library_kernel(session: Session, kernel: str) -> Iterator[None]:
 
 
 def library_numbers(session: Session, sample: Sample) -> Tensor:
-    """A sample alone by the library's own path: log-probs, or scores where it is read."""
+    """A sample alone by the library's own path: logprobs, or scores where it is read."""
     compute = library_scalars if session.is_scalar else library_logps
     return compute(session.scorer.model, sample, session.ranks.device)
 
 
 @check("attention.packed", after=["attention.positions", "attention.library"])
 def packed_agrees_with_alone_by_the_library(session: Session) -> Finding:
-    """Does a packed sample have the log-probs it has alone, by the library's own attention?
+    """Does a packed sample have the logprobs it has alone, by the library's own attention?
 
     What training computes (taut's attention, packed), for a sample that follows another.
     """
@@ -306,8 +288,7 @@ def packed_agrees_with_alone_by_the_library(session: Session) -> Finding:
         return failed(
             f"the {session.quantity.many} of {sample.id} differ by {moved:.3g} {unit} (at most {limit:g} is rounding) "
             f"from the same sample alone by the library's {library} attention",
-            number=moved,
-            unit=unit,
+            measured=(moved, unit),
             evidence=[
                 f"{sample.id}, target {token!r}: {float(ours[at]):.4g}, by the library {float(theirs[at]):.4g}"
             ],
@@ -324,8 +305,7 @@ def a_shared_prefix_changes_nothing(session: Session) -> Finding:
 
     One sample with two different ends.
     """
-    if not session.trainer.policy.share_prefixes:
-        return skipped("prefixes are not shared in this run")
+    skip_if(not session.trainer.policy.share_prefixes, "prefixes are not shared in this run")
     sample = max(session.pair, key=lambda one: one.num_tokens)
     half = first_text_token(sample, max(1, sample.num_tokens // 2))
     after = range(half, sample.num_tokens)
@@ -338,8 +318,7 @@ def a_shared_prefix_changes_nothing(session: Session) -> Finding:
     if moved > session.tolerance:
         return failed(
             f"with its first {half} tokens shared, the {session.quantity.many} of {name} are {moved:.3g} {unit} off",
-            number=moved,
-            unit=unit,
+            measured=(moved, unit),
             evidence=[f"{one}: {drift(shared[one], alone[one]):.3g}" for one in alone],
             remedy="set batch.share_prefixes=false, and please report the model",
         )

@@ -20,24 +20,28 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 
-from taut.checks.registry import Finding, check, failed, passed, skipped, split_error, warned
+from taut.checks.registry import (
+    Finding,
+    check,
+    failed,
+    passed,
+    skip_if,
+    skipped,
+    split_error,
+    warned,
+)
 from taut.checks.session import GENERATED, Session, once
 from taut.data.chat_template import PROBE, Ids, Template, Text, checked, common_length
-from taut.data.messages import Completion, Conversation, Document, Message, Row, RowForm, text_of
+from taut.data.messages import Completion, Conversation, Document, Message, RowForm, text_of
 from taut.errors import RenderError
 from taut.io.console import counted
 from taut.types import Sample
 
-TURNS = 4
-"""Learned turns of a conversation that are looked at."""
-CHARACTERS = 300_000
-"""Of all renderings together, but for the first row."""
 ROWS = 16
 """Rows that are decoded or rendered as samples."""
 SHOWN = 3
@@ -92,7 +96,7 @@ class Rendered:
 
     chats: tuple[Chat, ...]
     turns: tuple[Turn, ...]
-    """Of all chats; a prompt with its completion is one too."""
+    """The turns of all chats; a prompt with its completion is one too."""
     refused: tuple[RenderError, ...]
     """Why the template does not take a conversation, for each that it refuses."""
     documents: tuple[Text, ...]
@@ -107,7 +111,7 @@ def rendered(session: Session) -> Rendered:
     turns: list[Turn] = []
     refused: list[RenderError] = []
     documents: list[Text] = []
-    room = CHARACTERS
+    room = 300_000  # characters of all renderings together, but for the first row
     for row in session.rows:
         if isinstance(row, Conversation):
             try:
@@ -139,7 +143,7 @@ def rendered(session: Session) -> Rendered:
 def _rendered_chat(row: Conversation, template: Template) -> Chat:
     whole = template.apply(row.messages, row.tools, row.place)
     turns = []
-    for index in [index for index in row.learned if index][-TURNS:]:
+    for index in [index for index in row.learned if index][-4:]:  # turns that are looked at
         place = f"{short_place(row.place)}: messages[{index}]"
         before, with_answer = row.messages[:index], row.messages[: index + 1]
         placed = whole.pictures
@@ -169,12 +173,6 @@ def quoted(text: str, most: int = 60) -> str:
     return repr(text)
 
 
-def _num_equal(left: str, right: str) -> int:
-    """How many leading characters are equal."""
-    pairs = zip(left, right, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
 def _normal(text: str) -> str:
     """For comparing what a tokenizer gives back: many normalise Unicode, which loses nothing."""
     return unicodedata.normalize("NFKC", text)
@@ -202,6 +200,11 @@ def _texts(message: Message) -> list[str]:
     return [part["text"] for part in content if part["type"] == "text"]
 
 
+def _as_json(text: str) -> list[str]:
+    """A text as JSON writes it, without quotation marks."""
+    return [json.dumps(text, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False)]
+
+
 # -- what the template writes of a conversation
 
 
@@ -213,15 +216,13 @@ def the_template_takes_the_rows(session: Session) -> Finding:
     """
     chats, refused = rendered(session).chats, rendered(session).refused
     number = len(chats) + len(refused)
-    if not number:
-        return skipped(NO_CHATS)
+    skip_if(not number, NO_CHATS)
     if is_most(refused, number):
         says, remedy = split_error(refused[0])
         place, _, reason = says.partition(": ")
         return failed(
             f"the template refuses {len(refused)} of {number} conversations",
-            number=len(refused),
-            unit=f"of {number} rows",
+            measured=(len(refused), f"of {number} rows"),
             evidence=[f"{short_place(place)}: {reason}"],
             remedy=remedy,
         )
@@ -230,8 +231,6 @@ def the_template_takes_the_rows(session: Session) -> Finding:
 
 MARK = re.compile(r"<\|\w+\|>|<(?:start|end)_of_turn>|\[/?INST\]")
 """How templates write who speaks and where turns end."""
-COMPARED = 4000
-"""Characters of a row in which the first difference is looked for."""
 
 
 @check("template.lossless", after=["template.takes"])
@@ -244,8 +243,7 @@ def the_tokenizer_keeps_the_text(session: Session) -> Finding:
     texts = [chat.whole for chat in rows.chats]
     texts += [turn.row for turn in rows.turns if not turn.row.is_rendering]
     texts = [*texts, *rows.documents][:ROWS]
-    if not texts:
-        return skipped("no row could be rendered")
+    skip_if(not texts, "no row could be rendered")
     lost = []
     for text in texts:
         decoded = session.tokenizer.decode(
@@ -257,8 +255,7 @@ def the_tokenizer_keeps_the_text(session: Session) -> Finding:
     if is_most(lost, len(texts)):
         return failed(
             f"the ids of {len(lost)} of {len(texts)} rows read back as another text",
-            number=len(lost),
-            unit=f"of {len(texts)} rows",
+            measured=(len(lost), f"of {len(texts)} rows"),
             evidence=[_becomes(*pair) for pair in lost[:SHOWN]],
             remedy="the tokenizer loses what the rows say (its normalizer, or characters it has no token for); use one "
             "that keeps text, or prepare the rows as the model expects them",
@@ -274,7 +271,7 @@ def the_tokenizer_keeps_the_text(session: Session) -> Finding:
 
 def _becomes(text: str, decoded: str) -> str:
     """The first words that are lost, before and after."""
-    left, right = text[:COMPARED], decoded[:COMPARED]
+    left, right = text[:4000], decoded[:4000]
     for kind, i, j, k, m in difflib.SequenceMatcher(
         None, left, right, autojunk=False
     ).get_opcodes():
@@ -291,8 +288,7 @@ def messages_have_no_special_tokens(session: Session) -> Finding:
     In a conversation that was rendered before they are there twice.
     """
     chats, tokenizer = rendered(session).chats, session.tokenizer
-    if not chats:
-        return skipped(NO_CHATS)
+    skip_if(not chats, NO_CHATS)
     added = tokenizer.added_tokens_decoder.values()
     special = [*tokenizer.all_special_tokens, *(one.content for one in added if one.special)]
     wanted = {*session.run.tokens.add, ""}  # tokens that were made for the messages
@@ -310,8 +306,7 @@ def messages_have_no_special_tokens(session: Session) -> Finding:
     if is_most(places, len(chats)):
         return failed(
             f"{places[0][0]} is written in the messages of {len(places)} of {len(chats)} rows",
-            number=len(places),
-            unit=f"of {len(chats)} rows",
+            measured=(len(places), f"of {len(chats)} rows"),
             evidence=[f"{place}: {where}" for _, place, where in places[:SHOWN]],
             remedy="the rows seem to be rendered already, and the template would be there twice; give plain messages, "
             "or the rendered text in a column text",
@@ -335,8 +330,7 @@ def system_messages_are_written(session: Session) -> Finding:
     Also what the template writes of its own if there is none.
     """
     chats = rendered(session).chats
-    if not chats:
-        return skipped(NO_CHATS)
+    skip_if(not chats, NO_CHATS)
     num_with, dropped = 0, []
     for chat in chats:
         systems = [message for message in chat.row.messages if message["role"] == "system"]
@@ -346,13 +340,23 @@ def system_messages_are_written(session: Session) -> Finding:
         if lost is not None:
             text = f"{quoted(lost)} is not in {quoted(chat.whole.text)}"
             dropped.append(f"{short_place(chat.place)}: {text}")
-    default = _default_system_message(session)
+    # what stands before the first user message and not before a later one, without special tokens
+    try:
+        text = session.language.renderer.template.apply(SYSTEM_PROBE, (), "the probe").text
+    except RenderError:
+        text = ""
+    tokens = [token.content for token in session.tokenizer.added_tokens_decoder.values()]
+    if tokens:
+        text = re.sub("|".join(map(re.escape, tokens)), "\n", text)
+    head, first, rest = text.partition(FIRST)
+    later = rest.partition(AGAIN)[0]
+    default = head[: len(head) - common_length(head[::-1], later[::-1])]
+    default = re.sub(r"^\s*(system|developer)\s*\n", "", default).strip() if first else ""
     if dropped:
         instead = [f"the template writes {quoted(default)} in every row"] if default else []
         return failed(
             f"the template leaves out the system message of {len(dropped)} of {num_with} rows",
-            number=len(dropped),
-            unit=f"of {num_with} rows",
+            measured=(len(dropped), f"of {num_with} rows"),
             evidence=[*dropped[:SHOWN], *instead],
             remedy="give a template that writes system messages with data.template=FILE, or put their words into the "
             "first user message",
@@ -364,23 +368,6 @@ def system_messages_are_written(session: Session) -> Finding:
     return passed("written where rows have one", num_with, f"of {len(chats)} rows", notes)
 
 
-def _default_system_message(session: Session) -> str:
-    """What stands before the first user message and not before a later one, without special tokens."""
-    try:
-        text = session.language.renderer.template.apply(SYSTEM_PROBE, (), "the probe").text
-    except RenderError:
-        return ""
-    tokens = [token.content for token in session.tokenizer.added_tokens_decoder.values()]
-    if tokens:
-        text = re.sub("|".join(map(re.escape, tokens)), "\n", text)
-    head, first, rest = text.partition(FIRST)
-    if not first:  # template.content
-        return ""
-    later = rest.partition(AGAIN)[0]
-    extra = head[: len(head) - _num_equal(head[::-1], later[::-1])]
-    return re.sub(r"^\s*(system|developer)\s*\n", "", extra).strip()
-
-
 @check("template.content", after=["template.lossless"])
 def messages_are_written_word_for_word(session: Session) -> Finding:
     """Does the template write what users, assistants and tools say, word for word?
@@ -388,56 +375,45 @@ def messages_are_written_word_for_word(session: Session) -> Finding:
     Each message's words are looked for in the rendering, in their order. White space around them may go, and is noted.
     """
     chats = rendered(session).chats
-    if not chats:
-        return skipped(NO_CHATS)
-    messages = [(chat, message) for chat in chats for message in chat.row.messages]
-    number = sum(message["role"] != "system" for _, message in messages)
-    lost = [(chat, index) for chat in chats for index in _lost_messages(chat)]
+    skip_if(not chats, NO_CHATS)
+    number, kinds, lost = 0, set(), []
+    for chat in chats:
+        text, at = chat.whole.text, 0
+        for index, message in enumerate(chat.row.messages):
+            if message["role"] == "system":  # may stand elsewhere: template.system
+                continue
+            number += 1
+            for words in map(str.strip, _texts(message)):
+                spellings = [words]
+                if message["role"] == "assistant":
+                    spellings = [_answer(message)]
+                elif message["role"] == "tool":  # as JSON too
+                    spellings += _as_json(words)
+                places = [(text.find(spelling, at), len(spelling)) for spelling in spellings]
+                first = min((place for place in places if place[0] >= 0), default=None)
+                if first is None:
+                    kinds.add(message["role"] + " with calls" * bool(message.get("tool_calls")))
+                    shown = quoted(text_of(message["content"]))
+                    lost.append(f"{short_place(chat.place)}: messages[{index}]: {shown}")
+                    break
+                at = sum(first)
     if lost:
-        kinds, evidence = set(), []
-        for chat, index in lost:
-            message = chat.row.messages[index]
-            kinds.add(f"{message['role']}{' with calls' if message.get('tool_calls') else ''}")
-            words = quoted(text_of(message["content"]))
-            evidence.append(f"{short_place(chat.place)}: messages[{index}]: {words}")
         return failed(
             f"the template leaves out or changes words of {len(lost)} of {number} messages "
             f"({', '.join(sorted(kinds))})",
-            number=len(lost),
-            unit=f"of {number} messages",
-            evidence=evidence[:SHOWN],
+            measured=(len(lost), f"of {number} messages"),
+            evidence=lost[:SHOWN],
             remedy="give a template that writes every message as it is with data.template=FILE, or change the rows",
         )
     num_trimmed = sum(
         message["role"] == "user" and any(text not in chat.whole.text for text in _texts(message))
-        for chat, message in messages
+        for chat in chats
+        for message in chat.row.messages
     )
     notes = []
     if num_trimmed:
         notes.append(f"white space around the words of {num_trimmed} messages is taken off")
     return passed("every message, word for word", number, "messages", notes)
-
-
-def _lost_messages(chat: Chat) -> Iterator[int]:
-    """Messages whose words are not found after those of the message before."""
-    text, at = chat.whole.text, 0
-    for index, message in enumerate(chat.row.messages):
-        if message["role"] == "system":  # may stand elsewhere: template.system
-            continue
-        for words in map(str.strip, _texts(message)):
-            spellings = [words]
-            if message["role"] == "assistant":
-                spellings = [_answer(message)]
-            elif message["role"] == "tool":  # as JSON too
-                spellings += [
-                    json.dumps(words, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False)
-                ]
-            found = [(text.find(spelling, at), len(spelling)) for spelling in spellings]
-            first = min((place for place in found if place[0] >= 0), default=None)
-            if first is None:
-                yield index
-                break
-            at = sum(first)
 
 
 SWITCH = "enable_thinking"
@@ -446,19 +422,16 @@ SWITCH = "enable_thinking"
 @check("template.thinking", after=["template.content"])
 def reasoning_is_written_where_rows_have_it(session: Session) -> Finding:
     """Is reasoning written where rows have it, and opened by the prompt only there?"""
-    if session.is_generated:
-        return skipped(GENERATED)
+    skip_if(session.is_generated, GENERATED)
     rows = rendered(session)
-    if not rows.chats:
-        return skipped(NO_CHATS)
+    skip_if(not rows.chats, NO_CHATS)
     turns = [turn for chat in rows.chats for turn in chat.turns]
     reasoned = [turn for turn in turns if _reasoning(turn.message)]
 
     def fault(says: str, wrong: list[Turn], number: int, shown: list[str], remedy: str) -> Finding:
         return failed(
             f"{says} {len(wrong)} of {number} answers",
-            number=len(wrong),
-            unit=f"of {number} answers",
+            measured=(len(wrong), f"of {number} answers"),
             evidence=shown[:SHOWN],
             remedy=remedy,
         )
@@ -482,7 +455,7 @@ def reasoning_is_written_where_rows_have_it(session: Session) -> Finding:
         is_opened = prompt.rstrip().endswith(OPEN) and not _reasoning(turn.message)
         if is_opened and not is_closed_at_once:
             opened.append(turn)
-            at = _num_equal(prompt, row)
+            at = common_length(prompt, row)
             then = quoted(row[at : at + 60])
             openings.append(f"{turn.place}: {quoted(prompt[-40:])}, the row then {then}")
     source = session.language.renderer.template.template
@@ -546,14 +519,12 @@ def _switched_prompts(session: Session) -> Iterator[str]:
 def tools_and_calls_are_written(session: Session) -> Finding:
     """Are tools and calls written, their arguments as JSON or in the template's own tags?"""
     chats = [chat for chat in rendered(session).chats if chat.row.tools or chat.calls]
-    if not chats:
-        return skipped("no row has tools")
+    skip_if(not chats, "no row has tools")
     wrong = [(chat, *fault) for chat in chats if (fault := next(_tool_faults(chat), None))]
     if wrong:
         return failed(
             f"in {len(wrong)} of {len(chats)} rows the template {wrong[0][1]}",
-            number=len(wrong),
-            unit=f"of {len(chats)} rows",
+            measured=(len(wrong), f"of {len(chats)} rows"),
             evidence=[f"{short_place(chat.place)}: {words}" for chat, _, words in wrong[:SHOWN]],
             remedy="give a template that writes tools, and calls as JSON (tojson), with data.template=FILE; or take "
             "them out of the rows",
@@ -576,10 +547,7 @@ def _tool_faults(chat: Chat) -> Iterator[tuple[str, str]]:
             yield "writes arguments as Python, not as JSON", quoted(repr(arguments))
         for key, value in arguments.items():
             if isinstance(value, str):
-                as_json = [
-                    json.dumps(value, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False)
-                ]
-                spellings = [value, *as_json]
+                spellings = [value, *_as_json(value)]
             elif isinstance(value, int | float):
                 spellings = [str(value), json.dumps(value)]
             else:  # a value with parts may be written in any way
@@ -610,8 +578,7 @@ def rows_begin_with_one_bos(session: Session) -> Finding:
     plain_turns = [turn for turn in texts.turns if not turn.row.is_rendering]
     rows += [(turn.place, texts.ids_of[turn.row]) for turn in plain_turns]
     rows += [("a text", texts.ids_of[text]) for text in texts.documents]
-    if not rows:
-        return skipped("no row could be rendered")
+    skip_if(not rows, "no row could be rendered")
     if bos is None:
         return passed("the tokenizer has no BOS", 0, "a row")
     template, token = session.language.renderer.template, session.tokenizer.bos_token
@@ -624,8 +591,7 @@ def rows_begin_with_one_bos(session: Session) -> Finding:
     if is_most(twice, len(rows)):
         return failed(
             f"{token} stands twice running in {len(twice)} of {len(rows)} rows",
-            number=len(twice),
-            unit=f"of {len(rows)} rows",
+            measured=(len(twice), f"of {len(rows)} rows"),
             evidence=twice[:SHOWN],
             remedy=f"write {token} once: take it out of the template (data.template=FILE) or out of the rows' text",
         )
@@ -661,37 +627,46 @@ def the_served_prompt_begins_the_row(session: Session) -> Finding:
         rows = [replace(row, learned=(len(row.messages) - 1,)) for row in rows]
         chats = tuple(_rendered_chat(row, session.language.renderer.template) for row in rows)
     turns = [turn for chat in chats for turn in chat.turns]
-    if not turns:
-        return skipped(NO_CHATS)
+    skip_if(not turns, NO_CHATS)
     wrong = [turn for turn in turns if not turn.is_prefix and not session.is_generated]
     if is_most(wrong, len(turns)):
         evidence = []
         for turn in wrong[:SHOWN]:
             prompt, row = turn.prompt.text, turn.row.text
-            at = _num_equal(prompt, row)
+            at = common_length(prompt, row)
             evidence.append(
                 f"{turn.place}: after {quoted(prompt[max(0, at - 20) : at])} the prompt has "
                 f"{quoted(prompt[at : at + 30])}, the row {quoted(row[at : at + 30])}"
             )
         return failed(
             f"the prompt is not the beginning of the row before {len(wrong)} of {len(turns)} answers",
-            number=len(wrong),
-            unit=f"of {len(turns)} answers",
+            measured=(len(wrong), f"of {len(turns)} answers"),
             evidence=evidence,
             remedy="the model would be asked with other words than it is taught after; give a template whose "
             "generation prompt is what it writes before answers with data.template=FILE",
         )
-    firsts = [(chat, turn) for chat in chats[:HEADERS] for turn in chat.turns[:1]]
-    taught = [
-        f"{turn.place}: the answer begins with {quoted(header)}"
-        for chat, turn in firsts
-        if (header := _taught_header(session, chat, turn))
-    ]
+    taught = []
+    for chat in (chat for chat in chats[:HEADERS] if chat.turns):
+        turn = chat.turns[0]
+        words = _answer(turn.message)
+        header = turn.written.partition(words)[0] if words else ""
+        if not header.strip() or _reasoning(turn.message):
+            continue
+        # is it a header like those of earlier messages?
+        messages, tools, pictures = (
+            chat.row.messages[: turn.index],
+            chat.row.tools,
+            chat.whole.pictures,
+        )
+        template = session.language.renderer.template
+        before = template.apply(messages, tools, turn.place, placed=pictures).text
+        begin = header.split(maxsplit=1)[0].split(">")[0]
+        if before == turn.prompt.text and begin in before:
+            taught.append(f"{turn.place}: the answer begins with {quoted(header)}")
     if taught:
         return failed(
             "the template has no generation prompt: the header would be part of each answer",
-            number=len(taught),
-            unit=f"of {len(chats[:HEADERS])} rows",
+            measured=(len(taught), f"of {len(chats[:HEADERS])} rows"),
             evidence=taught,
             remedy="write the answer's header where add_generation_prompt is true, in a template given with "
             "data.template=FILE",
@@ -702,34 +677,16 @@ def the_served_prompt_begins_the_row(session: Session) -> Finding:
     return passed(says, len(turns) - len(wrong), "answers")
 
 
-def _taught_header(session: Session, chat: Chat, turn: Turn) -> str:
-    """What stands between the prompt and the answer's words, if it is a header like those of earlier messages."""
-    words = _answer(turn.message)
-    if not turn.is_prefix or not words or _reasoning(turn.message):
-        return ""
-    header = turn.written.partition(words)[0]
-    if not header.strip():
-        return ""
-    row = chat.row
-    before = session.language.renderer.template.apply(
-        row.messages[: turn.index], row.tools, turn.place, placed=chat.whole.pictures
-    )
-    first = header.split(maxsplit=1)[0].split(">")[0]
-    return header if before.text == turn.prompt.text and first in before.text else ""
-
-
 @check("template.boundary", after=["template.prompt"])
 def no_token_spans_prompt_and_answer(session: Session) -> Finding:
     """Do prompt and answer meet between two tokens?
 
     A token that reaches over the boundary is one that inference never sees.
     """
-    if session.is_generated:
-        return skipped(GENERATED)
+    skip_if(session.is_generated, GENERATED)
     rows = rendered(session)
     turns = [turn for turn in rows.turns if turn.is_prefix]
-    if not turns:
-        return skipped("no row has a prompt that is its beginning")
+    skip_if(not turns, "no row has a prompt that is its beginning")
     template, eos = session.language.renderer.template, session.tokenizer.eos_token_id
     merged = []
     for turn in turns:
@@ -746,8 +703,7 @@ def no_token_spans_prompt_and_answer(session: Session) -> Finding:
     if is_most(merged, len(turns)):
         return failed(
             f"a token reaches over the boundary of {len(merged)} of {len(turns)} answers",
-            number=len(merged),
-            unit=f"of {len(turns)} answers",
+            measured=(len(merged), f"of {len(turns)} answers"),
             evidence=merged[:SHOWN],
             remedy="take white space from where they meet: from the end of the prompt (or of the template's generation "
             "prompt) or the beginning of the answer",
@@ -758,11 +714,9 @@ def no_token_spans_prompt_and_answer(session: Session) -> Finding:
 @check("template.parts", after=["template.markup", "template.system", "template.thinking"])
 def answers_are_trained_as_first_written(session: Session) -> Finding:
     """Is every answer trained as the model writes it, whatever the template makes of it once it is history?"""
-    if session.is_generated:
-        return skipped(GENERATED)
+    skip_if(session.is_generated, GENERATED)
     chats = rendered(session).chats
-    if not chats:
-        return skipped(NO_CHATS)
+    skip_if(not chats, NO_CHATS)
     unit = f"of {len(chats)} rows"
     rewritten = []
     for chat in chats:
@@ -774,8 +728,7 @@ def answers_are_trained_as_first_written(session: Session) -> Finding:
     if session.run.data.targets == "all" and rewritten:
         return failed(
             f"with targets=all, {len(rewritten)} of {len(chats)} rows are trained on answers rewritten as history",
-            number=len(rewritten),
-            unit=unit,
+            measured=(len(rewritten), unit),
             evidence=rewritten[:SHOWN],
             remedy="set data.targets=assistant, which trains each answer as it is written when it is given",
         )
@@ -783,10 +736,6 @@ def answers_are_trained_as_first_written(session: Session) -> Finding:
         return passed("once rendered is rendered in parts", len(chats), "rows")
     notes = ["the template rewrites answers once they are history, so each is a sample of its own"]
     return passed("rows rewritten as history become several samples", len(rewritten), unit, notes)
-
-
-LONG = 8
-"""Characters that words must have to be recognised as part of a message."""
 
 
 @check(
@@ -801,8 +750,8 @@ LONG = 8
 )
 def targets_are_the_answers(session: Session) -> Finding:
     """Are the targets, as text, the answers and nothing of what was asked?"""
-    if session.is_generated:
-        return skipped(GENERATED)
+    skip_if(session.is_generated, GENERATED)
+    which = session.run.data.targets
     num_rows, wrong, notes = 0, [], []
     for row in session.rows[:ROWS]:
         if not isinstance(row, Conversation | Completion):
@@ -815,15 +764,35 @@ def targets_are_the_answers(session: Session) -> Finding:
         notes += [
             f"{short_place(one.id)}: {quoted(_targets_as_text(session, [one]))}" for one in samples
         ]
-        if fault := _target_fault(session, row, _targets_as_text(session, samples)):
+        if isinstance(row, Completion):
+            answers, others = [row.completion.strip()], [row.prompt]
+        else:
+            answers, learned = [], row.learned[-1 if which == "last" else 0 :]
+            for message in (row.messages[index] for index in learned):
+                names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+                answers += [*filter(None, (_reasoning(message), _answer(message), *names))]
+            asked = [message for message in row.messages if message["role"] != "assistant"]
+            others = [words for message in asked for words in _texts(message)]
+        rest, fault = _targets_as_text(session, samples), ""
+        for words in map(_normal, answers):
+            before, _, after = rest.partition(words)
+            if words not in rest:
+                fault = f"{quoted(words)} is no target: {quoted(rest)}"
+                break
+            rest = before + "\n" + after
+        else:
+            for words in (_normal(other.strip()) for other in others if which != "all"):
+                # shorter words may be in an answer by chance
+                if len(words) >= 8 and words in rest:
+                    fault = f"{quoted(words)} is a target: {quoted(rest)}"
+                    break
+        if fault:
             wrong.append(f"{short_place(row.place)}: {fault}")
-    if not num_rows:
-        return skipped("no row could be rendered as question and answer")
+    skip_if(not num_rows, "no row could be rendered as question and answer")
     if wrong:
         return failed(
             f"the targets of {len(wrong)} of {num_rows} rows are not the answers",
-            number=len(wrong),
-            unit=f"of {num_rows} rows",
+            measured=(len(wrong), f"of {num_rows} rows"),
             evidence=wrong[:SHOWN],
             remedy="look at `taut show`, which marks targets; give a template that writes the answer, and it alone, "
             "after its generation prompt with data.template=FILE",
@@ -842,37 +811,6 @@ def _targets_as_text(session: Session, samples: Sequence[Sample]) -> str:
     return _normal("\n".join(runs))
 
 
-def _target_fault(session: Session, row: Row, text: str) -> str:
-    """What is missing among the targets, or is there and should not be; empty: nothing."""
-    which = session.run.data.targets
-    if isinstance(row, Completion):
-        answers, others = [row.completion.strip()], [row.prompt]
-    else:
-        assert isinstance(row, Conversation)
-        answers = []
-        for message in (row.messages[i] for i in row.learned[-1 if which == "last" else 0 :]):
-            names = [call["function"]["name"] for call in message.get("tool_calls", ())]
-            answers += [*filter(None, (_reasoning(message), _answer(message), *names))]
-        asked = [message for message in row.messages if message["role"] != "assistant"]
-        others = [words for message in asked for words in _texts(message)]
-    rest = text
-    for words in map(_normal, answers):
-        before, found, after = rest.partition(words)
-        if not found:
-            return f"{quoted(words)} is no target: {quoted(rest)}"
-        rest = before + "\n" + after
-    if which == "all":
-        return ""
-    for words in (_normal(other.strip()) for other in others):
-        if len(words) >= LONG and words in rest:
-            return f"{quoted(words)} is a target: {quoted(rest)}"
-    return ""
-
-
-APPLY = "data.apply_chat_template"
-PLAIN_SHOWN = 2
-
-
 @check("template.plain", after=["data.rows"])
 def plain_prompts_go_through_the_template(session: Session) -> Finding:
     """Do plain prompts and completions of a chat model go through its template, or is it set that they do not?
@@ -889,34 +827,32 @@ def plain_prompts_go_through_the_template(session: Session) -> Finding:
     is_applied = session.run.data.apply_chat_template
     if is_applied is not None:
         how = "rendered with the template" if is_applied else "used as they are"
-        return passed(f"{APPLY} is set: plain prompts and completions are {how}", num_plain, unit)
-    if not num_plain:
-        return skipped("no row is a prompt and a completion as plain text")
+        says = f"data.apply_chat_template is set: plain prompts and completions are {how}"
+        return passed(says, num_plain, unit)
+    skip_if(not num_plain, "no row is a prompt and a completion as plain text")
     counts = []
     for name, form in forms.items():
         kinds = [counted(number, f"{kind}s") for kind, number in sorted(form.items()) if number]
         counts.append(f"data.{name}: {', '.join(kinds)}")
-    plain = [row for row in session.rows if isinstance(row, Completion)][:PLAIN_SHOWN]
+    plain = [row for row in session.rows if isinstance(row, Completion)][:2]
     examples = [f"{short_place(row.place)}: {quoted(row.prompt + row.completion)}" for row in plain]
     remedy = (
-        f"set {APPLY}=true to render them as a user and an assistant message, as a chat server will; or {APPLY}=false "
-        "if plain text is what the model will be given"
+        "set data.apply_chat_template=true to render them as a user and an assistant message, as a chat server will; "
+        "or data.apply_chat_template=false if plain text is what the model will be given"
     )
     train = forms["train"]
     if train["completion"] and train["conversation"]:
         return failed(
             f"data.train has {counted(train['completion'], 'plain prompts')} with completions, used without the chat "
             f"template, and {counted(train['conversation'], 'conversations')}, rendered with it",
-            number=num_plain,
-            unit=unit,
+            measured=(num_plain, unit),
             evidence=[*counts, *examples],
             remedy=remedy,
         )
     has_chats = any(form["conversation"] for form in forms.values())
     return warned(
         "plain prompts and completions are used without the chat template that the tokenizer has",
-        number=num_plain,
-        unit=unit,
+        measured=(num_plain, unit),
         evidence=[*(counts if has_chats else ()), *examples],
         remedy=remedy,
     )

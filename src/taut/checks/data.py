@@ -19,17 +19,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from taut.checks.chat_template import short_place
-from taut.checks.registry import Finding, check, failed, passed, skipped, split_error, warned
+from taut.checks.registry import (
+    Finding,
+    check,
+    failed,
+    passed,
+    skip_if,
+    split_error,
+    warned,
+)
 from taut.checks.session import GENERATED, Session, Unavailable, once, owned_by
-from taut.data.batching import START, Order, StepPlan, lay_out, samples_of, step_plan
-from taut.data.dataset import Attempt, Dataset, attempt_rows, sources
+from taut.data.batching import START, Budget, StepPlan, lay_out, samples_of, step_plan
+from taut.data.dataset import Dataset, attempt_rows, sources
 from taut.data.messages import PICTURES, Completion, Conversation, Document, Row, images_of, text_of
 from taut.data.prompts import PromptSet
 from taut.data.render import Limits
 from taut.data.schema import REQUIRED, Columns, Recognised, best_row, read_any, recognise, renamed
 from taut.data.sources import open_source
 from taut.errors import DataError, PictureError, TautError
-from taut.methods.offline import Offline
+from taut.methods.method import Offline
 from taut.rl.online import Online
 from taut.types import IntArray, Packed, Sample, Tree
 from taut.vision.content import ImageRef, decoded_size, encoded, require_allowed
@@ -39,9 +47,6 @@ SHOWN = 4
 """Lines of evidence."""
 
 # -- records, as the files have them
-
-RECORDS = 2000
-"""Records of a split that are looked at, the first of each source."""
 
 
 class Record(NamedTuple):
@@ -68,7 +73,7 @@ def records(session: Session) -> list[Record]:
         named = sources(session.run.data, split, session.run.row_kind)
         for source, columns in named:
             opened = open_source(source)
-            for line, value in islice(opened.attempts(), RECORDS // len(named) + 1):
+            for line, value in islice(opened.attempts(), 2000 // len(named) + 1):
                 if not isinstance(value, DataError):
                     place = f"{opened.path}:{line}"
                     first.append(Record(split, opened.path, place, value, columns))
@@ -99,76 +104,65 @@ def every_picture_can_be_read(session: Session) -> Finding:
     Pictures that data.ignore_keys leaves out are counted and not opened. Rows that cannot be read are left to
     data.rows.
     """
-    named = (picture for record in records(session) for picture in _pictures_of(record))
-    pictures = list(islice(named, PICTURES_OPENED))
+    pictures: list[tuple[str, ImageRef | PictureError]] = []
+    for record in records(session):
+        try:
+            row = best_row(read_any(record.value, record.place, record.columns))
+        except PictureError as error:
+            pictures.append((record.place, error))
+        except DataError:
+            continue
+        else:
+            named = images_of(row.messages) if isinstance(row, Conversation) else ()
+            pictures += [(record.place, ref) for ref in named]
+        if len(pictures) >= PICTURES_OPENED:
+            break
     if not pictures:
-        num_ignored = sum(map(_num_ignored_pictures, records(session)))
-        if num_ignored:
-            return passed("the pictures are left out: data.ignore_keys", num_ignored, "pictures")
-        return skipped("no row that can be read names a picture")
-    images = session.run.data.images
+        num_ignored = 0
+        for record in records(session):
+            columns = record.value.values() if isinstance(record.value, dict) else ()
+            lists = [value for value in columns if isinstance(value, list)]
+            messages = [item for column in lists for item in column if isinstance(item, dict)]
+            for holder in (record.value, *messages) if columns else ():
+                for key in set(PICTURES) & set(record.columns.ignore_keys):
+                    value = holder.get(key)
+                    is_list = isinstance(value, list)
+                    num_ignored += len(value) if is_list else int(value not in (None, ""))
+        skip_if(not num_ignored, "no row that can be read names a picture")
+        return passed("the pictures are left out: data.ignore_keys", num_ignored, "pictures")
+    images, broken = session.run.data.images, list[str]()
+    pictures = pictures[:PICTURES_OPENED]
     try:
-        album = session.language.renderer.album
+        image_store = session.language.renderer.image_store
     except Unavailable:
-        album = None
-    broken = []
+        image_store = None
     for place, ref in pictures:
         try:
             if isinstance(ref, PictureError):
                 broken.append(str(ref))
-            elif album is not None:
-                album.see(ref, place)
+            elif image_store is not None:
+                image_store.see(ref, place)
             else:
                 require_allowed(ref, images)
                 if ref.kind != "url":
                     decoded_size(encoded(ref, images), ref.name, images)
         except PictureError as error:
-            broken.append(str(error) if album is not None else f"{place}: {error}")
-    unit = f"of {len(pictures):,} pictures"
+            broken.append(str(error) if image_store is not None else f"{place}: {error}")
     if not broken:
         return passed("every picture can be read", len(pictures), "pictures")
+    unit = f"of {len(pictures):,} pictures"
     says = f"{len(broken):,} {unit} cannot be read"
     if images.bad == "drop":
         return passed(f"{says}, and their rows are left out", len(broken), unit, broken[:SHOWN])
     return failed(
         says,
-        number=len(broken),
-        unit=unit,
+        measured=(len(broken), unit),
         evidence=broken[:SHOWN],
         remedy="correct the paths (from data.images.folder or the data file's directory, or from here), or leave the "
         'rows out with data.images.bad="drop"; text alone is trained with the column in data.ignore_keys',
     )
 
 
-def _pictures_of(record: Record) -> Iterator[tuple[str, ImageRef | PictureError]]:
-    """The pictures of a record, or what is wrong with one before it is looked for."""
-    try:
-        row = best_row(read_any(record.value, record.place, record.columns))
-    except PictureError as error:
-        yield record.place, error
-        return
-    except DataError:
-        return
-    for ref in images_of(row.messages) if isinstance(row, Conversation) else ():
-        yield record.place, ref
-
-
-def _num_ignored_pictures(record: Record) -> int:
-    """Pictures in columns, and in keys of messages, that are not read."""
-    if not isinstance(record.value, dict):
-        return 0
-    lists = [value for value in record.value.values() if isinstance(value, list)]
-    messages = [item for column in lists for item in column if isinstance(item, dict)]
-    number = 0
-    for holder in (record.value, *messages):
-        for key in set(PICTURES) & set(record.columns.ignore_keys):
-            value = holder.get(key)
-            number += len(value) if isinstance(value, list) else int(value not in (None, ""))
-    return number
-
-
-RARELY = 0.05
-"""A column with words in a smaller share of its source's rows is not one that the run was to use."""
 _ANSWER = ("answer", "response", "output", "label", "target", "solution", "completion")
 ANSWERS = {*_ANSWER, *(f"{name}s" for name in _ANSWER), "summary", "reply"}
 """What is to be learned, by the names that data sets give it."""
@@ -177,12 +171,6 @@ CONTEXTS = {*_CONTEXT, *(f"{name}s" for name in _CONTEXT)}
 """What a question is about, by the names that data sets give it."""
 SEEN = {"alpaca": {*CONTEXTS, "tools"}, "completion": {*CONTEXTS, "system", "history", "tools"}}
 """Columns that a prompt should have, if a format does not read them."""
-FOR_TESTS = {"input", "inputs"}
-"""Columns that a reward may want in addition to a prompt."""
-CHOICE = ("chosen", "rejected")
-"""Columns of which one holds a worse answer."""
-VERDICT = "label"
-"""Next to an answer, true or false: whether it is a good one."""
 REMEDY_BY_FORMAT = {
     "text": 'set data.columns={{prompt = "text", completion = "{0}"}}',
     "alpaca": 'set data.columns={{input = "{0}"}}, or join it to the instruction',
@@ -219,8 +207,7 @@ def every_column_that_matters_is_read(session: Session) -> Finding:
     nowhere else in the row (a prompt that was made of it).
     """
     first = records(session)
-    if not first:
-        return skipped("there is no record to look at")
+    skip_if(not first, "there is no record to look at")
     read, errors = list[ReadRecord](), []
     for record in first:
         try:
@@ -232,22 +219,34 @@ def every_column_that_matters_is_read(session: Session) -> Finding:
         says, remedy = split_error(errors[0])
         return failed(
             "the columns are not understood",
-            number=len(errors),
-            unit=f"of {len(first):,} rows",
+            measured=(len(errors), f"of {len(first):,} rows"),
             evidence=[says],
             remedy=remedy,
         )
     if not session.is_generated and (fault := _preferences_not_read(read)):
         return fault
-    lost = _lost_columns(read, {*FOR_TESTS, *ANSWERS} if session.is_generated else set())
+    # of a run that generates, rewards may want answers, and the input of a test
+    unwanted = {"input", "inputs", *ANSWERS} if session.is_generated else set()
+    unread: dict[tuple[str, str], list[ReadRecord]] = {}  # (source, column) -> rows with its words
+    for row in read:
+        kind, columns = row.how.format, row.record.columns
+        wanted = SEEN.get(kind, set())
+        if kind == "text" and row.record.split == "train" and columns.format == "auto":
+            is_chosen = any(name in columns.mapping for name in REQUIRED[kind])
+            wanted = set() if is_chosen else ANSWERS
+        for name in row.how.unread:
+            if name.lower() in wanted - unwanted and row.is_nowhere_else(name):
+                unread.setdefault((row.record.source, name), []).append(row)
+    num_of = Counter(row.record.source for row in read)
+    # a column with words in 1 of 20 rows, or in fewer, is not one that the run was to use
+    lost = {key: rows for key, rows in unread.items() if len(rows) > 0.05 * num_of[key[0]]}
     if lost:
         (source, name), examples = next(iter(lost.items()))
         kind = examples[0].how.format
         return failed(
             f"the column {name} is passed over: format {kind} does not read it",
-            number=len(examples),
-            unit=f"of {sum(one.record.source == source for one in read):,} rows",
-            evidence=[ones[0].shown(column) for (_, column), ones in lost.items()][:SHOWN],
+            measured=(len(examples), f"of {num_of[source]:,} rows"),
+            evidence=[rows[0].shown(column) for (_, column), rows in lost.items()][:SHOWN],
             remedy=REMEDY_BY_FORMAT["tools" if name == "tools" else kind].format(name)
             + ", or name it in data.ignore_keys if it is not to be used",
         )
@@ -262,60 +261,34 @@ def every_column_that_matters_is_read(session: Session) -> Finding:
 
 def _preferences_not_read(read: Sequence[ReadRecord]) -> Finding | None:
     """Rows that compare or judge answers, of which every answer would be learned, or none."""
-    trained = [one for one in read if one.record.split == "train"]
+    trained = [row for row in read if row.record.split == "train"]
     unit = f"of {len(trained):,} rows"
     paired = [
-        one
-        for one in trained
-        if all(name in one.how.unread for name in CHOICE) and one.is_nowhere_else(CHOICE[0])
+        row
+        for row in trained
+        if {"chosen", "rejected"} <= row.how.unread.keys() and row.is_nowhere_else("chosen")
     ]
     if 2 * len(paired) > len(trained):
         return failed(
-            f"the rows are preferences: {' and '.join(CHOICE)} are passed over",
-            number=len(paired),
-            unit=unit,
-            evidence=[paired[0].shown(name) for name in CHOICE],
-            remedy=f"write the {CHOICE[0]} answer as the last message and leave {CHOICE[1]} out, or name both in "
+            "the rows are preferences: chosen and rejected are passed over",
+            measured=(len(paired), unit),
+            evidence=[paired[0].shown(name) for name in ("chosen", "rejected")],
+            remedy="write the chosen answer as the last message and leave rejected out, or name both in "
             "data.ignore_keys if the answers to learn are in the other columns",
         )
-    judged = [one for one in trained if isinstance(one.how.unread.get(VERDICT), bool)]
-    bad = [one for one in judged if not one.how.unread[VERDICT]]
+    judged = [row for row in trained if isinstance(row.how.unread.get("label"), bool)]
+    bad = [row for row in judged if not row.how.unread["label"]]
     if 2 * len(judged) > len(trained) and 0 < len(bad) < len(judged):
         return failed(
-            f"{len(bad):,} of {len(trained):,} answers are marked {VERDICT} false, and would be learned",
-            number=len(bad),
-            unit=unit,
-            evidence=[f"{one.record.place}: {VERDICT} is false" for one in bad[:SHOWN]],
-            remedy=f"keep the rows whose {VERDICT} is true, or name {VERDICT} in data.ignore_keys if it says something "
-            "else",
+            f"{len(bad):,} of {len(trained):,} answers are marked label false, and would be learned",
+            measured=(len(bad), unit),
+            evidence=[f"{row.record.place}: label is false" for row in bad[:SHOWN]],
+            remedy="keep the rows whose label is true, or name label in data.ignore_keys if it says something else",
         )
     return None
 
 
-def _lost_columns(
-    read: Sequence[ReadRecord], not_wanted: set[str]
-) -> dict[tuple[str, str], list[ReadRecord]]:
-    """(source, column) -> the rows in which its words are lost, if those are more than a few."""
-    lost: dict[tuple[str, str], list[ReadRecord]] = {}
-    for one in read:
-        kind, columns = one.how.format, one.record.columns
-        wanted = SEEN.get(kind, set())
-        if kind == "text" and one.record.split == "train" and columns.format == "auto":
-            is_chosen = any(name in columns.mapping for name in REQUIRED[kind])
-            wanted = set() if is_chosen else ANSWERS
-        for name in one.how.unread:
-            if name.lower() in wanted - not_wanted and one.is_nowhere_else(name):
-                lost.setdefault((one.record.source, name), []).append(one)
-    num_of = Counter(one.record.source for one in read)
-    return {key: ones for key, ones in lost.items() if len(ones) > RARELY * num_of[key[0]]}
-
-
 # -- rows
-
-PARTICULAR = re.compile(r"\d+|'[^']*'")
-"""What differs between errors of one kind."""
-MOST_ROWS = 200_000
-"""Rows of a source that are gone through once there is an error."""
 
 
 @check("data.rows", after=["template.targets"])
@@ -329,55 +302,44 @@ def every_row_becomes_a_sample(session: Session) -> Finding:
     except Unavailable as missing:
         if missing.owner != "data.rows":
             raise
-        bad, number = _rows_with_errors(session)
         says, remedy = split_error(missing.error)
-        if not bad:
-            return failed(says, remedy=remedy)
-        return failed(
-            f"{len(bad):,} of {number:,} rows cannot be trained on",
-            number=len(bad),
-            unit=f"of {number:,} rows",
-            evidence=_kinds_of_errors(bad),
-            remedy="correct these rows, or leave them out of the file",
-        )
-    says = ", ".join(f"{one.report.num_samples:,} of {name}" for name, one in data)
-    return passed(f"samples: {says}", sum(one.report.num_rows for _, one in data), "rows")
-
-
-def _rows_with_errors(session: Session) -> tuple[list[Attempt], int]:
-    """Rows with an error, and how many rows there are."""
-    bad: list[Attempt] = []
-    number = 0
+    else:
+        says = ", ".join(f"{rows.report.num_samples:,} of {name}" for name, rows in data)
+        number = sum(rows.report.num_rows for _, rows in data)
+        return passed(f"samples: {says}", number, "rows")
     if session.is_generated:
-        return bad, number
-    config, renderer = session.run.data, session.renderer
+        return failed(says, remedy=remedy)
+    config, renderer, number = session.run.data, session.renderer, 0
     longest = session.run.longest_sample(session.language.config)
     limits = Limits(longest, config.too_long, config.min_length, config.without_targets)
+    first: dict[str, str] = {}  # kind of error -> the first of it
+    times: Counter[str] = Counter()
     try:
         for split in _splits(session):
             for source, columns in sources(config, split, session.run.row_kind):
                 attempts = attempt_rows(open_source(source), columns, renderer, limits)
-                for attempt in islice(attempts, MOST_ROWS):
+                for attempt in islice(attempts, 200_000):
                     number += 1
-                    bad += [attempt] if attempt.error else []
+                    if attempt.error:
+                        reason = str(attempt.error).partition("; ")[0]
+                        # numbers and quoted words differ between errors of one kind
+                        kind = re.sub(r"\d+|'[^']*'", "", reason.removeprefix(attempt.place))
+                        first.setdefault(kind, str(attempt.error))
+                        times[kind] += 1
     except TautError:  # a file that ends in the middle of a record: the error is the one known
-        return bad, number
-    return bad, number
-
-
-def _kinds_of_errors(bad: Sequence[Attempt]) -> list[str]:
-    """The first row of each kind of error, most frequent first, and how many there are of that kind."""
-    first: dict[str, str] = {}
-    times: Counter[str] = Counter()
-    for attempt in bad:
-        reason = str(attempt.error).partition("; ")[0].removeprefix(attempt.place)
-        kind = PARTICULAR.sub("", reason)
-        first.setdefault(kind, str(attempt.error))
-        times[kind] += 1
-    return [
-        first[kind] + (f" ({number:,} such rows)" if number > 1 else "")
-        for kind, number in times.most_common(SHOWN)
-    ]
+        pass
+    num_bad = times.total()
+    if not num_bad:
+        return failed(says, remedy=remedy)
+    return failed(
+        f"{num_bad:,} of {number:,} rows cannot be trained on",
+        measured=(num_bad, f"of {number:,} rows"),
+        evidence=[
+            first[kind] + (f" ({count:,} such rows)" if count > 1 else "")
+            for kind, count in times.most_common(SHOWN)
+        ],
+        remedy="correct these rows, or leave them out of the file",
+    )
 
 
 @once
@@ -415,7 +377,7 @@ def exchanges(session: Session) -> list[Exchange]:
 
     pairs = []
     if isinstance(session.train, PromptSet):
-        for asked in session.train.asked:
+        for asked in session.train.prompt_rows:
             prompt = "" if isinstance(asked.prompt, str) else words(asked.prompt)
             for reference in asked.references[:1]:
                 pairs.append(Exchange(asked.place, prompt or str(asked.prompt), reference))
@@ -433,22 +395,14 @@ def exchanges(session: Session) -> list[Exchange]:
 # -- the words of all rows, gone through once
 
 TEXT_ROWS = 200_000
-CHARACTERS = 400_000_000
-"""Of a split, beyond which no further row is read."""
-WHITE_SPACE = b" \t\n\r\v\f"
 ALLOWED = bytes(sorted({*range(256)} - {*range(32)} - {127} | {*b"\t\n\r"}))
 """All bytes but the control characters that no text has."""
-REPLACED = "\ufffd"
-UNDECODED, MISREAD, CONTROLS = (
-    "a character that could not be decoded",
-    "a wrong encoding",
-    "a control character",
-)
+UNDECODED = "a character that could not be decoded"
+MISREAD = "a wrong encoding"
+CONTROLS = "a control character"
 MOJIBAKE = re.compile("\u00c3[\u0080-\u00bf]|\u00c2[\u00a0-\u00bf]|\u00e2\u20ac|\u00ef\u00bb\u00bf")
 """UTF-8 that was read as Latin-1 or Windows-1252 and written again."""
 CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f]")
-AROUND = 15
-"""Characters shown on each side of a broken one."""
 
 
 class BrokenText(NamedTuple):
@@ -490,49 +444,39 @@ def texts(session: Session) -> dict[str, Texts]:
 
     100,000 rows of 1.4 kB take about 2 s of one core.
     """
-    return {split: _texts_of_split(session, split) for split in _splits(session)}
-
-
-def _texts_of_split(session: Session, split: Any) -> Texts:
-    places: list[str] = []
-    exact: list[int] = []
-    normal: list[int] = []
-    broken: list[BrokenText] = []
-    named = sources(session.run.data, split, session.run.row_kind)
-    most, room, is_whole = TEXT_ROWS // len(named), CHARACTERS, True
-    for source, columns in named:
-        opened = open_source(source)
-        for number, (line, words) in enumerate(_words_of_rows(opened.attempts(), columns)):
-            if number == most or room < 0:
-                is_whole = False
-                break
-            place, joined = f"{opened.path}:{line}", "\0".join(words)
-            room -= len(joined)
-            places.append(place)
-            exact.append(hash(joined))
-            folded = joined.casefold().encode("utf-8", "surrogatepass")
-            normal.append(hash(folded.translate(None, WHITE_SPACE)))
-            if problem := broken_in(words):
-                broken.append(BrokenText(place, *problem))
-    hashes = np.array(exact, dtype=np.int64), np.array(normal, dtype=np.int64)
-    return Texts(places, *hashes, broken, is_whole)
-
-
-def _words_of_rows(
-    attempts: Iterator[tuple[int, Any]], columns: Columns
-) -> Iterator[tuple[int, list[str]]]:
-    """The line of each record and the words read from it; records that fit no format are left to data.columns."""
-    read_columns: dict[tuple[str, ...], list[str]] = {}
-    for line, record in attempts:
-        try:
-            named = renamed(record, "", columns)
-            names = tuple(named)
-            if names not in read_columns:
-                unread = recognise(record, "", columns).unread
-                read_columns[names] = sorted(name for name in names if name not in unread)
-        except DataError:
-            continue
-        yield line, [word for name in read_columns[names] for word in _words_in(named[name])]
+    by_split = {}
+    for split in _splits(session):
+        places, exact, normal, broken = list[str](), list[int](), list[int](), list[BrokenText]()
+        named = sources(session.run.data, split, session.run.row_kind)
+        room, is_whole = 400_000_000, True  # characters, beyond which no further row is read
+        for source, columns in named:
+            opened, number = open_source(source), 0
+            read_columns: dict[tuple[str, ...], list[str]] = {}
+            for line, record in opened.attempts():
+                try:
+                    values = renamed(record, "", columns)
+                    names = tuple(values)
+                    if names not in read_columns:
+                        unread = recognise(record, "", columns).unread
+                        read_columns[names] = sorted(name for name in names if name not in unread)
+                except DataError:  # a record that fits no format is left to data.columns
+                    continue
+                if number == TEXT_ROWS // len(named) or room < 0:
+                    is_whole = False
+                    break
+                words = [word for name in read_columns[names] for word in _words_in(values[name])]
+                place, joined = f"{opened.path}:{line}", "\0".join(words)
+                number += 1
+                room -= len(joined)
+                places.append(place)
+                exact.append(hash(joined))
+                folded = joined.casefold().encode("utf-8", "surrogatepass")
+                normal.append(hash(folded.translate(None, b" \t\n\r\v\f")))
+                if problem := broken_in(words):
+                    broken.append(BrokenText(place, *problem))
+        exact_S, normal_S = np.array(exact, dtype=np.int64), np.array(normal, dtype=np.int64)
+        by_split[split] = Texts(places, exact_S, normal_S, broken, is_whole)
+    return by_split
 
 
 def _words_in(value: Any) -> list[str]:
@@ -552,11 +496,11 @@ def broken_in(words: list[str]) -> tuple[str, str] | None:
     """What is wrong with the first broken character of these texts, and the words around it; None: nothing."""
 
     def excerpt(text: str, start: int, stop: int) -> str:
-        return text[max(0, start - AROUND) : stop + AROUND]
+        return text[max(0, start - 15) : stop + 15]
 
     for text in words:
-        if REPLACED in text:
-            at = text.index(REPLACED)
+        if "\ufffd" in text:
+            at = text.index("\ufffd")
             return UNDECODED, excerpt(text, at, at + 1)
         if text.isascii():
             if text.encode().translate(None, ALLOWED) and (match := CONTROL.search(text)):
@@ -577,7 +521,7 @@ HASH = np.uint64(0x9E3779B97F4A7C15)
 Hashes: TypeAlias = NDArray[np.uint64]
 
 
-def _hash_with_pictures(ids_T: NDArray[Any], shown: Iterable[tuple[int, int]]) -> Hashes:
+def hash_with_pictures(ids_T: NDArray[Any], shown: Iterable[tuple[int, int]]) -> Hashes:
     """A number for each token, from its id and the pictures up to it: equal words about different pictures differ.
 
     ``shown``: where each picture begins, and the first eight bytes of its SHA-256.
@@ -587,11 +531,6 @@ def _hash_with_pictures(ids_T: NDArray[Any], shown: Iterable[tuple[int, int]]) -
         seen_T[start:] *= HASH
         seen_T[start:] += np.uint64(content)
     return seen_T
-
-
-def seen_of(sample: Sample) -> Hashes:
-    shown = [(media.start, int(media.picture.content[:16], 16)) for media in sample.media]
-    return _hash_with_pictures(sample.ids_T, shown)
 
 
 class Flat(NamedTuple):
@@ -647,7 +586,16 @@ def flat(data: Dataset, tokens: int = TOKENS, samples: int = SAMPLES) -> Flat:
         places, lengths = _ranges(arrays["offsets"], chosen)
         ids.append(np.asarray(arrays["ids"][places]))
         stops = np.cumsum(lengths)
-        seen.append(_seen_in(arrays, chosen, ids[-1], stops))
+        if "media.offsets" in arrays:
+            for index, own_T in zip(chosen.tolist(), np.split(ids[-1], stops[:-1]), strict=True):
+                first_picture, last = arrays["media.offsets"][index : index + 2]
+                pictures = arrays["media.picture"][first_picture:last]
+                contents = arrays["picture.content"][pictures]
+                numbers = [int.from_bytes(content[:8].tobytes(), "big") for content in contents]
+                starts = arrays["media.at"][first_picture:last, 0].tolist()
+                seen.append(hash_with_pictures(own_T, zip(starts, numbers, strict=True)))
+        else:
+            seen.append(ids[-1].astype(np.uint64))
         target_places, counts = _ranges(arrays["target_offsets"], chosen)
         is_target = np.zeros(places.size, dtype=bool)
         is_target[arrays["target_at"][target_places] + np.repeat(stops - lengths, counts)] = True
@@ -665,33 +613,10 @@ def _ranges(offsets: IntArray, chosen: IntArray) -> tuple[IntArray, IntArray]:
     return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum())), lengths
 
 
-def _seen_in(
-    arrays: Mapping[str, NDArray[Any]], chosen: IntArray, ids_T: NDArray[Any], stops: IntArray
-) -> Hashes:
-    """The chosen samples' tokens with the pictures before them."""
-    if "media.offsets" not in arrays:
-        return ids_T.astype(np.uint64)
-    seen = []
-    for index, own_T in zip(chosen.tolist(), np.split(ids_T, stops[:-1]), strict=True):
-        first, last = arrays["media.offsets"][index : index + 2]
-        contents = arrays["picture.content"][arrays["media.picture"][first:last]]
-        numbers = [int.from_bytes(content[:8].tobytes(), "big") for content in contents]
-        starts = arrays["media.at"][first:last, 0].tolist()
-        seen.append(_hash_with_pictures(own_T, zip(starts, numbers, strict=True)))
-    return np.concatenate(seen)
-
-
 # -- tokens and targets
 
-UNKNOWN = 0.2
 BROKEN = 0.1
-"""Shares of tokens and of rows from which on the data are not what they should be."""
-SOME = 0.001
-"""A larger share of rows with a broken character is a warning."""
-ENTITY = re.compile("&(?:lt|gt|amp|quot|apos|nbsp|#39|#x27);")
-"""How HTML writes a character."""
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-"""Tokens with which a tokenizer falls back on bytes."""
+"""A larger share of rows is most of a file, and what is wrong with them was done to the file."""
 
 
 @check("data.tokens", after=["data.rows"])
@@ -708,8 +633,7 @@ def tokens_are_those_of_the_text(session: Session) -> Finding:
             token = tokenizer.convert_ids_to_tokens(index)
             return failed(
                 f"token {index} of the data has no row: the model has {size:,}",
-                number=index,
-                unit=f"of {size:,} rows",
+                measured=(index, f"of {size:,} rows"),
                 evidence=[f"first in {place}", f"the tokenizer writes it {token!r}"],
                 remedy="use the model's own tokenizer; tokens that somebody added to it are to be taken out and named "
                 "in tokens.add, which gives the model rows for them",
@@ -717,12 +641,10 @@ def tokens_are_those_of_the_text(session: Session) -> Finding:
     unknown_id = tokenizer.unk_token_id
     is_unknown = look.ids_T == (-1 if unknown_id is None else unknown_id)
     num_unknown = int(is_unknown.sum())
-    if num_unknown > UNKNOWN * look.ids_T.size:
-        share = num_unknown / look.ids_T.size
+    if (share := num_unknown / look.ids_T.size) > 0.2:
         return failed(
             f"{share:.0%} of tokens are the unknown token {tokenizer.unk_token!r}",
-            number=share,
-            unit="of tokens",
+            measured=(share, "of tokens"),
             evidence=[f"first in {look.name(int(look.sample_T[is_unknown.argmax()]))}"],
             remedy="the tokenizer was not made for this language; train a model whose tokenizer knows it",
         )
@@ -734,7 +656,9 @@ def tokens_are_those_of_the_text(session: Session) -> Finding:
     if num_unknown:
         notes.append(f"{num_unknown:,} tokens are unknown")
     id_of = tokenizer.backend_tokenizer.token_to_id
-    byte_ids = [index for byte in BYTES if (index := id_of(byte)) is not None]
+    # with these tokens a tokenizer falls back on bytes
+    byte_ids = [id_of(f"<0x{byte:02X}>") for byte in range(256)]
+    byte_ids = [index for index in byte_ids if index is not None]
     if byte_ids and (num_bytes := int(np.isin(look.ids_T, byte_ids).sum())):
         notes.append(f"{num_bytes:,} tokens are single bytes")
     num_used = int(np.count_nonzero(np.bincount(look.ids_T)))
@@ -750,23 +674,21 @@ def _broken_characters(session: Session) -> Finding | None:
     misread = [one for one in train.broken if one.what != CONTROLS]
     is_many = len(misread) > BROKEN * len(train.places)
     broken, number = (misread, len(train.places)) if is_many else (every, num_every)
-    if not is_many and len(broken) <= SOME * number:
+    if not is_many and len(broken) <= 0.001 * number:
         return None
     kinds = " or ".join(dict.fromkeys(one.what for one in broken))
     says, unit = f"{len(broken):,} of {number:,} rows have {kinds}", f"of {number:,} rows"
     if is_many:
         return failed(
             f"{says}{train.looked_at}",
-            number=len(broken),
-            unit=unit,
+            measured=(len(broken), unit),
             evidence=_broken_examples(broken),
             remedy="the file was written after reading it in another encoding; write it again from its source, as "
             "UTF-8",
         )
     return warned(
         says,
-        number=len(broken),
-        unit=unit,
+        measured=(len(broken), unit),
         evidence=_broken_examples(broken),
         remedy="look at these rows; correct them, or leave them out: the model learns to write such characters",
     )
@@ -789,19 +711,16 @@ def _escaped_texts(rows: Sequence[Row]) -> Finding | None:
             text = row.prompt + row.completion
         else:
             text = "".join(text_of(message["content"]) for message in row.messages)
-        if ENTITY.search(text):
+        if re.search("&(?:lt|gt|amp|quot|apos|nbsp|#39|#x27);", text):
             entities.append(row.place)
         if "\\n" in text and "\n" not in text:
             line_breaks.append(row.place)
-    for what, places in (
-        ("HTML entities, as &lt;", entities),
-        ("\\n for line breaks", line_breaks),
-    ):
+    kinds = {"HTML entities, as &lt;": entities, "\\n for line breaks": line_breaks}
+    for what, places in kinds.items():
         if len(places) > BROKEN * len(rows):
             return warned(
                 f"{len(places):,} of {len(rows):,} rows have {what}",
-                number=len(places),
-                unit=f"of {len(rows):,} rows",
+                measured=(len(places), f"of {len(rows):,} rows"),
                 evidence=places[:SHOWN],
                 remedy="undo what the program that wrote the file did to its texts, or leave them if the answers are "
                 "to be written so",
@@ -811,14 +730,7 @@ def _escaped_texts(rows: Sequence[Row]) -> Finding | None:
 
 MISSING = {"nan", "null", "undefined", "<na>", "[object object]"}
 """What programs write for a value that is not there."""
-PLACEHOLDERS = {*MISSING, "none", "n/a", "-", "?", "..."}
-"""The same, and words that are an answer if others are there too."""
-MOSTLY = 0.9
-"""An answer in a larger share of rows is a warning."""
-FEWEST = 4
-"""Rows without which one answer for all says nothing."""
-WITHOUT = "no targets"
-"""The reason of a row that data.without_targets=drop left out."""
+WITHOUT = "no targets"  # why data.without_targets=drop left a row out
 
 
 @check("data.targets", after=["data.rows"])
@@ -827,30 +739,32 @@ def most_rows_have_something_to_learn(session: Session) -> Finding:
 
     How much of each sample is learned, and whether it is more than where to end.
     """
-    if session.is_generated:
-        return skipped(GENERATED)
+    skip_if(session.is_generated, GENERATED)
     report, look, pairs = session.train.report, flat_train(session), exchanges(session)
     without = [one for one in report.dropped if one.reason == WITHOUT]
     if 2 * len(without) > report.num_rows:
         return failed(
             f"{len(without):,} of {report.num_rows:,} rows have nothing to learn and were dropped",
-            number=len(without),
-            unit=f"of {report.num_rows:,} rows",
+            measured=(len(without), f"of {report.num_rows:,} rows"),
             evidence=[one.place for one in without[:SHOWN]],
             remedy="see that rows have assistant turns that are learned (roles, train: false, data.targets); what "
             "data.without_targets=drop leaves out is most of the data",
         )
-    empty = only_ends(look, np.asarray(session.stops.ids))
+    is_word_T = look.is_target_T & ~np.isin(look.ids_T, session.stops.ids)
+    num_words_S = np.add.reduceat(is_word_T, look.start_S[:-1], dtype=np.int64)
+    empty = np.flatnonzero(num_words_S == 0)
     answers = [pair.answer.strip() for pair in pairs]
     missing = [pair for pair in pairs if pair.answer.strip().lower() in MISSING]
-    if len(pairs) >= FEWEST and all(answer.lower() in PLACEHOLDERS for answer in answers):
+    fewest = 4  # one answer for fewer rows says nothing
+    # the last five are answers if others are there too
+    placeholders = {*MISSING, "none", "n/a", "-", "?", "..."}
+    if len(pairs) >= fewest and all(answer.lower() in placeholders for answer in answers):
         missing = pairs
 
     def no_answer(tell: Callable[..., Finding], remedy: str) -> Finding:
         return tell(
             f"{empty.size:,} of {look.num_samples:,} samples have no answer but its end",
-            number=int(empty.size),
-            unit=f"of {look.num_samples:,} samples",
+            measured=(int(empty.size), f"of {look.num_samples:,} samples"),
             evidence=[look.name(int(number)) for number in empty[:SHOWN]],
             remedy=remedy,
         )
@@ -858,8 +772,7 @@ def most_rows_have_something_to_learn(session: Session) -> Finding:
     def one_answer(tell: Callable[..., Finding], same: list[Exchange], remedy: str) -> Finding:
         return tell(
             f"{len(same):,} of {len(pairs):,} answers are {cut_end(same[0].answer.strip(), 20)}",
-            number=len(same),
-            unit=f"of {len(pairs):,} rows",
+            measured=(len(same), f"of {len(pairs):,} rows"),
             evidence=[one.place for one in same[:SHOWN]],
             remedy=remedy,
         )
@@ -881,7 +794,7 @@ def most_rows_have_something_to_learn(session: Session) -> Finding:
             warned, "remove these rows, or the model learns to say nothing to some prompts"
         )
     common, times = Counter(answers).most_common(1)[0] if answers else ("", 0)
-    if common and times >= FEWEST and times > MOSTLY * len(pairs):
+    if common and times >= fewest and times > 0.9 * len(pairs):
         return one_answer(
             warned,
             [pair for pair in pairs if pair.answer.strip() == common],
@@ -892,12 +805,6 @@ def most_rows_have_something_to_learn(session: Session) -> Finding:
     notes = [f"{len(without):,} rows without targets were dropped"] if without else []
     says = f"{share:.0%} of tokens are targets{look.looked_at}"
     return passed(says, share, "of tokens", notes)
-
-
-def only_ends(look: Flat, ends: IntArray) -> IntArray:
-    """Samples all of whose targets end an answer."""
-    is_word_T = look.is_target_T & ~np.isin(look.ids_T, ends)
-    return np.flatnonzero(np.add.reduceat(is_word_T, look.start_S[:-1], dtype=np.int64) == 0)
 
 
 @check("data.truncation", after=["data.rows"])
@@ -924,8 +831,7 @@ def most_samples_are_kept_whole(session: Session) -> Finding:
         what = "were dropped for their length" if len(dropped) >= len(cut) else "lost their end"
         return failed(
             f"{num_lost:,} of {number:,} {unit} {what}",
-            number=num_lost,
-            unit=f"of {number:,} {unit}",
+            measured=(num_lost, f"of {number:,} {unit}"),
             evidence=[f"{one.place}: {one.reason}" for one in lost[:SHOWN]],
             remedy=f"{share:.1%} of what is to be learned is gone; raise data.max_length, or lower data.min_length",
         )
@@ -940,13 +846,6 @@ def most_samples_are_kept_whole(session: Session) -> Finding:
 
 # -- micro-batches
 
-PLANNED_STEPS = 5
-"""Steps that are laid out."""
-PLANNED_TOKENS = 100_000
-"""Tokens of steps that are laid out, the first whole."""
-COUNTED_STEPS = 2_000
-"""Steps whose samples are counted."""
-
 
 @check("data.packing", after=["model.trains"])
 def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
@@ -959,26 +858,35 @@ def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
     positions, targets, weights and values, read back along what each token sees. Compared answers are in one
     micro-batch. None has more tokens than the budget, except for one sample, or one row of compared answers, alone.
     """
-    method, last = session.trainer.method, session.trainer.num_steps
-    assert isinstance(method, Offline | Online)
-    wrong = list(_wrong_epoch(session, method.order))
-    first = method.order.origin.step + 1 if isinstance(method, Offline) else 1
+    source, last = session.trainer.source, session.trainer.num_steps
+    assert isinstance(source, Offline | Online)
+    wrong: list[str] = []
+    order = replace(source.order, origin=START)
+    most_counted = 2_000
+    num_steps = min(most_counted, order.num_steps(1.0))
+    stepped = [index for step in range(1, num_steps + 1) for index in order.step(step, 1.0)]
+    is_whole = len(stepped) >= order.epoch_size or num_steps < most_counted
+    for indices, least in ((order.epoch(0), 1), (np.asarray(stepped), int(is_whole))):
+        times = np.bincount(indices, minlength=order.weights.size)
+        is_wrong = (times > np.ceil(order.weights)) | (times < least * np.floor(order.weights))
+        for index in np.flatnonzero(is_wrong)[:SHOWN]:
+            first = session.train.rows[index] if session.run.compares_answers else index
+            name, weight = session.train.sample_id(int(first)), order.weights[index]
+            wrong.append(f"{name} is seen {times[index]} times an epoch, its weight is {weight:g}")
+    begin = source.order.origin.step + 1 if isinstance(source, Offline) else 1
     plans: list[StepPlan] = []
-    for step in range(first, min(first + PLANNED_STEPS - 1, last) + 1):
-        trees = method.prepare(step) if isinstance(method, Offline) else session.trees
+    for step in range(begin, min(begin + 4, last) + 1):
+        trees = source.prepare(step) if isinstance(source, Offline) else session.trees
         packs = lay_out(trees, session.trainer.budget, session.trainer.policy)
-        wrong += _wrong_samples(samples_of(trees), packs)
-        wrong += _wrong_groups(trees, packs)
-        wrong += _over_budget(session, trees, packs)
+        wrong += _wrong_in_step(trees, packs, session.trainer.budget)
         plans.append(step_plan(step, trees, packs))
         num_planned = sum(plan.unshared for plan in plans)
-        if wrong or not isinstance(method, Offline) or num_planned > PLANNED_TOKENS:
+        if wrong or not isinstance(source, Offline) or num_planned > 100_000:
             break
     if wrong:
         return failed(
             f"the plan is wrong: {wrong[0]}",
-            number=len(wrong),
-            unit="differences",
+            measured=(len(wrong), "differences"),
             evidence=wrong[:SHOWN],
             remedy="please report this, with the data if they may be shown; batch.share_prefixes=false and "
             "batch.group_prefixes=false may avoid it",
@@ -997,23 +905,9 @@ def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
     return passed(says, computed, "tokens", notes)
 
 
-def _wrong_epoch(session: Session, order: Order) -> Iterator[str]:
-    """Samples that the first epoch has too often or too rarely."""
-    order = replace(order, origin=START)
-    num_steps = min(COUNTED_STEPS, order.num_steps(1.0))
-    stepped = [i for step in range(1, num_steps + 1) for i in order.step(step, 1.0)]
-    is_whole = len(stepped) >= order.epoch_size or num_steps < COUNTED_STEPS
-    for indices, least in ((order.epoch(0), 1), (np.asarray(stepped), int(is_whole))):
-        times = np.bincount(indices, minlength=order.weights.size)
-        is_wrong = (times > np.ceil(order.weights)) | (times < least * np.floor(order.weights))
-        for index in np.flatnonzero(is_wrong)[:SHOWN]:
-            first = session.train.rows[index] if session.run.compares_answers else index
-            name = session.train.sample_id(int(first))
-            yield f"{name} is seen {times[index]} times an epoch, its weight is {order.weights[index]:g}"
-
-
-def _wrong_samples(samples: Sequence[Sample], packs: Sequence[Packed]) -> Iterator[str]:
-    """What is not in a step's micro-batches as it should be."""
+def _wrong_in_step(trees: Sequence[Tree], packs: Sequence[Packed], budget: Budget) -> Iterator[str]:
+    """How a step's micro-batches differ from its samples."""
+    samples = samples_of(trees)
     by_id = {sample.id: sample for sample in samples}
     expected = Counter(sample.id for sample in samples)
     actual = Counter(name for packed in packs for name in packed.sample_ids)
@@ -1023,6 +917,25 @@ def _wrong_samples(samples: Sequence[Sample], packs: Sequence[Packed]) -> Iterat
         for row, name in enumerate(packed.sample_ids):
             if name in by_id:
                 yield from _wrong_in_pack(by_id[name], packed, row)
+    num_pairs, atoms = 0, list[list[str]]()
+    for tree in trees:
+        names = {sample.id for sample in tree.samples}
+        holders = [packed for packed in packs if names & set(packed.sample_ids)]
+        if tree.is_atom and any(not names <= set(packed.sample_ids) for packed in holders):
+            yield f"{tree.samples[0].id} is not in one micro-batch with what it is compared with"
+        ranks = [s.values.get("preference", 0.0) for s in tree.samples if s.group >= 0]
+        num_pairs += sum(left != right for left, right in combinations(ranks, 2))
+        atoms += [sorted(sample.id for sample in tree.samples)] if tree.is_atom else []
+    num_compared = sum(packed.num_pairs for packed in packs)
+    if num_compared != num_pairs:
+        yield f"{num_compared} pairs are compared in a step that has {num_pairs}"
+    for packed in packs:
+        if packed.num_samples == 1 or sorted(packed.sample_ids) in atoms:
+            continue
+        if packed.num_tokens > budget.tokens_per_microbatch or budget.one_sample:
+            most = f"{budget.tokens_per_microbatch:,} tokens"
+            allowed = "one sample" if budget.one_sample else most
+            yield f"a micro-batch of {packed.num_samples} samples has {packed.num_tokens:,} tokens, of {allowed}"
 
 
 def _wrong_in_pack(sample: Sample, packed: Packed, row: int) -> Iterator[str]:
@@ -1064,33 +977,3 @@ def _wrong_in_pack(sample: Sample, packed: Packed, row: int) -> Iterator[str]:
     for name, value_R in sample.read_values.items():
         if not np.array_equal(packed.read_values[name][packed.row_R == row].numpy(), value_R):
             yield f"{sample.id}: its steps have another {name} in its micro-batch"
-
-
-def _wrong_groups(trees: Sequence[Tree], packs: Sequence[Packed]) -> Iterator[str]:
-    """Compared answers that are not together, and pairs that are not compared as often as they should be."""
-    num_pairs = 0
-    for tree in trees:
-        names = {sample.id for sample in tree.samples}
-        holders = [packed for packed in packs if names & set(packed.sample_ids)]
-        if tree.is_atom and any(not names <= set(packed.sample_ids) for packed in holders):
-            yield f"{tree.samples[0].id} is not in one micro-batch with what it is compared with"
-        ranks = [one.values.get("preference", 0.0) for one in tree.samples if one.group >= 0]
-        num_pairs += sum(left != right for left, right in combinations(ranks, 2))
-    num_compared = sum(packed.num_pairs for packed in packs)
-    if num_compared != num_pairs:
-        yield f"{num_compared} pairs are compared in a step that has {num_pairs}"
-
-
-def _over_budget(session: Session, trees: Sequence[Tree], packs: Sequence[Packed]) -> Iterator[str]:
-    """Micro-batches with more tokens than allowed."""
-    atoms = [sorted(sample.id for sample in tree.samples) for tree in trees if tree.is_atom]
-    most, one_sample = (
-        session.trainer.budget.tokens_per_microbatch,
-        session.trainer.budget.one_sample,
-    )
-    for packed in packs:
-        if packed.num_samples == 1 or sorted(packed.sample_ids) in atoms:
-            continue
-        if packed.num_tokens > most or one_sample:
-            allowed = "one sample" if one_sample else f"{most:,} tokens"
-            yield f"a micro-batch of {packed.num_samples} samples has {packed.num_tokens:,} tokens, of {allowed}"

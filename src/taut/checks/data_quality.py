@@ -8,14 +8,24 @@ evenly, is looked at.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from taut.checks.chat_template import short_place
-from taut.checks.data import HASH, Exchange, Flat, Hashes, Texts, exchanges, flat, seen_of, texts
-from taut.checks.registry import Finding, check, failed, passed, skipped, warned
+from taut.checks.data import (
+    HASH,
+    Exchange,
+    Flat,
+    Hashes,
+    exchanges,
+    flat,
+    flat_train,
+    hash_with_pictures,
+    texts,
+)
+from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped, warned
 from taut.checks.session import Session, once
 from taut.data.cache import VALUE
 from taut.data.dataset import Dataset
@@ -31,34 +41,8 @@ SHOWN = 4
 
 # -- repeats and lengths
 
-REPEATED = 0.01
-"""A larger share of rows that repeat another is a warning."""
 OFTEN = 10
-"""So many times the same row are one too."""
-
-
-class Repeats(NamedTuple):
-    """Rows of a split that occur more than once."""
-
-    num_rows: int
-    num_repeats: int
-    """Rows with an earlier one that is the same but for case and white space."""
-    num_near: int
-    """Of these, rows that are not equal to an earlier one."""
-    most: int
-    """How many times the most frequent row occurs."""
-    examples: list[str]
-
-    @property
-    def is_warning(self) -> bool:
-        return self.num_repeats > REPEATED * self.num_rows or self.most >= OFTEN
-
-    def __str__(self) -> str:
-        """``27 of 300 rows repeat another, 12 of them with other case or white space, one is there 25 times``."""
-        says = f"{self.num_repeats:,} of {self.num_rows:,} rows repeat another"
-        if self.num_near:
-            says += f", {self.num_near:,} of them with other case or white space"
-        return says + (f", one is there {self.most:,} times" if self.most >= OFTEN else "")
+"""A row that occurs so many times is a warning."""
 
 
 @check("data.repeats", after=["data.rows"])
@@ -68,43 +52,42 @@ def few_rows_repeat_others(session: Session) -> Finding:
     A few repeats are in most data sets and pass, with examples. A warning is what changes the run: more than one row in
     a hundred, or one row ten times.
     """
-    repeats = {split: repeats_in(rows) for split, rows in texts(session).items()}
-    unit = f"of {sum(one.num_rows for one in repeats.values()):,} rows"
-    number = sum(one.num_repeats for one in repeats.values())
-    parts = [f"{split}: {one}" for split, one in repeats.items() if one.num_repeats]
-    looked_at = "".join(dict.fromkeys(rows.looked_at for rows in texts(session).values()))
-    says = (", ".join(parts) or "no row repeats another") + looked_at
-    many = [one for one in repeats.values() if one.is_warning]
-    examples = [line for one in many or repeats.values() for line in one.examples]
+    number, parts, looked_at = 0, list[str](), dict[str, None]()
+    few, many = list[str](), list[str]()  # examples
+    for split, rows in texts(session).items():
+        _, first_G, group_S, count_G = np.unique(
+            rows.normal_S, return_index=True, return_inverse=True, return_counts=True
+        )
+        num_rows, num_repeats = len(rows.places), rows.normal_S.size - first_G.size
+        num_near = num_repeats - (rows.exact_S.size - np.unique(rows.exact_S).size)
+        most = int(count_G.max(initial=0))
+        is_warning = num_repeats > 0.01 * num_rows or most >= OFTEN
+        for group in np.lexsort((first_G, -count_G))[:SHOWN]:
+            if count_G[group] < 2:
+                break
+            first, second = np.flatnonzero(group_S == group)[:2]
+            times = "twice" if count_G[group] == 2 else f"{count_G[group]:,} times"
+            again = rows.places[second].rpartition("/")[2]
+            line = f"{short_place(rows.places[first])} is there {times}, again in {again}"
+            (many if is_warning else few).append(line)
+        number += num_repeats
+        looked_at[rows.looked_at] = None
+        if num_repeats:
+            says = f"{split}: {num_repeats:,} of {num_rows:,} rows repeat another"
+            if num_near:
+                says += f", {num_near:,} of them with other case or white space"
+            parts.append(says + (f", one is there {most:,} times" if most >= OFTEN else ""))
+    says = (", ".join(parts) or "no row repeats another") + "".join(looked_at)
+    unit = f"of {sum(len(rows.places) for rows in texts(session).values()):,} rows"
     if not many:
-        return passed(says, number, unit, examples)
+        return passed(says, number, unit, few)
     return warned(
         says,
-        number=number,
-        unit=unit,
-        evidence=examples,
+        measured=(number, unit),
+        evidence=many,
         remedy="take the repeated rows out: each counts as often as it is there; to weigh rows on purpose, give their "
         "file a weight",
     )
-
-
-def repeats_in(rows: Texts) -> Repeats:
-    """Rows of one split against each other."""
-    _, first_G, group_S, count_G = np.unique(
-        rows.normal_S, return_index=True, return_inverse=True, return_counts=True
-    )
-    num_repeats = rows.normal_S.size - first_G.size
-    num_exact = rows.exact_S.size - np.unique(rows.exact_S).size
-    examples = []
-    for group in np.lexsort((first_G, -count_G))[:SHOWN]:
-        if count_G[group] < 2:
-            break
-        first, second = np.flatnonzero(group_S == group)[:2]
-        times = "twice" if count_G[group] == 2 else f"{count_G[group]:,} times"
-        again = rows.places[second].rpartition("/")[2]
-        examples.append(f"{short_place(rows.places[first])} is there {times}, again in {again}")
-    most = int(count_G.max(initial=0))
-    return Repeats(len(rows.places), num_repeats, num_repeats - num_exact, most, examples)
 
 
 @check("data.lengths", after=["data.rows"])
@@ -119,8 +102,7 @@ def the_longest_sample_has_positions(session: Session) -> Finding:
         if too_long.size:
             return failed(
                 f"{too_long.size:,} samples of {name} are longer than the model's {context:,} positions",
-                number=int(data.lengths.max()),
-                unit=f"tokens of {context:,}",
+                measured=(int(data.lengths.max()), f"tokens of {context:,}"),
                 evidence=[
                     f"{data.sample_id(int(i))}: {data.lengths[i]:,} tokens"
                     for i in too_long[:SHOWN]
@@ -151,12 +133,6 @@ def length_histogram(lengths_S: IntArray) -> str:
 
 # -- leaks
 
-LEAKED_ANSWERS = 0.8
-FEWEST = 4
-"""Rows without which nothing can be said."""
-LONG, BEFORE = 20, 10
-"""An answer of so many characters is not a whole line of the prompt by accident, nor are so many before it."""
-
 
 @check("data.leak", after=["data.rows"])
 def prompts_do_not_give_the_answer_away(session: Session) -> Finding:
@@ -172,33 +148,30 @@ def prompts_do_not_give_the_answer_away(session: Session) -> Finding:
             "no row has a right answer" if session.is_generated else "documents have no prompts"
         )
     number, unit = len(pairs), f"of {len(pairs):,} rows"
-    enough = max(FEWEST, LEAKED_ANSWERS * number)
+    enough = max(4, 0.8 * number)
     remedy = "the model would learn to repeat what it is never shown again; take the answer out of the prompt"
     at_end = [pair for pair in pairs if ends_with_answer(pair)]
     if len(at_end) >= enough and not is_copying(at_end):
         return failed(
             f"in {len(at_end):,} of {number:,} rows the prompt ends with the whole answer",
-            number=len(at_end),
-            unit=unit,
+            measured=(len(at_end), unit),
             evidence=[
                 f"{pair.place}: ...{pair.prompt[-60:]!r} -> {pair.answer[:40]!r}"
                 for pair in at_end[:SHOWN]
             ],
             remedy=f"{remedy} (data.columns)",
         )
-    pairs_after: dict[
-        str, list[Exchange]
-    ] = {}  # words -> pairs with the answer as the rest of a line
+    pairs_after: dict[str, list[Exchange]] = {}  # words -> pairs with the answer after them
     for pair in pairs:
         before, answer, after = pair.prompt.partition(pair.answer.strip())
-        if answer and len(answer) >= LONG and (not after or after.startswith("\n")):
-            pairs_after.setdefault(before[-BEFORE:], []).append(pair)
+        # 20 characters are not a whole line of the prompt by accident, nor are the 10 before them
+        if len(answer) >= 20 and (not after or after.startswith("\n")):
+            pairs_after.setdefault(before[-10:], []).append(pair)
     words, named = max(pairs_after.items(), key=lambda item: len(item[1]), default=("", []))
     if len(named) >= enough and not is_copying(named):
         return failed(
             f"in {len(named):,} of {number:,} rows the prompt has the whole answer after {words!r}",
-            number=len(named),
-            unit=unit,
+            measured=(len(named), unit),
             evidence=[f"{pair.place}: {pair.answer[:40]!r}" for pair in named[:SHOWN]],
             remedy=f"{remedy} (its system message, data.columns)",
         )
@@ -224,14 +197,6 @@ def is_copying(pairs: list[Exchange]) -> bool:
 
 
 GRAM = 13
-EVAL_TOKENS, EVAL_SAMPLES = 200_000, 2_000
-TRAIN_TOKENS = 1_000_000
-CANDIDATES = 20_000
-"""Training samples that are compared id by id, at most."""
-COMMON = 0.05
-"""A gram in a larger share of training samples, and in more than three, is one that they all begin with."""
-LEAKED_SAMPLES = 0.01
-"""A larger share of equal samples is a warning."""
 
 
 @check("data.overlap", after=["data.rows"])
@@ -247,7 +212,7 @@ def eval_is_not_trained_on(session: Session) -> Finding:
     """
     if session.eval is None:
         return skipped("there is no data.eval")
-    look = flat(session.eval, EVAL_TOKENS, EVAL_SAMPLES)
+    look = flat(session.eval, tokens=200_000, samples=2_000)
     train, held_out = texts(session)["train"], texts(session)["eval"]
     is_known = np.isin(held_out.normal_S, train.normal_S)
     known_places = {held_out.places[number] for number in np.flatnonzero(is_known)}
@@ -260,19 +225,17 @@ def eval_is_not_trained_on(session: Session) -> Finding:
     if metric and 2 * num_equal > look.num_samples:
         return failed(
             f"{equal}, and {metric} of them chooses the model to keep",
-            number=num_equal,
-            unit=unit,
+            measured=(num_equal, unit),
             evidence=names,
             remedy="hold out rows that are not trained on, or unset eval.best",
         )
-    is_similar = is_equal | similar_samples(flat(session.train, TRAIN_TOKENS), look)
+    is_similar = is_equal | similar_samples(flat_train(session), look)
     num_similar = int(is_similar.sum())
     says = f"{num_equal:,} equal, {num_similar:,} mostly in data.train{look.looked_at}"
-    if num_equal > LEAKED_SAMPLES * look.num_samples:
+    if num_equal > 0.01 * look.num_samples:
         return warned(
             f"{equal}{look.looked_at}",
-            number=num_equal,
-            unit=unit,
+            measured=(num_equal, unit),
             evidence=names,
             remedy="hold out rows that are not trained on: what is measured on these says nothing of new ones",
             notes=[says],
@@ -303,8 +266,11 @@ def equal_samples(train: Dataset, look: Flat) -> NDArray[np.bool_]:
         candidates += (chosen[np.isin(keys, np.unique(keys_S))] + first).tolist()
         first += part_lengths.size
     is_equal = np.zeros(lengths_S.size, dtype=bool)
-    for index in candidates[:CANDIDATES]:
-        is_equal[wanted.pop(seen_of(train[index]).tobytes(), [])] = True
+    for index in candidates[:20_000]:
+        sample = train[index]
+        shown = [(media.start, int(media.picture.content[:16], 16)) for media in sample.media]
+        seen_T = hash_with_pictures(sample.ids_T, shown)
+        is_equal[wanted.pop(seen_T.tobytes(), [])] = True
         if not wanted:
             break
     return is_equal
@@ -327,7 +293,7 @@ def similar_samples(train: Flat, look: Flat) -> NDArray[np.bool_]:
     at = _places(train_hashes, known)
     hits = np.unique(np.stack([at, train_sample])[:, at >= 0], axis=1)
     times = np.bincount(hits[0], minlength=known.size)
-    is_common = times > max(3, COMMON * train.num_samples)
+    is_common = times > max(3, 0.05 * train.num_samples)  # all samples begin with these
     is_own_G = ~is_common[inverse_G]
     num_own = np.bincount(sample_G[is_own_G], minlength=look.num_samples)
     is_in_train_G = is_own_G & (times[inverse_G] > 0)
@@ -362,20 +328,13 @@ def _grams(look: Flat) -> tuple[Hashes, IntArray]:
 
 # -- labels of judged answers
 
-PAIR_ROWS = 10_000
-"""Rows that are looked at."""
-SAME = "are the same, token for token"
-"""What the reason of a row with equal answers says."""
-BIASED = 0.6
-"""The low end of the share of pairs of which length alone predicts the label, from which on it is a warning."""
-
 
 @once
 def pair_report(session: Session) -> PairReport:
     """What the training data say about their own labels."""
     starts = session.train.rows
     num_rows = len(starts) - 1
-    chosen = np.unique(np.linspace(0, num_rows - 1, min(num_rows, PAIR_ROWS)).astype(np.int64))
+    chosen = np.unique(np.linspace(0, num_rows - 1, min(num_rows, 10_000)).astype(np.int64))
     pairs = []
     for index in chosen.tolist():
         row = session.train[int(starts[index]) : int(starts[index + 1])]
@@ -401,15 +360,13 @@ def pairs_do_not_contradict_each_other(session: Session) -> Finding:
     are the same are refused, or dropped if that is asked for; here those are counted. A preference for longer answers
     may be meant, so a bias is a warning, with its interval, and no failure.
     """
-    if session.run.row_kind != "preference":
-        return skipped("the rows are no comparisons")
+    skip_if(session.run.row_kind != "preference", "the rows are no comparisons")
     report, loaded = pair_report(session), session.train.report
-    same = [one for one in loaded.dropped if SAME in one.reason]
+    same = [one for one in loaded.dropped if "are the same, token for token" in one.reason]
     if same and 2 * len(same) > loaded.num_rows:
         return failed(
             f"{len(same):,} of {loaded.num_rows:,} rows have the same answer twice",
-            number=len(same),
-            unit="rows",
+            measured=(len(same), "rows"),
             evidence=[one.place for one in same[:SHOWN]],
             remedy="name the right columns in data.columns: chosen and rejected are to differ",
         )
@@ -419,8 +376,7 @@ def pairs_do_not_contradict_each_other(session: Session) -> Finding:
     if report.is_many(number):
         return failed(
             f"{number:,} of {report.num_pairs:,} pairs contradict another: the same answers, the other way round",
-            number=number,
-            unit=unit,
+            measured=(number, unit),
             evidence=places,
             remedy="keep one of each: pairs that contradict each other teach nothing, and labels like these were mixed "
             "up (were sides swapped while the data were joined?)",
@@ -437,8 +393,7 @@ def pairs_do_not_contradict_each_other(session: Session) -> Finding:
         side = "longer" if lengths.num_longer > lengths.num_unequal / 2 else "shorter"
         return warned(
             length_bias(lengths),
-            number=lengths.accuracy,
-            unit="of labels by length",
+            measured=(lengths.accuracy, "of labels by length"),
             remedy=f"if that is not what makes an answer better, add pairs whose chosen answer is not the {side} one: "
             "length is the easiest thing to learn from these",
             notes=notes,
@@ -449,9 +404,9 @@ def pairs_do_not_contradict_each_other(session: Session) -> Finding:
 
 
 def is_biased(lengths: Lengths) -> bool:
-    """Whether length alone predicts clearly more than half of the labels."""
+    """Whether length alone predicts clearly more than half of the labels: 60% at the low end of the interval."""
     low, high = wilson_interval(lengths.num_longer, lengths.num_unequal)
-    return max(low, 1 - high) > BIASED
+    return max(low, 1 - high) > 0.6
 
 
 def length_bias(lengths: Lengths) -> str:
@@ -473,8 +428,7 @@ def few_labels_look_flipped(session: Session) -> Finding:
     what it can see, and how often it was right. Exceptions to a rule look like flips, and published sets have up to 11%
     of them: those are a warning. A failure is a rate that no set was seen to have by nature.
     """
-    if session.run.row_kind != "preference":
-        return skipped("the rows are no comparisons")
+    skip_if(session.run.row_kind != "preference", "the rows are no comparisons")
     flips = pair_report(session).flips
     if flips.rate is None:
         return passed(f"cannot tell: {flips.reason}")
@@ -483,8 +437,7 @@ def few_labels_look_flipped(session: Session) -> Finding:
     if flips.is_alarming:
         return failed(
             f"{flips.rate:.0%} of the labels look flipped ({interval})",
-            number=flips.rate,
-            unit=unit,
+            measured=(flips.rate, unit),
             evidence=suspects,
             remedy="look at these pairs: were chosen and rejected swapped in a part of the data? Turn them round, or "
             "leave them out",
@@ -493,16 +446,11 @@ def few_labels_look_flipped(session: Session) -> Finding:
     if flips.is_notable:
         return warned(
             f"{len(flips.suspects):,} labels look flipped; {says}",
-            number=flips.rate,
-            unit=unit,
+            measured=(flips.rate, unit),
             evidence=suspects,
             remedy="look at these pairs; exceptions to a rule look like this too",
         )
     return passed(says, flips.rate, unit)
-
-
-LOW, HIGH = 1.0, 4 / 3
-LABEL_SLACK = 0.005
 
 
 @check("data.labels", after=["data.rows"])
@@ -513,8 +461,7 @@ def good_and_bad_answers_are_balanced(session: Session) -> Finding:
 
     KTO's paper (arXiv 2402.01306) advises 1 to 4/3. Another one is a warning: it may be meant.
     """
-    if session.run.row_kind != "unpaired":
-        return skipped("the rows are not labelled good or bad")
+    skip_if(session.run.row_kind != "unpaired", "the rows are not labelled good or bad")
     is_good_S = _values(session, "label") > 0.5
     number = int(is_good_S.sum())
     others, unit = is_good_S.size - number, f"of {is_good_S.size:,} are good"
@@ -522,25 +469,22 @@ def good_and_bad_answers_are_balanced(session: Session) -> Finding:
         kind = "true" if number else "false"
         return failed(
             f"all {is_good_S.size:,} answers are labelled {kind}",
-            number=number,
-            unit=unit,
+            measured=(number, unit),
             evidence=[session.train.sample_id(0)],
             remedy="one kind alone teaches no difference; add rows with the other label, or name the right column in "
             "data.columns",
         )
     loss: Any = session.run.loss()
     ratio = loss.desirable_weight * number / (loss.undesirable_weight * others)
-    if LOW - LABEL_SLACK <= ratio <= HIGH + LABEL_SLACK:
+    if 1 - 0.005 <= ratio <= 4 / 3 + 0.005:
         return passed("both kinds are there", number, unit)
-    if number < others:  # a ratio of 1, the other weight left at 1
-        advice = f"kto.desirable_weight={others / number:.3g}"
-    else:
-        advice = f"kto.undesirable_weight={number / others:.3g}"
+    key, weight = ("desirable", others / number)  # a ratio of 1, the other weight left at 1
+    if number >= others:
+        key, weight = "undesirable", number / others
     return warned(
         f"weight times number is {ratio:.2f} : 1, and KTO's paper advises 1 to 1.33",
-        number=number,
-        unit=unit,
-        remedy=f"set {advice}, unless one kind is to count more",
+        measured=(number, unit),
+        remedy=f"set kto.{key}_weight={weight:.3g}, unless one kind is to count more",
     )
 
 
@@ -551,16 +495,14 @@ def rows_have_the_margins_of_the_loss(session: Session) -> Finding:
     Without them every pair would have a margin of 0.
     """
     loss: Any = session.run.loss()
-    if "margin" not in loss.needs_values:
-        return skipped("the loss reads no margins")
+    skip_if("margin" not in loss.needs_values, "the loss reads no margins")
     margins_S = _values(session, "margin")
     nonzero = margins_S[margins_S != 0]
     key = f"{session.run.method}.margin"
     if not nonzero.size:
         return failed(
             f"{key}={loss.margin:g}, and no row has a margin",
-            number=0,
-            unit=f"of {margins_S.size:,} answers",
+            measured=(0, f"of {margins_S.size:,} answers"),
             evidence=[f"first: {session.train.sample_id(0)}"],
             remedy=f"name the column with data.columns (margin, or scores of both answers), or take {key} out",
         )

@@ -12,10 +12,10 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,24 +40,20 @@ from taut.checks.measure import (
     target_name,
     trained,
 )
-from taut.checks.registry import Finding, check, failed, passed, skipped
+from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import Session, num_tokens
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.methods.reference import STREAM
 from taut.models import architecture
-from taut.models.critic import PART, OwnCritic
-from taut.models.heads import scalar_head
+from taut.models.heads import CRITIC, OwnCritic, scalar_head
 from taut.models.lora import is_adapted
 from taut.models.scorer import score_hidden
 from taut.models.self_test import library_attention
 from taut.train.monitors import STEADY_TARGETS, TOLERANCE
 from taut.train.trainer import Scored, Trainer, add_gradients
-from taut.types import Packed, Sample, Scores
+from taut.types import Sample, Scores
 
-# -- what is in force before the first step
-
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm"}
-DTYPES_SHOWN = 3
+# -- before the first step
 
 
 @check("loss.dtype", after=["model.noise", "model.head"])
@@ -66,48 +62,63 @@ def every_tensor_is_in_its_dtype(session: Session) -> Finding:
 
     What is updated, RoPE's frequencies, and every matrix product of a forward:
 
-        float64, float32    parameters, products and log-probs are in it
-        bfloat16            parameters, RoPE and log-probs in float32, products in bfloat16 under autocast
+        float64, float32    parameters, products and logprobs are in it
+        bfloat16            parameters, RoPE and logprobs in float32, products in bfloat16 under autocast
 
     A product in a narrower dtype than was asked for is a silent cast; its layer is named.
     """
     parameters, asked, many = session.loaded.dtype.parameters, session.dtype, session.quantity.many
-    narrow = _narrow_tensors(session, parameters)
+    model = session.scorer.model
+    narrow = [
+        f"{name} is in {dtype_name(parameter.dtype)}"
+        for name, parameter in model.named_parameters()
+        if _is_narrower(parameter.dtype, parameters)
+    ]
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq"):  # may have lost its digits, whatever dtype it is in now
+            values = buffer.double()
+            # bfloat16 holds every power of two, 1 above all: they say nothing
+            values = values[(values > 0) & (torch.frexp(values).mantissa != 0.5)]
+            if values.numel() > 1 and bool((values == values.to(torch.bfloat16)).all()):
+                narrow.append(f"{name} has the digits of bfloat16")
     if narrow:
         return failed(
             f"{len(narrow)} tensors are narrower than {dtype_name(parameters)}",
-            number=len(narrow),
-            unit="tensors",
-            evidence=narrow[:DTYPES_SHOWN],
+            measured=(len(narrow), "tensors"),
+            evidence=narrow[:3],
             remedy="small updates and far positions would be rounded away; load the model in float32: remove what "
             "narrows these in its code or config, and please report the model",
         )
-    products, output_dtype = _matrix_products(session)
-    total = products.total()
+    counter = _ProductCounter()
+    with ExitStack() as hooks, session.inference(), counter:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_pre_hook(counter.entering(name)))
+            leave = module.register_forward_hook(counter.leave, always_call=True)
+            hooks.enter_context(leave)
+        output_dtype = session.forward(pack([session.short_sample], ALONE)).dtype
+    products, total = counter.products, counter.products.total()
     lines = {key: f"{key[0]} computes in {dtype_name(key[1])}" for key in products}
     narrow_products = [key for key in products if _is_narrower(key[1], asked)]
     if narrow_products or _is_narrower(output_dtype, torch.float32):
         number = sum(products[key] for key in narrow_products)
         return failed(
             f"{number} of {total} products are narrower than {dtype_name(asked)}",
-            number=number,
-            unit=f"of {total} products",
-            evidence=[lines[key] for key in narrow_products[:DTYPES_SHOWN]]
+            measured=(number, f"of {total} products"),
+            evidence=[lines[key] for key in narrow_products[:3]]
             or [f"{many} are in {dtype_name(output_dtype)}"],
-            remedy=f"dtype={dtype_name(asked)} is not in force there; remove the cast in the model's code, or set "
+            remedy=f"dtype={dtype_name(asked)} is not applied there; remove the cast in the model's code, or set "
             "dtype=bfloat16 if that is what you want",
         )
     num_asked = sum(count for (_, dtype), count in products.items() if dtype == asked)
     if not num_asked:
         return failed(
             f"no product of the model is in {dtype_name(asked)}",
-            number=0,
-            unit=f"of {total} products",
-            evidence=[*lines.values()][:DTYPES_SHOWN],
-            remedy=f"dtype={dtype_name(asked)} is not in force; set dtype=float32, and please report the model",
+            measured=(0, f"of {total} products"),
+            evidence=[*lines.values()][:3],
+            remedy=f"dtype={dtype_name(asked)} is not applied; set dtype=float32, and please report the model",
         )
     wider = Counter(where.rpartition(".")[2] for where, dtype in products if dtype != asked)
-    kinds = ", ".join(f"{count} {name}" for name, count in wider.most_common(DTYPES_SHOWN))
+    kinds = ", ".join(f"{count} {name}" for name, count in wider.most_common(3))
     return passed(
         f"parameters {dtype_name(parameters)}, {num_asked} of {total} products in {dtype_name(asked)}, {many} "
         f"{dtype_name(output_dtype)}",
@@ -126,38 +137,10 @@ def _is_narrower(dtype: torch.dtype, than: torch.dtype) -> bool:
     return dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(than).eps
 
 
-def _narrow_tensors(session: Session, wanted: torch.dtype) -> list[str]:
-    """Parameters in a narrower dtype, and frequencies that have lost their digits, whatever dtype they are in now."""
-    model = session.scorer.model
-    narrow = [
-        f"{name} is in {dtype_name(parameter.dtype)}"
-        for name, parameter in model.named_parameters()
-        if _is_narrower(parameter.dtype, wanted)
-    ]
-    for name, buffer in model.named_buffers():
-        if name.endswith("inv_freq"):
-            values = buffer.double()
-            # bfloat16 holds every power of two, 1 above all: they say nothing
-            values = values[(values > 0) & (torch.frexp(values).mantissa != 0.5)]
-            if values.numel() > 1 and bool((values == values.to(torch.bfloat16)).all()):
-                narrow.append(f"{name} has the digits of bfloat16")
-    return narrow
-
-
-def _matrix_products(session: Session) -> tuple[Counter[tuple[str, torch.dtype]], torch.dtype]:
-    """(layer, dtype) -> matrix products in a forward of one sample; and the dtype of its output."""
-    counter = _ProductCounter()
-    with ExitStack() as hooks, session.inference(), counter:
-        for name, module in session.scorer.model.named_modules():
-            hooks.enter_context(module.register_forward_pre_hook(counter.entering(name)))
-            leave = module.register_forward_hook(counter.leave, always_call=True)
-            hooks.enter_context(leave)
-        values = session.forward(pack([session.short_sample], ALONE))
-    return counter.products, values.dtype
-
-
 class _ProductCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: no types
     """Counts matrix products by the innermost module and the dtype they are computed in."""
+
+    operators = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm"})
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -178,7 +161,7 @@ class _ProductCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ in PRODUCTS and isinstance(output, Tensor):
+        if func.overloadpacket.__name__ in self.operators and isinstance(output, Tensor):
             self.products[self.modules[-1] if self.modules else "the head", output.dtype] += 1
         return output
 
@@ -186,8 +169,7 @@ class _ProductCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
 @check("loss.tied", after=["model.trains"])
 def embedding_and_head_are_tied_as_configured(session: Session) -> Finding:
     """Are embedding and head one tensor or two, as the model's configuration says?"""
-    if session.is_scalar:
-        return skipped("a reward model has no output head")
+    skip_if(session.is_scalar, "a reward model has no output head")
     model = session.scorer.model
     is_tied, names = architecture.is_tied(model), architecture.table_names(model)
     text_config = session.language.config.get_text_config()
@@ -201,8 +183,7 @@ def embedding_and_head_are_tied_as_configured(session: Session) -> Finding:
     if is_parted and not any(name.endswith(saved) for name in names for saved in saved_whole):
         return failed(
             "the configuration ties head and embedding, and they are two tensors",
-            number=2,
-            unit="tensors",
+            measured=(2, "tensors"),
             evidence=[f"{names[0]} and {names[-1]}"],
             remedy="they would train apart and one of them be lost on saving; train the embedding whole with "
             f"lora.modules_to_save={names[:1]}, or set tie_word_embeddings to false in the model's config.json",
@@ -228,31 +209,35 @@ def embedding_and_head_are_tied_as_configured(session: Session) -> Finding:
 def a_new_adapter_changes_nothing(session: Session) -> Finding:
     """Does a new adapter change nothing before it has learned?
 
-    The pair's log-probs with it and with all of it switched off.
+    The pair's logprobs with it and with all of it switched off.
     """
-    if not is_adapted(session.scorer.model):
-        return skipped("there is no adapter")
+    skip_if(not is_adapted(session.scorer.model), "there is no adapter")
     if session.run.lora.adapter is not None:
         return skipped("lora.adapter goes on from an adapter that has learned")
     quantity = session.quantity
     samples = session.pair if session.loaded.one_sample is None else session.pair[:1]
     with_adapter = session.numbers(samples)
-    with _adapter_off(session):
-        without = session.numbers(samples)
+    model: Any = session.scorer.model
+    required = {p: p.requires_grad for p in model.parameters()}
+    try:
+        with model.disable_adapter():
+            without = session.numbers(samples)
+    finally:  # peft has set again what requires a gradient, for frozen tensors too
+        for parameter, is_required in required.items():
+            parameter.requires_grad_(is_required)
     is_exact = not session.run.lora.dora  # DoRA divides by a norm and multiplies with it
     difference, limit = (gap, session.exact) if is_exact else (drift, session.tolerance)
     name, moved = most_different(with_adapter, without, difference)
     if moved > limit:
         not_zero = [
             f"{parameter_name} is not zero"
-            for parameter_name, parameter in session.scorer.model.named_parameters()
+            for parameter_name, parameter in model.named_parameters()
             if ".lora_B" in parameter_name and bool(torch.any(parameter.detach()))
         ]
         return failed(
             f"the {quantity.many} of {name} are {moved:.3g} {quantity.unit} from those of the model without its new "
             "adapter",
-            number=moved,
-            unit=quantity.unit,
+            measured=(moved, quantity.unit),
             evidence=not_zero[:3]
             or [
                 "no second matrix is: a row or a module trained whole differs from the model's own"
@@ -261,19 +246,6 @@ def a_new_adapter_changes_nothing(session: Session) -> Finding:
             "report this",
         )
     return passed(f"{quantity.many} with the adapter are those without", moved, quantity.unit)
-
-
-@contextmanager
-def _adapter_off(session: Session) -> Iterator[None]:
-    """Without the adapter. peft then sets again what requires a gradient, for frozen tensors too."""
-    model: Any = session.scorer.model
-    required = {p: p.requires_grad for p in model.parameters()}
-    try:
-        with model.disable_adapter():
-            yield
-    finally:
-        for parameter, is_required in required.items():
-            parameter.requires_grad_(is_required)
 
 
 # -- which tensors get a gradient
@@ -311,8 +283,7 @@ def every_trained_tensor_gets_a_gradient(session: Session) -> Finding:
     if step.stray:
         return failed(
             f"{len(step.stray)} tensors get a gradient that are not to train",
-            number=len(step.stray),
-            unit="tensors",
+            measured=(len(step.stray), "tensors"),
             evidence=shortened(step.stray),
             remedy="a step would compute more than it learns: something in the model's code sets requires_grad while "
             "it runs; take it out, or train these too (freeze), and please report the model",
@@ -321,8 +292,7 @@ def every_trained_tensor_gets_a_gradient(session: Session) -> Finding:
     if outside:
         return failed(
             f"{len(outside)} of {number} trained tensors get no gradient",
-            number=len(outside),
-            unit=f"of {number} tensors",
+            measured=(len(outside), f"of {number} tensors"),
             evidence=shortened(outside),
             remedy="they take no part in the loss: leave them out with the key freeze; where adapters or layers are "
             "cut off from the loss, set activation_checkpointing=false, and please report the model",
@@ -350,8 +320,7 @@ def every_trained_tensor_gets_a_gradient(session: Session) -> Finding:
         )
         return failed(
             f"the gradient of {len(unexplained)} of {number} trained tensors is exactly zero",
-            number=len(unexplained),
-            unit=f"of {number} tensors",
+            measured=(len(unexplained), f"of {number} tensors"),
             evidence=shortened(unexplained),
             remedy=remedy,
         )
@@ -373,7 +342,7 @@ def _is_zero_at_start(session: Session, step: FirstStep, name: str) -> bool:
     if has_gradient and matrix is not None and not bool(torch.any(local(matrix))):
         return True
     critic = session.scorer.critic
-    if not isinstance(critic, OwnCritic) or not name.startswith(f"{PART}."):
+    if not isinstance(critic, OwnCritic) or not name.startswith(f"{CRITIC}."):
         return False
     return norm(scalar_head(critic.model).weight) == 0.0
 
@@ -387,8 +356,7 @@ def every_gradient_is_finite(session: Session) -> Finding:
     if wrong:
         return failed(
             f"the gradient of {len(wrong)} of {len(step.norms)} tensors is not finite",
-            number=len(wrong),
-            unit=f"of {len(step.norms)} tensors",
+            measured=(len(wrong), f"of {len(step.norms)} tensors"),
             evidence=[*wrong[:TENSORS_SHOWN], f"the loss is {step.report.loss:.4g}"],
             remedy="an operation's derivative overflows or divides by zero, nearest to the loss in the last tensor "
             "named; set dtype=float32, and please report the model",
@@ -416,17 +384,15 @@ def every_gradient_is_finite(session: Session) -> Finding:
 
 # -- the loss against its own formula
 
-LINEAR_ROUNDING = 1e-9
-
 
 @check("loss.linear", after=["model.trains"])
 def linear_weights_are_the_derivative(session: Session) -> Finding:
     """Is the gradient that is formed in the forward that of the reported loss?
 
-    A loss that is linear in log-probs gives its weights beforehand, and the head forms the gradient from them alone.
+    A loss that is linear in logprobs gives its weights beforehand, and the head forms the gradient from them alone.
     They must be the derivative of the loss that is reported.
     """
-    loss = session.trainer.method.loss
+    loss = session.trainer.source.loss
     packed = pack(session.tree_samples)
     weights = loss.linear_weights(packed)
     if weights is None:
@@ -442,12 +408,11 @@ def linear_weights_are_the_derivative(session: Session) -> Finding:
         derivative, weight = torch.stack(gradients), weights[name].reshape(len(inputs), -1)
         differences = (derivative - weight).abs()
         worst = max(worst, float(differences.max() / derivative.abs().max()))
-        if worst > LINEAR_ROUNDING:
+        if worst > 1e-9:
             row, at = divmod(int(differences.argmax()), packed.num_targets)
             return failed(
                 f"the weights of {name} differ from its derivative by {100 * worst:.3g}%",
-                number=worst,
-                unit="relative",
+                measured=(worst, "relative"),
                 evidence=[
                     f"{target_name(session, packed, at)}: weight {float(weight[row, at]):.6g}, derivative "
                     f"{float(derivative[row, at]):.6g}"
@@ -457,23 +422,14 @@ def linear_weights_are_the_derivative(session: Session) -> Finding:
     return passed(f"weights of {packed.num_targets} targets are the derivative", worst, "relative")
 
 
-LN2 = math.log(2)
 THEORY: dict[str, tuple[str, Callable[[float], float]]] = {
-    "sigmoid": ("ln 2", lambda _: LN2),
-    "robust": ("ln 2", lambda _: LN2),
-    "aot": ("ln 2", lambda _: LN2),
-    "aot_unpaired": ("ln 2", lambda _: LN2),
-    "bco": ("2 ln 2", lambda _: 2 * LN2),
-    "hinge": ("1", lambda _: 1.0),
-    "apo_zero": ("1", lambda _: 1.0),
-    "apo_down": ("1", lambda _: 1.0),
-    "nca": ("2 ln 2", lambda _: 2 * LN2),
+    **dict.fromkeys(("sigmoid", "robust", "aot", "aot_unpaired"), ("ln 2", lambda _: math.log(2))),
+    **dict.fromkeys(("bco", "nca"), ("2 ln 2", lambda _: 2 * math.log(2))),
+    **dict.fromkeys(("hinge", "apo_zero", "apo_down"), ("1", lambda _: 1.0)),
     "ipo": ("1 / (2 beta)^2", lambda beta: 0.25 / beta**2),
     "sppo": ("2 / (2 beta)^2", lambda beta: 0.5 / beta**2),
 }
 """A pair's loss if policy and reference are one, for a single term without a margin: derived by hand."""
-THEORY_ROUNDING = 1e-3
-"""Relative."""
 
 
 @check("reference.start", after=["attention.shared", "loss.gradient"])
@@ -491,7 +447,11 @@ def the_reference_is_the_policy_at_the_start(session: Session) -> Finding:
     assert report is not None, "asked after loss.reached"
     worst, where, number = 0.0, "", 0
     for packed, scores in report.scored:
-        logp_N, reference_N = scores.logp_N.cpu(), _reference_logps(session, packed)
+        logp_N, reference_N = scores.logp_N.cpu(), packed.streams.get(STREAM)
+        if reference_N is None:  # the divergence is part of the reward
+            (role,) = session.trainer.roles
+            with session.inference(), role.active():
+                reference_N = role.streams(packed)[STREAM].cpu()
         number += packed.num_targets
         apart, at = largest_gap(logp_N.double(), reference_N.double())
         if apart > worst or not where:
@@ -503,23 +463,25 @@ def the_reference_is_the_policy_at_the_start(session: Session) -> Finding:
     if worst > session.exact:
         return failed(
             f"policy and reference differ by {worst:.3g} nats before the first update",
-            number=worst,
-            unit="nats",
+            measured=(worst, "nats"),
             evidence=[where, f"at most {session.exact:g} is rounding in {session.dtype}"],
             remedy="log-ratios would not begin at 0: the reference has other weights (an adapter left out?), another "
             "precision or layout, or something random; name the model that is meant with reference.model, or please "
             "report this",
         )
     says = f"the same on {number} targets; the loss is {report.loss:.6g}"
-    theory = _loss_in_theory(session.trainer.method.loss)
-    if theory is None:
+    loss: Any = session.trainer.source.loss
+    (name, *others) = loss.units
+    has_margin = getattr(loss, "margin", 0) or getattr(loss, "gamma", 0)
+    if name not in THEORY or others or loss.units[name] != "pair" or has_margin:
         return passed(says, worst, "nats")
-    formula, value = theory
-    if not abs(report.loss - value) <= THEORY_ROUNDING * value:
+    weight = dict(getattr(loss, "terms", ())).get(name, 1.0)
+    formula, value = THEORY[name][0], weight * THEORY[name][1](loss.beta)
+    formula = formula if weight == 1.0 else f"{weight:g} * {formula}"
+    if not abs(report.loss - value) <= 1e-3 * value:
         return failed(
             f"policy and reference agree, and the loss is {report.loss:.6g} instead of {value:.6g} = {formula}",
-            number=report.loss - value,
-            unit="off",
+            measured=(report.loss - value, "off"),
             evidence=[f"{len(session.trees)} rows"],
             remedy="the loss is not the one it is named after, or it is divided by another count; please report this",
         )
@@ -527,49 +489,20 @@ def the_reference_is_the_policy_at_the_start(session: Session) -> Finding:
     return passed(f"{says}{equals}, as in theory", worst, "nats")
 
 
-def _reference_logps(session: Session, packed: Packed) -> Tensor:
-    """What the loss is given; if the divergence is part of the reward, the reference's forward is run again."""
-    if STREAM in packed.streams:
-        return packed.streams[STREAM]
-    (role,) = session.trainer.roles
-    with session.inference(), role.active():
-        return role.streams(packed)[STREAM].cpu()
-
-
-def _loss_in_theory(loss: Any) -> tuple[str, float] | None:
-    """Formula and value of a loss if all log-ratios are 0; None: it was not derived."""
-    (name, *others) = loss.units
-    has_margin = getattr(loss, "margin", 0) or getattr(loss, "gamma", 0)
-    if name not in THEORY or others or loss.units[name] != "pair" or has_margin:
-        return None
-    weight = dict(getattr(loss, "terms", ())).get(name, 1.0)
-    formula, value = THEORY[name]
-    prefix = "" if weight == 1.0 else f"{weight:g} * "
-    return f"{prefix}{formula}", weight * value(loss.beta)
-
-
 # -- the step against its samples alone
 
-SUM_ROUNDING = 1e-5
-"""Relative difference of two sums of the same float32 numbers."""
 CROSS_ENTROPY = {"cross_entropy"}
 """The terms of the loss that is summed here again."""
 SAMPLES_SHOWN = 3
 
 
-class AloneLoss(NamedTuple):
-    """The loss of samples, each alone."""
-
-    loss: float
-    slopes: dict[str, Tensor]
-    """Sample -> the derivative of the loss by each of its numbers."""
-
-
 def alone_loss(
     session: Session, samples: Sequence[Sample], numbers: Mapping[str, Tensor]
-) -> AloneLoss:
-    """The loss of these samples for these numbers of the model, by the loss's own formula."""
-    loss, packed = session.trainer.method.loss, pack(list(samples), ALONE)
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss of these samples for these numbers of the model, by the loss's own formula; and for each sample its
+    derivative by each number.
+    """
+    loss, packed = session.trainer.source.loss, pack(list(samples), ALONE)
     leaves = {name: numbers[name].detach().double().requires_grad_() for name in packed.sample_ids}
     joined = torch.cat(list(leaves.values()))
     if STREAM in loss.needs:
@@ -584,7 +517,7 @@ def alone_loss(
     means = [value / losses.count(loss.units[term], packed) for term, value in terms.items()]
     total = torch.stack(means).sum()
     slopes = torch.autograd.grad(total, list(leaves.values()))
-    return AloneLoss(float(total.detach()), dict(zip(leaves, slopes, strict=True)))
+    return float(total.detach()), dict(zip(leaves, slopes, strict=True))
 
 
 @check("loss.first", after=["reward.library", "reference.start"])
@@ -592,7 +525,7 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
     """Is the first step's loss the one that its samples alone give?
 
     Three comparisons with the samples themselves: the targets and weights of the micro-batches; the loss from the
-    step's own log-probs (a reward model's scores), to the last digits; those with the samples alone through the
+    step's own logprobs (a reward model's scores), to the last digits; those with the samples alone through the
     library's own attention and head.
 
     Cross entropy is summed here again. Another loss is taken at its word, on all samples in one list: the question is
@@ -603,22 +536,20 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
     report = first_step(session).report
     assert report is not None, "asked after loss.reached"
     samples, listed = session.tree_samples, _summed(session, report.scored)
-    unit = "nats a target" if set(session.trainer.method.loss.units) == CROSS_ENTROPY else ""
+    unit = "nats a target" if set(session.trainer.source.loss.units) == CROSS_ENTROPY else ""
     differ = [line for one in samples if (line := _difference(one, listed.get(one.id)))]
     if differ:
         return failed(
             f"{len(differ)} of {len(samples)} samples are not summed as they are",
-            number=len(differ),
-            unit=f"of {len(samples)} samples",
+            measured=(len(differ), f"of {len(samples)} samples"),
             evidence=differ[:SAMPLES_SHOWN],
             remedy="packing loses or changes targets; set batch.share_prefixes=false, and please report this",
         )
-    loss = _loss_of(session, samples, {name: values[2] for name, values in listed.items()}).loss
-    if abs(report.loss - loss) > SUM_ROUNDING * max(1.0, abs(loss)):
+    loss, _ = _loss_of(session, samples, {name: values[2] for name, values in listed.items()})
+    if abs(report.loss - loss) > 1e-5 * max(1.0, abs(loss)):  # both sum the same float32 numbers
         return failed(
             f"the step's loss is {report.loss:.6g}, and {loss:.6g} from its own {session.quantity.many}",
-            number=report.loss - loss,
-            unit=unit,
+            measured=(report.loss - loss, unit),
             evidence=[f"{len(samples)} samples, {sum(s.num_targets for s in samples)} targets"],
             remedy="the loss is divided by another count, or leaves targets out; please report this",
         )
@@ -627,15 +558,14 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
         return passed(says, loss, unit)
     with session.inference():
         numbers = {one.id: _as_array(library_numbers(session, one)) for one in samples}
-    alone = _loss_of(session, samples, numbers)
+    alone, slopes = _loss_of(session, samples, numbers)
     number = sum(len(values) for values in numbers.values())
-    slope = sum(float(values.abs().sum()) for values in alone.slopes.values())
+    slope = sum(float(values.abs().sum()) for values in slopes.values())
     limit = TOLERANCE[session.dtype] * max(1.0, slope) / min(1.0, number / STEADY_TARGETS) ** 0.5
-    if not abs(loss - alone.loss) <= limit:
+    if not abs(loss - alone) <= limit:
         return failed(
-            f"the step's loss is {loss:.6g}, and {alone.loss:.6g} from its samples alone (rounding: {limit:.2g})",
-            number=loss - alone.loss,
-            unit=unit,
+            f"the step's loss is {loss:.6g}, and {alone:.6g} from its samples alone (rounding: {limit:.2g})",
+            measured=(loss - alone, unit),
             evidence=[
                 f"{one.id}: {float(numbers[one.id].mean()):.6g} alone"
                 for one in samples[:SAMPLES_SHOWN]
@@ -644,20 +574,22 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
             "attention=reference, and please report the model",
         )
     what = "reads" if session.is_scalar else "targets"
-    says = f"{alone.loss:.6g} from {len(samples)} samples alone, {number} {what}"
+    says = f"{alone:.6g} from {len(samples)} samples alone, {number} {what}"
     return passed(says, loss, unit)
 
 
-def _loss_of(session: Session, samples: list[Sample], numbers: dict[str, Any]) -> AloneLoss:
-    if set(session.trainer.method.loss.units) != CROSS_ENTROPY:
+def _loss_of(
+    session: Session, samples: list[Sample], numbers: dict[str, Any]
+) -> tuple[float, dict[str, Tensor]]:
+    if set(session.trainer.source.loss.units) != CROSS_ENTROPY:
         tensors = {name: torch.from_numpy(values) for name, values in numbers.items()}
         return alone_loss(session, samples, tensors)
     total = sum(float(-(sample.weight_N * numbers[sample.id]).sum()) for sample in samples)
-    return AloneLoss(total / sum(float(sample.weight_N.sum()) for sample in samples), {})
+    return total / sum(float(sample.weight_N.sum()) for sample in samples), {}
 
 
 def _summed(session: Session, scored: list[Scored]) -> dict[str, Any]:
-    """Sample id -> its targets, weights and log-probs (or scores) in the micro-batches of all ranks."""
+    """Sample id -> its targets, weights and logprobs (or scores) in the micro-batches of all ranks."""
     mine: dict[str, list[Any]] = {}
     for packed, scores in scored:
         values, row_of = scores.logp_N.cpu(), packed.row_N
@@ -691,7 +623,6 @@ def _difference(sample: Sample, summed: list[Any] | None) -> str | None:
     return None
 
 
-HEAD_TARGETS = 48
 HEAD_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2}
 """Largest relative difference of the head's gradient that is rounding, by compute dtype."""
 
@@ -703,13 +634,12 @@ def the_chunked_head_gives_the_plain_gradient(session: Session) -> Finding:
     Both ways through it against automatic differentiation of log_softmax of all logits, with respect to hidden states,
     weight, bias and rows that train by themselves.
     """
-    if session.is_scalar:
-        return skipped("a reward model has no output head")
+    skip_if(session.is_scalar, "a reward model has no output head")
     if session.ranks.size > 1:
         return skipped("a sharded head is whole only inside the model; asked on one rank")
     head = first_step(session).heads[0]
-    hidden_ND = head.hidden_ND[:HEAD_TARGETS].detach()
-    target_N = head.packed.target_N[:HEAD_TARGETS].to(hidden_ND.device)
+    hidden_ND = head.hidden_ND[:48].detach()
+    target_N = head.packed.target_N[:48].to(hidden_ND.device)
     generator = torch.Generator().manual_seed(0)
     share_N = (0.5 + torch.rand(len(target_N), generator=generator)).to(hidden_ND)
     plain = _head_gradients(session, hidden_ND, target_N, share_N, None)
@@ -724,8 +654,7 @@ def the_chunked_head_gives_the_plain_gradient(session: Session) -> Finding:
     if not worst <= HEAD_ROUNDING[session.dtype]:
         return failed(
             f"the head's gradient differs by {100 * worst:.3g}% from that of log_softmax",
-            number=worst,
-            unit="relative",
+            measured=(worst, "relative"),
             evidence=[where],
             remedy="the head's own backward does not know all that its forward does (a scale, a softcap, a bias); "
             "please report the model",
@@ -782,17 +711,15 @@ def the_packed_gradient_is_that_of_its_samples(session: Session) -> Finding:
     trainer = session.trainer
     if why_not := session.run.loss_not_in_samples:
         return skipped(why_not)
-    if trainer.noise is not None:
-        return skipped("noise is on: samples alone would have other noise")
-    if session.ranks.size > 1:
-        return skipped("the library's own path runs on one rank")
+    skip_if(trainer.noise is not None, "noise is on: samples alone would have other noise")
+    skip_if(session.ranks.size > 1, "the library's own path runs on one rank")
     samples = session.tree_samples
 
     def alone_backward() -> None:
         """In evaluation mode, in which no layer is computed again in backward: the attention is ours again by then."""
         with session.inference():
             numbers = {sample.id: library_numbers(session, sample) for sample in samples}
-        slopes = alone_loss(session, samples, numbers).slopes
+        _, slopes = alone_loss(session, samples, numbers)
         session.scorer.eval()
         for sample in samples:
             with trainer.compute():
@@ -808,19 +735,12 @@ def the_packed_gradient_is_that_of_its_samples(session: Session) -> Finding:
         return failed(
             f"the gradient of {name} differs by {100 * error:.3g}% from the same samples alone (at most "
             f"{100 * limit:g}% is rounding)",
-            number=error,
-            unit="relative",
+            measured=(error, "relative"),
             evidence=[f"{len(samples)} samples, {num_tokens(samples)} tokens, library's {library}"],
             remedy="the backward of the packed forward is wrong; set attention=reference, and please report the model",
         )
     says = f"as {len(samples)} samples alone by the library's {library}; worst: {name}"
     return passed(says, error, "relative")
-
-
-LOSS_PART = 0.25
-"""Part of the limit of gradients that the loss may differ by, relative to the loss"""
-SMALL_LOSS = 0.1
-"""or to this if it is less: advantages add up to 0, and a policy's loss begins there."""
 
 
 @check("loss.splits", part="full", after=["loss.packed"])
@@ -831,22 +751,36 @@ def micro_batches_do_not_change_the_step(session: Session) -> Finding:
     every gradient of the loop's own functions.
     """
     trees = session.trees
-    if len(trees) < 2:
-        return skipped("the first step has one tree of samples")
+    skip_if(len(trees) < 2, "the first step has one tree of samples")
     ours, loss = _step_of(session, session.trainer)
     limit, worst, worst_name = GRADIENT_ROUNDING[session.dtype], 0.0, ""
-    cuts = _other_cuts(session)
-    for how, trainer in cuts.items():
-        theirs, other = _step_of(session, trainer)
+    trainer = session.trainer
+    budget, policy = trainer.budget, trainer.policy
+    if trees[0].is_atom:
+        smaller = budget._replace(tokens_per_microbatch=1)
+        cuts = {"one row at a time": replace(trainer, budget=smaller)}
+    else:
+        smaller = budget._replace(one_sample=True)
+        cuts = {"one sample at a time": replace(trainer, budget=smaller)}
+    if session.loaded.one_sample is None:
+        half = max(1, num_tokens(session.batch) // 2)
+        is_shared = not policy.share_prefixes and trainer.noise is None
+        cuts[f"in halves with prefixes {'shared' if is_shared else 'repeated'}"] = replace(
+            trainer,
+            budget=budget._replace(tokens_per_microbatch=half),
+            policy=PackPolicy(is_shared, 1 if is_shared else policy.min_saved_tokens),
+        )
+    for how, other_trainer in cuts.items():
+        theirs, other = _step_of(session, other_trainer)
         name, error = most_different_gradient(ours, theirs)
-        apart = abs(other - loss) / max(abs(loss), SMALL_LOSS)
-        if not (error <= limit and apart <= LOSS_PART * limit):
+        # advantages add up to 0, and a policy's loss begins there
+        apart = abs(other - loss) / max(abs(loss), 0.1)
+        if not (error <= limit and apart <= limit / 4):
             what = f"the gradient of {name} by {100 * error:.3g}%" if error > limit else "the loss"
             kind = "rows" if trees[0].is_atom else "samples"
             return failed(
                 f"{how}, {what} differs: the loss is {other:.6g}, as the run cuts the step {loss:.6g}",
-                number=max(error, apart),
-                unit="relative",
+                measured=(max(error, apart), "relative"),
                 evidence=[f"{len(trees)} {kind}; at most {100 * limit:g}% is rounding"],
                 remedy="a step would depend on batch.tokens_per_microbatch and on the number of ranks: a mean is taken "
                 "over micro-batches, or a layer looks at the whole of one; please report this",
@@ -854,29 +788,6 @@ def micro_batches_do_not_change_the_step(session: Session) -> Finding:
         if error >= worst:
             worst, worst_name = error, name
     return passed(f"cut in {1 + len(cuts)} ways; worst: {worst_name}", worst, "relative")
-
-
-def _other_cuts(session: Session) -> dict[str, Trainer]:
-    """Other ways to cut the batch."""
-    trainer = session.trainer
-    budget, policy = trainer.budget, trainer.policy
-    cuts = {}
-    if session.trees[0].is_atom:
-        cuts["one row at a time"] = replace(
-            trainer, budget=budget._replace(tokens_per_microbatch=1)
-        )
-    else:
-        cuts["one sample at a time"] = replace(trainer, budget=budget._replace(one_sample=True))
-    if session.loaded.one_sample is not None:
-        return cuts
-    half = max(1, num_tokens(session.batch) // 2)
-    is_shared = not policy.share_prefixes and trainer.noise is None
-    cuts[f"in halves with prefixes {'shared' if is_shared else 'repeated'}"] = replace(
-        trainer,
-        budget=budget._replace(tokens_per_microbatch=half),
-        policy=PackPolicy(is_shared, 1 if is_shared else policy.min_saved_tokens),
-    )
-    return cuts
 
 
 def _step_of(session: Session, trainer: Trainer) -> tuple[dict[str, Tensor], float]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from taut.checks.registry import Finding, check, failed, passed, skipped
+from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import NUM_ROWS, Session, around_answers, ending, num_tokens
 from taut.data.batching import samples_of
 from taut.data.packing import pack
@@ -25,18 +25,11 @@ from taut.plan import (
     stages,
     workload,
 )
-from taut.types import Packed, Sample
+from taut.types import Sample
 
 GIB, MIB = 2**30, 2**20
-ROOMY = 0.5
-"""A bound below this part of the device's memory is enough."""
-KEPT_FACTOR = 2
-"""Times that the bound counts every input and output of a linear layer, in float32."""
-MEASURED_TOLERANCE = 0.15
 MEASURED_TOKENS = 1024
-"""Of the measured micro-batch, if the first rows have so many: enough to tell what layers keep from the weights."""
-SMALL = 2 * MIB
-"""Too little to matter, and as much as small tensors that are not predicted."""
+"""Tokens of the measured micro-batch, if the first rows have so many: with fewer, the weights hide what layers keep."""
 
 
 def _kernels(session: Session) -> Kernels:
@@ -60,7 +53,7 @@ def the_first_steps_fit_into_memory(session: Session) -> Finding:
     """
     run, ranks, inputs = session.run, session.ranks, session.inputs
     there, bound = device_memory(ranks.device), _coarse_bound(session)
-    if bound is not None and bound < ROOMY * there:
+    if bound is not None and bound < 0.5 * there:
         says = f"at most {bound / GIB:.2g} of {there / GIB:.2f} GiB, by a coarse bound"
         return passed(says, bound / GIB, "GiB at most")
     try:
@@ -88,21 +81,23 @@ def the_first_steps_fit_into_memory(session: Session) -> Finding:
     ways += [] if run.lora.is_on else ["lora.rank=16"]
     return failed(
         f"does not fit: {says}",
-        number=peak,
-        unit="GiB",
+        measured=(peak, "GiB"),
         evidence=[f"{_in_gib(needed.parts)} GiB"],
         remedy=f"set {', or '.join(ways)}; `taut plan` tells what fits",
     )
 
 
 def _coarse_bound(session: Session) -> int | None:
-    """Bytes that a step cannot exceed: inputs and outputs of linear layers kept KEPT_FACTOR times in float32, all
+    """Bytes that a step cannot exceed: inputs and outputs of linear layers kept twice in float32, all
     weights with gradients and moments, a reference, and the head's chunk.
 
     None if much of the model is not in linear layers (stacked experts), or there is a teacher, a critic or a vision
     tower.
     """
-    if session.inputs.renderer.album is not None or session.run.unpredicted_memory is not None:
+    if (
+        session.inputs.renderer.image_store is not None
+        or session.run.models().unpredicted is not None
+    ):
         return None
     model = session.scorer.model
     table = architecture.stored_table(architecture.embedding(model))
@@ -118,8 +113,8 @@ def _coarse_bound(session: Session) -> int | None:
     head = 0
     if architecture.has_head(model):
         head = 4 * max(CHUNK_ELEMENTS, MIN_CHUNK_ROWS * table.shape[0])
-    values = KEPT_FACTOR * tokens * width + weights + head
-    reference = session.run.reference_bytes(session.trainer.trained)
+    values = 2 * tokens * width + weights + head
+    reference = session.run.models().reference_bytes(session.run, session.trainer.trained)
     return session.loaded.dtype.parameters.itemsize * values + reference
 
 
@@ -128,55 +123,49 @@ def a_micro_batch_takes_the_memory_predicted(session: Session) -> Finding:
     """Does a micro-batch take the memory that is predicted?
 
     One is really run. What it takes beyond the prediction is kept by something other than the model's code: a hook, a
-    patched layer, checkpointing that is asked for and not in force.
+    patched layer, checkpointing that is set and not applied.
     """
     run = session.run
-    if session.ranks.size > 1:
-        return skipped("measured on one rank only")
+    skip_if(session.ranks.size > 1, "measured on one rank only")
     if run.noise.neftune_alpha > 0 or (run.lora.is_on and run.lora.dropout > 0):
         return skipped("noise is on, and belongs to steps")
-    packed, config = _first_rows_packed(session), session.inputs.config
+    if session.is_generated:
+        trees = session.trees
+    else:  # the first rows, compared answers together
+        rows, left = run.rows_of(session.train), MEASURED_TOKENS
+        chosen: list[Sequence[Sample]] = []
+        for index in range(1 if session.loaded.one_sample else min(len(rows), NUM_ROWS)):
+            samples = rows.samples(index)
+            cut: Sequence[Sample] = [ending(samples[0], MEASURED_TOKENS)]
+            if rows.are_answers:
+                cut = around_answers(samples, MEASURED_TOKENS)
+            left -= num_tokens(cut)
+            if chosen and left < 0:
+                break
+            chosen.append(cut)
+        trees = rows.trees_of(chosen)
+    packed, config = pack(samples_of(trees), session.trainer.policy), session.inputs.config
     try:
         prediction = predict(run, config, _kernels(session), packed, is_first=True)
     except ModelError as error:
         return skipped(str(error))
     measured = measure(session.built, packed, is_first=True)
     says = (
-        f"{measured.bytes / MIB:,.1f} MiB for {packed.num_tokens:,} tokens, {prediction.peak / MIB:,.1f} foretold; "
+        f"{measured.bytes / MIB:,.1f} MiB for {packed.num_tokens:,} tokens, {prediction.peak / MIB:,.1f} predicted; "
         f"{measured.seconds:.2g} s"
     )
-    number, unit = measured.bytes / prediction.peak, "of what is foretold"
-    if measured.bytes <= prediction.peak * (1 + MEASURED_TOLERANCE) + SMALL:
+    number, unit = measured.bytes / prediction.peak, "of what is predicted"
+    # 2 MiB are too little to matter, and as much as small tensors that are not predicted
+    if measured.bytes <= prediction.peak * 1.15 + 2 * MIB:
         return passed(says, number, unit)
     live = measured_parts(session.built, packed, is_first=True)
     return failed(
         says,
-        number=number,
-        unit=unit,
+        measured=(number, unit),
         evidence=[
-            f"foretold (GiB): {_in_gib(prediction.footprint.parts)}",
+            f"predicted (GiB): {_in_gib(prediction.footprint.parts)}",
             f"live tensors (GiB): {_in_gib(live)}",
         ],
         remedy="something keeps tensors that the model's own code does not: remove hooks and patches, and see that "
-        "activation_checkpointing is in force",
+        "activation_checkpointing is applied",
     )
-
-
-def _first_rows_packed(session: Session) -> Packed:
-    """The first rows as one micro-batch, compared answers together; of a run that generates, a dry run's."""
-    if session.is_generated:
-        return pack(samples_of(session.trees), session.trainer.policy)
-    rows = session.run.rows_of(session.train)
-    chosen: list[Sequence[Sample]] = []
-    left = MEASURED_TOKENS
-    for index in range(1 if session.loaded.one_sample else min(len(rows), NUM_ROWS)):
-        samples = rows.samples(index)
-        if rows.are_answers:
-            cut: Sequence[Sample] = around_answers(samples, MEASURED_TOKENS)
-        else:
-            cut = [ending(samples[0], MEASURED_TOKENS)]
-        left -= num_tokens(cut)
-        if chosen and left < 0:
-            break
-        chosen.append(cut)
-    return pack(samples_of(rows.trees_of(chosen)), session.trainer.policy)

@@ -13,7 +13,7 @@ from taut.checks.registry import Finding, check, failed, passed, skipped
 from taut.checks.session import Session
 from taut.data.packing import ALONE, pack
 from taut.models import architecture
-from taut.models.heads import check_scalar_head
+from taut.models.heads import check_head
 
 SHOWN = 3
 
@@ -36,13 +36,19 @@ def what_was_asked_trains(session: Session) -> Finding:
     """Can what was asked be trained: adapters, freezing, added tokens?"""
     trained = sum(parameter.numel() for parameter in session.trainer.trained)
     every = sum(parameter.numel() for parameter in session.scorer.parameters())
-    notes = [f"{name} {value}: {reason}" for name, value, reason in session.adapted_decisions]
+    # about adapters, rows that train, freezing, packing and sharing
+    before = {decision.name for decision in (*session.inputs.decisions, *session.loaded.decisions)}
+    notes = [
+        f"{name} {value}: {reason}"
+        for name, value, reason in session.built.decisions
+        if name not in before
+    ]
     return passed(f"{trained:,} of {every:,} parameters train", trained / every, "of all", notes)
 
 
 @check("model.finite", after=["vision.placeholders"])
 def all_numbers_are_finite(session: Session) -> Finding:
-    """Are all weights, and the log-probs they give, finite numbers?
+    """Are all weights, and the logprobs they give, finite numbers?
 
     An infinity or a NaN would look like a leak in later checks.
     """
@@ -51,8 +57,7 @@ def all_numbers_are_finite(session: Session) -> Finding:
     if wrong:
         return failed(
             f"{len(wrong)} tensors have values that are not finite",
-            number=len(wrong),
-            unit="tensors",
+            measured=(len(wrong), "tensors"),
             evidence=wrong[:SHOWN],
             remedy="the checkpoint is damaged; copy it again, or take the one before it",
         )
@@ -61,8 +66,7 @@ def all_numbers_are_finite(session: Session) -> Finding:
         if num_wrong := int((~torch.isfinite(values)).sum()):
             return failed(
                 f"{num_wrong} of {len(values)} {quantity.many} of {name} are not finite",
-                number=num_wrong,
-                unit=f"of {len(values)}",
+                measured=(num_wrong, f"of {len(values)}"),
                 evidence=[_first_not_finite_layer(session)],
                 remedy=f"the model overflows in {str(session.dtype).removeprefix('torch.')}; set dtype=float32, or "
                 "take another checkpoint",
@@ -110,8 +114,7 @@ def two_forwards_in_training_agree(session: Session) -> Finding:
         where = next((name for name in first if gap(first[name], second[name]) > 0), None)
         return failed(
             f"the same sample's {quantity.many} differ by {moved:.3g} {quantity.unit} from one forward to the next",
-            number=moved,
-            unit=quantity.unit,
+            measured=(moved, quantity.unit),
             evidence=[f"first in {where or 'the model itself'}"],
             remedy="a layer draws random numbers in training that taut cannot key to samples; set its dropout or its "
             "like to 0 in the model's code or config, and please report the model",
@@ -144,7 +147,7 @@ def _forward_in_training(
 
 @check("model.head", after=["model.finite"])
 def the_chunked_head_gives_plain_log_probs(session: Session) -> Finding:
-    """Does the chunked head give the log-probs of the plain one?
+    """Does the chunked head give the logprobs of the plain one?
 
     Both ways through it (in chunks, without keeping logits) against log_softmax of all logits, for the hidden states of
     the first batch. That these logits are the model's own was proven when it was loaded.
@@ -155,14 +158,15 @@ def the_chunked_head_gives_plain_log_probs(session: Session) -> Finding:
         if session.ranks.size > 1:
             return skipped("a sharded head is whole only inside the model; asked on one rank")
         with session.inference():
-            moved = check_scalar_head(session.scorer.model)
+            moved = check_head(session.scorer.model)
         return passed("the scalar head is the model's own", moved, "points")
+    limit = {torch.float64: 1e-7, torch.float32: 2e-3, torch.bfloat16: 0.5}[session.dtype]
     worst, where, number = 0.0, "", 0
     for head in first_step(session).heads:
         number += len(head.plain_N)
         ways = {"computed again in backward": head.recomputed_N}
         if head.logp_N is not None:
-            is_linear = session.trainer.method.loss.linear_weights(head.packed) is not None
+            is_linear = session.trainer.source.loss.linear_weights(head.packed) is not None
             way = "gradient formed in the forward" if is_linear else "as the run takes it"
             ways[way] = head.logp_N
         for way, logp_N in ways.items():
@@ -171,11 +175,10 @@ def the_chunked_head_gives_plain_log_probs(session: Session) -> Finding:
                 target, plain = target_name(session, head.packed, at), float(head.plain_N[at])
                 worst = moved
                 where = f"{target}: {float(logp_N[at]):.6g}, plainly {plain:.6g} ({way})"
-    if worst > session.limit:
+    if worst > limit:
         return failed(
-            f"a log-prob of the chunked head differs by {worst:.3g} nats from log_softmax of all logits",
-            number=worst,
-            unit="nats",
+            f"a logprob of the chunked head differs by {worst:.3g} nats from log_softmax of all logits",
+            measured=(worst, "nats"),
             evidence=[where],
             remedy="the head does more, or less, than taut computes; train another model, and please report this one",
         )

@@ -13,14 +13,11 @@ from typing import Any
 import torch
 
 from taut.checks.measure import local, restore_weights, trained, weights_put_back
-from taut.checks.registry import Finding, check, failed, passed, skipped, warned
+from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped, warned
 from taut.checks.session import Session, num_tokens
 from taut.train import distributed, optim
 from taut.train.trainer import StepReport, add_gradients
 from taut.types import Sample, Tree
-
-SCHEDULE_STEPS = 20_000
-"""Steps that are looked at; evenly spread if a run has more."""
 
 
 @check("fit.schedule", after=["model.trains"])
@@ -30,14 +27,13 @@ def the_learning_rate_reaches_its_peak(session: Session) -> Finding:
     The rate of every step, as the loop will ask for it.
     """
     trainer, peak = session.trainer, optim.highest(session.run.resolved_optim)
-    stride = math.ceil(trainer.num_steps / SCHEDULE_STEPS)
+    stride = math.ceil(trainer.num_steps / 20_000)
     rates = {step: trainer.learning_rate(step) for step in range(1, trainer.num_steps + 1, stride)}
     wrong = [step for step, rate in rates.items() if not 0.0 < rate <= peak * (1 + 1e-9)]
     if wrong:
         return failed(
             f"the learning rate of {len(wrong)} of {len(rates)} steps is not above 0 and at most {peak:g}",
-            number=len(wrong),
-            unit=f"of {len(rates)} steps",
+            measured=(len(wrong), f"of {len(rates)} steps"),
             evidence=[f"step {step}: {rates[step]:g}" for step in wrong[:3]],
             remedy="those steps would teach nothing, or too much; set another optim.schedule, and please report this",
         )
@@ -46,17 +42,11 @@ def the_learning_rate_reaches_its_peak(session: Session) -> Finding:
     if highest < 0.999 * peak and stride == 1:
         return warned(
             f"the highest learning rate is {highest:.3g} of {peak:g}: the warm-up is as long as the run",
-            number=highest,
-            unit="highest",
+            measured=(highest, "highest"),
             remedy="set a lower optim.warmup_ratio or optim.warmup_steps, or more steps",
             notes=[says],
         )
     return passed(says, highest, "highest")
-
-
-LARGEST_MOVE = 0.5
-"""A step that moves the weights by this part of their norm leaves little of what they knew."""
-CLIP_ROUNDING = 1e-2
 
 
 @check("fit.update", part="full", after=["loss.gradient", "fit.schedule"])
@@ -99,24 +89,27 @@ def one_update_moves_the_weights_downhill(session: Session) -> Finding:
     moved, size, slope, num_changed = session.ranks.sum([moved, size, slope, num_changed])
     part = math.sqrt(moved / size) if size else 0.0
     at = f"at a learning rate of {rate:g}"
-    if clip is not None and not length <= clip * (1 + CLIP_ROUNDING):
+    if clip is not None and not length <= clip * 1.01:
         return failed(
             f"the gradient has a norm of {length:.4g} after it was clipped to {clip:g}",
-            number=length,
-            remedy="optim.clip_grad_norm is not in force; please report this",
+            measured=(length, ""),
+            remedy="optim.clip_grad_norm is not applied; please report this",
         )
     if not num_changed:
-        return failed(f"no weight changes {at}", number=0.0, remedy="raise optim.learning_rate")
+        return failed(
+            f"no weight changes {at}", measured=(0.0, ""), remedy="raise optim.learning_rate"
+        )
     if not slope < 0:
         return failed(
             f"the update {at} goes uphill",
-            number=slope,
+            measured=(slope, ""),
             remedy="the optimizer adds the gradient where it should subtract it; please report this",
         )
-    if not (part <= LARGEST_MOVE and math.isfinite(after)):
+    # a larger move leaves little of what the weights knew
+    if not (part <= 0.5 and math.isfinite(after)):
         return failed(
             f"one update {at} moves the weights by {100 * part:.3g}% of their norm",
-            number=part,
+            measured=(part, ""),
             evidence=[f"the loss goes from {before:.4g} to {after:.4g}"],
             remedy="lower optim.learning_rate",
         )
@@ -126,23 +119,8 @@ def one_update_moves_the_weights_downhill(session: Session) -> Finding:
     return passed(says, before - after, "nats less", notes)
 
 
-TOKENS, SAMPLES = 96, 4
-FIRST_RATE, RATE_FACTORS = 0.25, (1.0, 8.0, 0.125)
-"""The first learning rate, to be divided by the hidden size (wider models take smaller ones); and the next ones to try.
-"""
-STEPS = 60
-PART, LITTLE = 0.1, 0.1
+BY_HEART = 0.1
 """Learned by heart: a loss below this part of the first, or below so many nats."""
-PART_IF_BOUNDED = 0.86
-"""The same if something is frozen: a frozen head, above all with a scale or softcap, bounds how sure one can be. And
-for losses on compared answers, or with a teacher, who is not sure either.
-"""
-PART_IN_ORDER = 0.99
-"""The same if all answers are in order as well."""
-ORDER_METRICS = ("rewards/accuracy", "accuracy")
-"""Metrics of how many answers are in order."""
-WINDOW, SLOW = 10, 0.8
-"""A rate is given up when the loss is still above this part of what it was so many steps ago."""
 
 
 @check("fit.overfit", part="full", after=["loss.splits"])
@@ -158,22 +136,37 @@ def a_few_samples_are_learned_by_heart(session: Session) -> Finding:
     """
     if session.trainer.noise is not None:
         return skipped("noise is on, and blurs what a few samples can be learned to")
-    if session.is_policy_gradient:
-        return skipped("a policy gradient's loss does not say what was learned")
+    skip_if(session.is_policy_gradient, "a policy gradient's loss does not say what was learned")
     trees = _consistent_trees(session.trees)
     samples = [sample for tree in trees for sample in tree.samples]
-    if session.run.observes_mismatched and len({one.values["label"] > 0.5 for one in samples}) < 2:
+    if (
+        session.trainer.source.loss.mismatched
+        and len({one.values["label"] > 0.5 for one in samples}) < 2
+    ):
         return skipped("the shortest rows are all good, or all bad: alone they teach nothing")
     is_whole = all(p.requires_grad for p in session.scorer.model.parameters())
     is_bounded = not is_whole or session.run.loss_has_floor
-    part = PART_IF_BOUNDED if is_bounded else PART
+    # a frozen head, above all with a scale or softcap, bounds how sure one can be; a teacher is not sure either
+    part = 0.86 if is_bounded else BY_HEART
     hidden_size = session.language.config.get_text_config().hidden_size
+    trained_tensors = session.trainer.trained
     curves: dict[float, list[float]] = {}
-    is_learned = False
     with weights_put_back(session) as copies:
-        for rate in (FIRST_RATE / hidden_size * factor for factor in RATE_FACTORS):
-            curves[rate], is_learned = _loss_curve(session, trees, rate, part)
-            if is_learned:
+        for factor in (0.25, 2.0, 0.03125):
+            rate = factor / hidden_size  # wider models take smaller ones
+            optimizer = torch.optim.AdamW(trained_tensors, rate, betas=(0.9, 0.95), weight_decay=0)
+            curve = curves[rate] = []
+            for step in range(1, 61):
+                session.trainer.optimizer.zero_grad(set_to_none=True)
+                report = add_gradients(session.trainer, trees, step)
+                curve.append(report.loss)
+                is_stuck = step > 10 and not curve[-1] < 0.8 * curve[-11]
+                if is_stuck or not math.isfinite(curve[-1]):
+                    break
+                if _is_learned(session, report, curve, BY_HEART):
+                    break
+                optimizer.step()
+            if is_learned := _is_learned(session, report, curve, part):
                 break
             restore_weights(session, copies)
     if not is_learned:
@@ -185,8 +178,7 @@ def a_few_samples_are_learned_by_heart(session: Session) -> Finding:
         return failed(
             f"{len(samples)} samples are not learned by heart: the loss goes from {curves[best][0]:.3g} to "
             f"{lowest[best]:.3g} at best",
-            number=lowest[best],
-            unit="nats a target",
+            measured=(lowest[best], "nats a target"),
             evidence=[
                 f"learning rate {rate:.2g}: {_drawn(curve)}" for rate, curve in curves.items()
             ],
@@ -205,6 +197,14 @@ def a_few_samples_are_learned_by_heart(session: Session) -> Finding:
 
 def _consistent_trees(trees: Sequence[Tree]) -> list[Tree]:
     """The shortest trees whose samples do not contradict those of another; good and bad answers in turn."""
+
+    def contradict(one: Sample, other: Sample) -> bool:
+        """Whether they are the same, or first differ at a token that one of them has to predict."""
+        size = min(one.num_tokens, other.num_tokens)
+        differs = one.ids_T[:size] != other.ids_T[:size]
+        at = int(differs.argmax())
+        return not differs.any() or at in one.target_at_N or at in other.target_at_N
+
     by_label: dict[bool, list[Tree]] = {}
     for tree in trees:
         by_label.setdefault(tree.samples[0].values.get("label", 0.0) > 0.5, []).append(tree)
@@ -213,52 +213,23 @@ def _consistent_trees(trees: Sequence[Tree]) -> list[Tree]:
         if tree is None:
             continue
         others = [sample for one in chosen for sample in one.samples]
-        is_new = all(not _contradict(one, other) for one in tree.samples for other in others)
+        is_new = not any(contradict(one, other) for one in tree.samples for other in others)
         together = [*others, *tree.samples]
-        fits = num_tokens(together) <= TOKENS and len(together) <= SAMPLES
+        fits = num_tokens(together) <= 96 and len(together) <= 4
         if is_new and (fits or not chosen):
             chosen.append(tree)
     return chosen
 
 
-def _contradict(one: Sample, other: Sample) -> bool:
-    """Whether they are the same, or first differ at a token that one of them has to predict."""
-    size = min(one.num_tokens, other.num_tokens)
-    differs = one.ids_T[:size] != other.ids_T[:size]
-    if not differs.any():
-        return True
-    at = int(differs.argmax())
-    return at in one.target_at_N or at in other.target_at_N
-
-
-def _loss_curve(
-    session: Session, trees: list[Tree], rate: float, part: float
-) -> tuple[list[float], bool]:
-    """The loss before each update, until the samples are learned, it is stuck, or STEPS are over; and whether they are
-    learned.
-    """
-    trainer = session.trainer
-    optimizer = torch.optim.AdamW(trainer.trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
-    curve: list[float] = []
-    for step in range(1, STEPS + 1):
-        trainer.optimizer.zero_grad(set_to_none=True)
-        report = add_gradients(trainer, trees, step)
-        curve.append(report.loss)
-        is_stuck = step > WINDOW and not curve[-1] < SLOW * curve[-1 - WINDOW]
-        if is_stuck or not math.isfinite(curve[-1]) or _is_learned(session, report, curve, PART):
-            break
-        optimizer.step()
-    return curve, _is_learned(session, report, curve, part)
-
-
 def _is_learned(session: Session, report: StepReport, curve: list[float], part: float) -> bool:
     """Whether the loss is low enough, or all answers are in order and it has fallen."""
     if session.run.row_kind == "sft":
-        return curve[-1] < max(part * curve[0], LITTLE)
+        return curve[-1] < max(part * curve[0], BY_HEART)
     if curve[-1] < part * curve[0] or curve[-1] == 0.0:
         return True
-    in_order = [report.metrics[name] for name in ORDER_METRICS if name in report.metrics]
-    return in_order == [1.0] and curve[-1] < PART_IN_ORDER * curve[0]
+    names = ("rewards/accuracy", "accuracy")
+    in_order = [report.metrics[name] for name in names if name in report.metrics]
+    return in_order == [1.0] and curve[-1] < 0.99 * curve[0]
 
 
 def _drawn(curve: list[float]) -> str:

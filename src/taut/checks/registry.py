@@ -20,8 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from types import ModuleType
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 Outcome = Literal["passed", "warning", "failed", "skipped"]
 Part: TypeAlias = Literal["quick", "full"]
@@ -38,11 +39,11 @@ class Finding:
     number: float | None = None
     """What was measured."""
     unit: str = ""
-    """Of the number: "nats", "tokens", "of 128 rows"."""
+    """The unit of the number: "nats", "tokens", "of 128 rows"."""
     evidence: tuple[str, ...] = ()
-    """Of a failure or a warning: the sample, the token, the layer, one a line."""
+    """For a failure or a warning: the sample, the token, the layer, one a line."""
     remedy: str = ""
-    """Of a failure or a warning: what to do."""
+    """For a failure or a warning: what to do."""
     notes: tuple[str, ...] = ()
     """Details of an answer that asks nothing of the user, one a line."""
 
@@ -67,30 +68,38 @@ def failed(
     says: str,
     *,
     remedy: str,
-    number: float | None = None,
-    unit: str = "",
+    measured: tuple[float | None, str] = (None, ""),
     evidence: Iterable[str] = (),
 ) -> Finding:
-    """The run would be wrong."""
-    return Finding("failed", says, number, unit, tuple(evidence), remedy)
+    """The run would be wrong. ``measured``: the number and its unit."""
+    return Finding("failed", says, *measured, tuple(evidence), remedy)
 
 
 def warned(
     says: str,
     *,
     remedy: str,
-    number: float | None = None,
-    unit: str = "",
+    measured: tuple[float | None, str] = (None, ""),
     evidence: Iterable[str] = (),
     notes: Iterable[str] = (),
 ) -> Finding:
-    """The run may start, but is probably not what the user means."""
-    return Finding("warning", says, number, unit, tuple(evidence), remedy, tuple(notes))
+    """The run may start, but is probably not what the user means. ``measured``: the number and its unit."""
+    return Finding("warning", says, *measured, tuple(evidence), remedy, tuple(notes))
 
 
 def skipped(reason: str) -> Finding:
     """The question could not be asked, or has no meaning for this run."""
     return Finding("skipped", reason)
+
+
+class Skip(Exception):
+    """Raised in a check: the question has no meaning for this run. The message is the reason."""
+
+
+def skip_if(condition: object, reason: str) -> None:
+    """End a check as skipped."""
+    if condition:
+        raise Skip(reason)
 
 
 def split_error(error: Exception) -> tuple[str, str]:
@@ -99,10 +108,13 @@ def split_error(error: Exception) -> tuple[str, str]:
     return says or remedy, remedy
 
 
+Ask: TypeAlias = Callable[[Any], Finding]
+
+
 class Check(NamedTuple):
     """A question, and when it is asked."""
 
-    ask: Callable[[Any], Finding]
+    ask: Ask
     part: Part = "quick"
     after: tuple[str, ...] = ()
     """Checks whose failure would be the cause of this one's: as declared the direct ones, in ``CHECKS`` all of them."""
@@ -114,7 +126,6 @@ class Check(NamedTuple):
         return (self.ask.__doc__ or "").partition("\n")[0]
 
 
-Ask = TypeVar("Ask", bound=Callable[..., Finding])
 DECLARED: dict[str, Check] = {}
 
 
@@ -125,8 +136,16 @@ def check(
 
     def declare(ask: Ask) -> Ask:
         assert name not in DECLARED, f"two checks are named {name}"
-        DECLARED[name] = Check(ask, part, tuple(after), follows)
-        return ask
+
+        @wraps(ask)
+        def answer(session: Any) -> Finding:
+            try:
+                return ask(session)
+            except Skip as skip:
+                return skipped(str(skip))
+
+        DECLARED[name] = Check(answer, part, tuple(after), follows)
+        return answer
 
     return declare
 

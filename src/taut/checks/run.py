@@ -1,4 +1,4 @@
-"""The run: whether what was asked is in force on what was built, its steps, its output directory, the saved model."""
+"""The run: whether the settings are applied to what was built, its steps, its output directory, the saved model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from taut.evals.reload import (
 from taut.io.console import counted
 from taut.io.files import read_json
 from taut.io.temporary import TemporaryFolder
-from taut.methods.offline import Offline
+from taut.methods.method import Offline
 from taut.models import architecture
 from taut.models.load import load_config, load_tokenizer
 from taut.models.lora import is_adapted
@@ -44,11 +44,11 @@ from taut.train.run_dir import CHECKPOINTS, WRITTEN, complete, require_usable
 from taut.types import Tree
 from taut.vision.processors import open_processor
 
-# -- what was asked and what is in force
+# -- settings
 
 
 class Setting(NamedTuple):
-    """A key, what was asked and what is found, in words: in force if both are the same."""
+    """A key, what was asked and what is found, in words: applied if both are the same."""
 
     key: str
     asked: str
@@ -64,46 +64,39 @@ def _listed(values: Iterable[Any]) -> str:
     return " and ".join(sorted(words)) or "nothing"
 
 
-SETTINGS_SHOWN = 6
 FROZEN_DECISION = "frozen"
 """The decision to freeze what no feature of a picture depends on."""
-SET_ASIDE = ("batch.share_prefixes", "packing", FROZEN_DECISION)
-"""Decisions that set something aside."""
 
 
 @check("run.in_force", after=["loss.reached"])
 def what_was_asked_is_in_force(session: Session) -> Finding:
-    """Is everything the run asks for in force on what was built?
+    """Are all settings of the run applied to what was built?
 
     Modules, parameters, optimizer and trainer are looked at, and no log or configuration of the library's if the thing
-    itself can be looked at. What was set aside with a recorded decision is in force as decided, and is noted.
+    itself can be looked at. What was set aside with a recorded decision is applied as decided, and is noted.
     """
-    settings = [
-        *_precision_and_attention(session),
-        *_frozen_and_trained(session),
-        *_adapters(session),
-        *_optimizer(session),
-        *_layout(session),
-    ]
+    settings = [*_computation(session), *_trained(session), *_adapters(session)]
     wrong = [setting for setting in settings if setting.found != setting.asked]
     if wrong:
         return failed(
-            f"{wrong[0].key} is not in force",
-            number=len(wrong),
-            unit=f"of {len(settings)} settings",
-            evidence=[str(setting) for setting in wrong[:SETTINGS_SHOWN]],
+            f"{wrong[0].key} is not applied",
+            measured=(len(wrong), f"of {len(settings)} settings"),
+            evidence=[str(setting) for setting in wrong[:6]],
             remedy="the run would not be the one asked for; remove the setting, and please report this",
         )
+    set_aside = ("batch.share_prefixes", "packing", FROZEN_DECISION)
     notes = [
         f"{name} is {value}: {reason}"
         for name, value, reason in session.built.decisions
-        if name in SET_ASIDE
+        if name in set_aside
     ]
     return passed("found as asked", len(settings), "settings", notes)
 
 
-def _precision_and_attention(session: Session) -> Iterator[Setting]:
-    """The dtype of a product of two parameters, the attention of every module of the text model, and recomputation."""
+def _computation(session: Session) -> Iterator[Setting]:
+    """The dtype of a product of two parameters, the attention of every module of the text model, recomputation; how
+    samples are packed and shared, or the decision not to; NEFTune's alpha.
+    """
     run, model, chosen = session.run, session.scorer.model, session.loaded.attention
     one = torch.ones(1, 1, dtype=session.loaded.dtype.parameters, device=session.ranks.device)
     with torch.no_grad(), session.trainer.compute():
@@ -122,10 +115,29 @@ def _precision_and_attention(session: Session) -> Iterator[Setting]:
     how = "" if all(value is False for value in is_reentrant) else ", reentrant"
     number = len(layers) if run.activation_checkpointing else 0
     yield Setting("activation_checkpointing", f"in {number} layers", f"in {len(on)} layers{how}")
+    batch, trainer = session.run.batch, session.trainer
+    budget, policy = trainer.budget, trainer.policy
+    decided = {decision.name for decision in session.built.decisions}
+    may_share = batch.share_prefixes and "batch.share_prefixes" not in decided
+    yield Setting("batch.share_prefixes", str(may_share), str(policy.share_prefixes))
+    saved = _listed([policy.min_saved_tokens, budget.min_saved_tokens])
+    yield Setting("batch.min_saved_tokens", str(batch.min_saved_tokens), saved)
+    tokens = budget.tokens_per_microbatch
+    yield Setting("batch.tokens_per_microbatch", str(batch.tokens_per_microbatch), str(tokens))
+    packed = "one at a time" if "packing" in decided else "packed"
+    yield Setting("samples", packed, "one at a time" if budget.one_sample else "packed")
+    yield Setting("ranks", str(session.ranks.size), str(budget.num_ranks))
+    noise = trainer.noise
+    alpha = noise.alpha if noise is not None and noise.is_on else 0.0
+    yield Setting(
+        "noise.neftune_alpha", _listed([session.run.noise.neftune_alpha]), _listed([alpha])
+    )
 
 
-def _frozen_and_trained(session: Session) -> Iterator[Setting]:
-    """What is frozen is neither trained nor in the optimizer; what is not, is both."""
+def _trained(session: Session) -> Iterator[Setting]:
+    """What is frozen is neither trained nor in the optimizer; what is not, is both. AdamW's own settings in each of its
+    groups, and which tensors decay.
+    """
     members = [id(parameter) for parameter in session.trainer.trained]
     named = dict(session.scorer.model.named_parameters())
     in_optimizer = set(members)
@@ -150,10 +162,6 @@ def _frozen_and_trained(session: Session) -> Iterator[Setting]:
     each = "each once" if len(in_optimizer) == len(members) else "some twice"
     asked = f"{len(trained(session))} tensors, each once"
     yield Setting("optimizer", asked, f"{len(members)} tensors, {each}")
-
-
-def _optimizer(session: Session) -> Iterator[Setting]:
-    """AdamW's own settings in each of its groups, and which tensors decay."""
     config, optimizer = session.run.optim, session.trainer.optimizer
     groups = optimizer.param_groups
     yield Setting("optim", "AdamW", type(optimizer).__name__)
@@ -174,27 +182,6 @@ def _optimizer(session: Session) -> Iterator[Setting]:
     yield Setting("optim.weight_decay", rule, state)
     clip = session.trainer.clip_grad_norm
     yield Setting("optim.clip_grad_norm", str(config.clip_grad_norm), str(clip))
-
-
-def _layout(session: Session) -> Iterator[Setting]:
-    """How samples are packed and shared, or the decision not to; NEFTune's alpha."""
-    batch, trainer = session.run.batch, session.trainer
-    budget, policy = trainer.budget, trainer.policy
-    decided = {decision.name for decision in session.built.decisions}
-    may_share = batch.share_prefixes and "batch.share_prefixes" not in decided
-    yield Setting("batch.share_prefixes", str(may_share), str(policy.share_prefixes))
-    saved = _listed([policy.min_saved_tokens, budget.min_saved_tokens])
-    yield Setting("batch.min_saved_tokens", str(batch.min_saved_tokens), saved)
-    tokens = budget.tokens_per_microbatch
-    yield Setting("batch.tokens_per_microbatch", str(batch.tokens_per_microbatch), str(tokens))
-    packed = "one at a time" if "packing" in decided else "packed"
-    yield Setting("samples", packed, "one at a time" if budget.one_sample else "packed")
-    yield Setting("ranks", str(session.ranks.size), str(budget.num_ranks))
-    noise = trainer.noise
-    alpha = noise.alpha if noise is not None and noise.is_on else 0.0
-    yield Setting(
-        "noise.neftune_alpha", _listed([session.run.noise.neftune_alpha]), _listed([alpha])
-    )
 
 
 INNER = {"base_layer", "lora_A", "lora_B", "lora_dropout", "original_module", "modules_to_save"}
@@ -258,15 +245,9 @@ def _asked_of_adapters(session: Session) -> dict[str, Any]:
     """What the run asks for, or the settings of the adapter that it continues."""
     config = session.run.lora
     if config.adapter is None:
-        return {
-            "rank": config.rank,
-            "alpha": float(2 * config.rank if config.alpha is None else config.alpha),
-            "rslora": config.rslora,
-            "dora": config.dora,
-            "dropout": config.dropout,
-            "targets": config.targets,
-            "modules_to_save": config.modules_to_save,
-        }
+        alpha = float(2 * config.rank if config.alpha is None else config.alpha)
+        names = ("rank", "rslora", "dora", "dropout", "targets", "modules_to_save")
+        return {"alpha": alpha, **{name: getattr(config, name) for name in names}}
     saved = read_json(home_path(config.adapter) / "adapter_config.json")
     return {
         "rank": saved["r"],
@@ -321,10 +302,10 @@ def each_step_has_its_samples(session: Session) -> Finding:
     first was asked before, and so does the one that a resumed run makes of a cursor. That an epoch has each sample as
     often as it should is ``data.packing``.
     """
-    method, run, last = session.trainer.method, session.run, session.trainer.num_steps
-    if not isinstance(method, Offline):
+    source, run, last = session.trainer.source, session.run, session.trainer.num_steps
+    if not isinstance(source, Offline):
         return skipped("the method prepares its steps itself")
-    order = method.order
+    order = source.order
     wanted = run.steps
     if wanted is None:
         samples = max(1, round((1.0 if run.epochs is None else run.epochs) * order.epoch_size))
@@ -333,15 +314,35 @@ def each_step_has_its_samples(session: Session) -> Finding:
         asked = f"steps={run.steps}" if run.steps is not None else f"epochs={run.epochs or 1}"
         return failed(
             f"the run has {last} steps where {asked} makes {wanted}",
-            number=last,
-            unit="steps",
+            measured=(last, "steps"),
             evidence=[f"{order.epoch_size} samples an epoch, {run.batch.samples_per_step} a step"],
             remedy="set steps to the number that is wanted, and please report this",
         )
-    if fault := _unrepeatable_step(method, last):
-        return fault
-    size, full = len(order.step(last, method.epochs)), order.samples_per_step
-    times = round(method.cursor(last).samples / order.epoch_size, 2)
+
+    def sample_ids(trees: list[Tree]) -> list[str]:
+        return [sample.id for tree in trees for sample in tree.samples]
+
+    first = order.origin.step + 1
+    for step in sorted({first, first + 1, (first + last) // 2, last} & {*range(first, last + 1)}):
+        ids = sample_ids(source.prepare(step))
+        again = sample_ids(replace(source, order=replace(order)).prepare(step))
+        continued = replace(order).going_on_from(source.cursor(step - 1), source.epochs)
+        resumed = sample_ids(replace(source, order=continued).prepare(step))
+        if ids == again == resumed:
+            continue
+        says = f"after a resume step {step} has other samples"
+        evidence = [f"uninterrupted {ids[:4]}", f"resumed {resumed[:4]}"]
+        if ids != again:
+            says = f"step {step} has other samples when it is prepared again"
+            evidence = [f"first {ids[:4]}", f"then {again[:4]}"]
+        return failed(
+            says,
+            measured=(step, "is the step"),
+            evidence=evidence,
+            remedy="the run could not be gone on with as it began; train without shuffle, and please report this",
+        )
+    size, full = len(order.step(last, source.epochs)), order.samples_per_step
+    times = round(source.cursor(last).samples / order.epoch_size, 2)
     what = "rows" if run.compares_answers else "samples"
     says = f"{counted(last, 'steps')} of {counted(full, what)}, the same when run again"
     notes = [f"the last step has {size} of {full} samples"] if size != full else []
@@ -350,42 +351,11 @@ def each_step_has_its_samples(session: Session) -> Finding:
         return warned(
             f"a step has {full} {what} and an epoch {order.epoch_size}, so one {what[:-1]} is up to {most} times in a "
             "step",
-            number=times,
-            unit="times round",
+            measured=(times, "times round"),
             remedy=f"set batch.samples_per_step={order.epoch_size} or less, or add data",
             notes=[says, *notes],
         )
     return passed(says, times, "times round", notes)
-
-
-def _unrepeatable_step(method: Offline, last: int) -> Finding | None:
-    """A step that differs when it is prepared again, or after a resume."""
-
-    def sample_ids(trees: list[Tree]) -> list[str]:
-        return [sample.id for tree in trees for sample in tree.samples]
-
-    first = method.order.origin.step + 1
-    for step in sorted({first, first + 1, (first + last) // 2, last} & {*range(first, last + 1)}):
-        ids = sample_ids(method.prepare(step))
-        again = sample_ids(replace(method, order=replace(method.order)).prepare(step))
-        order = replace(method.order).going_on_from(method.cursor(step - 1), method.epochs)
-        resumed = sample_ids(replace(method, order=order).prepare(step))
-        if ids == again == resumed:
-            continue
-        if ids != again:
-            says = f"step {step} has other samples when it is prepared again"
-            evidence = [f"first {ids[:4]}", f"then {again[:4]}"]
-        else:
-            says = f"after a resume step {step} has other samples"
-            evidence = [f"uninterrupted {ids[:4]}", f"resumed {resumed[:4]}"]
-        return failed(
-            says,
-            number=step,
-            unit="is the step",
-            evidence=evidence,
-            remedy="the run could not be gone on with as it began; train without shuffle, and please report this",
-        )
-    return None
 
 
 # -- output
@@ -425,8 +395,7 @@ def the_output_fits_on_its_disk(session: Session) -> Finding:
     if free < needed:
         return failed(
             f"{_in_gb(needed)} are needed at {out}, and {_in_gb(free)} are free",
-            number=free / 1e9,
-            unit="GB free",
+            measured=(free / 1e9, "GB free"),
             evidence=evidence,
             remedy=f"free some, name an out on another disk, or set checkpoint.keep=1 (it is {config.keep}) or "
             f"checkpoint.every=0 (it is {config.every})",
@@ -448,12 +417,6 @@ def _in_gb(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.3f} GB"
 
 
-MOST_PARAMETERS = 2_000_000_000
-"""Parameters up to which a model is saved for this."""
-NOISE = 0.02
-"""Standard deviation of the noise that is added to adapters."""
-
-
 @check(
     "run.saved",
     part="full",
@@ -470,12 +433,12 @@ def the_saved_model_is_the_one_in_memory(session: Session) -> Finding:
     """Is the model that is saved and loaded again the one in memory, adapters merged?
 
     It is saved as it would be at the end, into a temporary directory, and compared as at the end of each run: every
-    weight bit for bit, log-probs merged and reloaded. The description of how pictures are processed is read again too.
+    weight bit for bit, logprobs merged and reloaded. The description of how pictures are processed is read again too.
     Adapters begin as nothing at all, so that a merge that loses them would not show: they are moved meanwhile, then put
     back.
     """
     number = sum(parameter.numel() for parameter in session.scorer.parameters())
-    if number > MOST_PARAMETERS:
+    if number > 2_000_000_000:
         return skipped(f"{number:,} parameters would take long to write; the run asks at its end")
     report = "the model would not be the one that was trained; please report it"
     with TemporaryFolder("check") as place, _moved_adapters(session):
@@ -496,8 +459,7 @@ def the_saved_model_is_the_one_in_memory(session: Session) -> Finding:
         name, value = wrong[0].name, wrong[0].value
         return failed(
             f"{name}: a difference of {value:.3g}, at most {wrong[0].tolerance:g} is rounding",
-            number=value,
-            unit="nats" if name != "weights" else "",
+            measured=(value, "nats" if name != "weights" else ""),
             evidence=[f"{one.name}: {one.value:.3g}: {one.detail}" for one in wrong],
             remedy=report,
         )
@@ -507,8 +469,10 @@ def the_saved_model_is_the_one_in_memory(session: Session) -> Finding:
 
 
 def _save_and_compare(session: Session, directory: Path) -> tuple[list[Comparison], str]:
-    """What is compared, and how the processing of pictures differs."""
-    inputs, model = session.inputs, session.scorer.model
+    """What is compared; and what differs in how pictures are processed for those who load the model, or "" if nothing
+    does or the model takes none.
+    """
+    run, inputs, model = session.run, session.inputs, session.scorer.model
     data = inputs.train if inputs.eval is None else inputs.eval
     samples = samples_to_compare(data, [*inputs.new_ids, *inputs.stops.ids])
     logps = score(session.scorer, samples)
@@ -522,25 +486,24 @@ def _save_and_compare(session: Session, directory: Path) -> tuple[list[Compariso
         dtype=before.dtype,
     ) as written:
         device = room_for(model, session.ranks.device)
-        reloaded = load_anew(str(written), device, session.run.trust_remote_code)
-        return compare_saved(before, reloaded), _other_pictures(session, str(written))
-
-
-def _other_pictures(session: Session, path: str) -> str:
-    """What differs in how pictures are processed for those who load the model; empty: nothing, or it takes none."""
-    album = session.inputs.renderer.album
-    if album is None:
-        return ""
-    trust = session.run.trust_remote_code
-    saved = open_processor(path, load_config(path, trust), load_tokenizer(path, trust), trust)
-    if saved is None or saved.identity() != album.processor.identity():
-        return "preprocessor_config.json and processor_config.json make other tensors of a picture"
-    trained_words, saved_words = (
-        (one.placeholder, one.image_id, one.reserved) for one in (album.processor, saved)
+        reloaded = load_anew(str(written), device, run.trust_remote_code)
+        comparisons, path, trust = (
+            compare_saved(before, reloaded),
+            str(written),
+            run.trust_remote_code,
+        )
+        if inputs.renderer.image_store is None:
+            return comparisons, ""
+        used = inputs.renderer.image_store.processor
+        saved = open_processor(path, load_config(path, trust), load_tokenizer(path, trust), trust)
+    if saved is None or saved.identity() != used.identity():
+        says = "preprocessor_config.json and processor_config.json make other tensors of a picture"
+        return comparisons, says
+    words, saved_words = ((p.placeholder, p.image_id, p.reserved) for p in (used, saved))
+    says = (
+        f"pictures are written {saved_words}, in training {words}" if words != saved_words else ""
     )
-    if trained_words == saved_words:
-        return ""
-    return f"pictures are written {saved_words}, in training {trained_words}"
+    return comparisons, says
 
 
 @contextmanager
@@ -552,7 +515,7 @@ def _moved_adapters(session: Session) -> Iterator[None]:
     try:
         with torch.no_grad():
             for parameter in moved:
-                parameter.add_(torch.empty_like(parameter).normal_(0.0, NOISE, generator=generator))
+                parameter.add_(torch.empty_like(parameter).normal_(0.0, 0.02, generator=generator))
         yield
     finally:
         with torch.no_grad():

@@ -20,11 +20,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.attention.select import Observation, observe
 from taut.config import Decision
 from taut.data.batching import Rows
 from taut.data.dataset import Dataset, read_rows
@@ -38,12 +37,13 @@ from taut.errors import TautError
 from taut.methods.inputs import Inputs, Language, Loaded
 from taut.methods.method import RunConfig
 from taut.models import architecture
+from taut.models.attention_backends import Observation, observe
 from taut.models.save import serving_tokenizer
 from taut.models.scorer import Scorer
 from taut.rl.dry_run import rehearsed
 from taut.rl.online import Online
 from taut.run.inputs import inputs_of, load_language, load_stops
-from taut.run.setup import Adapted, Built, adapt, build_trainer, join_models, load
+from taut.run.setup import Built, adapt, build_trainer, join_models, load
 from taut.train.distributed import Ranks
 from taut.train.monitors import TOLERANCE
 from taut.train.trainer import Trainer
@@ -53,16 +53,12 @@ NUM_ROWS = 64
 """Rows that checks of the template look at."""
 PROBE_TOKENS = 64
 """Tokens of each of the two samples that are perturbed."""
-SHORT_TOKENS = 16
-"""Tokens of the sample for checks that need only a few."""
 BATCH_TOKENS = 192
 """Tokens of the samples in a forward and a backward."""
-LIMITS = {torch.float64: 1e-7, torch.float32: 2e-3, torch.bfloat16: 0.5}
-"""Largest rounding difference of a log-prob (nats), by compute dtype, between two ways through the head."""
 EXACT = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
-"""The same between two micro-batches of one shape: a row of a product does not depend on what other rows hold."""
-AFTER_PICTURE = 8
-"""Tokens that are kept after a picture, if there are so many."""
+"""Largest rounding difference of a logprob (nats), by compute dtype, between two micro-batches of one shape: a row of a
+product does not depend on what other rows hold.
+"""
 GENERATED = "what is learned is generated"
 """Why a run that generates is not asked about the answers in its data."""
 
@@ -77,7 +73,7 @@ class Quantity(NamedTuple):
     unit: str
 
 
-LOGPS = Quantity("a log-prob", "log-probs", "nats")
+LOGPS = Quantity("a logprob", "logprobs", "nats")
 SCORES = Quantity("a score", "scores", "points")
 
 
@@ -189,7 +185,12 @@ class Session:
         """
         attempts = islice(read_rows(self.run.data, "train", kind=self.run.row_kind), NUM_ROWS)
         rows = [best_row(row) for row in attempts]
-        return [_without_answer(row) for row in rows] if self.is_generated else rows
+        for index, row in enumerate(rows):
+            if self.is_generated and isinstance(row, Conversation):
+                is_answered = row.messages[-1]["role"] == "assistant"
+                messages = row.messages[:-1] if is_answered else row.messages
+                rows[index] = replace(row, messages=messages, learned=(), excluded=())
+        return rows
 
     @cached_property
     @owned_by("data.rows")
@@ -223,7 +224,7 @@ class Session:
 
     @cached_property
     @owned_by("model.trains")
-    def adapted(self) -> Adapted:
+    def adapted(self) -> tuple[nn.Module, list[Decision]]:
         """The model with adapters and added tokens, without what is frozen."""
         return adapt(self.run, self.inputs, self.loaded.model)
 
@@ -235,12 +236,6 @@ class Session:
         models = join_models(run, inputs, self.ranks, self.loaded, self.adapted)
         trainer = build_trainer(run, inputs, models, run.plan(self.train), self.ranks)
         return Built(run, inputs, models, trainer)
-
-    @property
-    def adapted_decisions(self) -> list[Decision]:
-        """Decisions about adapters, rows that train, freezing, packing and sharing."""
-        before = {decision.name for decision in (*self.inputs.decisions, *self.loaded.decisions)}
-        return [decision for decision in self.built.decisions if decision.name not in before]
 
     @property
     def trainer(self) -> Trainer:
@@ -285,11 +280,6 @@ class Session:
     def dtype(self) -> torch.dtype:
         """The compute dtype."""
         return self.loaded.dtype.dtype
-
-    @property
-    def limit(self) -> float:
-        """Largest difference of a log-prob (nats) that is rounding."""
-        return LIMITS[self.dtype]
 
     @property
     def tolerance(self) -> float:
@@ -338,7 +328,7 @@ class Session:
     @property
     def short_sample(self) -> Sample:
         """The first tokens of the pair's first sample."""
-        return beginning(self.pair[0], SHORT_TOKENS)
+        return beginning(self.pair[0], 16)
 
     @property
     def _rows(self) -> Rows:
@@ -365,9 +355,9 @@ class Session:
     @cached_property
     def trees(self) -> list[Tree]:
         """The batch as the method would prepare it."""
-        method = self.trainer.method
-        if isinstance(method, Online):
-            return rehearsed(self.trainer, method.credit, method.crew.roles, self.batch)
+        source = self.trainer.source
+        if isinstance(source, Online):
+            return rehearsed(self.trainer, source.credit, source.crew.roles, self.batch)
         if self.run.compares_answers:
             return self._rows.trees_of(self._batch_rows)
         unique = {sample.id: sample for sample in self.batch}
@@ -382,7 +372,7 @@ class Session:
     def numbers(
         self, samples: Sequence[Sample], policy: PackPolicy = ALONE, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        """Sample id -> the log-probs of its targets (a reward model: its scores where it is read), from one packed
+        """Sample id -> the logprobs of its targets (a reward model: its scores where it is read), from one packed
         forward, without gradient and without noise.
         """
         packed = pack(list(samples), policy)
@@ -433,13 +423,6 @@ class Session:
         return {**numbers, **self.numbers([second])}, observation
 
 
-def _without_answer(row: Row) -> Row:
-    if not isinstance(row, Conversation):
-        return row
-    messages = row.messages[:-1] if row.messages[-1]["role"] == "assistant" else row.messages
-    return replace(row, messages=messages, learned=(), excluded=())
-
-
 # -- parts of samples, small enough for a check
 
 
@@ -464,7 +447,7 @@ def beginning(sample: Sample, most: int) -> Sample:
     start, stop = 0, max(2, most)
     if sample.media:
         start = max(0, sample.media[0].start - stop // 2)
-        stop = max(start + stop, sample.media[0].stop + AFTER_PICTURE)
+        stop = max(start + stop, sample.media[0].stop + 8)
     ids_T, media = cut_out(sample, start, stop)
     if ids_T.size == 1:
         ids_T = np.repeat(ids_T, 2)

@@ -9,15 +9,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import GenerationConfig
 
-from taut.attention.layout import Layout
-from taut.checks.registry import Finding, check, failed, passed, skipped
+from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import GENERATED, Session
 from taut.data.chat_template import Ids, Text, common_length
 from taut.data.messages import Completion, Conversation, Row
@@ -25,14 +21,14 @@ from taut.data.packing import ALONE, pack
 from taut.data.render import Renderer
 from taut.data.stop_tokens import described
 from taut.errors import ModelError, TautError
-from taut.evals.stopping import Asked, StopConfig, prepare
+from taut.evals.stopping import Asked, StopCheckConfig, prepare
 from taut.inference.engine import Sampling
 from taut.io.temporary import TemporaryFolder
+from taut.methods.inputs import engine_of
 from taut.models.load import load_tokenizer, quiet_library
 from taut.models.save import generation_to_save
 from taut.models.tokens import require_trained, untrained_rows
-from taut.run.setup import engine_of, rows_to_train
-from taut.types import Sample
+from taut.run.setup import rows_to_train
 
 SHOWN = 3
 NO_GENERATION = "a reward model generates nothing"
@@ -62,10 +58,8 @@ def the_end_of_answers_is_a_target(session: Session) -> Finding:
 
     Samples with a token of the stop set among their targets. A document that is split ends in its last part alone.
     """
-    if session.is_generated:
-        return skipped(GENERATED)
-    if session.is_scalar:
-        return skipped("a reward model is not taught to stop")
+    skip_if(session.is_generated, GENERATED)
+    skip_if(session.is_scalar, "a reward model is not taught to stop")
     train, stops = session.train, session.stops
     report, number, total = train.report, train.num_with_target(stops.ids), len(train)
     unit = f"of {total:,} samples"
@@ -81,8 +75,7 @@ def the_end_of_answers_is_a_target(session: Session) -> Finding:
             remedy = "see which tokens are targets with `taut show`, and please report this"
         return failed(
             f"{total - number:,} of {total:,} samples do not teach the model to stop",
-            number=number,
-            unit=unit,
+            measured=(number, unit),
             evidence=evidence,
             remedy=remedy,
         )
@@ -95,11 +88,6 @@ def the_end_of_answers_is_a_target(session: Session) -> Finding:
     return passed(says, number, unit, [f"{len(report.cut):,} were cut before their end"])
 
 
-PROMPTS = 16
-CHARACTERS = 100_000
-"""Of all prompts together, but for the first."""
-
-
 @check("stop.saved", after=["data.rows"])
 def a_server_renders_the_same_tokens(session: Session) -> Finding:
     """Does a server that loads the saved tokenizer and template feed the model the same tokens?
@@ -108,8 +96,8 @@ def a_server_renders_the_same_tokens(session: Session) -> Finding:
     does. The first rows' prompts are rendered with it.
     """
     prompts: list[tuple[Row, Ids]] = []
-    room = CHARACTERS
-    for row in session.rows[:PROMPTS]:
+    room = 100_000  # characters of all prompts together, but for the first
+    for row in session.rows[:16]:
         try:
             ids = _prompt_ids(row, session.renderer)
         except TautError:
@@ -118,10 +106,16 @@ def a_server_renders_the_same_tokens(session: Session) -> Finding:
         room -= 4 * len(ids)
         if room < 0:
             break
-    if not prompts:
-        return skipped("no row could be rendered")
+    skip_if(not prompts, "no row could be rendered")
     try:
-        reader = _reloaded(session)
+        with TemporaryFolder("check") as place:
+            with quiet_library():
+                copy.deepcopy(session.language.config).save_pretrained(place)
+                session.served_tokenizer.save_pretrained(place)
+            tokenizer = load_tokenizer(str(place), session.run.trust_remote_code)
+            reader, image_store = Renderer(tokenizer), session.renderer.image_store
+            if image_store is not None:  # run.saved looks at the files of the processor
+                reader = Renderer(tokenizer, str(tokenizer.chat_template), image_store=image_store)
     except TautError as error:
         return failed(
             "the saved tokenizer cannot be loaded",
@@ -138,7 +132,6 @@ def a_server_renders_the_same_tokens(session: Session) -> Finding:
             if served == ids:
                 continue
             quoted, at = reader.template.quoted, common_length(served, ids)
-            tokenizer = reader.tokenizer
             evidence = [
                 f"{row.place}: after {quoted(ids[max(0, at - 4) : at])} trained on "
                 f"{quoted(ids[at : at + 4])}, served {quoted(served[at : at + 4])}",
@@ -146,8 +139,7 @@ def a_server_renders_the_same_tokens(session: Session) -> Finding:
             ]
         return failed(
             "the saved tokenizer and template give a server other tokens than training",
-            number=number,
-            unit=f"of {len(prompts)} prompts the same",
+            measured=(number, f"of {len(prompts)} prompts the same"),
             evidence=evidence,
             remedy="a template that writes eos_token or pad_token other than at an answer's end has to name the token "
             "itself (data.template=FILE); else load the tokenizer with AutoTokenizer and save it again",
@@ -165,22 +157,7 @@ def _prompt_ids(row: Row, renderer: Renderer) -> Ids:
     return renderer.template.encode([text])[text]
 
 
-def _reloaded(session: Session) -> Renderer:
-    album = session.renderer.album
-    with TemporaryFolder("check") as place:
-        with quiet_library():
-            copy.deepcopy(session.language.config).save_pretrained(place)
-            session.served_tokenizer.save_pretrained(place)
-        tokenizer = load_tokenizer(str(place), session.run.trust_remote_code)
-        if album is None:
-            return Renderer(tokenizer)
-        # run.saved looks at the files of the processor
-        return Renderer(tokenizer, str(tokenizer.chat_template), album=album)
-
-
 GENERATION_FILE = "the model's generation_config.json"
-LONG = 256
-"""Tokens that no answer needs to have at least."""
 
 
 @check("stop.generation", after=["model.loads"], follows="model.head")
@@ -189,8 +166,7 @@ def the_saved_generation_config_lets_answers_end(session: Session) -> Finding:
 
     It can be saved, and nothing in it keeps an answer from ending.
     """
-    if session.is_scalar:
-        return skipped(NO_GENERATION)
+    skip_if(session.is_scalar, NO_GENERATION)
     stops, before = session.stops, session.model.generation_config
     generation = generation_to_save(copy.deepcopy(before), session.served_tokenizer, stops.ids)
     with TemporaryFolder("check") as place, quiet_library():
@@ -204,14 +180,24 @@ def the_saved_generation_config_lets_answers_end(session: Session) -> Finding:
                 remedy=f"take these settings out of {GENERATION_FILE}",
             )
     names = described(stops, session.renderer.template)[0]
-    hindrance = _hindrance(generation, stops.ids)
-    if hindrance:
-        setting, value = hindrance
-        return failed(
-            f"{setting} in generation_config keeps answers from ending",
-            evidence=[f"{setting} = {value}; an answer ends at {names} {list(stops.ids)}"],
-            remedy=f"take {setting} out of {GENERATION_FILE}",
-        )
+    suppressed = generation.suppress_tokens or []
+    bad_words = generation.bad_words_ids or []
+    most = generation.max_new_tokens or 0
+    hindrances = {
+        "suppress_tokens": set(stops.ids) <= set(suppressed),
+        "bad_words_ids": {(index,) for index in stops.ids} <= {tuple(word) for word in bad_words},
+    }
+    for setting in ("min_new_tokens", "min_length"):
+        least = getattr(generation, setting, None) or 0
+        hindrances[setting] = least >= most > 0 or least >= 256  # no answer needs so many tokens
+    for setting, keeps_on in hindrances.items():
+        if keeps_on:
+            value = getattr(generation, setting)
+            return failed(
+                f"{setting} in generation_config keeps answers from ending",
+                evidence=[f"{setting} = {value}; an answer ends at {names} {list(stops.ids)}"],
+                remedy=f"take {setting} out of {GENERATION_FILE}",
+            )
     written = [] if before is None or before.eos_token_id is None else before.eos_token_id
     written = [written] if isinstance(written, int) else list(written)
     notes = []
@@ -228,31 +214,14 @@ def the_saved_generation_config_lets_answers_end(session: Session) -> Finding:
     return passed(f"it will name {names}", len(stops.ids), "ends", notes)
 
 
-def _hindrance(generation: GenerationConfig, ends: tuple[int, ...]) -> tuple[str, Any] | None:
-    """A setting that forbids every end, and its value."""
-    suppressed = getattr(generation, "suppress_tokens", None) or []
-    if set(ends) <= set(suppressed):
-        return "suppress_tokens", suppressed
-    words = getattr(generation, "bad_words_ids", None) or []
-    if {(index,) for index in ends} <= {tuple(word) for word in words}:
-        return "bad_words_ids", words
-    for name in ("min_new_tokens", "min_length"):
-        value, most = getattr(generation, name, None) or 0, generation.max_new_tokens or 0
-        if value and (value >= most > 0 or value >= LONG):
-            return name, value
-    return None
-
-
 @check("stop.rows", after=["model.finite"])
 def untrained_turn_ends_train(session: Session) -> Finding:
     """Can the model learn its ends: do rows that were never trained train?
 
     Rows of the embedding and the head of turn ends that were never trained must not stay as they are.
     """
-    if session.is_scalar:
-        return skipped(NO_GENERATION)
-    if session.ranks.size > 1:
-        return skipped("weights are sharded; it was asked before they were")
+    skip_if(session.is_scalar, NO_GENERATION)
+    skip_if(session.ranks.size > 1, "weights are sharded; it was asked before they were")
     run, inputs, model = session.run, session.inputs, session.scorer.model
     ends = {index: inputs.token(index) for index in inputs.stops.turn_ends}
     untrained = untrained_rows(model, ends)
@@ -262,8 +231,7 @@ def untrained_turn_ends_train(session: Session) -> Finding:
         says, _, remedy = str(error).partition("; ")
         return failed(
             "a row that was never trained is frozen, so the model could not learn its end",
-            number=len(untrained),
-            unit="untrained ends",
+            measured=(len(untrained), "untrained ends"),
             evidence=[says],
             remedy=remedy,
         )
@@ -271,9 +239,8 @@ def untrained_turn_ends_train(session: Session) -> Finding:
     return passed(says, len(untrained), "untrained ends", list(untrained.values()))
 
 
-BASELINE_PROMPTS, BASELINE_TOKENS = 8, 32
-LIKELY, UNLIKELY = 0.5, 0.05
-"""Of another end: its mean probability where answers end, and at most inside them and of the stop set's own."""
+UNLIKELY = 0.05
+"""The most that another end may have as mean probability inside answers, and the stop set's own ends where they end."""
 
 
 @check(
@@ -289,15 +256,14 @@ def the_untrained_model_has_no_other_end(session: Session) -> Finding:
     would stop at it. The number is how many answers it ends by itself; whether it ends at all is no fault: that is what
     training is for.
     """
-    if session.is_scalar:
-        return skipped(NO_GENERATION)
+    skip_if(session.is_scalar, NO_GENERATION)
     data = session.train if session.eval is None else session.eval
-    config = StopConfig(prompts=BASELINE_PROMPTS, tokens=BASELINE_TOKENS)
+    config = StopCheckConfig(prompts=8, max_new_tokens=32)
     make_engine = engine_of(session.inputs, session.built.models, session.ranks)
     check = prepare(config, data, session.stops.ids, make_engine, session.trainer, session.run.seed)
     if check.engine is None:
         return skipped(check.obstacle.partition(";")[0])
-    sampling = Sampling(max_new_tokens=BASELINE_TOKENS, seed=session.run.seed)
+    sampling = Sampling(max_new_tokens=config.max_new_tokens, seed=session.run.seed)
     answers = check.engine.generate([one.prompt for one in check.asked], sampling)
     number = sum(answer.finish_reason == "stop" for answer in answers)
     other = _other_end(session, check.asked)
@@ -306,8 +272,7 @@ def the_untrained_model_has_no_other_end(session: Session) -> Finding:
         token = session.inputs.token(index)
         return failed(
             f"the model ends answers with {token}, which is not in the stop set",
-            number=number,
-            unit=f"of {len(answers)} end",
+            measured=(number, f"of {len(answers)} end"),
             evidence=[
                 f"where answers end, {token} (id {index}) has a probability of {probability:.2g}; inside them, and "
                 f"those of the stop set, at most {UNLIKELY:g}"
@@ -330,28 +295,18 @@ def _other_end(session: Session, asked: Sequence[Asked]) -> tuple[int, float] | 
         if one.reference is None:  # a prompt without a known answer
             return None
         begin = int(one.prompt.ids_T.size)
-        probability_NS = _probabilities(session, one.reference, begin, [*specials, *stops])
+        at_N = np.arange(max(1, begin), one.reference.num_tokens)
+        weight_N = np.ones(at_N.size)
+        packed = pack([replace(one.reference, target_at_N=at_N, weight_N=weight_N)], ALONE)
+        with session.inference():
+            logits = session.scorer.target_logits(packed).float()
+        probability_NS = logits.softmax(-1)[:, [*specials, *stops]].cpu()
         at_ends.append(probability_NS[-1])
         inside.append(probability_NS[:-1])
     end_S, inside_S = torch.stack(at_ends).mean(0), torch.cat(inside)
     if not inside_S.numel() or float(end_S[len(specials) :].sum()) > UNLIKELY:
         return None
     best = int(end_S[: len(specials)].argmax())
-    if float(end_S[best]) < LIKELY or float(inside_S[:, best].mean()) > UNLIKELY:
+    if float(end_S[best]) < 0.5 or float(inside_S[:, best].mean()) > UNLIKELY:
         return None
     return specials[best], float(end_S[best])
-
-
-@torch.no_grad()
-def _probabilities(session: Session, sample: Sample, begin: int, ids: list[int]) -> Tensor:
-    """Of ``ids`` at each token from ``begin`` on: [N, S]."""
-    at_N = np.arange(max(1, begin), sample.num_tokens)
-    packed = pack([replace(sample, target_at_N=at_N, weight_N=np.ones(at_N.size))], ALONE)
-    last_T = None if packed.last_T is None else packed.last_T.numpy()
-    layout = Layout(packed.reach_T.numpy(), last_T, session.ranks.device)
-    packed = packed.to(session.ranks.device)
-    with session.inference():
-        logits = session.scorer.next_logits(
-            packed.ids_T, packed.position_ids, layout, packed.predictor_N, packed.media
-        ).float()
-    return logits.softmax(-1)[:, ids].cpu()

@@ -8,17 +8,15 @@ session's pair: two with pictures, if there are so many.
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from taut.checks.measure import drift, gap, replace_tokens
-from taut.checks.registry import Finding, check, failed, passed, skipped, split_error
+from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped, split_error
 from taut.checks.session import PROBE_TOKENS, Session, beginning, num_tokens, once
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.errors import ModelError
@@ -26,17 +24,13 @@ from taut.models import architecture
 from taut.types import Picture, Sample
 from taut.vision import tower
 
-SAMPLES = 4
-TOKENS = 768
-"""Of all samples with pictures of different sizes, but for the first."""
 SHOWN = 3
 
 
-def _no_pictures(session: Session) -> Finding | None:
-    """Why checks of pictures are skipped; None: they are asked."""
-    if session.inputs.renderer.album is None:
-        return skipped("the model takes no pictures")
-    return None if session.with_pictures else skipped("no row has a picture")
+def _require_pictures(session: Session) -> None:
+    """End a check of pictures as skipped where there are none."""
+    skip_if(session.inputs.renderer.image_store is None, "the model takes no pictures")
+    skip_if(not session.with_pictures, "no row has a picture")
 
 
 @once
@@ -49,7 +43,7 @@ def _samples_of_all_sizes(session: Session) -> list[Sample]:
         new_sizes = {(media.stop - media.start, media.grid) for media in sample.media} - sizes
         if not new_sizes:
             continue
-        if chosen and (len(chosen) == SAMPLES or num_tokens([*chosen, sample]) > TOKENS):
+        if chosen and (len(chosen) == 4 or num_tokens([*chosen, sample]) > 768):
             break
         sizes |= new_sizes
         chosen.append(sample)
@@ -64,8 +58,7 @@ def pictures_have_a_feature_for_each_placeholder(session: Session) -> Finding:
     number of placeholders follows from a picture's size was proven when the data were read. With another number the
     library stops, or shifts every picture after it.
     """
-    if why_not := _no_pictures(session):
-        return why_not
+    _require_pictures(session)
     samples = _samples_of_all_sizes(session)
     for sample in samples:
         try:
@@ -88,15 +81,23 @@ def pictures_are_numbered_as_the_library_does(session: Session) -> Finding:
     Packed and with a prefix shared, against each alone: by ``get_rope_index`` if the model numbers pictures in three
     dimensions, else by depth.
     """
-    if why_not := _no_pictures(session):
-        return why_not
+    _require_pictures(session)
     first, *others = _samples_of_all_sizes(session)
     other_end = replace_tokens(
         session, first, [first.num_tokens - 1], f"{first.id} with another end"
     )
     samples = {one.id: one for one in (first, *others, other_end, session.pair[1])}
-    number_by_library = getattr(architecture.decoder(session.model), "get_rope_index", None)
-    alone = {name: _numbered_alone(session, one) for name, one in samples.items()}
+    backbone = architecture.decoder(session.model)
+    number_by_library: Any = getattr(backbone, "get_rope_index", None)
+    alone: dict[str, Tensor] = {}  # [1, T] or [3, T]
+    for name, sample in samples.items():
+        if number_by_library is None or not sample.media:
+            alone[name] = torch.arange(sample.num_tokens)[None]
+            continue
+        ids_T = torch.from_numpy(sample.ids_T)
+        arguments = tower.library_arguments(backbone, sample.media, ids_T).items()
+        sizes = {key: value.cpu() for key, value in arguments if not value.is_floating_point()}
+        alone[name] = number_by_library(input_ids=ids_T[None], **sizes)[0][:, 0]
     number = 0
     for how, policy in {"packed": ALONE, "with a prefix shared": PackPolicy(True, 1)}.items():
         packed = pack(list(samples.values()), policy)
@@ -113,8 +114,7 @@ def pictures_are_numbered_as_the_library_does(session: Session) -> Finding:
             token = session.inputs.token(int(samples[name].ids_T[at]))
             return failed(
                 f"{how}, {num_wrong} of {is_wrong_T.numel()} tokens of {name} have other positions",
-                number=num_wrong,
-                unit=f"of {is_wrong_T.numel()} tokens",
+                measured=(num_wrong, f"of {is_wrong_T.numel()} tokens"),
                 evidence=[
                     f"token {at}, {token!r}: {positions[:, at].tolist()}, by the library {expected[:, at].tolist()}"
                 ],
@@ -123,19 +123,6 @@ def pictures_are_numbered_as_the_library_does(session: Session) -> Finding:
             )
     what = "in three dimensions" if number_by_library else "by depth"
     return passed(f"{what}, as alone", number, "tokens")
-
-
-def _numbered_alone(session: Session, sample: Sample) -> Tensor:
-    """As the library numbers a sample, [1, T] or [3, T]."""
-    backbone = architecture.decoder(session.model)
-    number_by_library: Any = getattr(backbone, "get_rope_index", None)
-    if number_by_library is None or not sample.media:
-        return torch.from_numpy(np.arange(sample.num_tokens))[None]
-    ids_T = torch.from_numpy(sample.ids_T)
-    arguments = tower.library_arguments(backbone, sample.media, ids_T)
-    sizes = {name: it.cpu() for name, it in arguments.items() if not it.is_floating_point()}
-    positions: Tensor = number_by_library(input_ids=ids_T[None], **sizes)[0][:, 0]
-    return positions
 
 
 @dataclass(frozen=True)
@@ -164,14 +151,12 @@ class StandIn:
         self.original.expect()
 
     def tensors(self) -> Mapping[str, Tensor]:
-        tensors = self.original.tensors().items()
-        return {name: _waves(it) if it.is_floating_point() else it for name, it in tensors}
-
-
-def _waves(like: Tensor) -> Tensor:
-    """Waves along every axis: not one colour everywhere."""
-    size = math.prod(like.shape)
-    return (0.7 * torch.arange(size, dtype=torch.float64)).sin().reshape(like.shape).to(like)
+        tensors = dict(self.original.tensors())
+        for name, value in tensors.items():
+            if value.is_floating_point():  # waves along every axis: not one colour everywhere
+                waves = (0.7 * torch.arange(value.numel(), dtype=torch.float64)).sin()
+                tensors[name] = waves.reshape(value.shape).to(value)
+        return tensors
 
 
 def _with_stand_ins(sample: Sample) -> Sample:
@@ -187,7 +172,7 @@ class Swap(NamedTuple):
     neighbour: Sample | None
     """None: the model packs nothing."""
     after_picture: tuple[Tensor, Tensor]
-    """Of the sample's targets after its first picture."""
+    """The numbers of the sample's targets after its first picture."""
     of_neighbour: tuple[Tensor, Tensor]
     all_after: Tensor
     """All of the sample with other pictures."""
@@ -220,19 +205,17 @@ def _swaps(session: Session) -> list[Swap]:
 def another_picture_changes_the_answer(session: Session) -> Finding:
     """Does another picture change what the model says after it?
 
-    Log-probs that are equal to the last bit mean that the model answers without having seen the picture. How much they
+    Logprobs that are equal to the last bit mean that the model answers without having seen the picture. How much they
     change says nothing yet: that is what training is for.
     """
-    if why_not := _no_pictures(session):
-        return why_not
+    _require_pictures(session)
     quantity = session.quantity
     moves = {swap.sample.id: gap(*swap.after_picture) for swap in _swaps(session)}
     blind = [name for name, moved in moves.items() if not moved > 0.0]
     if blind:
         return failed(
             f"another picture changes no {quantity.one.removeprefix('a ')} of {blind[0]}",
-            number=0.0,
-            unit=quantity.unit,
+            measured=(0.0, quantity.unit),
             evidence=[f"{name}: noise in place of its pictures" for name in blind],
             remedy="the picture does not reach the language model: a projector of zeros, or features that are lost; "
             "take the checkpoint that the model came with, and please report the model",
@@ -247,8 +230,7 @@ def a_neighbours_picture_changes_nothing(session: Session) -> Finding:
     Asked packed, and with prefixes shared, where two pictures of one size are two prefixes. Also: two of the user's own
     pictures that differ have different digests, by which they are told apart.
     """
-    if why_not := _no_pictures(session):
-        return why_not
+    _require_pictures(session)
     remedy = "pictures are mixed up between samples; set batch.share_prefixes=false, and please report the model"
     first_with: dict[str, tuple[str, str]] = {}
     mistaken = []
@@ -261,36 +243,32 @@ def a_neighbours_picture_changes_nothing(session: Session) -> Finding:
     if mistaken:
         return failed(
             "two different pictures are taken for one",
-            number=len(mistaken),
-            unit="pictures",
+            measured=(len(mistaken), "pictures"),
             evidence=mistaken[:SHOWN],
             remedy=remedy,
         )
     if session.loaded.one_sample is not None:
         return skipped(f"nothing is packed: {session.loaded.one_sample}")
-    worst, quantity = 0.0, session.quantity
-    for where, moved, limit in _moves_of_neighbours(session):
-        if moved > limit:
-            says = f"a neighbour's picture changes {quantity.one} by {moved:.3g} {quantity.unit}"
-            return failed(says, number=moved, unit=quantity.unit, evidence=[where], remedy=remedy)
-        worst = max(worst, moved)
-    return passed("a neighbour's picture changes nothing", worst, quantity.unit)
-
-
-def _moves_of_neighbours(session: Session) -> Iterator[tuple[str, float, float]]:
-    """A neighbour, how far its numbers move, and how far they may."""
     swaps = _swaps(session)
+    moves: list[tuple[str, float, float]] = []  # which numbers, how far they move and may move
     for swap in swaps:
         assert swap.neighbour is not None
         where = f"{swap.neighbour.id}, packed with {swap.sample.id}"
-        yield where, gap(*swap.of_neighbour), session.exact
-    if not session.trainer.policy.share_prefixes:
-        return
-    sample, neighbour = swaps[0].sample, swaps[0].neighbour
-    assert neighbour is not None
-    other = _with_stand_ins(sample)
-    with session.inference():  # once around all: autocast keeps its casts
-        shared = session.numbers([sample, other, neighbour], PackPolicy(min_saved_tokens=1))
-        packed = {**session.numbers(session.pair), other.id: swaps[0].all_after}
-    for name, numbers in shared.items():
-        yield f"{name}, with prefixes shared", drift(numbers, packed[name]), session.tolerance
+        moves.append((where, gap(*swap.of_neighbour), session.exact))
+    if session.trainer.policy.share_prefixes:
+        sample, neighbour = swaps[0].sample, swaps[0].neighbour
+        assert neighbour is not None
+        other = _with_stand_ins(sample)
+        with session.inference():  # once around all: autocast keeps its casts
+            shared = session.numbers([sample, other, neighbour], PackPolicy(min_saved_tokens=1))
+            packed = {**session.numbers(session.pair), other.id: swaps[0].all_after}
+        for name, numbers in shared.items():
+            moved = drift(numbers, packed[name])
+            moves.append((f"{name}, with prefixes shared", moved, session.tolerance))
+    worst, quantity = 0.0, session.quantity
+    for where, moved, limit in moves:
+        if moved > limit:
+            says = f"a neighbour's picture changes {quantity.one} by {moved:.3g} {quantity.unit}"
+            return failed(says, measured=(moved, quantity.unit), evidence=[where], remedy=remedy)
+        worst = max(worst, moved)
+    return passed("a neighbour's picture changes nothing", worst, quantity.unit)

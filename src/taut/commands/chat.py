@@ -139,17 +139,17 @@ class Session:
             self.pictures = []
             self.write("[no picture]\n")
             return
-        album = self.opened.renderer.album
-        if album is None or not isinstance(self.opened.engine, LocalEngine):
-            who = "this model" if album is None else "a chat with a server"
+        image_store = self.opened.renderer.image_store
+        if image_store is None or not isinstance(self.opened.engine, LocalEngine):
+            who = "this model" if image_store is None else "a chat with a server"
             raise EngineError(
                 f"/image: {who} takes no pictures; expected text; write it as a message"
             )
         named = str(user_path(path, "/image"))
-        album.see(ImageRef("file", named), "/image")
+        image_store.see(ImageRef("file", named), "/image")
         kept = self.folder / str(len(list(self.folder.iterdir())))
-        kept.write_bytes(read_file(named, album.images.max_bytes))
-        seen = album.see(ImageRef("file", str(kept)), "/image")
+        kept.write_bytes(read_file(named, image_store.images.max_bytes))
+        seen = image_store.see(ImageRef("file", str(kept)), "/image")
         self.pictures.append(ImageRef("file", str(kept)))
         count = f"{len(self.pictures)} with" if len(self.pictures) > 1 else "with"
         self.write(f"[{seen.width}x{seen.height} pixels, {count} the next message]\n")

@@ -16,7 +16,6 @@ from taut.io.console import counted
 from taut.io.terminal import Terminal
 from taut.models.gguf import (
     Dtype,
-    architecture_metadata,
     notes,
     require_convertible,
     vocabulary,
@@ -71,13 +70,12 @@ def run(config: Export) -> int:
         trust_remote_code=config.trust_remote_code,
         is_narrow=True,
     )
-    metadata = architecture_metadata(rendering.config, dtype, out.stem) | keys
-    written = write_gguf(model, metadata, dtype, out)
+    num_tensors, largest_error = write_gguf(model, keys, dtype, out)
     names = [str(tokenizer.convert_ids_to_tokens(index)) for index in stop_ids]
-    size = f"{written.num_bytes / 1e6:,.1f} MB"
+    size = f"{out.stat().st_size / 1e6:,.1f} MB"
     lines = [
-        f"written {written.path}: {size}, {counted(written.num_tensors, 'tensors')}, {dtype}",
-        f"passed  read back: every key and tensor; largest error {written.largest_error:.2g} of a tensor's largest",
+        f"written {out}: {size}, {counted(num_tensors, 'tensors')}, {dtype}",
+        f"passed  read back: every key and tensor; largest error {largest_error:.2g} of a tensor's largest",
         f"stops   {', '.join(names)}",
         *(f"note    {note}" for note in notes(tokenizer, stop_ids)),
     ]

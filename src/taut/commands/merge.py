@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from taut.attention.select import select
 from taut.config import configclass, home_path
 from taut.data.cache import default_directory
 from taut.data.dataset import DataConfig, build_renderer, read_rows
@@ -28,6 +27,7 @@ from taut.evals.contract import FILE, ContractConfig, Origin, built_in_rows, cho
 from taut.evals.reload import Comparison, Trained, samples_to_compare, score
 from taut.io.console import counted
 from taut.io.terminal import Terminal
+from taut.models.attention_backends import select
 from taut.models.load import (
     checkpoint_dtype,
     has_tokenizer,
@@ -41,7 +41,7 @@ from taut.models.save import saving
 from taut.models.scorer import Scorer
 from taut.train import distributed
 from taut.vision.content import ImagesConfig
-from taut.vision.image_store import open_album
+from taut.vision.image_store import open_image_store
 
 
 @configclass
@@ -106,7 +106,7 @@ def merge(config: Merge) -> Merged:
     base = load_config(config.model, config.trust_remote_code)
     place = str(adapter) if has_tokenizer(str(adapter)) else config.model
     tokenizer = load_tokenizer(place, config.trust_remote_code)
-    album = open_album(
+    image_store = open_image_store(
         config.model,
         base,
         tokenizer,
@@ -114,7 +114,7 @@ def merge(config: Merge) -> Merged:
         default_directory(),
         trust_remote_code=config.trust_remote_code,
     )
-    renderer = build_renderer(DataConfig(template=config.template), tokenizer, album)
+    renderer = build_renderer(DataConfig(template=config.template), tokenizer, image_store)
     stops = derive_stop_set(renderer, stop_ids_in_files(config.model, base))
     device = distributed.start(config.device).device
     model = load_model(

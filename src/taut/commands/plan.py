@@ -25,7 +25,6 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedConfig
 
-from taut.attention.select import select
 from taut.config import Decision, configclass, load
 from taut.data.dataset import DataConfig
 from taut.errors import ConfigError
@@ -33,6 +32,7 @@ from taut.io.console import told_when_slow
 from taut.io.terminal import Terminal
 from taut.methods.method import RunConfig, class_of
 from taut.models import architecture
+from taut.models.attention_backends import select
 from taut.models.load import load_config
 from taut.models.lora import LoraConfig
 from taut.models.precision import DTYPES, resolve_dtype

@@ -140,9 +140,10 @@ def run(config: ServeReward) -> int:
     key = _read_key(config)
     with closing(_listen(config)) as listener, TemporaryFolder("serve") as folder:
         judge = open_judge(config, folder)
-        album = judge.renderer.album
+        image_store = judge.renderer.image_store
         print_decisions(console, judge.decisions)
-        batcher = Batcher(judge, config.max_waiting, None if album is None else album.forget)
+        forget = None if image_store is None else image_store.forget
+        batcher = Batcher(judge, config.max_waiting, forget)
         host, port = listener.getsockname()[:2]
         place = f"[{host}]" if ":" in host else host
         where = f"{config.model} at http://{place}:{port}"

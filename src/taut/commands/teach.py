@@ -19,7 +19,6 @@ import torch
 from pydantic import Field
 from rich.progress import track
 
-from taut.attention.select import select
 from taut.commands.reading import print_decisions, write_errors
 from taut.config import ComputeDtype, Decision, configclass, user_path
 from taut.data.dataset import DataConfig, Dataset, load_dataset
@@ -32,7 +31,8 @@ from taut.io.console import counted
 from taut.io.terminal import Terminal
 from taut.methods.method import RunConfig
 from taut.methods.teacher import require_context
-from taut.models.architecture import head
+from taut.models.architecture import head, run_backbone
+from taut.models.attention_backends import select
 from taut.models.load import context_length, load_config, load_model
 from taut.models.precision import compute_context, resolve_dtype
 from taut.models.scorer import Scorer
@@ -41,7 +41,7 @@ from taut.models.teacher import likeliest
 from taut.models.tokens import require_same_tokenizer
 from taut.run.inputs import load_language, load_stops
 from taut.types import Sample
-from taut.vision.image_store import require_alike
+from taut.vision.image_store import require_same_processor
 
 
 @configclass
@@ -127,10 +127,12 @@ def teach(config: Teach) -> Taught:
         language.renderer.stopping_at(stops.ids),
         learner.longest_sample(language.config),
     )
-    album, trust = language.renderer.album, config.trust_remote_code
-    if album is not None and data.report.num_pictures:
+    image_store, trust = language.renderer.image_store, config.trust_remote_code
+    if image_store is not None and data.report.num_pictures:
         theirs = load_config(config.model, trust)
-        require_alike(config.model, theirs, language.tokenizer, album, "model", trust)
+        require_same_processor(
+            config.model, theirs, language.tokenizer, image_store, "model", trust
+        )
     teacher = _load(config, data, device)
     sums = np.zeros(2)
     with write_errors(out, "; nothing is kept"), files.writing(out) as file:
@@ -186,7 +188,7 @@ def _top_logprobs(
         samples = data[group.start : group.stop]
         packed = pack(samples, policy)
         with torch.no_grad(), compute_context(teacher.dtype, teacher.scorer.device):
-            moved, hidden_TD = teacher.scorer.hidden(packed)
+            moved, hidden_TD = run_backbone(teacher.scorer.model, packed)
             hidden_ND = hidden_TD.index_select(0, moved.predictor_N)
             listed = likeliest(hidden_ND, head(teacher.scorer.model), config.top, num_ids)
         ids_Nk, logp_Nk = (tensor.cpu().numpy() for tensor in listed)

@@ -49,14 +49,14 @@ from taut.evals.during import (
 )
 from taut.evals.stopping import StopCheck, Stops, prepare, unasked
 from taut.io import temporary
-from taut.methods.inputs import Inputs, Plan
+from taut.methods.inputs import Inputs, Plan, engine_of
 from taut.methods.method import RunConfig
 from taut.rewards.in_process import require_judgeable
 from taut.run.fingerprint import TOLERANCE, identity_of, moved_servers, require_same
 from taut.run.inputs import load_inputs
 from taut.run.reference_cache import keep_reference
 from taut.run.save import answer_for_best, choose_goldens, save_best, save_model
-from taut.run.setup import Built, build, engine_of
+from taut.run.setup import Built, build
 from taut.train import checkpoint, distributed
 from taut.train.checkpoint import Checkpoints, Memory, Saved
 from taut.train.distributed import Ranks
@@ -141,8 +141,8 @@ def train(run: RunConfig) -> Result:
             if start.finished is None:
                 log = RunLog()
                 built = build(run, inputs, start.plan, ranks, log.emit, interrupts)
-                with closing(built.trainer.method) as method:
-                    built.opened.extend([*method.open(), *run.held_out_decisions()])
+                with closing(built.trainer.source) as source:
+                    built.opened.extend(source.open())
                     evaluations, stop_check = _evaluations(built, out), _stop_check(built)
                     examination = before_training(built)
                     keep_reference(built)
@@ -272,7 +272,7 @@ def _plan(run: RunConfig, inputs: Inputs, cursor: Cursor, where: Path) -> Plan:
     """The steps of a run that has reached ``cursor``, which must not be beyond its end."""
     plan = run.plan(inputs.train, cursor)
     step = cursor.step
-    if step > plan.num_steps or plan.method.cursor(step).samples < cursor.samples:
+    if step > plan.num_steps or plan.source.cursor(step).samples < cursor.samples:
         raise ConfigError(
             f"resume=true: {where} is beyond the end of this run, step {plan.num_steps}; "
             f"expected steps={step} or more; raise steps or epochs"
@@ -285,10 +285,10 @@ def _stop_check(built: Built) -> StopCheck:
     run, inputs = built.run, built.inputs
     data = inputs.train if inputs.eval is None else inputs.eval
     if run.has_scalar_head:
-        return unasked(run.stop, built.trainer, run.seed, "a reward model writes nothing")
+        return unasked(run.stop_check, built.trainer, run.seed, "a reward model writes nothing")
     questions = run.questions(data)
     engine = engine_of(inputs, built.models, built.trainer.ranks)
-    check = prepare(run.stop, questions, inputs.stops.ids, engine, built.trainer, run.seed)
+    check = prepare(run.stop_check, questions, inputs.stops.ids, engine, built.trainer, run.seed)
     return replace(check, is_taught=run.teaches_ends, remedy=run.ends_remedy)
 
 
@@ -389,8 +389,8 @@ def _checkpoints(built: Built, out: Path, start: Start, evaluations: Evaluations
         for monitor in trainer.monitors
         if isinstance(monitor, Untouched | Spikes | Divergence)
     }
-    if trainer.method.state is not None:
-        memories["online"] = trainer.method.state
+    if trainer.source.state is not None:
+        memories["online"] = trainer.source.state
     return Checkpoints(
         folder=out / CHECKPOINTS,
         config=built.run.checkpoint,
@@ -400,7 +400,7 @@ def _checkpoints(built: Built, out: Path, start: Start, evaluations: Evaluations
         ranks=trainer.ranks,
         emit=trainer.emit,
         notes=lambda step: {
-            "cursor": trainer.method.cursor(step),
+            "cursor": trainer.source.cursor(step),
             "loss": trainer.loss,
             "identity": start.identity,
         },
@@ -520,9 +520,9 @@ def _run(
             state = checkpoints.rescue(trainer.done, trainer.random)
             raise type(error)(f"{error}; {state}") from error
         trainer.interrupts.agree(trainer.ranks)
-        if run.stop.required and stops is not None and not stops.is_enough:
+        if run.stop_check.required and stops is not None and not stops.is_enough:
             state = checkpoints.rescue(trainer.done, trainer.random)
-            raise CheckFailed(f"{stops}; stop.required=true, so no model is written; {state}")
+            raise CheckFailed(f"{stops}; stop_check.required=true, so no model is written; {state}")
         model = save_model(built, out / run.save.result, questions, checkpoints)
         if run.eval.best is not None:
             answer_for_best(built, out / BEST, questions)
@@ -533,7 +533,7 @@ def _run(
         "end",
         outcome="finished",
         step=trainer.done,
-        cursor=trainer.method.cursor(trainer.done),
+        cursor=trainer.source.cursor(trainer.done),
         loss=trainer.loss,
         eval_loss=metrics.get("loss"),
         metrics=metrics,
@@ -590,7 +590,7 @@ def _stopped(built: Built, error: TautError, checkpoints: Checkpoints) -> TautEr
         and ranks.size == 1
         and 0 < trainer.done < trainer.num_steps
     ):
-        trainer.method.reject()
+        trainer.source.reject()
         kept = _try_to_save(trainer, checkpoints)
     final = type(error)(f"{error}; {kept}") if kept else error
     trainer.emit("end", outcome="stopped", step=trainer.done, reason=str(final))

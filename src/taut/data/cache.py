@@ -60,7 +60,7 @@ from taut.io.temporary import TemporaryFolder, clear
 from taut.types import IntArray, Media, Sample
 
 if TYPE_CHECKING:
-    from taut.vision.image_store import Album
+    from taut.vision.image_store import ImageStore
 
 ARRAYS = {
     "ids": np.int32,
@@ -119,8 +119,8 @@ class Entry:
     digest: str = ""
     """Digest of the arrays on disk: equal where the samples are, wherever their images lie."""
 
-    def sample(self, index: int, name: str, album: Album | None = None) -> Sample:
-        """The sample number ``index``. ``album``: the store of its images."""
+    def sample(self, index: int, name: str, image_store: ImageStore | None = None) -> Sample:
+        """The sample number ``index``. ``image_store``: holds its images."""
         arrays = self.arrays
         start, stop = arrays["offsets"][index : index + 2]
         first, last = arrays["target_offsets"][index : index + 2]
@@ -144,23 +144,23 @@ class Entry:
             arrays["ids"][start:stop].astype(np.int64),
             target_at_N,
             np.ones(target_at_N.size),
-            media=self._media(index, name, album),
+            media=self._media(index, name, image_store),
             values=values,
             read_at_R=read_at_R,
             read_values=read_values,
         )
 
-    def _media(self, index: int, name: str, album: Album | None) -> tuple[Media, ...]:
+    def _media(self, index: int, name: str, image_store: ImageStore | None) -> tuple[Media, ...]:
         arrays = self.arrays
         if "media.offsets" not in arrays:
             return ()
-        assert album is not None, "data with pictures were read with an album"
+        assert image_store is not None, "data with pictures were read with an image store"
         first, last = arrays["media.offsets"][index : index + 2]
         media = []
         for place in range(first, last):
             number = int(arrays["media.picture"][place])
             begin, end = arrays["picture.offsets"][number : number + 2]
-            picture = album.picture(
+            picture = image_store.picture(
                 arrays["picture.source"][begin:end].tobytes().decode(),
                 arrays["picture.content"][number].tobytes().hex(),
                 int(arrays["picture.company"][number]),
@@ -168,7 +168,7 @@ class Entry:
             )
             start, stop = arrays["media.at"][place].tolist()
             t, h, w = arrays["media.grid"][place].tolist()
-            two_way = album.processor.is_two_way
+            two_way = image_store.processor.is_two_way
             media.append(Media(picture, start, stop, (t, h, w) if t else None, two_way))
         return tuple(media)
 
@@ -383,9 +383,8 @@ def save(directory: Path, key: str, entry: Entry) -> None:
     except (OSError, ValueError) as error:  # ValueError: not a valid path
         reason = getattr(error, "strerror", None) or error
         raise OutputError(
-            f"the cache {directory} cannot be written: {reason}; expected a "
-            "directory with space; "
-            "set data.cache or TAUT_CACHE"
+            f"the cache {directory} cannot be written: {reason}; expected a directory with space; set data.cache or "
+            "TAUT_CACHE"
         ) from None
 
 
@@ -442,8 +441,21 @@ def require_sound(arrays: Mapping[str, NDArray[Any]]) -> None:
             _require_offsets(arrays, f"{kind}.offsets", f"{kind}.source", None)
             if len(arrays[f"{kind}.stamp"]) != len(arrays[f"{kind}.offsets"]) - 1:
                 raise ValueError(f"{kind}.stamp does not have one entry for each source")
-    if "media.offsets" in arrays:
-        _require_media(arrays, num_samples)
+    if "media.offsets" not in arrays:
+        return
+    _require_offsets(arrays, "media.offsets", "media.at", num_samples)
+    num_pictures = len(arrays["picture.content"])
+    sizes = {name: len(arrays[name]) for name in ("media.grid", "media.picture")}
+    if set(sizes.values()) != {len(arrays["media.at"])}:
+        raise ValueError(f"media.at has {len(arrays['media.at'])} entries; found {sizes}")
+    if {len(arrays["picture.company"]), len(arrays["picture.offsets"]) - 1} != {num_pictures}:
+        raise ValueError(f"picture.content has {num_pictures} entries, other arrays not")
+    numbers, at = arrays["media.picture"], arrays["media.at"]
+    lengths = np.repeat(np.diff(arrays["offsets"]), np.diff(arrays["media.offsets"]))
+    is_picture = (numbers >= 0) & (numbers < num_pictures)
+    is_inside = (at[:, 0] >= 0) & (at[:, 0] < at[:, 1]) & (at[:, 1] <= lengths)
+    if not (is_picture & is_inside).all():
+        raise ValueError("media has a picture that is not there, or a place outside its sample")
 
 
 def _require_offsets(
@@ -473,19 +485,3 @@ def _require_within(
         is_inside = (positions >= first) & (positions < lengths[sample])
         if not (is_inside & (is_ascending | ~is_next)).all():
             raise ValueError(f"{name} has a position outside its sample, or out of order")
-
-
-def _require_media(arrays: Mapping[str, NDArray[Any]], num_samples: int) -> None:
-    _require_offsets(arrays, "media.offsets", "media.at", num_samples)
-    num_pictures = len(arrays["picture.content"])
-    sizes = {name: len(arrays[name]) for name in ("media.grid", "media.picture")}
-    if set(sizes.values()) != {len(arrays["media.at"])}:
-        raise ValueError(f"media.at has {len(arrays['media.at'])} entries; found {sizes}")
-    if {len(arrays["picture.company"]), len(arrays["picture.offsets"]) - 1} != {num_pictures}:
-        raise ValueError(f"picture.content has {num_pictures} entries, other arrays not")
-    numbers, at = arrays["media.picture"], arrays["media.at"]
-    lengths = np.repeat(np.diff(arrays["offsets"]), np.diff(arrays["media.offsets"]))
-    is_picture = (numbers >= 0) & (numbers < num_pictures)
-    is_inside = (at[:, 0] >= 0) & (at[:, 0] < at[:, 1]) & (at[:, 1] <= lengths)
-    if not (is_picture & is_inside).all():
-        raise ValueError("media has a picture that is not there, or a place outside its sample")

@@ -12,14 +12,14 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jinja2
 
@@ -31,7 +31,7 @@ from taut.io import processes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from taut.vision.image_store import Album
+    from taut.vision.image_store import ImageStore
 
 Ids: TypeAlias = list[int]
 CODE_FAILURES = (
@@ -70,6 +70,19 @@ class Text:
     """The images that words in it stand for, in order. They do not change the ids."""
 
 
+class Probe(NamedTuple):
+    """An answer to PROBE's question, as a template writes it."""
+
+    prompt: Text
+    row: Text
+    ids: Ids
+    """The ids of ``row``."""
+    start: int
+    """Start of the answer in ``ids``."""
+    end: int
+    """Position of the token that ends it."""
+
+
 class Template:
     """One tokenizer with its own chat template or another one. The processor's template, if it has one, takes
     precedence over the tokenizer's.
@@ -80,19 +93,18 @@ class Template:
         tokenizer: PreTrainedTokenizerBase,
         template: str | None,
         key: str = "data.template",
-        album: Album | None = None,
+        image_store: ImageStore | None = None,
     ) -> None:
-        """``key``: the setting that names another template, for messages. ``album``: the store of images."""
+        """``key``: the setting that names another template, for messages. ``image_store``: the store of images."""
         if not tokenizer.is_fast:
             raise ModelError(
-                f"the tokenizer is a {type(tokenizer).__name__} without tokenizer.json; expected "
-                "a fast tokenizer; "
+                f"the tokenizer is a {type(tokenizer).__name__} without tokenizer.json; expected a fast tokenizer; "
                 "save it once with transformers' fast class"
             )
         self.tokenizer = tokenizer
         self.key = key
-        self.pictures = Pictures(album, tokenizer)
-        of_processor = album.processor.template if album is not None else None
+        self.pictures = Pictures(image_store, tokenizer)
+        of_processor = image_store.processor.template if image_store is not None else None
         own_template = tokenizer.chat_template if of_processor is None else of_processor
         self.template = own_template if template is None else template
         if self.template is not None:
@@ -138,10 +150,8 @@ class Template:
         except processes.FunctionFailed as error:
             roles = " ".join(message["role"] for message in messages)
             raise RenderError(
-                f"{place}: the chat template does not take these messages ({roles[:80]}): "
-                f"{str(error)[:200]}; "
-                "expected messages it accepts; change the row or give another template with "
-                f"{self.key}=FILE"
+                f"{place}: the chat template does not take these messages ({roles[:80]}): {str(error)[:200]}; expected "
+                f"messages it accepts; change the row or give another template with {self.key}=FILE"
             ) from None
         images = tuple(placed[: len(images_of(messages))])
         text = self.pictures.write(text, images, place)
@@ -199,8 +209,25 @@ class Template:
             {key: value for key, value in message.items() if value is not None}
             for message in messages
         ]
-        if self._has_own_rendering:
-            return self._write_by_own_code(present, tools, named, is_prompt, switches)
+        from transformers import PreTrainedTokenizerBase as Library
+
+        if type(self.tokenizer).apply_chat_template is not Library.apply_chat_template:
+            # a tokenizer with its own way of rendering: trust_remote_code allows its code to run here
+            try:
+                render: Any = self.tokenizer.apply_chat_template
+                return str(
+                    render(
+                        present,
+                        tools=list(tools) or None,
+                        chat_template=named,
+                        tokenize=False,
+                        add_generation_prompt=is_prompt,
+                        **switches,
+                    )
+                )
+            except CODE_FAILURES as error:
+                reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+                raise processes.FunctionFailed(reason) from None
         variables = {**self.tokenizer.special_tokens_map, **switches}
         try:
             text: str = processes.call(
@@ -217,37 +244,6 @@ class Template:
                 f"give another template with {self.key}=FILE"
             ) from None
         return text
-
-    @cached_property
-    def _has_own_rendering(self) -> bool:
-        """Whether the tokenizer's class, which may come with the model, has its own way of rendering."""
-        from transformers import PreTrainedTokenizerBase as Library
-
-        return type(self.tokenizer).apply_chat_template is not Library.apply_chat_template
-
-    def _write_by_own_code(
-        self,
-        messages: list[Message],
-        tools: Sequence[Tool],
-        template: str | None,
-        is_prompt: bool,
-        switches: Mapping[str, Any],
-    ) -> str:
-        """``write`` for a tokenizer with its own way of rendering. trust_remote_code allows its code to run here."""
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages,
-                tools=list(tools) or None,
-                chat_template=template,
-                tokenize=False,
-                add_generation_prompt=is_prompt,
-                **switches,
-            )
-        except CODE_FAILURES as error:
-            raise processes.FunctionFailed(
-                (str(error).splitlines() or [""])[0] or type(error).__name__
-            ) from None
-        return str(text)
 
     @property
     def _source(self) -> str:
@@ -320,10 +316,8 @@ class Template:
         if end is None:
             raise RenderError(
                 "the chat template ends an assistant turn with no special token (it writes "
-                f"{self.quoted(ids_of[row][start:])}), so a model could never learn to stop; "
-                "expected one such as eos "
-                f"after the content; give a template that writes it with {self.key}=FILE, or "
-                "add the token"
+                f"{self.quoted(ids_of[row][start:])}), so a model could never learn to stop; expected one such as eos "
+                f"after the content; give a template that writes it with {self.key}=FILE, or add the token"
             )
         return (ids_of[row][end],)
 
@@ -339,12 +333,22 @@ class Template:
         end = self._last_end(ids, start, self.end_ids)
         if end is None:
             raise RenderError(
-                f"{place}: the chat template writes no token that ends this turn "
-                f"({self.quoted(ids[start:][-8:])}); "
-                f"expected {self.quoted(self.stop_ids)}; correct it or give one with "
-                f"{self.key}=FILE"
+                f"{place}: the chat template writes no token that ends this turn ({self.quoted(ids[start:][-8:])}); "
+                f"expected {self.quoted(self.stop_ids)}; correct it or give one with {self.key}=FILE"
             )
         return end
+
+    def probe(self, answer: Message, tools: Sequence[Tool]) -> Probe | None:
+        """``answer`` to PROBE's question; None where the template does not take it."""
+        try:
+            prompt = self.apply(PROBE[:1], tools, "the probe", is_prompt=True)
+            row = self.apply((*PROBE[:1], answer), tools, "the probe")
+            ids_of = self.encode([prompt, row])
+            start = common_length(ids_of[prompt], ids_of[row])
+            end = self.end_of_turn(ids_of[row], start, "the probe")
+        except RenderError:
+            return None
+        return Probe(prompt, row, ids_of[row], start, end)
 
     def _last_end(self, ids: Ids, start: int, ends: set[int]) -> int | None:
         """The position of the last of ``ends`` from ``start`` on, if only white space follows it."""
@@ -359,14 +363,11 @@ class Template:
             return len(prompt)
         at = common_length(prompt, ids)
         raise RenderError(
-            f"{place}: the prompt is not a token prefix of the row: after "
-            f"{self.quoted(ids[max(at - 4, 0) : at])}, token "
-            f"{at} is {self.quoted(prompt[at : at + 1])} in the prompt and "
-            f"{self.quoted(ids[at : at + 1])} in the row; "
-            "expected equal tokens, or the model would be taught on text it never sees when it "
-            "answers; let the answer, not the prompt, have the white space where they meet (plain text without any "
-            "there needs some), or give a template whose generation prompt fits with "
-            f"{self.key}=FILE"
+            f"{place}: the prompt is not a token prefix of the row: after {self.quoted(ids[max(at - 4, 0) : at])}, "
+            f"token {at} is {self.quoted(prompt[at : at + 1])} in the prompt and {self.quoted(ids[at : at + 1])} in "
+            "the row; expected equal tokens, or the model would be taught on text it never sees when it answers; let "
+            "the answer, not the prompt, have the white space where they meet (plain text without any there needs "
+            f"some), or give a template whose generation prompt fits with {self.key}=FILE"
         )
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -403,8 +404,8 @@ class Template:
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def common_length(left: Ids, right: Ids) -> int:
-    """Number of leading ids that are equal."""
+def common_length(left: Sequence[object], right: Sequence[object]) -> int:
+    """Number of leading ids or characters that are equal."""
     return sum(
         1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
     )
@@ -416,8 +417,7 @@ def checked(text: str, place: str, *, is_rendering: bool) -> Text:
         text.encode()
     except UnicodeEncodeError as error:
         raise RenderError(
-            f"{place}: character {error.start + 1} of the text is half of a surrogate pair; "
-            "expected Unicode text; "
+            f"{place}: character {error.start + 1} of the text is half of a surrogate pair; expected Unicode text; "
             "correct it"
         ) from None
     return Text(text, is_rendering)

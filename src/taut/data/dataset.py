@@ -27,7 +27,7 @@ from pydantic import Field
 from taut.config import configclass, user_path
 from taut.data import cache
 from taut.data.images import in_batches
-from taut.data.messages import Conversation, Row, RowForm, form_of, images_of
+from taut.data.messages import FORM_OF, Conversation, Row, RowForm, images_of
 from taut.data.render import (
     Incident,
     Limits,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from taut.vision.content import ImageRef
-    from taut.vision.image_store import Album
+    from taut.vision.image_store import ImageStore
 
 Split: TypeAlias = Literal["train", "eval"]
 CACHE_VERSION = 6
@@ -117,8 +117,6 @@ def sources(config: DataConfig, split: Split, kind: Kind = "sft") -> list[tuple[
                 kind=kind,
                 step_separator=config.step_separator,
                 folder=folder_of(source, config.images.folder, "data.images.folder"),
-                fps=config.images.fps,
-                max_frames=config.images.max_frames,
                 images=config.images,
                 apply_chat_template=bool(config.apply_chat_template),
             ),
@@ -140,11 +138,11 @@ def input_paths(config: DataConfig) -> list[str]:
 
 
 def build_renderer(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, album: Album | None = None
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, image_store: ImageStore | None = None
 ) -> Renderer:
-    """The renderer that a data configuration describes. ``album``: the image store of a model that takes images."""
+    """The renderer that a data configuration describes. ``image_store``: for a model that takes images."""
     if config.template is None:
-        return Renderer(tokenizer, None, config.targets, album=album)
+        return Renderer(tokenizer, None, config.targets, image_store=image_store)
     path = user_path(config.template, "data.template")
     try:
         template = files.read_text(path)
@@ -153,7 +151,7 @@ def build_renderer(
             f"data.template: cannot read {config.template}: {getattr(error, 'strerror', None) or error}; "
             "expected a file with a chat template"
         ) from None
-    return Renderer(tokenizer, template, config.targets, album=album)
+    return Renderer(tokenizer, template, config.targets, image_store=image_store)
 
 
 # -- rows
@@ -234,7 +232,7 @@ def _images_of(row: AnyRow | DataError | None) -> list[ImageRef]:
 def tokenise(opened: Opened, columns: Columns, limits: Limits, renderer: Renderer) -> cache.Entry:
     """Read, render and fit every row of a source into the arrays of a cache entry. Nothing is written."""
     builder = cache.EntryBuilder()
-    drops_images = renderer.album is not None and renderer.album.images.bad == "drop"
+    drops_images = renderer.image_store is not None and renderer.image_store.images.bad == "drop"
     tolerated = (PictureError,) if drops_images else ()
     try:
         for attempt in attempt_rows(opened, columns, renderer, limits, tolerated):
@@ -247,7 +245,7 @@ def tokenise(opened: Opened, columns: Columns, limits: Limits, renderer: Rendere
                 builder.is_fleeting = True
                 continue
             assert row is not None, "a row without an error was read"
-            builder.forms[form_of(best_row(row))] += 1
+            builder.forms[FORM_OF[type(best_row(row))]] += 1
             builder.add(number, place, attempt.samples)
             builder.incidents += [
                 replace(incident, place=f"{number}{incident.place[len(place) :]}")
@@ -264,8 +262,7 @@ def tokenise(opened: Opened, columns: Columns, limits: Limits, renderer: Rendere
         setting = ", or data.images.folder" if builder.is_fleeting else ""
         raise DataError(
             f"{opened.path}: none of its {counted(builder.num_rows, 'rows')} is left (row {first.place}: "
-            f"{first.reason}); "
-            f"expected some; change data.max_length, data.min_length or data.too_long{setting}"
+            f"{first.reason}); expected some; change data.max_length, data.min_length or data.too_long{setting}"
         )
     return builder.build()
 
@@ -327,16 +324,16 @@ class SourcePart:
     """As configured."""
     stamps: tuple[Stamp, ...]
     """Its files, as they were read."""
-    album: Album | None = None
+    image_store: ImageStore | None = None
     """The store of its images."""
 
     def sample(self, index: int) -> Sample:
-        return self.entry.sample(index, self.name(index), self.album)
+        return self.entry.sample(index, self.name(index), self.image_store)
 
     @property
     def identity(self) -> str:
         """A digest that is equal where the samples are: of their inputs; of the arrays, where there may be images."""
-        return self.key if self.album is None else self.entry.digest
+        return self.key if self.image_store is None else self.entry.digest
 
     def num_with_target(self, ids: Collection[int]) -> int:
         """How many samples have one of ``ids`` among their targets."""
@@ -365,7 +362,24 @@ class SourcePart:
         return f"{self.path}:{line}#{part}" if part else f"{self.path}:{line}"
 
 
-class Dataset(Sequence[Sample]):
+class Samples(Sequence[Sample]):
+    """Samples by index or slice; a subclass has ``__len__`` and ``sample``."""
+
+    def sample(self, index: int) -> Sample:
+        """The sample number ``index``, counted from the end if below 0. Raises IndexError beyond the last."""
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return [self.sample(i) for i in range(*index.indices(len(self)))]
+        return self.sample(index)
+
+
+class Dataset(Samples):
     """Samples by index, in the order of sources and rows."""
 
     def __init__(
@@ -394,20 +408,14 @@ class Dataset(Sequence[Sample]):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def sample(self, index: int) -> Sample:
         part, offset = self._locate(index)
         return part.sample(offset)
 
     @property
-    def album(self) -> Album | None:
+    def image_store(self) -> ImageStore | None:
         """The store of images; None: there are none."""
-        return self.parts[0].album
+        return self.parts[0].image_store
 
     def sample_id(self, index: int) -> str:
         """The sample's id, without building it."""
@@ -493,7 +501,7 @@ def load_dataset(
     parts, decisions, is_cached = [], [], True
     times_seen: Counter[str] = Counter()
     for (source, columns), opened in zip(named, opened_sources, strict=True):
-        key = _key(opened, columns, limits, identity, has_images=renderer.album is not None)
+        key = _key(opened, columns, limits, identity, has_images=renderer.image_store is not None)
         entry, reason = cache.load(directory, key)
         if entry is not None and looks_again and (reason := entry.stale_reason()):
             cache.forget(directory, key)
@@ -508,17 +516,22 @@ def load_dataset(
         )
         times_seen[source.path] += 1
         times = times_seen[source.path]
-        part = SourcePart(
-            source.path if times == 1 else f"{source.path}({times})",
-            source.weight,
-            key,
-            entry,
-            opened.path,
-            opened.stamps,
-            renderer.album,
-        )
-        _require_used(part, split, kind)
-        parts.append(part)
+        label, weight = source.path if times == 1 else f"{source.path}({times})", source.weight
+        if split == "eval" and weight != 1:
+            raise ConfigError(
+                f"data.eval: {label} has weight {weight:g}; expected none: held-out samples count once each; remove "
+                "the weight"
+            )
+        is_compared = kind == "preference"
+        count = len(entry.row_offsets()) - 1 if is_compared else len(entry.arrays["line"])
+        if round(weight * count) == 0:
+            nouns = "rows" if is_compared else "samples"
+            raise ConfigError(
+                f"data.train: weight {weight:g} gives none of the {count} {nouns} of {label} to an epoch; expected at "
+                "least one; raise the weight, or leave the source out"
+            )
+        stamps, image_store = opened.stamps, renderer.image_store
+        parts.append(SourcePart(label, weight, key, entry, opened.path, stamps, image_store))
     return Dataset(parts, decisions, is_cached)
 
 
@@ -540,30 +553,14 @@ def _require_fitting(config: DataConfig, kind: Kind) -> None:
         )
 
 
-def _require_used(part: SourcePart, split: str, kind: Kind) -> None:
-    """Refuse a weight of held-out data, and one that leaves a source out."""
-    is_compared = kind == "preference"
-    count = len(part.entry.row_offsets()) - 1 if is_compared else len(part.entry.arrays["line"])
-    if split == "eval" and part.weight != 1:
-        raise ConfigError(
-            f"data.eval: {part.path} has weight {part.weight:g}; expected none: held-out samples count "
-            "once each; remove the weight"
-        )
-    if round(part.weight * count) == 0:
-        nouns = "rows" if is_compared else "samples"
-        raise ConfigError(
-            f"data.train: weight {part.weight:g} gives none of the {count} {nouns} of {part.path} "
-            "to an epoch; expected at least one; raise the weight, or leave the source out"
-        )
-
-
 def _key(
     opened: Opened, columns: Columns, limits: Limits, identity: str, *, has_images: bool
 ) -> str:
     """The hash of everything that a source's samples depend on."""
     parts = [CACHE_VERSION, opened.digest, identity, repr(columns), repr(limits)]
     if has_images:
-        parts += [columns.folder, str(Path.cwd())]
+        frames = columns.images.fps, columns.images.max_frames
+        parts += [*frames, columns.folder, str(Path.cwd())]
     if columns.apply_chat_template:
         parts.append("apply_chat_template")
     if columns.kind != "sft":

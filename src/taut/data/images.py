@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from taut.vision.content import ImageRef
-    from taut.vision.image_store import Album
+    from taut.vision.image_store import ImageStore
     from taut.vision.placeholders import Shape
 
 T = TypeVar("T")
@@ -52,14 +52,14 @@ class Placed:
 class Pictures:
     """Images on their way through a tokenizer. Without an image store there must be none."""
 
-    def __init__(self, album: Album | None, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.album = album
+    def __init__(self, image_store: ImageStore | None, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.image_store = image_store
         self.tokenizer = tokenizer
 
     def look(self, rows: Iterable[tuple[str, Sequence[Message]]]) -> None:
         """Let the image store read the images of these messages, several at a time, so that ``place`` does not wait."""
-        album = self.album
-        if album is None:
+        image_store = self.image_store
+        if image_store is None:
             return
         first: dict[ImageRef, str] = {}
         for place, messages in rows:
@@ -68,10 +68,10 @@ class Pictures:
 
         def see(ref: ImageRef) -> None:
             with suppress(PictureError):  # ``place`` raises it
-                album.see(ref, first[ref])
+                image_store.see(ref, first[ref])
 
         if first:
-            with ThreadPoolExecutor(album.images.workers) as pool:
+            with ThreadPoolExecutor(image_store.images.workers) as pool:
                 list(pool.map(see, first))
 
     def place(
@@ -95,25 +95,25 @@ class Pictures:
         refs = list(located(messages, place))
         placed = []
         for ref, where in refs:
-            if self.album is None:
+            if self.image_store is None:
                 raise RenderError(
                     f"{where} is a picture, and the model takes no pictures; expected text; take it out, or name a "
                     "vision-language model"
                 )
-            seen = self.album.see(ref, where)
+            seen = self.image_store.see(ref, where)
             try:
-                shape = self.album.shape(seen, len(refs))
+                shape = self.image_store.shape(seen, len(refs))
             except DataError as error:
                 raise PictureError(f"{where}: {error}") from None
-            picture = self.album.picture(seen.source, seen.digest, len(refs), where)
+            picture = self.image_store.picture(seen.source, seen.digest, len(refs), where)
             placed.append(Placed(picture, shape))
         return tuple(placed)
 
     def write(self, text: str, placed: Sequence[Placed], place: str) -> str:
         """A template's text with the words that stand for each image in place of its placeholder."""
-        if self.album is None:
+        if self.image_store is None:
             return text
-        placeholder = self.album.processor.placeholder
+        placeholder = self.image_store.processor.placeholder
         before, *rest = text.split(placeholder)
         if len(rest) != len(placed):
             raise RenderError(
@@ -128,9 +128,9 @@ class Pictures:
         self, ids: IntArray | Sequence[int], placed: Sequence[Placed], place: str
     ) -> tuple[Media, ...]:
         """The position of each image of a text among its ids."""
-        if self.album is None:
+        if self.image_store is None:
             return ()
-        processor = self.album.processor
+        processor = self.image_store.processor
         at = np.flatnonzero(np.asarray(ids) == processor.image_id)
         stops = np.cumsum([image.shape.num_tokens for image in placed], dtype=np.int64)
         expected = int(stops[-1]) if placed else 0
@@ -152,7 +152,7 @@ class Pictures:
 
     def learnable(self, ids_T: IntArray, at: IntArray, media: Sequence[Media]) -> IntArray:
         """The positions among ``at`` that are not part of an image."""
-        if self.album is None:
+        if self.image_store is None:
             return at
         is_outside = ~np.isin(ids_T, self._reserved_ids)
         for image in media:
@@ -170,17 +170,21 @@ class Pictures:
 
     @cached_property
     def _reserved(self) -> re.Pattern[str] | None:
-        if self.album is None:
+        if self.image_store is None:
             return None
-        words = {*MARKS, *self.album.processor.reserved, self.album.processor.placeholder}
+        words = {
+            *MARKS,
+            *self.image_store.processor.reserved,
+            self.image_store.processor.placeholder,
+        }
         return re.compile("|".join(re.escape(word) for word in sorted(words, key=len)[::-1]))
 
     @cached_property
     def _reserved_ids(self) -> IntArray:
         """The ids of the tokens that are reserved words."""
-        assert self.album is not None
+        assert self.image_store is not None
         vocabulary = self.tokenizer.get_added_vocab()
-        processor = self.album.processor
+        processor = self.image_store.processor
         ids = [vocabulary[word] for word in processor.reserved if word in vocabulary]
         return np.array([processor.image_id, *ids])
 

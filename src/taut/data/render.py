@@ -59,7 +59,7 @@ from taut.types import IntArray, Media, Sample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from taut.vision.image_store import Album
+    from taut.vision.image_store import ImageStore
 
 Targets: TypeAlias = Literal["assistant", "last", "all"]
 TooLong: TypeAlias = Literal["error", "drop", "split", "truncate"]
@@ -119,13 +119,13 @@ class Renderer:
         template: str | None = None,
         targets: Targets = "assistant",
         key: str = "data.template",
-        album: Album | None = None,
+        image_store: ImageStore | None = None,
     ) -> None:
-        """``key``: the setting that names another template, for messages. ``album``: the store of images; None: the
-        model takes no images.
+        """``key``: the setting that names another template, for messages. ``image_store``: None if the model takes no
+        images.
         """
-        self.template = Template(tokenizer, template, key, album)
-        self.album = album
+        self.template = Template(tokenizer, template, key, image_store)
+        self.image_store = image_store
         self.tokenizer = tokenizer
         self.targets: Targets = targets
         self.stop_set: frozenset[int] = frozenset()
@@ -145,7 +145,7 @@ class Renderer:
 
     def identity(self) -> str:
         """A digest that changes whenever the ids or targets of some row could."""
-        images = f" {self.album.identity()}" if self.album else ""
+        images = f" {self.image_store.identity()}" if self.image_store else ""
         return f"{self.template.identity()} {self.targets} {sorted(self.stop_set)}{images}"
 
     def prompt_ids(
@@ -208,16 +208,34 @@ class Renderer:
                 lambda ids_of: [self._finish_completion(row, ids_of[prompt], ids_of[whole])],
             )
         document = self.template.plain(row.text, row.place)
-        return _Draft(
-            (document,), lambda ids_of: [self._finish_document(row.place, ids_of[document])]
-        )
+
+        def finish(ids_of: IdsOf) -> list[Sample]:
+            ids = self._with_eos(ids_of[document], row.place)
+            return [self._sample(row.place, ids, range(1, len(ids)))]
+
+        return _Draft((document,), finish)
 
     def _draft_conversation(self, row: Conversation) -> _Draft:
         placed = self.template.pictures.place(row.messages, row.tools, row.place)
         full = self.template.apply(row.messages, row.tools, row.place, placed=placed)
         turns = [self._draft_turn(row, index, full) for index in self._turns_to_render(row)]
         texts = [full, *(text for turn in turns for text in (turn.prompt, turn.row))]
-        _check_nothing_ignored(row, full, turns)
+        # what the template leaves out of the text would make the samples differ from the row
+        wanted = [("tools", tool["function"]["name"], full) for tool in row.tools]
+        for index, message in enumerate(row.messages):
+            for call in message.get("tool_calls", ()):
+                wanted.append((f"messages[{index}].tool_calls", call["function"]["name"], full))
+        for turn in turns:
+            message = row.messages[turn.index]
+            for key in ("reasoning_content", "reasoning", "thinking"):
+                thought = message.get(key, "").strip()
+                wanted.append((f"messages[{turn.index}].{key}", thought, turn.row))
+        for where, words, text in wanted:
+            if words not in text.text:
+                raise RenderError(
+                    f"{row.place}: {where} has {shown(words)}, which the chat template does not write; expected a "
+                    "template that does; remove it from the row or give another one with data.template=FILE"
+                )
         finish = self._finish_all if self.targets == "all" else self._finish_turns
         return _Draft(tuple(texts), lambda ids_of: finish(row, full, turns, ids_of))
 
@@ -235,9 +253,8 @@ class Renderer:
     def _draft_turn(self, row: Conversation, index: int, full: Text) -> _Turn:
         if index == 0:
             raise RenderError(
-                f"{row.place}: messages[0] is an assistant message; expected a user message to "
-                "answer; "
-                "add one, or write train: false on it"
+                f"{row.place}: messages[0] is an assistant message; expected a user message to answer; add one, or "
+                "write train: false on it"
             )
         place = f"{row.place}: messages[{index}]"
         before, placed = row.messages[:index], full.pictures
@@ -246,10 +263,6 @@ class Renderer:
             return _Turn(index, prompt, full)
         seen = row.messages[: index + 1]
         return _Turn(index, prompt, self.template.apply(seen, row.tools, place, placed=placed))
-
-    def _finish_document(self, place: str, ids: Ids) -> Sample:
-        ids = self._with_eos(ids, place)
-        return self._sample(place, ids, range(1, len(ids)))
 
     def _finish_completion(self, row: Completion, prompt: Ids, ids: Ids) -> Sample:
         if prompt[-1:] == [self.tokenizer.eos_token_id] and ids[: len(prompt)] != prompt:
@@ -264,9 +277,8 @@ class Renderer:
         eos = self.tokenizer.eos_token_id
         if eos is None:
             raise RenderError(
-                f"{place}: plain text has to end with the tokenizer's eos token, and it has none; "
-                "expected one; "
-                "set eos_token in the tokenizer's configuration"
+                f"{place}: plain text has to end with the tokenizer's eos token, and it has none; expected one; set "
+                "eos_token in the tokenizer's configuration"
             )
         return ids if ids[-1:] == [eos] else [*ids, int(eos)]
 
@@ -302,8 +314,7 @@ class Renderer:
                 continue
             if full[:stop] != ids_of[turn.row][:stop]:
                 raise RenderError(
-                    f"{row.place}: messages[{turn.index}] has train: false and is written "
-                    "differently once history; "
+                    f"{row.place}: messages[{turn.index}] has train: false and is written differently once history; "
                     "expected targets=assistant or last for such templates; set data.targets"
                 )
             is_target[start:stop] = False
@@ -318,9 +329,8 @@ class Renderer:
         if self.stop_set and ids[end] not in self.stop_set:
             stops = " or ".join(self.template.quoted([index]) for index in sorted(self.stop_set))
             raise RenderError(
-                f"{place}: the template ends this turn with {self.template.quoted(ids[end : end + 1])}, "
-                f"at which no server would stop; expected {stops}; add its id to eos_token_id in "
-                "the model's generation_config.json"
+                f"{place}: the template ends this turn with {self.template.quoted(ids[end : end + 1])}, at which no "
+                f"server would stop; expected {stops}; add its id to eos_token_id in the model's generation_config.json"
             )
         self.require_none_inside(ids[start:end], ids[end], place)
         return start, end + 1
@@ -340,8 +350,7 @@ class Renderer:
         bos = self.tokenizer.bos_token_id
         if bos is not None and ids[:2] == [bos, bos]:
             raise RenderError(
-                f"{name}: the row begins with two BOS tokens; expected one; "
-                "remove it from the content or the template"
+                f"{name}: the row begins with two BOS tokens; expected one; remove it from the content or the template"
             )
         if not ids:
             raise RenderError(
@@ -351,26 +360,6 @@ class Renderer:
         media = pictures.find(ids_T, placed, name)
         at = pictures.learnable(ids_T, np.fromiter(target_at, dtype=np.int64), media)
         return Sample(name, ids_T, at, np.ones(at.size), media)
-
-
-def _check_nothing_ignored(row: Conversation, full: Text, turns: Sequence[_Turn]) -> None:
-    """Refuse a template that leaves out tools, calls or reasoning: the samples would differ from the row."""
-    wanted = [("tools", tool["function"]["name"], full) for tool in row.tools]
-    for index, message in enumerate(row.messages):
-        for call in message.get("tool_calls", ()):
-            wanted.append((f"messages[{index}].tool_calls", call["function"]["name"], full))
-    for turn in turns:
-        message = row.messages[turn.index]
-        for key in ("reasoning_content", "reasoning", "thinking"):
-            wanted.append((f"messages[{turn.index}].{key}", message.get(key, "").strip(), turn.row))
-    for where, words, text in wanted:
-        if words not in text.text:
-            raise RenderError(
-                f"{row.place}: {where} has {shown(words)}, which the chat template does not "
-                "write; expected a "
-                "template that does; remove it from the row or give another one with "
-                "data.template=FILE"
-            )
 
 
 # -- rows of any kind
@@ -452,7 +441,22 @@ def _finish_judged(
             )
     answers = [sample for (sample,) in rendered]
     if isinstance(row, Answers) and len(answers) > 1 and isinstance(row.answers[0], Document):
-        answers = _learn_after_common(row.place, answers, renderer)
+        # whole texts: their common beginning is the prompt, and the rest is learned
+        lists = [sample.ids_T.tolist() for sample in answers]
+        start = min(common_length(lists[0], ids) for ids in lists[1:])
+        common = renderer.tokenizer.decode(lists[0][:start], skip_special_tokens=True)
+        if not str(common).strip():
+            raise RenderError(
+                f"{row.place}: the answers are texts that have no beginning in common, and there is no prompt; "
+                "expected a prompt that each begins with, or one in a column of its own; name it with "
+                "data.columns='{prompt = \"...\"}'"
+            )
+        for index, (sample, ids) in enumerate(zip(answers, lists, strict=True)):
+            # of equal texts the last token stays a target: ``fit_any`` refuses them
+            first = max(min(start, len(ids) - 1), 1)
+            renderer.require_none_inside(ids[first:-1], ids[-1], sample.id)
+            at = np.arange(first, len(ids))
+            answers[index] = replace(sample, target_at_N=at, weight_N=np.ones(at.size))
     for index, sample in enumerate(answers):
         if sample.num_targets:  # nothing after the last target
             stop = int(sample.target_at_N[-1]) + 1
@@ -464,27 +468,6 @@ def _finish_judged(
         replace(sample, values={name: values[index] for name, values in row.values.items()})
         for index, sample in enumerate(answers)
     ]
-
-
-def _learn_after_common(place: str, samples: Sequence[Sample], renderer: Renderer) -> list[Sample]:
-    """Whole texts, whose common beginning is the prompt and whose rest is learned."""
-    lists = [sample.ids_T.tolist() for sample in samples]
-    start = min(common_length(lists[0], ids) for ids in lists[1:])
-    common = renderer.tokenizer.decode(lists[0][:start], skip_special_tokens=True)
-    if not str(common).strip():
-        raise RenderError(
-            f"{place}: the answers are texts that have no beginning in common, and there is no prompt; expected a "
-            "prompt that each begins with, or one in a column of its own; name it with "
-            "data.columns='{prompt = \"...\"}'"
-        )
-    learned = []
-    for sample, ids in zip(samples, lists, strict=True):
-        # of equal texts the last token stays a target: ``fit_any`` refuses them
-        first = max(min(start, len(ids) - 1), 1)
-        renderer.require_none_inside(ids[first:-1], ids[-1], sample.id)
-        at = np.arange(first, len(ids))
-        learned.append(replace(sample, target_at_N=at, weight_N=np.ones(at.size)))
-    return learned
 
 
 def _with_reads(row: Stepwise, sample: Sample, renderer: Renderer) -> Sample:
@@ -538,8 +521,20 @@ def fit_any(
         return [], [Incident(row.place, "dropped", reason, samples[0].num_targets)]
     if not isinstance(row, Answers) or len(samples) == 1:
         return kept, incidents
-    fault = _fault_of_comparison(row, kept)
-    if fault is None:
+    # why nothing can be learned from comparing the answers that are left
+    judgement, fault = next(iter(row.values)), ""
+    if row.is_compared and len(kept) < 2:
+        fault = "one answer is left" if kept else "no answer is left"
+    elif row.is_compared and len({sample.values[judgement] for sample in kept}) < 2:
+        fault = "no answer is better than another"
+    else:
+        for left, right in combinations(kept, 2):
+            differ = left.values[judgement] != right.values[judgement]
+            if differ and is_same_input(left, right):
+                names = " and ".join(sample.id.rpartition("#")[2] for sample in (left, right))
+                fault = f"answers {names} are the same, token for token"
+                break
+    if not fault:
         return kept, incidents
     if incidents:
         first = incidents[0]
@@ -554,21 +549,6 @@ def fit_any(
     return [], [Incident(row.place, "dropped", fault, lost)]
 
 
-def _fault_of_comparison(row: Answers, kept: Sequence[Sample]) -> str | None:
-    """Why nothing can be learned from comparing these answers; None: something can."""
-    judgement = next(iter(row.values))
-    if row.is_compared and len(kept) < 2:
-        return "one answer is left" if kept else "no answer is left"
-    if row.is_compared and len({sample.values[judgement] for sample in kept}) < 2:
-        return "no answer is better than another"
-    for left, right in combinations(kept, 2):
-        differ = left.values[judgement] != right.values[judgement]
-        if differ and is_same_input(left, right):
-            names = " and ".join(sample.id.rpartition("#")[2] for sample in (left, right))
-            return f"answers {names} are the same, token for token"
-    return None
-
-
 def fit(
     sample: Sample, limits: Limits, *, is_document: bool
 ) -> tuple[list[Sample], Incident | None]:
@@ -577,8 +557,7 @@ def fit(
     if not sample.num_targets:
         if limits.without_targets == "error":
             raise DataError(
-                f"{sample.id}: the row has no targets; expected at least one assistant turn to "
-                "learn; remove the row, "
+                f"{sample.id}: the row has no targets; expected at least one assistant turn to learn; remove the row, "
                 "or set data.without_targets=drop"
             )
         return [], Incident(sample.id, "dropped", "no targets")
@@ -607,8 +586,7 @@ def fit(
         return [short], Incident(sample.id, "cut", reason, sample.num_targets - num_left)
     if not is_document:
         raise DataError(
-            f"{sample.id}: {reason}; data.too_long=split is for plain text, and this is a "
-            "conversation or completion; "
+            f"{sample.id}: {reason}; data.too_long=split is for plain text, and this is a conversation or completion; "
             "set data.too_long to drop or truncate, or raise data.max_length"
         )
     starts = range(0, length - 1, limits.max_length - 1)

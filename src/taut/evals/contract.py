@@ -42,7 +42,6 @@ from pydantic import Field
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.attention.layout import Layout
 from taut.config import configclass
 from taut.data.cache import default_directory
 from taut.data.chat_template import Text
@@ -86,7 +85,7 @@ from taut.models.save import FILES as PROCESSOR_FILES
 from taut.models.scorer import Scorer
 from taut.types import Prompt, Sample
 from taut.vision.content import ImagesConfig
-from taut.vision.image_store import Album, open_album
+from taut.vision.image_store import ImageStore, open_image_store
 
 SIZE = (112, 84)
 """Width and height: of several patches, and not square."""
@@ -127,7 +126,7 @@ class ContractConfig:
 
     prompts: Annotated[int, Field(ge=0)] = 4
     """How many prompts (of data.eval, else of the training data) are kept with the model's own answers; 0: none."""
-    tokens: Annotated[int, Field(ge=1)] = 32
+    max_new_tokens: Annotated[int, Field(ge=1)] = 32
     """Tokens an answer may have."""
 
 
@@ -189,7 +188,7 @@ def choose_questions(rows: Iterable[Row], renderer: Renderer, count: int) -> lis
         if question is not None and 0 < len(question.ids) <= _longest(question):
             found.setdefault((*question.ids, *question.pictures), question)
     chosen = list(found.values())
-    can_ask = renderer.album is not None and renderer.template.template is not None
+    can_ask = renderer.image_store is not None and renderer.template.template is not None
     if can_ask and not any(question.pictures for question in chosen):
         question = question_of(_about_a_picture(), renderer, f"prompt {len(chosen) + 1}")
         chosen += [question] if question is not None else []
@@ -202,10 +201,12 @@ def _longest(question: Question) -> int:
 
 def _by_itself(renderer: Renderer) -> Renderer:
     """The renderer that ``taut verify`` has: a run's limits on pictures are not the model's."""
-    if renderer.album is None:
+    if renderer.image_store is None:
         return renderer
-    album = Album(renderer.album.processor, ImagesConfig(), default_directory() / "pictures")
-    other = Renderer(renderer.tokenizer, renderer.template.template, album=album)
+    image_store = ImageStore(
+        renderer.image_store.processor, ImagesConfig(), default_directory() / "pictures"
+    )
+    other = Renderer(renderer.tokenizer, renderer.template.template, image_store=image_store)
     other.template.day = renderer.template.day
     return other
 
@@ -273,7 +274,7 @@ def built_in_rows(renderer: Renderer) -> list[Row]:
         Conversation(f"built-in:{number}", messages, learned=(1,))
         for number, messages in enumerate(turns, 1)
     ]
-    return rows if renderer.album is None else [_about_a_picture(), *rows]
+    return rows if renderer.image_store is None else [_about_a_picture(), *rows]
 
 
 def _about_a_picture() -> Conversation:
@@ -339,15 +340,10 @@ def teacher_forced(scorer: Scorer, prompt: Prompt, ids: Sequence[int]) -> tuple[
     whole = np.asarray([*prompt.ids_T, *ids], dtype=np.int64)
     at = np.arange(prompt.ids_T.size, whole.size)
     packed = pack([Sample("golden", whole, at, np.ones(at.size), prompt.media)], ALONE)
-    last_T = None if packed.last_T is None else packed.last_T.numpy()
-    layout = Layout(packed.reach_T.numpy(), last_T, scorer.device)
-    packed = packed.to(scorer.device)
-    logits = scorer.next_logits(
-        packed.ids_T, packed.position_ids, layout, packed.predictor_N, packed.media
-    )
-    every = torch.log_softmax(logits.float(), dim=-1)
-    logp_N = every.gather(1, packed.target_N[:, None]).squeeze(1)
-    others = every.scatter(1, packed.target_N[:, None], -torch.inf).amax(1)
+    every = torch.log_softmax(scorer.target_logits(packed).float(), dim=-1)
+    target_N1 = packed.target_N[:, None].to(every.device)
+    logp_N = every.gather(1, target_N1).squeeze(1)
+    others = every.scatter(1, target_N1, -torch.inf).amax(1)
     return logp_N.cpu(), (logp_N - others).cpu()
 
 
@@ -490,7 +486,7 @@ def _goldens(
     stateful = architecture.stateful_layers(reloaded.model)
     if stateful:
         return [], f"the local engine does not keep the state of {stateful[0]}"
-    goldens = answer(questions, reloaded, renderer, stops.ids, config.tokens)
+    goldens = answer(questions, reloaded, renderer, stops.ids, config.max_new_tokens)
     return goldens, None if goldens else "no row has a prompt that can be asked"
 
 
@@ -500,8 +496,10 @@ def _renderer(
     """The renderer that ``taut verify`` builds from the saved directory."""
     path, images, cache = str(directory), ImagesConfig(), default_directory()
     config = load_config(path, trust_remote_code)
-    album = open_album(path, config, tokenizer, images, cache, trust_remote_code=trust_remote_code)
-    return Renderer(tokenizer, album=album)
+    image_store = open_image_store(
+        path, config, tokenizer, images, cache, trust_remote_code=trust_remote_code
+    )
+    return Renderer(tokenizer, image_store=image_store)
 
 
 def _require_same_prompts(questions: Sequence[Question], renderer: Renderer) -> None:
@@ -582,7 +580,7 @@ def describe(
             for index, token in zip(reasons, names, strict=True)
         ],
         goldens=list(goldens),
-        tokens=config.tokens,
+        tokens=config.max_new_tokens,
         note=note,
         checks=list(checks),
     )

@@ -98,7 +98,7 @@ class Found:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Evaluates ``trainer.method.loss`` on ``rows`` and emits an ``eval`` event."""
+    """Evaluates ``trainer.source.loss`` on ``rows`` and emits an ``eval`` event."""
 
     rows: Rows
     trainer: Trainer
@@ -107,11 +107,11 @@ class HeldOut:
         """``loss`` (each term's sum by its count) and the loss's metrics; every row counts once, whatever the number of
         ranks.
         """
-        trainer, method, found = self.trainer, self.trainer.method, Found()
+        trainer, source, found = self.trainer, self.trainer.source, Found()
         trainer.scorer.eval()
         for start in range(0, len(self.rows), ROWS_AT_A_TIME):
             indices = list(range(start, min(start + ROWS_AT_A_TIME, len(self.rows))))
-            trees, observed = self.rows.trees(indices), method.observed_of(self.rows, indices)
+            trees, observed = self.rows.trees(indices), source.observed_of(self.rows, indices)
             planned = prepare_microbatches(
                 trainer, trees, observed, f"held-out loss after step {step}"
             )
@@ -128,7 +128,7 @@ class HeldOut:
 
     def _add(self, planned: Planned, trees: Sequence[Tree], found: Found, step: int) -> None:
         """Add what counts. All ranks run equally many forwards."""
-        trainer, loss = self.trainer, self.trainer.method.loss
+        trainer, loss = self.trainer, self.trainer.source.loss
         for packed, is_real in planned:
             with torch.no_grad(), trainer.compute():
                 score = partial(trainer.scorer, packed, wants=loss.wants)
@@ -449,7 +449,7 @@ def build_answering(
 def held_out(rows: Rows, every: int, trainer: Trainer) -> Evaluation:
     """The loss and its metrics, measured on held-out rows."""
     measured = rows.data.fingerprint[:16]
-    names = ["loss", *trainer.method.loss.best_by]
+    names = ["loss", *trainer.source.loss.best_by]
     return Evaluation("eval.every", every, names, measured, HeldOut(rows, trainer))
 
 

@@ -27,10 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from taut.attention.select import select
 from taut.data.packing import ALONE, pack
 from taut.errors import CheckFailed
 from taut.models import architecture
+from taut.models.attention_backends import select
 from taut.models.load import is_reward_config, load_config, load_model, set_attention
 from taut.models.lora import LoraConfig, apply_lora, is_adapted, plain_model
 from taut.models.precision import compute_context

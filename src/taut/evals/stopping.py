@@ -34,19 +34,19 @@ TAIL = 120
 """Characters of an example's end."""
 LIKELY = 0.5
 """A mean probability of the end, where the references end, that counts as learned."""
-ROOMIER = "set a smaller stop.prompts or stop.tokens"
+ROOMIER = "set a smaller stop_check.prompts or stop_check.max_new_tokens"
 """What to do where memory runs out."""
 
 
 @configclass
-class StopConfig:
+class StopCheckConfig:
     """Whether the trained model ends its answers, asked before it is saved."""
 
     prompts: Annotated[int, Field(ge=0)] = 16
     """Held-out prompts that are asked (training prompts where there is no data.eval); 0: none."""
-    tokens: Annotated[int, Field(ge=2)] = 64
+    max_new_tokens: Annotated[int, Field(ge=2)] = 64
     """Tokens an answer may take to end."""
-    share: Annotated[float, Field(gt=0, le=1)] = 0.9
+    min_share: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Answers that have to end by themselves; with fewer the run says so, and the likely cause."""
     required: bool = False
     """Fail the run where fewer end, and write no model; its training state is kept."""
@@ -91,14 +91,18 @@ class Stops:
     def cause(self) -> str:
         """What probably keeps the model from ending."""
         if self.end_probability is None:
-            remedies = ["look at its answers", "allow more with stop.tokens", self.remedy]
+            remedies = [
+                "look at its answers",
+                "allow more with stop_check.max_new_tokens",
+                self.remedy,
+            ]
             return f"the model runs on; {'; or '.join(filter(None, remedies))}"
         found = f"where the reference answers end, the end has a probability of {self.end_probability:.2g}"
         if self.end_probability >= LIKELY:
             remedy = "train longer, or allow more" if self.is_taught else "allow more"
             return (
                 f"{found}: the model knows the end of a good answer and does not arrive at one; "
-                f"{remedy} with stop.tokens"
+                f"{remedy} with stop_check.max_new_tokens"
             )
         if not self.is_taught:
             return (
@@ -133,7 +137,7 @@ class Stops:
 def choose(
     data: Sequence[Sample] | Sequence[Prompt],
     stop_ids: Sequence[int],
-    config: StopConfig,
+    config: StopCheckConfig,
     context: int | None,
     seed: int,
 ) -> list[Asked]:
@@ -141,7 +145,7 @@ def choose(
     order = np.random.default_rng([seed, len(data)]).permutation(len(data))
     found: dict[tuple[bytes, ...], Asked] = {}
     for index in order[: config.prompts * LOOKED_AT]:
-        asked = _ask(data[int(index)], stop_ids, config.tokens)
+        asked = _ask(data[int(index)], stop_ids, config.max_new_tokens)
         if asked is not None and (context is None or asked.prompt.ids_T.size < context):
             found.setdefault(_beginning(asked.prompt), asked)
         if len(found) == config.prompts:
@@ -179,7 +183,7 @@ class StopCheck:
 
     asked: Sequence[Asked]
     engine: Engine | None
-    config: StopConfig
+    config: StopCheckConfig
     trainer: Trainer
     seed: int
     obstacle: str = ""
@@ -196,7 +200,7 @@ class StopCheck:
                 "check", name="stop", outcome="skipped", value=None, detail=self.obstacle
             )
             return None
-        sampling = Sampling(max_new_tokens=self.config.tokens, seed=self.seed)
+        sampling = Sampling(max_new_tokens=self.config.max_new_tokens, seed=self.seed)
         ask = partial(self.engine.generate, [one.prompt for one in self.asked], sampling)
         done = require_room(ask, "asked whether its answers end", ROOMIER)
         open_ended = [completion for completion in done if completion.finish_reason != "stop"]
@@ -205,7 +209,7 @@ class StopCheck:
             num_asked=len(done),
             num_ended=len(done) - len(open_ended),
             num_begun=sum(one.is_begun for one in self.asked),
-            wanted=self.config.share,
+            wanted=self.config.min_share,
             end_probability=_end_probability(references, self.trainer) if references else None,
             examples=tuple((one.prompt_id, one.text[-TAIL:]) for one in open_ended[:EXAMPLES]),
             is_taught=self.is_taught,
@@ -224,7 +228,7 @@ class StopCheck:
 
 
 def prepare(
-    config: StopConfig,
+    config: StopCheckConfig,
     data: Sequence[Sample] | Sequence[Prompt],
     stop_ids: Sequence[int],
     make_engine: Callable[[], LocalEngine],
@@ -234,7 +238,7 @@ def prepare(
     """The check of a run, before it trains, on samples with their answers or on prompts. Raises ConfigError where it is
     required and cannot be made.
     """
-    engine, obstacle = None, "stop.prompts=0"
+    engine, obstacle = None, "stop_check.prompts=0"
     asked: list[Asked] = []
     if config.prompts:
         try:
@@ -250,12 +254,12 @@ def prepare(
     return StopCheck(asked, engine, config, trainer, seed)
 
 
-def unasked(config: StopConfig, trainer: Trainer, seed: int, obstacle: str) -> StopCheck:
+def unasked(config: StopCheckConfig, trainer: Trainer, seed: int, obstacle: str) -> StopCheck:
     """The check of a run in which it cannot be made. Raises ConfigError if it is required."""
     if config.required:
         raise ConfigError(
-            f"stop.required=true and it cannot be asked whether the model ends its answers: {obstacle}; set "
-            "stop.required=false, or remove the obstacle"
+            f"stop_check.required=true and it cannot be asked whether the model ends its answers: {obstacle}; set "
+            "stop_check.required=false, or remove the obstacle"
         )
     return StopCheck([], None, config, trainer, seed, obstacle)
 

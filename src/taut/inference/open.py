@@ -19,7 +19,6 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.attention.select import select
 from taut.config import ComputeDtype, Decision, configclass, home_path
 from taut.data.cache import default_directory
 from taut.data.render import Renderer
@@ -31,6 +30,7 @@ from taut.inference.vllm import ServerConfig, ServerEngine
 from taut.inference.weight_sync import SyncConfig
 from taut.io import files
 from taut.models import architecture
+from taut.models.attention_backends import select
 from taut.models.load import (
     context_length,
     has_tokenizer,
@@ -46,7 +46,7 @@ from taut.models.scorer import Scorer
 from taut.models.self_test import run_self_test
 from taut.train import distributed
 from taut.vision.content import ImagesConfig
-from taut.vision.image_store import open_album
+from taut.vision.image_store import open_image_store
 
 PROVED = 64
 """Tokens of the proofs' longest sample where a model names no context."""
@@ -155,7 +155,7 @@ def open_renderer(use: ModelUse) -> Rendering:
         tokenizer_path = use.adapter
         decisions.append(Decision("tokenizer", use.adapter, "the adapter brings its own"))
     tokenizer = load_tokenizer(tokenizer_path, use.trust_remote_code)
-    album = open_album(
+    image_store = open_image_store(
         use.model,
         config,
         tokenizer,
@@ -164,7 +164,9 @@ def open_renderer(use: ModelUse) -> Rendering:
         use.trust_remote_code,
         key="images",
     )
-    renderer = Renderer(tokenizer, read_template(use.template), key="template", album=album)
+    renderer = Renderer(
+        tokenizer, read_template(use.template), key="template", image_store=image_store
+    )
     stops = derive_stop_set(renderer, stop_ids_in_files(use.model, config))
     decisions.append(Decision("stop", *described(stops, renderer.template)))
     return Rendering(config, renderer, stops, decisions)

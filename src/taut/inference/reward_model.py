@@ -35,7 +35,6 @@ import torch
 from pydantic import Field
 from transformers import PreTrainedConfig
 
-from taut.attention.select import select
 from taut.config import ComputeDtype, Decision, configclass, from_mapping, to_dict
 from taut.data.cache import default_directory
 from taut.data.chat_template import checked
@@ -46,6 +45,7 @@ from taut.data.schema import Answers, AnyRow, Stepwise
 from taut.errors import DataError, EngineError, NonFiniteError, OutOfMemory, TautError
 from taut.inference.open import PROVED, inference_context, one_device, read_template
 from taut.models import architecture
+from taut.models.attention_backends import select
 from taut.models.load import context_length, load_config, load_tokenizer
 from taut.models.precision import ChosenDtype, resolve_dtype
 from taut.models.reward_model import load_reward_model, reward_skeleton
@@ -56,7 +56,7 @@ from taut.rewards.panel import Rater
 from taut.rewards.verifier import reason
 from taut.types import FloatArray, Sample, Wants
 from taut.vision.content import ImagesConfig
-from taut.vision.image_store import open_album
+from taut.vision.image_store import open_image_store
 
 SCALAR = Wants(logp=False, scalar=True)
 NONE_T, NONE_N = np.empty(0, dtype=np.int64), np.empty(0)
@@ -193,7 +193,7 @@ def open_judge(use: JudgeUse, directory: Path | None = None) -> Judge:
     config = load_config(use.model, use.trust_remote_code)
     skeleton = reward_skeleton(use.model, config, None, use.trust_remote_code)
     tokenizer = load_tokenizer(use.model, use.trust_remote_code)
-    album = open_album(
+    image_store = open_image_store(
         use.model,
         config,
         tokenizer,
@@ -202,7 +202,9 @@ def open_judge(use: JudgeUse, directory: Path | None = None) -> Judge:
         use.trust_remote_code,
         key="images",
     )
-    renderer = Renderer(tokenizer, read_template(use.template), "last", key="template", album=album)
+    renderer = Renderer(
+        tokenizer, read_template(use.template), "last", key="template", image_store=image_store
+    )
     context, decisions = _exact_context(config, skeleton)
     device = one_device(use.device)
     dtype = _dtype(use.dtype, device)

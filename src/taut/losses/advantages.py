@@ -121,30 +121,26 @@ def maxrl(reward_S: Tensor, group_S: Tensor) -> Tensor:
 
 
 def pass_at_k(reward_S: Tensor, group_S: Tensor, *, k: int) -> Tensor:
-    """How much a sample raises the best of k; for a group smaller than k, k is its size. k = 1 is rloo."""
+    """How much a sample raises the best of k; for a group smaller than k, k is its size. k = 1 is rloo.
+
+    In ascending order, C(j, k - 2) subsets without i have the j-th as their best; i raises each by r_i - r_j where j is
+    below i.
+    """
     if k == 1:
         return rloo(reward_S, group_S)
     advantage_S = torch.zeros_like(reward_S)
     num_groups, index_S = _numbered(group_S)
     for number in range(num_groups):
         at = (index_S == number).nonzero().squeeze(1)
-        if not are_alike(reward_S[at].tolist()):
-            advantage_S[at] = _raised(reward_S[at], min(k, at.numel()))
+        size, best_of = at.numel(), min(k, at.numel())
+        sorted_G, order = reward_S[at].sort()
+        if are_alike(sorted_G.tolist()):
+            continue
+        # exact integers, of any size
+        shares = [math.comb(j, best_of - 2) / math.comb(size, best_of) for j in range(size)]
+        above_GG = (sorted_G[:, None] - sorted_G[None, :]).clamp(min=0)
+        advantage_S[at[order]] = above_GG @ torch.tensor(shares, dtype=reward_S.dtype) * size
     return advantage_S
-
-
-def _raised(reward_G: Tensor, k: int) -> Tensor:
-    """``pass_at_k`` of one group. In ascending order, C(j, k - 2) subsets without i have the j-th as their best; i
-    raises each by r_i - r_j where j is below i.
-    """
-    size = reward_G.numel()
-    sorted_G, order = reward_G.sort()
-    # exact integers, of any size
-    shares = [math.comb(j, k - 2) / math.comb(size, k) for j in range(size)]
-    share_G = torch.tensor(shares, dtype=reward_G.dtype)
-    above_GG = (sorted_G[:, None] - sorted_G[None, :]).clamp(min=0)
-    raised_G = above_GG @ share_G * size
-    return torch.empty_like(reward_G).index_copy(0, order, raised_G)
 
 
 def _centred(reward_S: Tensor, group_S: Tensor) -> tuple[Tensor, Tensor]:
@@ -272,11 +268,6 @@ def soft_overlong(length_S: Tensor, *, limit: int, margin: int) -> Tensor:
 def length_cost(length_S: Tensor, *, limit: int, coef: float) -> Tensor:
     """The reward for lengths, proportional to them."""
     return -coef * length_S.double() / limit
-
-
-def clip(reward_S: Tensor, size: float) -> Tensor:
-    """Rewards clipped to between -size and size."""
-    return reward_S.clamp(-size, size)
 
 
 @dataclass(frozen=True)

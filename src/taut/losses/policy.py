@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -241,15 +241,15 @@ def penalty(logp_N: Tensor, ref_logp_N: Tensor, coef: float) -> Tensor:
     return -coef * (logp_N - ref_logp_N)
 
 
-def adapted(coef: float, *, observed: float, target: float, horizon: float = 10.0) -> float:
+def adapted(coef: float, *, observed: float, target: float) -> float:
     """The KL coefficient after a rollout that diverged by ``observed`` nats (arXiv 1909.08593, 2.2):
 
-        coef * (1 + e / horizon),    e = observed / target - 1, held between -0.2 and 0.2
+        coef * (1 + e / 10),    e = observed / target - 1, held between -0.2 and 0.2
 
     Ten rollouts that are far off change it by a fifth.
     """
     error = min(max(observed / target - 1.0, -0.2), 0.2)
-    return coef * (1.0 + error / horizon)
+    return coef * (1.0 + error / 10.0)
 
 
 # -- difference between engine and trainer ---------------------------------------------------------
@@ -468,6 +468,8 @@ class PolicyGradient(Loss):
     the shares of tokens that it clips; ``old/kl`` and ``old/kl_k1`` are KL(old || pi), by k3 and k1.
     """
 
+    is_cost: ClassVar[bool] = False
+
     surrogate: str = "clip"
     """A name of ``SURROGATES``."""
     bounds: Bounds = Bounds(0.2, 0.28)  # noqa: RUF009 (a NamedTuple)
@@ -486,7 +488,50 @@ class PolicyGradient(Loss):
     """Temperature at which the tokens were sampled."""
 
     def __post_init__(self) -> None:
-        _require_sound(self)
+        """Refuse values without a meaning. Keys have the names of the configuration."""
+        low, high, dual = self.bounds[:3]
+        made, name = SURROGATES[self.surrogate], self.surrogate
+        if made.is_held and min(low, high) <= 0:
+            raise ConfigError(
+                f"found clip_low={low:g} and clip_high={high:g}; expected more than 0; raise them"
+            )
+        if made.is_held and low > 1 and name != "gmpo":
+            raise ConfigError(
+                f"found clip_low={low:g} with loss={name}; expected at most 1: a ratio is not below 0; lower it"
+            )
+        if dual is not None and not made.is_dual:
+            raise ConfigError(
+                f"found dual_clip={dual:g} with loss={name}, which does not read it; expected one of "
+                f"{', '.join(n for n, s in SURROGATES.items() if s.is_dual)}; leave it out, or name one of those"
+            )
+        if dual is not None and dual <= 1 + high:
+            raise ConfigError(
+                f"found dual_clip={dual:g} with clip_high={high:g}; expected more than 1 + clip_high: the largest "
+                "ratio that counts against a bad answer; raise it"
+            )
+        if (self.average == "constant") != (self.constant_length is not None):
+            raise ConfigError(
+                f"found loss_aggregation={self.average} with constant_length={self.constant_length}; expected a length "
+                "with loss_aggregation=constant and only there; set both, or neither"
+            )
+        how = self.correction
+        if how.kind != "none":
+            if not self.has_engine_logp:
+                raise ConfigError(
+                    f"found rollout_correction={how.kind} with an engine that gives no log-probabilities; expected an "
+                    "engine that does; set rollout_correction=none, or use another engine"
+                )
+            if not 0 <= how.floor <= 1 <= how.cap:
+                raise ConfigError(
+                    f"found rollout_correction_floor={how.floor:g} and rollout_correction_cap={how.cap:g}; expected "
+                    "1, which is no difference, between them; set them so"
+                )
+        if name == "gmpo" and how.kind != "none" and how.level == "token":
+            raise ConfigError(
+                "found rollout_correction_level=token with loss=gmpo, whose ratio is a product over the answer: one "
+                "token of weight 0 would make it 0; expected geometric or sequence; set one, or leave "
+                "rollout_correction_level out"
+            )
 
     @property
     def units(self) -> Mapping[str, Unit]:
@@ -519,16 +564,18 @@ class PolicyGradient(Loss):
         )
 
     @property
-    def is_cost(self) -> bool:
-        return False
-
-    @property
     def _surrogate(self) -> Surrogate:
         return SURROGATES[self.surrogate]
 
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
-        chosen, difference_N = self._choices(scores, packed)
-        share_N = self._share(packed).to(scores.logp_N)
+        logp_N = scores.logp_N
+        old_N = logp_N.detach() if self.is_fresh else packed.streams["old_logp_N"].to(logp_N)
+        advantage_N = packed.streams["advantage_N"].to(logp_N)
+        chosen = Choices(logp_N, logp_N - old_N, advantage_N, packed, self.bounds)
+        difference_N = None  # of the trainer's and the engine's log-probabilities
+        if self.has_engine_logp:
+            difference_N = old_N - packed.streams["engine_logp_N"].to(logp_N)
+        share_N = self._share(packed).to(logp_N)
         if difference_N is None or self.correction.kind == "none":
             cost = self._surrogate.cost(chosen)
             cost_N = cost.cost_N
@@ -541,13 +588,17 @@ class PolicyGradient(Loss):
             metrics |= engine_metrics(difference_N, packed, self.correction)
         terms = {"policy": (share_N * cost_N).sum()}
         if self.kl:
-            cost_N, metrics["kl"] = _kl_term(chosen, self.kl)
+            log_ratio_N = logp_N - packed.streams["ref_logp_N"].to(logp_N)
+            cost_N = estimate(log_ratio_N, self.kl.gradient)
+            if self.kl.gradient == "k2":
+                cost_N = ratio_of(chosen.log_ratio_N.detach()) * cost_N
             terms["kl"] = self.kl.coef * (share_N * cost_N).sum()
+            metrics["kl"] = mean(estimate(log_ratio_N.detach(), self.kl.value))
         if self.wants.entropy:
             assert scores.entropy_N is not None, "the loss needs the entropy"
             metrics["entropy"] = mean(scores.entropy_N)
             if self.entropy_coef:
-                entropy_N = (packed.weight_N * scores.entropy_N).to(scores.logp_N)
+                entropy_N = (packed.weight_N * scores.entropy_N).to(logp_N)
                 terms["entropy"] = -self.entropy_coef * entropy_N.sum()
         if self.critic:
             terms["value"], value_metrics = value_cost(scores, packed, self.critic)
@@ -569,16 +620,6 @@ class PolicyGradient(Loss):
         if self._surrogate.is_of_sample:
             advantage_N = mean_of_sample(advantage_N, packed)
         return {"policy": -self._share(packed) * advantage_N}
-
-    def _choices(self, scores: Scores, packed: Packed) -> tuple[Choices, Tensor | None]:
-        """The sampled tokens, and the difference d of the trainer's and the engine's log-probabilities."""
-        logp_N = scores.logp_N
-        old_N = logp_N.detach() if self.is_fresh else packed.streams["old_logp_N"].to(logp_N)
-        advantage_N = packed.streams["advantage_N"].to(logp_N)
-        chosen = Choices(logp_N, logp_N - old_N, advantage_N, packed, self.bounds)
-        if not self.has_engine_logp:
-            return chosen, None
-        return chosen, old_N - packed.streams["engine_logp_N"].to(logp_N)
 
     def _share(self, packed: Packed) -> Tensor:
         weight_N = packed.weight_N
@@ -611,59 +652,3 @@ class PolicyGradient(Loss):
         return metrics | {
             name: mean(value_N.double()) for name, value_N in seen.items() if value_N is not None
         }
-
-
-def _kl_term(chosen: Choices, kl: Kl) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """The KL term's estimate at each token, and the metric."""
-    logp_N = chosen.logp_N
-    log_ratio_N = logp_N - chosen.packed.streams["ref_logp_N"].to(logp_N)
-    cost_N = estimate(log_ratio_N, kl.gradient)
-    if kl.gradient == "k2":
-        cost_N = ratio_of(chosen.log_ratio_N.detach()) * cost_N
-    return cost_N, mean(estimate(log_ratio_N.detach(), kl.value))
-
-
-def _require_sound(loss: PolicyGradient) -> None:
-    """Refuse values without a meaning. Keys have the names of the configuration."""
-    low, high, dual = loss.bounds[:3]
-    made, name = SURROGATES[loss.surrogate], loss.surrogate
-    if made.is_held and min(low, high) <= 0:
-        raise ConfigError(
-            f"found clip_low={low:g} and clip_high={high:g}; expected more than 0; raise them"
-        )
-    if made.is_held and low > 1 and name != "gmpo":
-        raise ConfigError(
-            f"found clip_low={low:g} with loss={name}; expected at most 1: a ratio is not below 0; lower it"
-        )
-    if dual is not None and not made.is_dual:
-        raise ConfigError(
-            f"found dual_clip={dual:g} with loss={name}, which does not read it; expected one of "
-            f"{', '.join(n for n, s in SURROGATES.items() if s.is_dual)}; leave it out, or name one of those"
-        )
-    if dual is not None and dual <= 1 + high:
-        raise ConfigError(
-            f"found dual_clip={dual:g} with clip_high={high:g}; expected more than 1 + clip_high: the largest "
-            "ratio that counts against a bad answer; raise it"
-        )
-    if (loss.average == "constant") != (loss.constant_length is not None):
-        raise ConfigError(
-            f"found average={loss.average} with constant_length={loss.constant_length}; expected a length with "
-            "average=constant and only there; set both, or neither"
-        )
-    how = loss.correction
-    if how.kind != "none":
-        if not loss.has_engine_logp:
-            raise ConfigError(
-                f"found correction={how.kind} with an engine that gives no log-probabilities; expected an engine "
-                "that does; set correction=none, or use another engine"
-            )
-        if not 0 <= how.floor <= 1 <= how.cap:
-            raise ConfigError(
-                f"found correction_floor={how.floor:g} and correction_cap={how.cap:g}; expected 1, which is no "
-                "difference, between them; set them so"
-            )
-    if name == "gmpo" and how.kind != "none" and how.level == "token":
-        raise ConfigError(
-            "found correction_level=token with loss=gmpo, whose ratio is a product over the answer: one token of "
-            "weight 0 would make it 0; expected geometric or sequence; set one, or leave correction_level out"
-        )

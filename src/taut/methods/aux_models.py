@@ -1,5 +1,5 @@
-"""The models next to the one that trains: a reference, a teacher, a critic. A method says which it has
-(``RunConfig.models``); here they are loaded, and here is what other rooms ask of them.
+"""The auxiliary models of a method: a reference, a teacher, a critic. A method names them (``RunConfig.models``); here
+they are loaded and described.
 
 Each has the attention and dtype of the policy, for the same micro-batches, and its tokenizer. Those that checkpoints
 have to hold are parts of the scorer.
@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig
 
 from taut.config import Decision
 from taut.errors import ModelError
-from taut.methods.inputs import Inputs, Loaded, MayChange
+from taut.methods.inputs import Inputs, Loaded, Models
 from taut.methods.reference import Other, Recorded, ReferenceConfig, Start
-from taut.methods.teacher import DistillConfig, Setting, load_teacher, require_context
+from taut.methods.teacher import DistillConfig, load_teacher, require_context
 from taut.models import architecture
-from taut.models.critic import Critic
+from taut.models.heads import Critic
 from taut.models.load import (
     context_length,
     load_config,
@@ -31,45 +32,30 @@ from taut.models.load import (
 from taut.models.scorer import Scorer, Teacher
 from taut.models.self_test import one_sample_reasons
 from taut.models.tokens import require_same_tokenizer
-from taut.rl.critic import CriticConfig, build_critic
-from taut.rl.critic import Setting as CriticSetting
+from taut.rl import critic as critics
 from taut.train import distributed
 from taut.train.distributed import Ranks
 from taut.train.optim import Pace, highest
 from taut.train.trainer import Role
 from taut.types import Wants
-from taut.vision.image_store import require_alike
+from taut.vision.image_store import require_same_processor
 
 if TYPE_CHECKING:
     from taut.methods.method import RunConfig
 
 
-MAY_CHANGE = MayChange(
-    freely=(
-        "reference.model",  # these are hashed, wherever they lie
-        "distill.teacher",
-        "distill.top_logprobs",
-        "distill.eval_top_logprobs",
-        "critic.model",
-    ),
-    rounding=("reference.file",),
-    schedule=("critic.learning_rate",),
-)
-"""Of their sections, where a method has them."""
-
-
 @dataclass(frozen=True)
 class AuxModels:
-    """The models next to the policy; None: there is no such model."""
+    """The auxiliary models of a method; None: there is no such model."""
 
     reference: ReferenceConfig | None = None
-    """What the policy is compared with."""
+    """The model that the policy is compared with."""
     teacher: DistillConfig | None = None
-    """What the policy learns from."""
-    critic: CriticConfig | None = None
-    """What predicts the reward still to come."""
+    """The model that the policy learns from."""
+    critic: critics.CriticConfig | None = None
+    """The model that predicts the reward of the remaining tokens."""
 
-    # -- what other rooms ask before anything is loaded
+    # -- before anything is loaded
 
     @property
     def directories(self) -> Iterator[tuple[str, str, str]]:
@@ -83,7 +69,7 @@ class AuxModels:
 
     @property
     def paths(self) -> list[str]:
-        """Every directory and file that is read for them."""
+        """Every directory and file of these models."""
         files = [self.reference_file]
         if self.teacher is not None:
             files += [self.teacher.top_logprobs, self.teacher.eval_top_logprobs]
@@ -91,7 +77,7 @@ class AuxModels:
 
     @property
     def reference_file(self) -> str | None:
-        """Where the reference's log-probabilities are kept; then it is not held while training."""
+        """The file of the reference's logprobs, if there is one: then no reference is held while training."""
         return None if self.reference is None else self.reference.file
 
     @property
@@ -107,25 +93,14 @@ class AuxModels:
         return "reference.model names another model" if self.reference.model is not None else None
 
     @property
-    def not_in_samples(self) -> str | None:
-        """Why the loss cannot be computed from the policy's log-probs of its samples; None: it can."""
-        if self.teacher is not None:
-            return "the loss is measured against a teacher, which is not asked here"
-        if self.reference is not None and self.reference.model is not None:
-            return "the loss is measured against reference.model, which is not asked here"
-        if self.critic is not None:
-            return "the loss is also that of a critic, which is not asked here"
-        return None
-
-    @property
     def unpredicted(self) -> str | None:
-        """Which of them takes memory that cannot be predicted; None: none does."""
+        """The model whose memory cannot be predicted; None: there is none."""
         if self.teacher is not None:
             return "teacher"
         return "critic" if self.critic is not None else None
 
     def reference_bytes(self, run: RunConfig, trained: Sequence[Tensor]) -> int:
-        """Memory of a reference: another model whole, or the tensors that train as they were; of a file, none."""
+        """Memory of the reference: of another model, or of a copy of the ``trained`` tensors; of a file, 0."""
         if self.reference is None or self.reference.file is not None:
             return 0
         if self.reference.model is None:
@@ -146,7 +121,8 @@ class AuxModels:
             return None, []
         if config.teacher is not None:
             require_same_pictures(run, inputs, config.teacher, "distill.teacher")
-        setting = Setting(
+        return load_teacher(
+            config,
             tokenizer=inputs.tokenizer,
             num_rows=architecture.head(policy).weight.shape[0],
             longest=inputs.longest,
@@ -155,7 +131,6 @@ class AuxModels:
             attention=run.attention,
             trust_remote_code=run.trust_remote_code,
         )
-        return load_teacher(config, setting)
 
     def load_critic(
         self, run: RunConfig, inputs: Inputs, loaded: Loaded, policy: nn.Module, ranks: Ranks
@@ -170,7 +145,7 @@ class AuxModels:
             new_ids = [index for index in new_ids if inputs.token(index) not in theirs]
             context = context_length(load_config(config.model, run.trust_remote_code))
             require_context(f"critic.model={config.model}", context, inputs.longest)
-        setting = CriticSetting(
+        setting = critics.Setting(
             policy=policy,
             path=run.model,
             dtype=loaded.dtype.dtype,
@@ -183,10 +158,10 @@ class AuxModels:
             seed=run.seed,
             trust_remote_code=run.trust_remote_code,
         )
-        return build_critic(config, setting)
+        return critics.build_critic(config, setting)
 
     def critic_pace(self, run: RunConfig) -> Pace | None:
-        """How fast the critic learns, where there is one."""
+        """The learning rate of the critic relative to the policy's, if there is a critic."""
         if self.critic is None:
             return None
         return self.critic.pace(run.optim, highest(run.resolved_optim))
@@ -194,59 +169,48 @@ class AuxModels:
     def build_roles(
         self, run: RunConfig, inputs: Inputs, loaded: Loaded, scorer: Scorer, ranks: Ranks
     ) -> tuple[list[Role], list[Decision]]:
-        """The reference, once the scorer is sharded, and why this one. One that is to be kept in a file computes its
-        log-probs until they are.
+        """The reference, once the scorer is sharded, and why this one. With ``reference.file`` it computes its logprobs
+        until they are read from the file.
         """
-        if self.reference is None:
+        config = self.reference
+        if config is None:
             return [], []
-        role, decision = self._build_reference(self.reference, run, inputs, loaded, scorer, ranks)
-        return [role if self.reference.file is None else Recorded(role)], [decision]
-
-    def _build_reference(
-        self,
-        config: ReferenceConfig,
-        run: RunConfig,
-        inputs: Inputs,
-        loaded: Loaded,
-        scorer: Scorer,
-        ranks: Ranks,
-    ) -> tuple[Role, Decision]:
         wants = Wants(temperature=run.loss().wants.temperature)
+        role: Role
         if config.model is not None:
-            key = "reference.model"
-            try:
-                named = load_config(config.model, run.trust_remote_code)
-            except ModelError as error:
-                raise ModelError(f"{key}: {error}") from error
-            require_language_model(config.model, named, key)
-            require_same_inputs(run, inputs, config.model, key)
-            other = Scorer(_load_reference(run, config.model, inputs, loaded, ranks))
-            distributed.shard(other, architecture.layers(other.model), ranks)
-            decision = Decision("reference", config.model, "named by reference.model")
-            return Other(other, wants), decision
-        trained = [p for p in scorer.model.parameters() if p.requires_grad]
-        start = Start(scorer, trained, config, wants)
-        if config.update_every:
-            scorer.reference = start  # so that a checkpoint holds it
-            value = f"the policy, every {config.update_every} steps"
-            reason = f"moves {config.update_mix:g} of the way (reference.update_every, update_mix)"
-            return start, Decision("reference", value, reason)
-        if run.lora.rank and not run.lora.adapter:
-            value = "the base model"
-            reason = "the policy without what LoRA adds: its adapters' start"
-        elif run.lora.is_on:
-            value, reason = "lora.adapter as it is", "the policy at the start, adapter included"
+            model = _load_reference(run, config.model, inputs, loaded, ranks)
+            role = Other(model, wants)
+            value, reason = config.model, "named by reference.model"
         else:
-            value, reason = "a frozen copy", "the policy at the start"
-        return start, Decision("reference", value, reason)
+            trained = [p for p in scorer.model.parameters() if p.requires_grad]
+            role = start = Start(scorer, trained, config, wants)
+            if config.update_every:
+                scorer.reference = start  # so that a checkpoint holds it
+                value = f"the policy, every {config.update_every} steps"
+                reason = (
+                    f"moves {config.update_mix:g} of the way (reference.update_every, update_mix)"
+                )
+            elif run.lora.rank and not run.lora.adapter:
+                value = "the base model"
+                reason = "the policy without what LoRA adds: its adapters' start"
+            elif run.lora.is_on:
+                value, reason = "lora.adapter as it is", "the policy at the start, adapter included"
+            else:
+                value, reason = "a frozen copy", "the policy at the start"
+        return [role if config.file is None else Recorded(role)], [
+            Decision("reference", value, reason)
+        ]
 
 
 def _load_reference(
     run: RunConfig, path: str, inputs: Inputs, loaded: Loaded, ranks: Ranks
-) -> PreTrainedModel:
-    """Another model, with the attention and dtype of the one that trains, for the same micro-batches."""
-    context = context_length(load_config(path, run.trust_remote_code))
-    require_context(f"reference.model={path}", context, inputs.longest)
+) -> Scorer:
+    """Another model, sharded, with the attention and dtype of the policy, for the same micro-batches."""
+    key = "reference.model"
+    config = _load_config(path, key, run.trust_remote_code)
+    require_language_model(path, config, key)
+    require_same_inputs(run, inputs, path, key)
+    require_context(f"{key}={path}", context_length(config), inputs.longest)
     model = load_model(
         path,
         dtype=loaded.dtype.dtype,
@@ -260,27 +224,48 @@ def _load_reference(
             f"reference.model={path} runs one sample at a time ({alone}), and model={run.model} does not; expected a "
             "reference that packs as it does; name another"
         )
-    return model
+    scorer = Scorer(model)
+    distributed.shard(scorer, architecture.layers(scorer.model), ranks)
+    return scorer
+
+
+def _load_config(path: str, key: str, trust_remote_code: bool) -> PreTrainedConfig:
+    try:
+        return load_config(path, trust_remote_code)
+    except ModelError as error:
+        raise ModelError(f"{key}: {error}") from error
+
+
+def save_critic(
+    critic: Critic, directory: Path, inputs: Inputs, models: Models, ranks: Ranks
+) -> None:
+    """Save a critic with its own weights as a reward model. All ranks call it; raises OutputError on all."""
+    critics.save_critic(
+        critic,
+        directory,
+        inputs.tokenizer,
+        ranks,
+        stop_ids=inputs.stops.ids,
+        template=inputs.renderer.template.template,
+        dtype=models.saved_dtype,
+    )
 
 
 def require_same_pictures(run: RunConfig, inputs: Inputs, path: str, key: str) -> None:
-    """Raise ModelError where pictures of the data would not be made ready for another model in the same way."""
-    album, trust = inputs.renderer.album, run.trust_remote_code
+    """Raise ModelError where another model would get other tensors of the data's pictures."""
+    image_store, trust = inputs.renderer.image_store, run.trust_remote_code
     data = [split for split in (inputs.train, inputs.eval) if split is not None]
-    if album is None or not any(split.report.num_pictures for split in data):
+    if image_store is None or not any(split.report.num_pictures for split in data):
         return
-    try:
-        config = load_config(path, trust)
-    except ModelError as error:
-        raise ModelError(f"{key}: {error}") from error
-    require_alike(path, config, inputs.tokenizer, album, key, trust)
+    config = _load_config(path, key, trust)
+    require_same_processor(path, config, inputs.tokenizer, image_store, key, trust)
 
 
 def require_same_inputs(
     run: RunConfig, inputs: Inputs, path: str, key: str, may_lack: Sequence[int] = ()
 ) -> dict[str, int]:
-    """The vocabulary of another model. Raises ModelError where the same data would be other ids or other pictures to
-    it. ``may_lack``: added tokens that it need not have.
+    """The vocabulary of another model. Raises ModelError where the same data have other ids or pictures for that model.
+    ``may_lack``: added tokens that may be missing from it.
     """
     require_same_pictures(run, inputs, path, key)
     return require_same_tokenizer(

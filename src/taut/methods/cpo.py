@@ -4,19 +4,14 @@ preferred answers, on pairs. The formula is in losses/preference.py.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, TypeAlias
+from typing import ClassVar
 
-from pydantic import Field
-
-from taut.config import configclass
+from taut.config import NotNegative, Positive, configclass
 from taut.losses.loss import Loss
 from taut.losses.preference import CpoVariant, cpo
 from taut.methods.method import MethodName
 from taut.methods.preference import PairMethod, require_valid_loss
 from taut.train.optim import DefaultRates
-
-Positive: TypeAlias = Annotated[float, Field(gt=0)]
-NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
 
 
 @configclass
@@ -31,11 +26,11 @@ class CpoConfig:
     """Weight of the mean negative log-probability of the preferred answers' tokens."""
     label_smoothing: NotNegative = 0.0
     """Assumed probability that a pair is labelled the wrong way round; for loss=sigmoid only."""
-    entropy: bool = False
+    log_entropy: bool = False
     """Log the entropy of the policy on the answers' tokens, which costs one more pass over the logits."""
 
     def __post_init__(self) -> None:
-        require_valid_loss("cpo", self)
+        require_valid_loss("cpo", self.make_loss)
 
     def make_loss(self) -> Loss:
         """The loss. Raises ConfigError for what has no meaning."""
@@ -44,7 +39,7 @@ class CpoConfig:
             self.loss,
             label_smoothing=self.label_smoothing,
             sft_weight=self.sft_weight,
-            entropy=self.entropy,
+            entropy=self.log_entropy,
         )
 
 

@@ -1,5 +1,5 @@
-"""Group relative policy optimisation (GRPO, arXiv 2402.03300) and its family: the answers to a prompt are compared
-with each other, there is no critic. The formulas are in losses/{advantages,policy}.py.
+"""Group relative policy optimisation (GRPO, arXiv 2402.03300) and its variants: the answers to a prompt are compared
+with each other, without a critic. The formulas are in losses/{advantages,policy}.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from taut.losses.advantages import ESTIMATORS, Estimator, pass_at_k
 from taut.methods.method import MethodName
 from taut.methods.online import REWARD_ENDS
 from taut.methods.policy import Key, PolicyConfig, PolicyMethod
-from taut.rl.monitors import GuardConfig
+from taut.rl.monitors import RolloutMonitorConfig
 from taut.train.optim import DefaultRates
 
 Advantage: TypeAlias = Literal[
@@ -40,7 +40,7 @@ class GrpoConfig(PolicyConfig):
 
     @property
     def estimator(self) -> Estimator:
-        """How rewards become advantages."""
+        """The estimator of advantages."""
         estimator = ESTIMATORS[self.advantage]
         if self.pass_k is not None:
             return replace(estimator, compare=partial(pass_at_k, k=self.pass_k))
@@ -69,27 +69,23 @@ class Grpo(PolicyMethod):
                 f"rollout.n=1 with grpo.advantage={self.grpo.advantage}: an answer is compared with the others to its "
                 "prompt, and there are none; expected 2 or more; raise rollout.n, or set grpo.advantage=reinforce_pp"
             )
-        penalties = ("missing_stop", "soft_overlong", "length_cost")
+        penalties = ("missing_eos_penalty", "soft_overlong", "length_penalty")
         lowering = [f"shaping.{name}" for name in penalties if getattr(self.shaping, name)]
         if self.grpo.advantage == "maxrl" and lowering:
             raise ConfigError(
                 f"grpo.advantage=maxrl divides by a group's mean reward, and {lowering[0]} may take that below 0; "
                 "expected rewards of at least 0; name another advantage, or take it out"
             )
-        if self.guard.warn_values != GuardConfig.warn_values:
+        if self.rollout_monitor.warn_values != RolloutMonitorConfig.warn_values:
             raise ConfigError(
-                f"guard.warn_values={self.guard.warn_values:g} watches a critic, and taut grpo has none; taut ppo "
-                "has one; take it out"
+                f"rollout_monitor.warn_values={self.rollout_monitor.warn_values:g} watches a critic, and taut "
+                "grpo has none; taut ppo has one; take it out"
             )
         if (self.grpo.pass_k or 0) > self.rollout.n:
             raise ConfigError(
                 f"grpo.pass_k={self.grpo.pass_k} and rollout.n={self.rollout.n}: the best of more than there "
                 "are; expected at most rollout.n; lower pass_k, or raise rollout.n"
             )
-
-    @property
-    def policy(self) -> GrpoConfig:
-        return self.grpo
 
     def estimate(self) -> Estimator:
         return self.grpo.estimator

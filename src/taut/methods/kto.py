@@ -1,14 +1,13 @@
-"""Kahneman-Tversky optimisation (KTO, arXiv 2402.01306) and its neighbours: answers that are good or bad by
-themselves, against a reference. The formulas are in losses/preference.py.
+"""Kahneman-Tversky optimisation (KTO, arXiv 2402.01306) and its variants: single answers labelled good or bad, against
+a reference. The formulas are in losses/preference.py.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, TypeAlias
+from collections.abc import Mapping
+from typing import ClassVar
 
-from pydantic import Field
-
-from taut.config import configclass
+from taut.config import Positive, configclass
 from taut.data.schema import Kind
 from taut.errors import ConfigError
 from taut.losses.preference import Unpaired, UnpairedVariant
@@ -16,8 +15,6 @@ from taut.methods.aux_models import AuxModels
 from taut.methods.method import MethodName, RunConfig
 from taut.methods.reference import ReferenceConfig
 from taut.train.optim import DefaultRates
-
-Positive: TypeAlias = Annotated[float, Field(gt=0)]
 
 
 @configclass
@@ -34,7 +31,7 @@ class KtoConfig:
     undesirable_weight: Positive = 1.0
     """Weight of answers labelled bad. The paper recommends a ratio of 1 to 4/3 between (weight times number of good
     answers) and the same product of bad ones."""
-    entropy: bool = False
+    log_entropy: bool = False
     """Log the entropy of the policy on the answers' tokens, which costs one more pass over the logits."""
 
     def make_loss(self) -> Unpaired:
@@ -44,7 +41,7 @@ class KtoConfig:
             beta=self.beta,
             desirable_weight=self.desirable_weight,
             undesirable_weight=self.undesirable_weight,
-            entropy=self.entropy,
+            entropy=self.log_entropy,
         )
 
 
@@ -55,6 +52,7 @@ class Kto(RunConfig):
     learning_rates: ClassVar[DefaultRates] = DefaultRates(
         1e-6, 1e-5, "TRL, which advises 5e-7 to 5e-6"
     )
+    row_kinds: ClassVar[Mapping[Kind, str]] = {"unpaired": ""}
     allows_noise: ClassVar[bool] = False
 
     method: MethodName = "kto"
@@ -68,20 +66,12 @@ class Kto(RunConfig):
                 f"batch.samples_per_step=1 with kto.loss={self.kto.loss}: its reference point is taken over the "
                 "samples of a step; expected 2 or more; raise it, or set kto.loss=apo_zero"
             )
-        if self.observes_mismatched and self.reference.file is not None:
+        if self.loss().mismatched and self.reference.file is not None:
             raise ConfigError(
                 f"reference.file={self.reference.file} and kto.loss={self.kto.loss} contradict each other: its "
                 "reference point is taken over prompts with each other's answers, which differ from step to step and "
                 "are in no file; take reference.file out, or set kto.loss=bco"
             )
-
-    @property
-    def row_kind(self) -> Kind:
-        return "unpaired"
-
-    @property
-    def observes_mismatched(self) -> bool:
-        return self.loss().mismatched
 
     def loss(self) -> Unpaired:
         return self.kto.make_loss()

@@ -1,58 +1,61 @@
-"""``RunConfig``, the base of all training methods: the keys that every run has, and what a method answers about
-itself.
+"""``RunConfig``, the base of all training methods: the keys of every run, and the members that define a method.
 
-A method is a subclass in a separate file. It adds its sections to the configuration and refuses settings that have
-no meaning (``__post_init__``); it says what a row of its data is, what it minimises, which models stand next to the
-policy and where its steps come from. Every member has a default, which is that of supervised fine-tuning, so that a
-method states what is different about it and no more. No other room asks which method a run has: it asks these
-members.
+A method is a subclass in a separate file. It adds its sections to the configuration and refuses settings without a
+meaning (``__post_init__``). Most methods set these members and no others:
+
+    method              the name, as in METHODS
+    learning_rates      the default learning rates
+    row_kinds           the kinds of rows of data
+    loss                the loss to minimise
+    models              the auxiliary models: reference, teacher, critic
+    allows_noise        whether dropout and NEFTune may be on
+
+All members have defaults, those of supervised fine-tuning. The members below are grouped by topic; no other room asks
+which method a run has. A method that generates its answers begins with ``OnlineMethod`` (methods/online.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
-from torch import Tensor
 from transformers import PreTrainedConfig
 
-from taut.config import ComputeDtype, Decision, configclass, read_toml, to_dict
+from taut.config import ComputeDtype, Decision, Positive, configclass, read_toml, to_dict, user_path
 from taut.data.batching import START, BatchConfig, Cursor, Good, Order, Rows
 from taut.data.dataset import DataConfig, Dataset, Split, input_paths, load_dataset
 from taut.data.render import Renderer
 from taut.data.schema import Kind
+from taut.data.top_logprobs import WithTeacher, read_top_logprobs
 from taut.errors import ConfigError
 from taut.evals.contract import ContractConfig
 from taut.evals.during import AnswersConfig
-from taut.evals.stopping import StopConfig
+from taut.evals.stopping import StopCheckConfig
 from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine
 from taut.losses import Loss
 from taut.losses.supervised import CrossEntropy
 from taut.methods import METHODS, command_of
-from taut.methods.aux_models import MAY_CHANGE, AuxModels
+from taut.methods.aux_models import AuxModels
 from taut.methods.inputs import Inputs, Language, MayChange, Models, Plan
-from taut.methods.offline import Offline
-from taut.methods.teacher import with_lists
 from taut.models.load import context_length
 from taut.models.lora import LoraConfig
 from taut.models.noise import NoiseConfig
 from taut.models.reward_model import NewHead
 from taut.models.tokens import TokensConfig
 from taut.rewards import files_of
-from taut.rewards.in_process import files_read, models_of
-from taut.rewards.judge import RewardModel
+from taut.rewards.in_process import files_read
 from taut.rewards.registry import RewardSpec
 from taut.train.checkpoint import CheckpointConfig
 from taut.train.log import LogConfig
-from taut.train.monitors import DivergenceConfig
+from taut.train.monitors import LossMonitorConfig
 from taut.train.optim import DefaultRates, OptimConfig
 from taut.train.run_dir import SaveConfig
 from taut.train.trainer import Monitor, StepSource, Trainer
-from taut.types import Prompt, Sample
+from taut.types import Prompt, Sample, Tree
 
 if TYPE_CHECKING:
     MethodName: TypeAlias = str
@@ -81,61 +84,114 @@ class ChecksConfig:
     """Names of checks (docs/check.md) to leave out, as ["rewards.gold"]; the report and the run's log say so."""
 
 
+@dataclass(frozen=True)
+class Offline:
+    """The source of steps of a method that trains on fixed data: the rows of each step, and the trees they make."""
+
+    rows: Rows
+    order: Order
+    epochs: float | None
+    """Number of epochs after which the run ends; None: the data are repeated as long as steps are left."""
+    loss: Loss
+    mismatched_length: int | None = None
+    """If set, the loss's statistics are computed on the step's prompts combined with each other's answers, of at most
+    this many tokens (KTO); None: on the step's own trees."""
+
+    def prepare(self, step: int) -> list[Tree]:
+        """The trees of a step (counted from 1)."""
+        return self.rows.trees(self.order.step(step, self.epochs))
+
+    def observed(self, step: int) -> list[Tree] | None:
+        """The trees on which the loss's statistics of this step are computed; None: the step's own trees."""
+        return self.observed_of(self.rows, self.order.step(step, self.epochs))
+
+    def observed_of(self, rows: Rows, indices: list[int]) -> list[Tree] | None:
+        """Like ``observed``, for the given rows, which may be held-out ones."""
+        if self.mismatched_length is None:
+            return None
+        return rows.mismatched(indices, self.mismatched_length)
+
+    def cursor(self, step: int) -> Cursor:
+        """The position in the data after a step."""
+        return self.order.cursor(step, self.epochs)
+
+    def open(self) -> Sequence[Decision]:
+        """Nothing to open."""
+        return ()
+
+    @property
+    def state(self) -> None:
+        """None: a resumed run needs only the cursor."""
+
+    def reject(self) -> None:
+        """Nothing to discard: nothing is generated."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
 @configclass
 class RunConfig:
-    """A training run: the keys that all methods have, and the questions that a method answers."""
+    """A training run: the keys that all methods have, and the members that define a method."""
 
     learning_rates: ClassVar[DefaultRates] = DefaultRates(
         2e-5, 2e-4, "TRL; alignment-handbook: 2e-5 and, with QLoRA, 2e-4; Tulu 3 (8B): 5e-6"
     )
-    """Taken where ``optim.learning_rate`` is not set."""
+    """The defaults of ``optim.learning_rate``."""
+    row_kinds: ClassVar[Mapping[Kind, str]] = {"sft": ""}
+    """The kinds of rows that the method trains on; where it has several, each with the setting that selects it."""
     allows_noise: ClassVar[bool] = True
-    """Whether dropout and NEFTune may be on. Not where log-probs or scores are compared: noise would be compared."""
+    """Whether dropout and NEFTune may be on. Not where logprobs or scores are compared: noise would be compared."""
     generates: ClassVar[bool] = False
     """Whether the run learns from completions that its model generates: then rows of data are prompts."""
-    may_change: ClassVar[MayChange] = MAY_CHANGE.plus(
-        MayChange(
-            freely=(
-                "out",
-                "resume",
-                "overwrite",
-                "steps",
-                "epochs",
-                "check",
-                "checks",
-                "log",
-                "checkpoint",
-                "contract",
-                "save",
-                "divergence",
-                "stop",
-                "eval",
-                "batch.halve_when_out_of_memory",  # the budgets it led to are in events.jsonl, and used again
-                "model",  # its files are hashed, wherever they lie
-                "data.cache",
-                "data.apply_chat_template",  # what it makes of the data is compared
-                "data.eval",
-                "dtype",  # what came of it is compared
-            ),
-            rounding=(
-                "device",
-                "attention",
-                "activation_checkpointing",
-                "batch.tokens_per_microbatch",
-                "batch.share_prefixes",
-                "batch.min_saved_tokens",
-            ),
-            schedule=(
-                "optim.learning_rate",
-                "optim.rates",
-                "optim.schedule",
-                "optim.warmup_steps",
-                "optim.warmup_ratio",
-                "optim.min_learning_rate_ratio",
-            ),
-        )
+    may_change: ClassVar[MayChange] = MayChange(
+        freely=(
+            "out",
+            "resume",
+            "overwrite",
+            "steps",
+            "epochs",
+            "check",
+            "checks",
+            "log",
+            "checkpoint",
+            "contract",
+            "save",
+            "loss_monitor",
+            "stop_check",
+            "eval",
+            "batch.halve_when_out_of_memory",  # its budgets are in events.jsonl, and used again
+            "model",  # its files are hashed, wherever they are
+            "data.cache",
+            "data.apply_chat_template",  # the tokenised data are compared
+            "data.eval",
+            "dtype",  # the resolved dtype is compared
+            "reference.model",  # as model
+            "distill.teacher",
+            "distill.top_logprobs",
+            "distill.eval_top_logprobs",
+            "critic.model",
+        ),
+        rounding=(
+            "device",
+            "attention",
+            "activation_checkpointing",
+            "batch.tokens_per_microbatch",
+            "batch.share_prefixes",
+            "batch.min_saved_tokens",
+            "reference.file",
+        ),
+        schedule=(
+            "optim.learning_rate",
+            "optim.group_learning_rates",
+            "optim.schedule",
+            "optim.warmup_steps",
+            "optim.warmup_ratio",
+            "optim.min_learning_rate_ratio",
+            "critic.learning_rate",
+        ),
     )
-    """The keys that a resume may change (taut/run/fingerprint.py)."""
+    """The keys that a resume may change, of all methods (taut/run/fingerprint.py)."""
 
     method: MethodName = "sft"
     """The training method: for ``taut check``, ``show`` and ``plan``, which take a run of any method."""
@@ -147,7 +203,7 @@ class RunConfig:
     data: DataConfig
     steps: Annotated[int, Field(ge=1)] | None = None
     """Optimizer steps; the data are repeated as often as needed. Exclusive with epochs."""
-    epochs: Annotated[float, Field(gt=0)] | None = None
+    epochs: Positive | None = None
     """Passes over the data; 1 if steps is not set."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Random seed: of the order of samples, adapter initialisation and noise."""
@@ -179,8 +235,8 @@ class RunConfig:
     noise: NoiseConfig = NoiseConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    divergence: DivergenceConfig = DivergenceConfig()
-    stop: StopConfig = StopConfig()
+    loss_monitor: LossMonitorConfig = LossMonitorConfig()
+    stop_check: StopCheckConfig = StopCheckConfig()
     save: SaveConfig = SaveConfig()
     contract: ContractConfig = ContractConfig()
     log: LogConfig = LogConfig()
@@ -214,109 +270,24 @@ class RunConfig:
         """The command that trains such a run, as it is typed."""
         return command_of(cls.method)
 
-    # -- what is learned, and from what
+    # -- data and loss
 
     @property
     def row_kind(self) -> Kind:
-        """What a row of data is."""
-        return "sft"
+        """The kind of a row of data."""
+        return next(iter(self.row_kinds))
+
+    def loss(self) -> Loss:
+        """The loss to minimise."""
+        return CrossEntropy()
 
     @property
     def compares_answers(self) -> bool:
         """Whether the answers of a row are compared with each other, and so stay in one micro-batch."""
         return self.row_kind == "preference"
 
-    @property
-    def couples_samples(self) -> bool:
-        """Whether the loss compares samples of a step, which then have to share a forward."""
-        return self.compares_answers
-
-    @property
-    def observes_mismatched(self) -> bool:
-        """Whether the loss's statistics are taken over prompts with each other's answers (KTO)."""
-        return False
-
-    def loss(self) -> Loss:
-        """What is minimised."""
-        return CrossEntropy()
-
-    @property
-    def teaches_ends(self) -> bool:
-        """Whether good answers are imitated, their end tokens with them, and not only compared or judged."""
-        return not self.loss().units.keys().isdisjoint(("cross_entropy", "divergence", "sft"))
-
-    @property
-    def loss_has_floor(self) -> bool:
-        """Whether the loss may stay well above 0 where all is learned: log-ratios are bounded, a teacher is unsure."""
-        return self.row_kind != "sft" or self.models().teacher is not None
-
-    @property
-    def loss_not_in_samples(self) -> str | None:
-        """Why the loss cannot be computed from log-probs of the samples alone; None: it can."""
-        if (obstacle := self.models().not_in_samples) is not None:
-            return obstacle
-        if self.loss().wants.entropy:
-            return "the loss reads entropies, which are not asked here"
-        if self.loss().wants.temperature != 1:
-            return "the loss reads log-probs at another temperature than the library's"
-        return None
-
-    # -- models
-
-    def new_head(self) -> NewHead | None:
-        """The scalar head that trains in the place of the language model's; None: the model's own head."""
-        return None
-
-    @property
-    def has_scalar_head(self) -> bool:
-        """Whether a scalar head trains: the run makes a reward model, which writes no text."""
-        return self.new_head() is not None
-
-    def models(self) -> AuxModels:
-        """The models next to the policy: reference, teacher, critic."""
-        return AuxModels()
-
-    def extra_forwards(self) -> int:
-        """Forwards of a step other than the one that is trained through: of a reference, and for statistics."""
-        has_reference = self.models().has_live_reference
-        observed = 1 + (has_reference and self.observes_mismatched)
-        return int(has_reference) + (observed if self.loss().observes else 0)
-
-    # -- settings that are left to the method
-
-    @property
-    def resolved_optim(self) -> OptimConfig:
-        """``optim`` with the learning rate that the run takes."""
-        if self.optim.learning_rate is not None:
-            return self.optim
-        rates = self.learning_rates
-        return replace(self.optim, learning_rate=rates.lora if self.lora.is_on else rates.full)
-
-    def resolved(self) -> dict[str, Any]:
-        """The configuration as JSON-able values, with defaults that depend on other keys filled in."""
-        return to_dict(self) | {"optim": to_dict(self.resolved_optim)}
-
-    @classmethod
-    def defaults_by_method(cls) -> dict[str, str]:
-        """Key -> what the command takes where it is not set, for its help."""
-        rates = cls.learning_rates
-        text = f"{cls.command()}: {rates.full:g}, with adapters {rates.lora:g}."
-        return {"optim.learning_rate": text}
-
-    @property
-    def decisions(self) -> list[Decision]:
-        """What the configuration leaves to the method, and what that comes to."""
-        if self.optim.learning_rate is not None:
-            return []
-        what = "adapters train" if self.lora.is_on else "all weights train"
-        reason = f"the default of {self.command()} where {what} ({self.learning_rates.sources})"
-        rate = f"{self.resolved_optim.learning_rate:g}"
-        return [Decision("optim.learning_rate", rate, reason)]
-
-    # -- data
-
     def longest_sample(self, config: PreTrainedConfig) -> int:
-        """Tokens a sample may have."""
+        """The largest number of tokens in a sample."""
         longest = self.data.max_length or context_length(config)
         if longest is None:
             raise ConfigError(
@@ -332,36 +303,86 @@ class RunConfig:
     def load_data(
         self, split: Split, renderer: Renderer, language: Language, *, looks_again: bool = True
     ) -> Dataset:
-        """The samples of a split, with a teacher's log-probabilities where there is a file of them. ``looks_again``:
-        see ``load_dataset``.
+        """The samples of a split, with a teacher's logprobs where the configuration names a file of them.
+        ``looks_again``: see ``load_dataset``.
         """
         longest, kind = self.longest_sample(language.config), self.row_kind
         data = load_dataset(self.data, split, renderer, longest, kind=kind, looks_again=looks_again)
-        teacher = self.models().teacher
-        return data if teacher is None else with_lists(teacher, data, split, language.num_rows)
+        key = "top_logprobs" if split == "train" else "eval_top_logprobs"
+        file = getattr(self.models().teacher, key, None)
+        if file is None:
+            return data
+        path = user_path(file, f"distill.{key}")
+        return WithTeacher(data, read_top_logprobs(path, data, language.num_rows))
 
     def rows_of(self, data: Dataset) -> Rows:
         """A data set as the trees that are compared or pooled."""
         return Rows(data, self.compares_answers, has_targets=not self.has_scalar_head)
 
+    # -- models
+
+    def models(self) -> AuxModels:
+        """The auxiliary models: reference, teacher, critic."""
+        return AuxModels()
+
+    def new_head(self) -> NewHead | None:
+        """The scalar head that trains in place of the language model's; None: the model's own head."""
+        return None
+
+    @property
+    def has_scalar_head(self) -> bool:
+        """Whether a scalar head trains: the run makes a reward model, which writes no text."""
+        return self.new_head() is not None
+
+    # -- settings whose defaults depend on the method
+
+    @property
+    def resolved_optim(self) -> OptimConfig:
+        """``optim`` with the learning rate set."""
+        if self.optim.learning_rate is not None:
+            return self.optim
+        rates = self.learning_rates
+        return replace(self.optim, learning_rate=rates.lora if self.lora.is_on else rates.full)
+
+    def resolved(self) -> dict[str, Any]:
+        """The configuration as JSON-able values, with defaults that depend on other keys filled in."""
+        return to_dict(self) | {"optim": to_dict(self.resolved_optim)}
+
+    @classmethod
+    def defaults_by_method(cls) -> dict[str, str]:
+        """Key -> the method's default, for the help of its command."""
+        rates = cls.learning_rates
+        text = f"{cls.command()}: {rates.full:g}, with adapters {rates.lora:g}."
+        return {"optim.learning_rate": text}
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """The settings that were chosen because the configuration leaves them open, with reasons."""
+        if self.optim.learning_rate is not None:
+            return []
+        what = "adapters train" if self.lora.is_on else "all weights train"
+        reason = f"the default of {self.command()} where {what} ({self.learning_rates.sources})"
+        rate = f"{self.resolved_optim.learning_rate:g}"
+        return [Decision("optim.learning_rate", rate, reason)]
+
     # -- steps
 
     def plan(self, train: Dataset, cursor: Cursor = START) -> Plan:
-        """The source of steps with its order of samples, and the number of steps. ``cursor``: how far a resumed run
-        has come.
+        """The source of steps with its order of samples, and the number of steps. ``cursor``: the position of a resumed
+        run.
         """
-        rows, batch = self.rows_of(train), self.batch
+        rows, batch, loss = self.rows_of(train), self.batch, self.loss()
         groups = rows.prefix_groups(batch.group_min_tokens) if batch.group_prefixes else None
         order = Order(rows.weights, self.seed, batch.samples_per_step, batch.shuffle, groups)
         epochs = None if self.steps is not None else (1.0 if self.epochs is None else self.epochs)
         order = order.going_on_from(cursor, epochs)
         num_steps = self.steps if epochs is None else order.num_steps(epochs)
         assert num_steps is not None
-        longest = int(train.lengths.max()) if self.observes_mismatched else None
-        return Plan(Offline(rows, order, epochs, self.loss(), longest), num_steps, cursor)
+        longest = int(train.lengths.max()) if loss.mismatched else None
+        return Plan(Offline(rows, order, epochs, loss, longest), num_steps, cursor)
 
-    def monitors(self, method: StepSource) -> Sequence[Monitor]:
-        """What else examines each step before its update."""
+    def monitors(self, source: StepSource) -> Sequence[Monitor]:
+        """Further monitors of each step."""
         return ()
 
     def connect(
@@ -371,9 +392,13 @@ class RunConfig:
         models: Models,
         make_engine: Callable[..., LocalEngine],
     ) -> None:
-        """Give the source of steps what it works with, where it needs more than data."""
+        """Connect the source of steps with the trainer and an engine, if it generates."""
 
-    # -- files, and what a resume may not change
+    def describe_rollouts(self, num_steps: int) -> str | None:
+        """The plan of a run that generates, in a sentence; None: its steps are laid out from data."""
+        return None
+
+    # -- files and code that the run reads
 
     def input_files(self) -> list[str]:
         """Every file and directory that the run reads: the output directory must hold none of them."""
@@ -391,28 +416,18 @@ class RunConfig:
 
     @property
     def training_rewards(self) -> str | Sequence[str | RewardSpec]:
-        """What judges completions in training; empty: nothing does."""
+        """The rewards of completions in training; empty: there are none."""
         return ()
 
     def user_code(self) -> list[Path]:
-        """Files of the user's own code that training runs: rewards, an environment, its tools."""
+        """Files of the user's code that training runs: rewards, an environment, its tools."""
         return []
 
-    def reward_models(self) -> Mapping[str, RewardModel]:
-        """The reward models in this process that judge what is trained on, by label."""
-        return models_of(self.training_rewards)
-
-    # -- generation
-
-    def sampling(self, seed: int) -> Sampling:
-        """How completions of the model that trains are sampled."""
-        return Sampling(seed=seed)
-
-    # -- held-out measurements
+    # -- evaluation and the stop check
 
     @property
     def has_rewards(self) -> bool:
-        """Whether answers are judged in training, by what can judge held-out ones too."""
+        """Whether training has rewards that can judge held-out answers too."""
         return False
 
     @property
@@ -420,34 +435,51 @@ class RunConfig:
         """How held-out answers are judged."""
         return self.eval.answers
 
-    def held_out_decisions(self) -> list[Decision]:
-        """What differs between held-out answers and what is trained on."""
-        return []
-
     def questions(self, data: Dataset) -> Sequence[Sample] | Sequence[Prompt]:
-        """The prompts on which the trained model is tested for ending its answers."""
+        """The prompts of the stop check."""
         return Good(self.rows_of(data))
 
     @property
-    def ends_remedy(self) -> str:
-        """What to do where the model ends fewer of its answers than it did, in keys that the method has."""
-        return ""
-
-    # -- memory
+    def teaches_ends(self) -> bool:
+        """Whether good answers are imitated, with their end tokens, and not only compared or judged."""
+        return not self.loss().units.keys().isdisjoint(("cross_entropy", "divergence", "sft"))
 
     @property
-    def unpredicted_memory(self) -> str | None:
-        """Which model next to the policy takes memory that cannot be predicted; None: none does."""
-        return self.models().unpredicted
+    def ends_remedy(self) -> str:
+        """The remedy where the model ends fewer of its answers than before, in keys that the method has."""
+        return ""
 
-    def reference_bytes(self, trained: Sequence[Tensor]) -> int:
-        """Memory of the reference. ``trained``: the tensors that train."""
-        return self.models().reference_bytes(self, trained)
+    # -- checks and the plan of memory
 
-    # -- what is printed
+    def sampling(self, seed: int) -> Sampling:
+        """How completions of the policy are sampled."""
+        return Sampling(seed=seed)
 
-    def describe_rollouts(self, num_steps: int) -> str | None:
-        """The plan of a run that generates, in a sentence; None: its steps are laid out from data."""
+    def extra_forwards(self) -> int:
+        """Forwards of a step without gradient: of a reference, and for statistics."""
+        has_reference, loss = self.models().has_live_reference, self.loss()
+        observed = 1 + (has_reference and loss.mismatched)
+        return int(has_reference) + (observed if loss.observes else 0)
+
+    @property
+    def loss_has_floor(self) -> bool:
+        """Whether the loss may stay well above 0 on learned samples: log-ratios are bounded, a teacher is unsure."""
+        return self.row_kind != "sft" or self.models().teacher is not None
+
+    @property
+    def loss_not_in_samples(self) -> str | None:
+        """Why the loss cannot be computed from logprobs of the samples alone; None: it can."""
+        models, wants = self.models(), self.loss().wants
+        if models.teacher is not None:
+            return "the loss is measured against a teacher, which is not asked here"
+        if models.reference is not None and models.reference.model is not None:
+            return "the loss is measured against reference.model, which is not asked here"
+        if models.critic is not None:
+            return "the loss is also that of a critic, which is not asked here"
+        if wants.entropy:
+            return "the loss reads entropies, which are not asked here"
+        if wants.temperature != 1:
+            return "the loss reads log-probs at another temperature than the library's"
         return None
 
 

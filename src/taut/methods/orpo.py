@@ -4,18 +4,14 @@ against the others, on pairs, without a reference. The formula is in losses/pref
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, TypeAlias
+from typing import ClassVar
 
-from pydantic import Field
-
-from taut.config import configclass
+from taut.config import Positive, configclass
 from taut.losses.loss import Loss
 from taut.losses.preference import Orpo as OrpoLoss
 from taut.methods.method import MethodName
 from taut.methods.preference import PairMethod
 from taut.train.optim import DefaultRates
-
-Positive: TypeAlias = Annotated[float, Field(gt=0)]
 
 
 @configclass
@@ -24,12 +20,12 @@ class OrpoConfig:
 
     beta: Positive = 0.1
     """Weight of the odds-ratio term relative to the fine-tuning term: the paper's lambda."""
-    entropy: bool = False
+    log_entropy: bool = False
     """Log the entropy of the policy on the answers' tokens, which costs one more pass over the logits."""
 
     def make_loss(self) -> Loss:
         """The loss."""
-        return OrpoLoss(beta=self.beta, entropy=self.entropy)
+        return OrpoLoss(beta=self.beta, entropy=self.log_entropy)
 
 
 @configclass

@@ -1,17 +1,19 @@
-"""What GRPO and PPO have in common: policy gradients with a ratio, a divergence from the reference, an entropy
-bonus, and a correction for what engine and trainer compute differently. A key that nothing would read is refused.
-Wiring, no maths: the formulas and their papers are in losses/{policy,advantages}.py.
+"""The common part of GRPO and PPO: policy gradients with a ratio, a KL divergence from the reference, an entropy bonus,
+and a correction for differences between engine and trainer. Keys without an effect are refused.
+
+The formulas and their papers are in losses/{policy,advantages}.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field
 
-from taut.config import Decision, configclass
+from taut.config import Decision, NotNegative, Positive, Share, configclass
 from taut.errors import ConfigError
 from taut.losses.advantages import Estimator
 from taut.losses.policy import (
@@ -29,36 +31,19 @@ from taut.losses.policy import (
 )
 from taut.methods.aux_models import AuxModels
 from taut.methods.online import OnlineMethod, require_live_reference
+from taut.methods.preference import require_valid_loss
 from taut.methods.reference import ReferenceConfig
 from taut.rl.advantages import Gae, KlPenalty, PolicyCredit, ShapingConfig, Ways
 
 PolicyLoss: TypeAlias = Literal["clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "reinforce"]
 """The names of losses.policy.SURROGATES; a test holds them to it."""
-Positive: TypeAlias = Annotated[float, Field(gt=0)]
-NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
-Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 
 
-CORRECTING = ("correction_level", "correction_cap", "correction_floor")
-
-
-class RollOut(NamedTuple):
-    """What the loss depends on in how rollouts are made."""
-
-    temperature: float
-    """What tokens are sampled at."""
-    limit: int
-    """Tokens an answer may have."""
-    is_fresh: bool
-    """Whether each is the policy's own and trained on once; else ``old_logp_N`` is there."""
-    has_engine_logp: bool
-    """Whether the engine returns log-probabilities."""
-    is_apart: bool = False
-    """Whether the engine computes otherwise than the trainer does: another program, another precision."""
+CORRECTING = ("rollout_correction_level", "rollout_correction_cap", "rollout_correction_floor")
 
 
 class _Defaults(NamedTuple):
-    """The settings of a loss's paper."""
+    """The defaults of a loss, from its paper."""
 
     average: Average
     low: float = 0.2
@@ -77,12 +62,12 @@ _DEFAULTS: dict[PolicyLoss, _Defaults] = {
 
 
 class Key(NamedTuple):
-    """A key, and whether anything reads it."""
+    """A key that has an effect only together with others."""
 
     name: str
     is_read: bool
     wanted: str
-    """What would read it."""
+    """The setting with which it has an effect."""
 
 
 @configclass
@@ -94,11 +79,12 @@ class PolicyConfig:
     loss: PolicyLoss = "clip"
     """clip (PPO, GRPO, DAPO), gspo or gspo_token (one ratio per sample), cispo, sapo, gmpo, or reinforce (no ratio).
     They differ only if a rollout is trained on more than once, or is stale."""
-    average: Average | None = None
+    loss_aggregation: Average | None = None
     """How the loss is averaged: token (DAPO: over tokens), sequence (GRPO: over answers), constant (Dr. GRPO: sums
     divided by a constant length). None: as in the loss's paper, token for clip, cispo and reinforce, else sequence."""
     constant_length: Annotated[int, Field(gt=0)] | None = None
-    """For average=constant: the length. None: the limit of an answer, rollout.max_new_tokens, or with an environment
+    """For loss_aggregation=constant: the length. None: the limit of an answer, rollout.max_new_tokens, or with an
+    environment
     rollout.environment.max_tokens."""
     clip_low: Positive | None = None
     """Lower clip range: ratios below 1 - clip_low are clipped. None: 0.2, gspo 0.0003, cispo 1 (no bound), gmpo 0.4 (of
@@ -109,9 +95,9 @@ class PolicyConfig:
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Dual clip: upper bound of the ratio where the advantage is negative, above 1 + clip_high; 3 is common. None: no
     bound."""
-    sapo_positive: Positive | None = None
+    sapo_tau_positive: Positive | None = None
     """For loss=sapo: temperature of the gate on ratios where the advantage is positive; 1 if not set."""
-    sapo_negative: Positive | None = None
+    sapo_tau_negative: Positive | None = None
     """The same for the other advantages; 1.05 if not set."""
     kl_coef: NotNegative = 0.0
     """KL coefficient. 0 disables the reference model. 0.001 to 0.05 are common."""
@@ -120,7 +106,7 @@ class PolicyConfig:
     PPO and advantage=reinforce_pp the penalty of a token includes those of later tokens. With other advantages an
     answer gets the sum over its tokens, compared within the group; advantage=group does not divide it by the deviation
     of rewards."""
-    kl_value: KlValue | None = None
+    kl_estimator: KlValue | None = None
     """For kl_in=loss: the KL estimator that is logged; k3 if not set. (With kl_in=reward k1 and k3 are logged.)"""
     kl_gradient: KlGradient | None = None
     """For kl_in=loss: the KL estimator whose gradient is used. If not set k2, which has the gradient of the divergence;
@@ -129,21 +115,23 @@ class PolicyConfig:
     """For kl_in=reward: adapt kl_coef after each rollout to reach this KL per token, in nats (arXiv 1909.08593)."""
     entropy_coef: NotNegative = 0.0
     """Entropy bonus coefficient."""
-    entropy: bool = False
+    log_entropy: bool = False
     """Log the entropy, which costs one more pass over the logits; entropy_estimate is always logged."""
-    correction: Literal["auto"] | CorrectionKind = "auto"
+    rollout_correction: Literal["auto"] | CorrectionKind = "auto"
     """Importance weights that correct for differences between the inference engine and the trainer: truncated (TIS),
     masked (MIS) or none. auto: truncated with a server, else none."""
-    correction_level: CorrectionLevel | None = None
+    rollout_correction_level: CorrectionLevel | None = None
     """The importance weight: a token's ratio of trainer to engine (token), the product of an answer's ratios
     (sequence), or their geometric mean (geometric). The product vanishes with the answer's length; the geometric mean
-    does not. None: token with correction=truncated, geometric with correction=masked or loss=gmpo. With correction=auto
-    this key and the next two are read only with a server."""
-    correction_cap: Annotated[float, Field(ge=1)] | None = None
-    """Upper bound of the weight; with correction=masked larger weights become 0. None: 2, or 1.1 for geometric, which
+    does not. None: token with rollout_correction=truncated, geometric with rollout_correction=masked or loss=gmpo. With
+    rollout_correction=auto this key and the next two are read only with a server."""
+    rollout_correction_cap: Annotated[float, Field(ge=1)] | None = None
+    """Upper bound of the weight; with rollout_correction=masked larger weights become 0. None: 2, or 1.1 for geometric,
+    which
     is 0.1 nats per token."""
-    correction_floor: Share | None = None
-    """Lower bound of the weight; with correction=masked smaller weights become 0. None: 0, or 0.9 for geometric."""
+    rollout_correction_floor: Share | None = None
+    """Lower bound of the weight; with rollout_correction=masked smaller weights become 0. None: 0, or 0.9 for
+    geometric."""
 
     def __post_init__(self) -> None:
         for key in self._keys():
@@ -154,119 +142,124 @@ class PolicyConfig:
                     f"that, or leave {key.name} out"
                 )
         for is_fresh in (True, False):
-            self._require_meant(RollOut(1.0, 1, is_fresh, has_engine_logp=True, is_apart=True))
+            make = partial(
+                self.make_loss, temperature=1.0, limit=1, is_fresh=is_fresh, is_apart=True
+            )
+            require_valid_loss(self.section, make)
 
-    def make_loss(self, roll_out: RollOut) -> PolicyGradient:
-        """The loss. Raises ConfigError for what has no meaning."""
-        defaults, average = _DEFAULTS[self.loss], self.average or _DEFAULTS[self.loss].average
-        length = None
-        if average == "constant":
-            length = self.constant_length or roll_out.limit
+    def make_loss(
+        self,
+        *,
+        temperature: float,
+        limit: int,
+        is_fresh: bool,
+        has_engine_logp: bool = True,
+        is_apart: bool = False,
+    ) -> PolicyGradient:
+        """The loss. Raises ConfigError for settings without a meaning.
+
+        ``temperature``: of sampling. ``limit``: tokens of the longest answer. ``is_fresh``: each rollout is sampled
+        from the current policy and trained on once; otherwise samples have ``old_logp_N``. ``is_apart``: the engine is
+        another program or has another precision than the trainer.
+        """
+        defaults = _DEFAULTS[self.loss]
+        average = self.loss_aggregation or defaults.average
+        kl = None
+        if self.kl_in == "loss" and self.kl_coef > 0:
+            kl = Kl(self.kl_coef, self.kl_gradient or "k2", self.kl_estimator or "k3")
+        kind, correction = self.rollout_correction, Correction()
+        if kind == "auto":
+            kind = "truncated" if is_apart and has_engine_logp else "none"
+        if kind != "none":
+            is_geometric = kind == "masked" or self.loss == "gmpo"
+            level = self.rollout_correction_level or ("geometric" if is_geometric else "token")
+            floor, cap = (0.9, 1.1) if level == "geometric" else (0.0, 2.0)
+            if self.rollout_correction_cap is not None:
+                cap = self.rollout_correction_cap
+            if self.rollout_correction_floor is not None:
+                floor = self.rollout_correction_floor
+            correction = Correction(kind, level, cap, floor)
         return PolicyGradient(
             surrogate=self.loss,
             bounds=Bounds(
                 self.clip_low or defaults.low,
                 self.clip_high or defaults.high,
                 self.dual_clip,
-                self.sapo_positive or 1.0,
-                self.sapo_negative or 1.05,
+                self.sapo_tau_positive or 1.0,
+                self.sapo_tau_negative or 1.05,
             ),
             average=average,
-            constant_length=length,
-            is_fresh=roll_out.is_fresh,
-            has_engine_logp=roll_out.has_engine_logp,
-            correction=self._correction(roll_out),
-            kl=self._kl,
+            constant_length=(self.constant_length or limit) if average == "constant" else None,
+            is_fresh=is_fresh,
+            has_engine_logp=has_engine_logp,
+            correction=correction,
+            kl=kl,
             entropy_coef=self.entropy_coef,
-            entropy=self.entropy,
+            entropy=self.log_entropy,
             critic=self.critic_term,
-            temperature=roll_out.temperature,
+            temperature=temperature,
         )
 
     @property
     def penalty_coef(self) -> float:
-        """What a nat costs in the reward, to begin with."""
+        """The initial KL coefficient of the reward; 0 where the KL divergence is not part of the reward."""
         return self.kl_coef if self.kl_in == "reward" else 0.0
 
     @property
     def critic_term(self) -> Critic | None:
-        """The critic's term, where there is a critic."""
+        """The critic's term of the loss, if there is a critic."""
         return None
-
-    @property
-    def _kl(self) -> Kl | None:
-        if self.kl_in == "reward" or self.kl_coef == 0:
-            return None
-        return Kl(self.kl_coef, self.kl_gradient or "k2", self.kl_value or "k3")
-
-    def _correction(self, roll_out: RollOut) -> Correction:
-        kind = self.correction
-        if kind == "auto":
-            kind = "truncated" if roll_out.is_apart and roll_out.has_engine_logp else "none"
-        if kind == "none":
-            return Correction()
-        is_geometric = kind == "masked" or self.loss == "gmpo"
-        level = self.correction_level or ("geometric" if is_geometric else "token")
-        floor, cap = (0.9, 1.1) if level == "geometric" else (0.0, 2.0)
-        return Correction(
-            kind,
-            level,
-            cap if self.correction_cap is None else self.correction_cap,
-            floor if self.correction_floor is None else self.correction_floor,
-        )
 
     def decisions(self, how: Correction) -> list[Decision]:
         """The settings of the correction that were chosen automatically, with reasons."""
         decisions: list[Decision] = []
         if how.kind == "none":
             return decisions
-        if self.correction == "auto":
+        if self.rollout_correction == "auto":
             reason = "the engine is another program"
-            decisions.append(Decision(f"{self.section}.correction", how.kind, reason))
-        if self.correction_level is None:
+            decisions.append(Decision(f"{self.section}.rollout_correction", how.kind, reason))
+        if self.rollout_correction_level is None:
             reason = "each token is weighted for itself"
             if how.level == "geometric":
                 reason = (
                     "the product over an answer fades with its length, the geometric mean does not"
                 )
-            decisions.append(Decision(f"{self.section}.correction_level", how.level, reason))
+            decisions.append(
+                Decision(f"{self.section}.rollout_correction_level", how.level, reason)
+            )
         return decisions
 
     def require_no_auto(self) -> None:
         """Raise ConfigError for settings of a correction that ``auto`` leaves out: the engine is in this process."""
-        for name in CORRECTING if self.correction == "auto" else ():
+        for name in CORRECTING if self.rollout_correction == "auto" else ():
             if getattr(self, name) != _default(self, name):
                 raise ConfigError(
                     f"found {self.section}.{name}={_shown(getattr(self, name))}, which nothing reads: with the engine "
-                    f"in this process {self.section}.correction=auto is none; expected truncated or masked; set that, "
-                    f"or leave {name} out"
+                    f"in this process {self.section}.rollout_correction=auto is none; expected truncated or "
+                    f"masked; set that, or leave {name} out"
                 )
 
     def _keys(self) -> Iterator[Key]:
         """Keys that only have an effect together with others."""
-        made, has_kl = SURROGATES[self.loss], self.kl_coef > 0
-        held = losses_where(lambda name: SURROGATES[name].is_held)
-        yield Key("clip_low", made.is_held, held)
-        yield Key("clip_high", made.is_held, held)
-        yield Key("dual_clip", made.is_dual, losses_where(lambda name: SURROGATES[name].is_dual))
-        yield Key("sapo_positive", self.loss == "sapo", "loss=sapo")
-        yield Key("sapo_negative", self.loss == "sapo", "loss=sapo")
-        is_constant = self.average == "constant"
-        yield Key("constant_length", is_constant, "average=constant")
+        surrogate, has_kl = SURROGATES[self.loss], self.kl_coef > 0
+        clipped = " or ".join(name for name in SURROGATES if SURROGATES[name].is_held)
+        dual = " or ".join(name for name in SURROGATES if SURROGATES[name].is_dual)
+        yield Key("clip_low", surrogate.is_held, f"loss={clipped}")
+        yield Key("clip_high", surrogate.is_held, f"loss={clipped}")
+        yield Key("dual_clip", surrogate.is_dual, f"loss={dual}")
+        yield Key("sapo_tau_positive", self.loss == "sapo", "loss=sapo")
+        yield Key("sapo_tau_negative", self.loss == "sapo", "loss=sapo")
+        is_constant = self.loss_aggregation == "constant"
+        yield Key("constant_length", is_constant, "loss_aggregation=constant")
         yield Key("kl_in", has_kl, "kl_coef above 0")
         in_loss = has_kl and self.kl_in == "loss"
-        yield Key("kl_value", in_loss, "kl_coef above 0 and kl_in=loss")
+        yield Key("kl_estimator", in_loss, "kl_coef above 0 and kl_in=loss")
         yield Key("kl_gradient", in_loss, "kl_coef above 0 and kl_in=loss")
         yield Key("kl_target", has_kl and not in_loss, "kl_coef above 0 and kl_in=reward")
         for name in CORRECTING:
-            yield Key(name, self.correction != "none", "correction=truncated or masked")
-
-    def _require_meant(self, roll_out: RollOut) -> None:
-        """Refuse what the loss refuses, and say in which section it was found."""
-        try:
-            self.make_loss(roll_out)
-        except ConfigError as error:
-            raise ConfigError(f"{self.section}: {error}") from error
+            yield Key(
+                name, self.rollout_correction != "none", "rollout_correction=truncated or masked"
+            )
 
 
 @configclass
@@ -289,33 +282,29 @@ class PolicyMethod(OnlineMethod):
 
     @property
     def policy(self) -> PolicyConfig:
-        """The method's own section."""
-        raise NotImplementedError
+        """The method's own section, which has its name."""
+        section: PolicyConfig = getattr(self, self.method)
+        return section
 
     def estimate(self) -> Estimator | Gae:
-        """How rewards become advantages."""
+        """The estimator of advantages."""
         raise NotImplementedError
 
     @property
     def _is_fresh(self) -> bool:
         """Whether a rollout is sampled from the current policy and trained on once."""
-        return self.rollout.updates == 1 and not self.rollout.ahead and not self.rollout.replay
-
-    @property
-    def _has_penalty(self) -> bool:
-        """Whether the divergence from the reference is a part of the reward."""
-        return self.policy.penalty_coef > 0
+        return (
+            self.rollout.updates == 1
+            and not self.rollout.asynchronous
+            and not self.rollout.replay_groups
+        )
 
     def loss(self) -> PolicyGradient:
-        rollout = self.rollout
         return self.policy.make_loss(
-            RollOut(
-                temperature=rollout.temperature,
-                limit=rollout.grows,
-                is_fresh=self._is_fresh,
-                has_engine_logp=True,
-                is_apart=rollout.engine == "server",
-            )
+            temperature=self.rollout.temperature,
+            limit=self.rollout.grows,
+            is_fresh=self._is_fresh,
+            is_apart=self.rollout.engine == "server",
         )
 
     def loss_decisions(self) -> list[Decision]:
@@ -326,7 +315,7 @@ class PolicyMethod(OnlineMethod):
 
     def make_credit(self) -> PolicyCredit:
         policy, penalty = self.policy, None
-        if self._has_penalty:
+        if policy.penalty_coef > 0:
             penalty = KlPenalty(policy.penalty_coef, policy.kl_target)
         ways = Ways(
             estimate=self.estimate(),
@@ -340,23 +329,24 @@ class PolicyMethod(OnlineMethod):
 
     @property
     def scores_reference_first(self) -> bool:
-        return self._has_penalty or (self.policy.kl_coef > 0 and not self._is_fresh)
+        is_stale = self.policy.kl_coef > 0 and not self._is_fresh
+        return self.policy.penalty_coef > 0 or is_stale
 
     @property
     def ends_remedy(self) -> str:
-        return f"{'raise' if self.shaping.missing_stop else 'set'} shaping.missing_stop"
+        return (
+            f"{'raise' if self.shaping.missing_eos_penalty else 'set'} shaping.missing_eos_penalty"
+        )
 
     def resolved(self) -> dict[str, Any]:
-        """With the bounds of the correction: other defaults are other bounds."""
+        """With the bounds of the correction, whose defaults depend on other keys."""
         settings, correction = super().resolved(), self.loss().correction
         section = settings[self.policy.section]
-        section |= {"correction_cap": correction.cap, "correction_floor": correction.floor}
+        section |= {
+            "rollout_correction_cap": correction.cap,
+            "rollout_correction_floor": correction.floor,
+        }
         return settings
-
-
-def losses_where(is_one: Any) -> str:
-    """The names of losses of which something is true, for a message."""
-    return f"loss={' or '.join(name for name in SURROGATES if is_one(name))}"
 
 
 def _default(config: PolicyConfig, name: str) -> Any:

@@ -1,5 +1,6 @@
-"""Proximal policy optimisation (PPO, arXiv 1707.06347): each token is compared with what a critic expected. The
-formulas are in losses/{advantages,policy}.py; the critic is in rl/critic.py.
+"""Proximal policy optimisation (PPO, arXiv 1707.06347): each token is compared with the value that a critic predicted.
+
+The formulas are in losses/{advantages,policy}.py; the critic is in rl/critic.py.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from taut.config import Decision, configclass
+from taut.config import Decision, Positive, Share, configclass
 from taut.errors import ConfigError
 from taut.losses.policy import Critic
 from taut.methods.aux_models import AuxModels
 from taut.methods.method import MethodName
-from taut.methods.policy import PolicyConfig, PolicyMethod, Positive, Share
+from taut.methods.policy import PolicyConfig, PolicyMethod
 from taut.rewards.registry import listed
 from taut.rl.advantages import Gae
 from taut.rl.critic import LEARNING_RATES as CRITIC_RATES
@@ -23,7 +24,7 @@ from taut.rl.rollout import RolloutConfig
 from taut.train.optim import DefaultRates
 
 AT_A_CUT = ("stop", "length_overlong")
-"""Rewards that are meant for answers that were cut."""
+"""Rewards for truncated answers."""
 
 
 @configclass
@@ -34,11 +35,11 @@ class PpoConfig(PolicyConfig):
 
     gamma: Share = 1.0
     """Discount factor per token."""
-    lam: Share = 0.95
+    gae_lambda: Share = 0.95
     """GAE's lambda: 1 uses the observed returns alone, 0 the critic's next value alone."""
     whiten_advantages: bool = True
     """Normalise the advantages of a rollout's tokens to mean 0 and standard deviation 1."""
-    bootstrap_cut: bool = False
+    bootstrap_truncated: bool = False
     """Replace the reward of a truncated answer by the critic's value of the state in which it was cut, as if the answer
     went on. false: a truncated answer gets its reward like any other. Penalties per token (ppo.kl_in=reward) and
     rewards of an environment's turns stay."""
@@ -78,24 +79,25 @@ class Ppo(PolicyMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.ppo.bootstrap_cut:
+        if not self.ppo.bootstrap_truncated:
             return
         at_a_cut = [
             f"shaping.{name}={getattr(self.shaping, name):g}"
-            for name in ("missing_stop", "soft_overlong")
+            for name in ("missing_eos_penalty", "soft_overlong")
             if getattr(self.shaping, name)
         ]
         named = [spec.name for spec in listed(self.rewards) if spec.weight]
         at_a_cut += [f"the reward {name}" for name in named if name in AT_A_CUT]
         if at_a_cut:
             raise ConfigError(
-                f"ppo.bootstrap_cut=true replaces the reward of a cut answer by the critic's value, and {at_a_cut[0]} "
-                "is meant for cut answers, where it would be lost; expected one of the two; take one out"
+                "ppo.bootstrap_truncated=true replaces the reward of a cut answer by the critic's value, and "
+                f"{at_a_cut[0]} is meant for cut answers, where it would be lost; expected one of the two; take one "
+                "out"
             )
         if self.shaping.overlong == "drop":
             raise ConfigError(
-                "ppo.bootstrap_cut=true with shaping.overlong=drop, which leaves cut answers out of training: there is "
-                "nothing to replace; expected one of the two; take one out"
+                "ppo.bootstrap_truncated=true with shaping.overlong=drop, which leaves cut answers out of "
+                "training: there is nothing to replace; expected one of the two; take one out"
             )
 
     @property
@@ -107,13 +109,11 @@ class Ppo(PolicyMethod):
         rate = f"{self.critic.rate(self.optim):g}"
         return [*super().decisions, Decision("critic.learning_rate", rate, reason)]
 
-    @property
-    def policy(self) -> PpoConfig:
-        return self.ppo
-
     def estimate(self) -> Gae:
         config = self.ppo
-        return Gae(config.gamma, config.lam, config.whiten_advantages, config.bootstrap_cut)
+        return Gae(
+            config.gamma, config.gae_lambda, config.whiten_advantages, config.bootstrap_truncated
+        )
 
     def models(self) -> AuxModels:
         return replace(super().models(), critic=self.critic)
@@ -126,4 +126,8 @@ class Ppo(PolicyMethod):
 
     @property
     def ends_remedy(self) -> str:
-        return "set ppo.bootstrap_cut=false" if self.ppo.bootstrap_cut else super().ends_remedy
+        return (
+            "set ppo.bootstrap_truncated=false"
+            if self.ppo.bootstrap_truncated
+            else super().ends_remedy
+        )

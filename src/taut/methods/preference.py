@@ -1,20 +1,20 @@
-"""What the methods on preferences have in common: answers to one prompt, compared with each other.
+"""The common part of the methods on preferences, which compare answers to one prompt.
 
-``PairMethod`` is the base of DPO, ORPO, SimPO and CPO. ``DpoConfig`` is the section ``[dpo]``, of ``taut dpo`` and
-``taut online-dpo``. Wiring, no maths: the formulas and their papers are in
-losses/preference.py.
+``PairMethod`` is the base of DPO, ORPO, SimPO and CPO. ``DpoConfig`` is the section ``[dpo]`` of ``taut dpo`` and
+``taut online-dpo``. The formulas and their papers are in losses/preference.py.
 
 Whether a reference is needed follows from the loss: ``"ref_logp_N" in loss.needs``. Values without a meaning are
-refused by the loss itself, in the words of these keys.
+refused by the loss itself, which names these keys.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Protocol, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from taut.config import configclass
+from taut.config import NotNegative, Positive, configclass
 from taut.data.schema import Kind
 from taut.errors import ConfigError
 from taut.losses.loss import Loss
@@ -37,29 +37,20 @@ DpoVariant: TypeAlias = Literal[
     "aot_unpaired",
 ]
 """The names of losses.preference.VARIANTS; a test holds them to it."""
-Positive: TypeAlias = Annotated[float, Field(gt=0)]
-NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
 
 
 @configclass
 class PairMethod(RunConfig):
-    """A method whose rows are a prompt with answers of which some are better."""
+    """A method whose rows are a prompt with better and worse answers."""
 
+    row_kinds: ClassVar[Mapping[Kind, str]] = {"preference": ""}
     allows_noise: ClassVar[bool] = False
 
-    @property
-    def row_kind(self) -> Kind:
-        return "preference"
 
-
-class _MakesLoss(Protocol):
-    def make_loss(self) -> Loss: ...
-
-
-def require_valid_loss(section: str, config: _MakesLoss) -> None:
-    """Refuse what the loss refuses, and say in which section it was found."""
+def require_valid_loss(section: str, make_loss: Callable[[], Loss]) -> None:
+    """Raise the ConfigError of ``make_loss``, if any, with the name of the section."""
     try:
-        config.make_loss()
+        make_loss()
     except ConfigError as error:
         raise ConfigError(f"{section}: {error}") from error
 
@@ -94,7 +85,7 @@ class DpoConfig:
     """For loss=discopop: temperature of the transition between its two branches; 0.05 if not set."""
     reference_free: bool = False
     """Compare the log-probabilities themselves, without a reference."""
-    entropy: bool = False
+    log_entropy: bool = False
     """Log the entropy of the policy on the answers' tokens, which costs one more pass over the logits."""
 
     def __post_init__(self) -> None:
@@ -114,7 +105,7 @@ class DpoConfig:
                 f"found dpo.discopop_tau={self.discopop_tau:g} with dpo.loss={', '.join(names)}, "
                 "which does not read it; expected dpo.loss=discopop; set that, or leave dpo.discopop_tau out"
             )
-        require_valid_loss("dpo", self)
+        require_valid_loss("dpo", self.make_loss)
 
     @property
     def _names(self) -> list[DpoVariant]:
@@ -134,5 +125,5 @@ class DpoConfig:
             margin=self.margin,
             tau=0.05 if self.discopop_tau is None else self.discopop_tau,
             reference_free=self.reference_free,
-            entropy=self.entropy,
+            entropy=self.log_entropy,
         )

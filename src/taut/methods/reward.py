@@ -8,11 +8,10 @@ is in models/{heads,reward_model}.py.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
-from pydantic import Field
-
-from taut.config import configclass
+from taut.config import NotNegative, configclass
 from taut.data.schema import Kind
 from taut.errors import ConfigError
 from taut.losses.loss import Loss
@@ -20,8 +19,6 @@ from taut.losses.reward import BradleyTerry, Process, Regression
 from taut.methods.method import MethodName, RunConfig
 from taut.models.reward_model import NewHead
 from taut.train.optim import DefaultRates
-
-NotNegative = Annotated[float, Field(ge=0)]
 
 
 @configclass
@@ -33,30 +30,30 @@ class RewardConfig:
     on answers whose steps are labelled."""
     margin: NotNegative = 0.0
     """Weight of the data's margin, which the difference of a pair's scores has to exceed. 0: margins are not read."""
-    centring: NotNegative = 0.0
+    centering_coef: NotNegative = 0.0
     """Weight of the squared sum of a pair's scores, which keeps scores centred at 0; differences alone do not."""
     bias: bool = False
     """Whether the head has a bias. Transformers then loads the model with AutoModelForTokenClassification."""
 
     def __post_init__(self) -> None:
         if self.loss != "bradley_terry":
-            for name in ("margin", "centring"):
+            for name in ("margin", "centering_coef"):
                 if getattr(self, name):
                     raise ConfigError(
                         f"reward.{name}={getattr(self, name):g} would be ignored by reward.loss={self.loss}; "
                         "expected it with bradley_terry only; remove it"
                     )
-        elif self.bias and not self.centring:
+        elif self.bias and not self.centering_coef:
             raise ConfigError(
                 "reward.bias=true would never train: a bias cancels in differences of scores; expected a loss that "
-                "sees the scores themselves; set reward.centring, or remove it"
+                "sees the scores themselves; set reward.centering_coef, or remove it"
             )
 
     def make_loss(self) -> Loss:
         """The loss."""
         match self.loss:
             case "bradley_terry":
-                return BradleyTerry(margin=self.margin, centring=self.centring)
+                return BradleyTerry(margin=self.margin, centring=self.centering_coef)
             case "regression":
                 return Regression()
             case "process":
@@ -70,6 +67,11 @@ class Reward(RunConfig):
     learning_rates: ClassVar[DefaultRates] = DefaultRates(
         1e-5, 1e-4, "OpenRLHF: 9e-6; Tulu 3 (8B): 3e-6; tinker-cookbook with LoRA: 3e-4"
     )
+    row_kinds: ClassVar[Mapping[Kind, str]] = {
+        "preference": "reward.loss=bradley_terry",
+        "scored": "reward.loss=regression",
+        "stepwise": "reward.loss=process",
+    }
     allows_noise: ClassVar[bool] = False
 
     method: MethodName = "reward"
@@ -77,13 +79,8 @@ class Reward(RunConfig):
 
     @property
     def row_kind(self) -> Kind:
-        match self.reward.loss:
-            case "bradley_terry":
-                return "preference"
-            case "regression":
-                return "scored"
-            case "process":
-                return "stepwise"
+        selected = f"reward.loss={self.reward.loss}"
+        return next(kind for kind, setting in self.row_kinds.items() if setting == selected)
 
     def loss(self) -> Loss:
         return self.reward.make_loss()

@@ -4,19 +4,14 @@ reference. The formula is in losses/preference.py.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, TypeAlias
+from typing import ClassVar
 
-from pydantic import Field
-
-from taut.config import configclass
+from taut.config import NotNegative, Positive, configclass
 from taut.losses.loss import Loss
 from taut.losses.preference import simpo
 from taut.methods.method import MethodName
 from taut.methods.preference import PairMethod, require_valid_loss
 from taut.train.optim import DefaultRates
-
-Positive: TypeAlias = Annotated[float, Field(gt=0)]
-NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
 
 
 @configclass
@@ -34,11 +29,11 @@ class SimpoConfig:
     """Assumed probability that a pair is labelled the wrong way round."""
     sft_weight: NotNegative = 0.0
     """Weight of the mean negative log-probability of the preferred answers' tokens."""
-    entropy: bool = False
+    log_entropy: bool = False
     """Log the entropy of the policy on the answers' tokens, which costs one more pass over the logits."""
 
     def __post_init__(self) -> None:
-        require_valid_loss("simpo", self)
+        require_valid_loss("simpo", self.make_loss)
 
     def make_loss(self) -> Loss:
         """The loss. Raises ConfigError for what has no meaning."""
@@ -48,7 +43,7 @@ class SimpoConfig:
             alpha=self.alpha,
             label_smoothing=self.label_smoothing,
             sft_weight=self.sft_weight,
-            entropy=self.entropy,
+            entropy=self.log_entropy,
         )
 
 

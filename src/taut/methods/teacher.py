@@ -1,28 +1,27 @@
-"""A teacher: the section ``[distill]``, of ``taut distill`` and ``taut gkd``, the loss it makes, and which models
-can teach. Wiring, no maths: the divergences and their papers are in models/teacher.py.
+"""A teacher: the section ``[distill]`` of ``taut distill`` and ``taut gkd``, its loss, and the loading of its model.
 
-    teacher         a model that gives all of its distribution: any architecture and width, the student's tokenizer.
-                    Every rank holds it, whole, in the compute dtype; it runs just before the student
-    top_logprobs    a file of its likeliest tokens at each target, made once with ``taut teach``: then there is no
-                    teacher to be held while training, and the forward divergence only
+The divergences and their papers are in models/teacher.py.
+
+    teacher         a model that gives its full distribution: any architecture and width, the student's tokenizer.
+                    Every rank holds the whole model in the compute dtype; it runs just before the student
+    top_logprobs    a file of its likeliest tokens at each target, made with ``taut teach``: no teacher is held while
+                    training; forward divergence only
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.attention.select import select
-from taut.config import Decision, configclass, home_path, user_path
-from taut.data.dataset import Dataset
-from taut.data.top_logprobs import WithTeacher, read_top_logprobs
+from taut.config import Decision, NotNegative, Positive, configclass, home_path
 from taut.errors import ConfigError, ModelError
 from taut.losses.loss import Loss
 from taut.losses.supervised import Distill
 from taut.models.architecture import head
+from taut.models.attention_backends import select
 from taut.models.load import (
     context_length,
     load_config,
@@ -52,12 +51,12 @@ class DistillConfig:
     beta: Annotated[float, Field(gt=0, lt=1)] | None = None
     """For divergence=js: the teacher's share of the mixture. Near 0 it acts as forward, near 1 as reverse; 0.5 if not
     set."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Positive = 1.0
     """Divides the logits of both models; the term is multiplied by its square, which keeps the scale of gradients."""
     tail: Literal["bucket", "renormalise"] | None = None
     """For top_logprobs: how tokens that are not listed count. bucket (if not set): all together as one more outcome;
     renormalise: not at all, the listed probabilities are normalised to 1."""
-    sft_weight: Annotated[float, Field(ge=0)] = 0.0
+    sft_weight: NotNegative = 0.0
     """Weight of the cross-entropy on the data's own tokens, added to the divergence."""
 
     def __post_init__(self) -> None:
@@ -67,7 +66,12 @@ class DistillConfig:
                 "divergence=js; set that, or leave beta out"
             )
         if self.top_logprobs is None:
-            self._require_no_list()
+            for key in ("tail", "eval_top_logprobs"):
+                if getattr(self, key) is not None:
+                    raise ConfigError(
+                        f"distill.{key}={getattr(self, key)} has no effect without distill.top_logprobs; expected "
+                        f"both; set that, or leave {key} out"
+                    )
             return
         if self.teacher is not None:
             raise ConfigError(
@@ -84,14 +88,6 @@ class DistillConfig:
                 f"distill.temperature={self.temperature:g} with distill.tail=bucket: what the tokens that are not "
                 "listed have at that temperature is not in the file; expected temperature=1; or set tail=renormalise"
             )
-
-    def _require_no_list(self) -> None:
-        for key in ("tail", "eval_top_logprobs"):
-            if getattr(self, key) is not None:
-                raise ConfigError(
-                    f"distill.{key}={getattr(self, key)} has no effect without distill.top_logprobs; expected both; "
-                    f"set that, or leave {key} out"
-                )
 
     def make_loss(self) -> Loss:
         """The loss."""
@@ -116,108 +112,78 @@ class DistillConfig:
             raise ConfigError(
                 "distill.eval_top_logprobs is set and data.eval is not; expected both; set data.eval, or leave it out"
             )
-        if self.teacher is not None and not self.sft_weight and _is_same(self.teacher, student):
+        if self.teacher is None or self.sft_weight:
+            return
+        paths = home_path(self.teacher), home_path(student)
+        is_same = all(path.is_dir() for path in paths) and paths[0].samefile(paths[1])
+        if is_same or self.teacher == student:
             raise ConfigError(
                 f"distill.teacher={self.teacher} is the model that trains; expected another: it has nothing to teach; "
                 "name one, or set distill.sft_weight to train with a tie to the start"
             )
 
 
-class Setting(NamedTuple):
-    """What a teacher has in common with its student."""
+def load_teacher(
+    config: DistillConfig,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    num_rows: int,
+    longest: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str,
+    trust_remote_code: bool = False,
+) -> tuple[Teacher, list[Decision]]:
+    """The teacher of a run. Raises ModelError where it cannot teach this student.
 
-    tokenizer: PreTrainedTokenizerBase
-    num_rows: int
-    """Rows of the student's vocabulary."""
-    longest: int
-    """Tokens of the longest sample."""
-    dtype: torch.dtype
-    device: torch.device
-    attention: str
-    """As configured."""
-    trust_remote_code: bool = False
-
-
-class Chosen(NamedTuple):
-    """A teacher, and what was settled about it: name, value, reason."""
-
-    teacher: Teacher
-    decisions: list[Decision]
-
-
-def load_teacher(config: DistillConfig, setting: Setting) -> Chosen:
-    """The teacher of a run. Raises ModelError where it cannot teach this student."""
+    ``num_rows``: rows of the student's vocabulary; ``longest``: tokens of the longest sample; ``attention``: as
+    configured.
+    """
     path = config.teacher
     if path is None:
         reason = "what taut teach made of data.train; no teacher is held"
-        return Chosen(
-            ListedTeacher(), [Decision("distill.teacher", str(config.top_logprobs), reason)]
-        )
+        return ListedTeacher(), [Decision("distill.teacher", str(config.top_logprobs), reason)]
     vocabulary = require_same_tokenizer(
-        path,
-        setting.tokenizer,
-        "distill.teacher",
-        setting.trust_remote_code,
-        may_have_more=False,
+        path, tokenizer, "distill.teacher", trust_remote_code, may_have_more=False
     )
     num_ids = 1 + max(vocabulary.values())
-    settings = load_config(path, setting.trust_remote_code)
+    settings = load_config(path, trust_remote_code)
     require_language_model(path, settings, "distill.teacher")
-    require_context(f"distill.teacher={path}", context_length(settings), setting.longest)
-    attention = select(setting.attention, setting.device, setting.dtype, settings)
+    require_context(f"distill.teacher={path}", context_length(settings), longest)
+    chosen = select(attention, device, dtype, settings)
     model = load_model(
         path,
-        dtype=setting.dtype,
-        device=setting.device,
-        attention=attention.implementation,
-        trust_remote_code=setting.trust_remote_code,
+        dtype=dtype,
+        device=device,
+        attention=chosen.implementation,
+        trust_remote_code=trust_remote_code,
         is_narrow=True,
     )
-    alone = one_sample_reasons(model, setting.longest)
+    alone = one_sample_reasons(model, longest)
     if alone:
         raise ModelError(
             f"distill.teacher={path} runs one sample at a time ({'; '.join(alone)}); expected a model that packs; use "
             "it once with taut teach, and set distill.top_logprobs"
         )
-    decisions = [
-        Decision(
-            "distill.teacher", path, f"frozen, {attention.name} attention ({attention.reason})"
-        )
-    ]
+    reason = f"frozen, {chosen.name} attention ({chosen.reason})"
+    decisions = [Decision("distill.teacher", path, reason)]
     num_theirs = head(model).weight.shape[0]
-    if min(num_theirs, setting.num_rows) < num_ids:
+    if min(num_theirs, num_rows) < num_ids:
         raise ModelError(
-            f"distill.teacher={path} has {num_theirs:,} rows, the student {setting.num_rows:,} and their tokenizer "
+            f"distill.teacher={path} has {num_theirs:,} rows, the student {num_rows:,} and their tokenizer "
             f"{num_ids:,} ids; expected a row for each id; name another teacher"
         )
-    if num_theirs == setting.num_rows:
-        return Chosen(ModelTeacher(model), decisions)
-    sizes = f"the teacher has {num_theirs:,} rows and the student {setting.num_rows:,}"
+    if num_theirs == num_rows:
+        return ModelTeacher(model), decisions
+    sizes = f"the teacher has {num_theirs:,} rows and the student {num_rows:,}"
     decisions.append(Decision("distill.rows", f"the tokenizer's {num_ids:,}", sizes))
-    return Chosen(ModelTeacher(model, num_ids), decisions)
-
-
-def with_lists(config: DistillConfig, data: Dataset, split: str, num_rows: int) -> Dataset:
-    """The data with the teacher's log-probabilities, if the configuration names a file of them. ``split``: train or
-    eval."""
-    key = "top_logprobs" if split == "train" else "eval_top_logprobs"
-    named = getattr(config, key)
-    if named is None:
-        return data
-    path = user_path(named, f"distill.{key}")
-    return WithTeacher(data, read_top_logprobs(path, data, num_rows))
+    return ModelTeacher(model, num_ids), decisions
 
 
 def require_context(named: str, context: int | None, longest: int) -> None:
-    """Raise ModelError where a sample is longer than a teacher's context. ``named``: the key and its value."""
+    """Raise ModelError where a sample is longer than a model's context. ``named``: the key and its value."""
     if context is not None and longest > context:
         raise ModelError(
             f"{named} has a context of {context:,} tokens and the longest sample has {longest:,}; "
             f"expected samples it was made for; set data.max_length={context} and data.too_long, or name another"
         )
-
-
-def _is_same(one: str, other: str) -> bool:
-    """Whether two names are of one model."""
-    left, right = (home_path(it) for it in (one, other))
-    return one == other or (left.is_dir() and right.is_dir() and left.samefile(right))

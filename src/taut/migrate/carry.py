@@ -941,10 +941,10 @@ class _Draft:
                 self._carried(key, name)
         rates = {part: self._value(key) for key, part in RATES.items() if part in trained}
         if rates := {part: rate for part, rate in rates.items() if rate is not None}:
-            self.settings["optim.rates"] = rates
+            self.settings["optim.group_learning_rates"] = rates
         for key, part in RATES.items():
             if part in trained:
-                self._carried(key, "optim.rates")
+                self._carried(key, "optim.group_learning_rates")
             else:
                 self._needless(f"{part} is frozen", key)
 

@@ -7,7 +7,7 @@ llama3 (as factors, rope_freqs.weight). What the format or llama.cpp's graph has
 RoPE, sliding windows, another activation, biases that the graph does not read.
 
 Verified before the file takes its name: every tensor is there once and no other, equals the model's (f32 exactly; bf16
-and f16 exactly as torch rounds; q8_0 within ``quantisation_bound``), and every key has its value.
+and f16 exactly as torch rounds; q8_0 within its rounding), and every key has its value.
 
 Tokenizer: llama.cpp knows how a text is cut before the merges by a name (tokenizer.ggml.pre). The name is looked up by
 what the tokenizer does, in an explicit table of byte-level BPE tokenizers; another structure is refused, with what was
@@ -23,8 +23,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -49,6 +48,7 @@ from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.errors import CheckFailed, ModelError, OutputError
@@ -60,6 +60,8 @@ Metadata: TypeAlias = dict[str, Value]
 """Keys of a GGUF file. An int is written as uint32, a float as float32."""
 Dtype: TypeAlias = Literal["f32", "f16", "bf16", "q8_0"]
 Matrix: TypeAlias = NDArray[np.float32]
+Placed: TypeAlias = dict[str, tuple[str, Tensor, GGMLQuantizationType]]
+"""Name in the file -> (name in the model, tensor, how it is stored)."""
 
 REMEDY: Final = "convert it with llama.cpp's own convert_hf_to_gguf.py"
 
@@ -86,23 +88,18 @@ _ARCHITECTURES: Final = {
 """The library's model_type -> llama.cpp's architecture."""
 _BIASES: Final[Mapping[str, tuple[str, ...]]] = {
     "llama": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-    "mistral": (),
     "qwen2": ("q_proj", "k_proj", "v_proj"),
-    "qwen3": (),
 }
-"""The biases that llama.cpp's graph of the architecture reads."""
+"""The biases that llama.cpp's graph of the architecture reads; none for others."""
 _FREQUENCIES: Final = f"{TENSOR_NAMES[MODEL_TENSOR.ROPE_FREQS]}.weight"
 
 
-@dataclass(frozen=True)
-class Written:
-    """The file that was written and verified."""
-
-    path: Path
-    num_tensors: int
-    num_bytes: int
-    largest_error: float
-    """Largest error of a stored weight relative to its tensor's largest weight: 0 except for q8_0."""
+_KINDS: Final[Mapping[type, GGUFValueType]] = {
+    str: GGUFValueType.STRING,
+    bool: GGUFValueType.BOOL,
+    int: GGUFValueType.UINT32,
+    float: GGUFValueType.FLOAT32,
+}
 
 
 def require_convertible(config: PreTrainedConfig) -> None:
@@ -141,11 +138,12 @@ def require_convertible(config: PreTrainedConfig) -> None:
         raise ModelError(f"RoPE turns a part of each head; expected all of it; {REMEDY}")
 
 
-def architecture_metadata(config: PreTrainedConfig, dtype: Dtype, name: str) -> Metadata:
+def _architecture_metadata(config: PreTrainedConfig, dtype: Dtype, name: str) -> Metadata:
     """The general.* keys and those of the architecture."""
     text: Any = config.get_text_config()
     arch = MODEL_ARCH_NAMES[_ARCHITECTURES[config.model_type]]
-    rope, head_dim = text.rope_parameters, _head_dim(text)
+    rope = text.rope_parameters
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     metadata: Metadata = {
         Keys.General.TYPE: "model",
         Keys.General.NAME: name,
@@ -160,10 +158,10 @@ def architecture_metadata(config: PreTrainedConfig, dtype: Dtype, name: str) -> 
         Keys.LLM.FEED_FORWARD_LENGTH: int(text.intermediate_size),
         Keys.Attention.HEAD_COUNT: int(text.num_attention_heads),
         Keys.Attention.HEAD_COUNT_KV: int(text.num_key_value_heads),
-        Keys.Attention.KEY_LENGTH: head_dim,
-        Keys.Attention.VALUE_LENGTH: head_dim,
+        Keys.Attention.KEY_LENGTH: int(head_dim),
+        Keys.Attention.VALUE_LENGTH: int(head_dim),
         Keys.Attention.LAYERNORM_RMS_EPS: float(text.rms_norm_eps),
-        Keys.Rope.DIMENSION_COUNT: head_dim,
+        Keys.Rope.DIMENSION_COUNT: int(head_dim),
         Keys.Rope.FREQ_BASE: float(rope["rope_theta"]),
     }
     if rope["rope_type"] == "linear":
@@ -172,68 +170,81 @@ def architecture_metadata(config: PreTrainedConfig, dtype: Dtype, name: str) -> 
     return metadata | {key.format(arch=arch): value for key, value in templates.items()}
 
 
-def write_gguf(model: PreTrainedModel, metadata: Metadata, dtype: Dtype, path: Path) -> Written:
+def write_gguf(
+    model: PreTrainedModel, tokenizer_keys: Metadata, dtype: Dtype, path: Path
+) -> tuple[int, float]:
     """Write ``path`` through a temporary file next to it, verified before it takes the name.
 
-    ``metadata``: ``architecture_metadata`` and ``vocabulary`` of the model. Raises CheckFailed where the file does not
-    read back as it should.
+    ``tokenizer_keys``: from ``vocabulary``. Returns the number of tensors, and the largest error of a stored weight
+    relative to its tensor's largest (0 except for q8_0). Raises CheckFailed where the file does not read back as it
+    should.
     """
-    config = model.config
-    tensors = {name: (source, tensor) for name, source, tensor in _named_tensors(model)}
-    stored = {name: _type_of(name, tensor, dtype) for name, (_, tensor) in tensors.items()}
+    config: Any = model.config
+    metadata = _architecture_metadata(config, dtype, path.stem) | tokenizer_keys
+    tensors = _place_tensors(model, dtype)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.replacing(path) as partial:
             writer = GGUFWriter(partial, MODEL_ARCH_NAMES[_ARCHITECTURES[config.model_type]])
             for key, value in metadata.items():
-                _add(writer, key, value)
-            for name, (source, tensor) in tensors.items():
-                numbers = quantize(_permuted(config, source, _numbers(tensor)), stored[name])
-                writer.add_tensor(name, numbers, raw_dtype=stored[name])
+                if isinstance(value, list):
+                    writer.add_array(key, value)
+                else:
+                    writer.add_key_value(key, value, _KINDS[type(value)])
+            for name, (source, tensor, kind) in tensors.items():
+                numbers = quantize(_permuted(config, source, _numbers(tensor)), kind)
+                writer.add_tensor(name, numbers, raw_dtype=kind)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_tensors_to_file()
             writer.close()
-            largest = _verify(partial, config, metadata, tensors, stored)
+            return len(tensors), _verify(partial, config, metadata, tensors)
     except OSError as error:
         raise OutputError(
             f"{path} cannot be written: {error}; expected room and permission for the file"
         ) from error
-    return Written(path, len(tensors), path.stat().st_size, largest)
 
 
-def _head_dim(text: Any) -> int:
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-
-
-def _named_tensors(model: PreTrainedModel) -> Iterator[tuple[str, str, Tensor]]:
-    """(name in the file, name in the model, tensor) of every tensor of the model, once."""
+def _place_tensors(model: PreTrainedModel, dtype: Dtype) -> Placed:
+    """Each tensor of the model once: vectors are float32, as llama.cpp's kernels require, matrices ``dtype``."""
     config: Any = model.config
     names = get_tensor_name_map(_ARCHITECTURES[config.model_type], config.num_hidden_layers)
+    sources: dict[str, tuple[str, Tensor]] = {}
     for source, tensor in model.state_dict().items():
         if source == "lm_head.weight" and config.tie_word_embeddings:
             continue  # llama.cpp takes the embedding where there is no output.weight
         name = names.get_name(source, try_suffixes=(".weight", ".bias"))
         module = source.removesuffix(".bias").rpartition(".")[2]
-        if name is None or (source.endswith(".bias") and module not in _BIASES[config.model_type]):
+        if name is None or (
+            source.endswith(".bias") and module not in _BIASES.get(config.model_type, ())
+        ):
             raise ModelError(
                 f"the weight {source} has no place in llama.cpp's graph of {config.model_type}; expected none "
                 f"such; {REMEDY}"
             )
-        yield name, source, tensor
+        sources[name] = source, tensor
     if config.rope_parameters["rope_type"] == "llama3":
-        yield _FREQUENCIES, _FREQUENCIES, _frequency_factors(config)
-
-
-def _frequency_factors(config: Any) -> Tensor:
-    """The factors by which llama3's scaling divides RoPE's frequencies."""
-    rope, dim = config.rope_parameters, _head_dim(config)
-    frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    factors: Tensor = 1.0 / ((1.0 - kept) / rope["factor"] + kept)
-    return factors
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+        exponents = torch.arange(scaled.numel()) / scaled.numel()
+        plain = 1.0 / config.rope_parameters["rope_theta"] ** exponents
+        sources[_FREQUENCIES] = _FREQUENCIES, plain / scaled  # llama.cpp divides by these factors
+    placed: Placed = {}
+    for name, (source, tensor) in sources.items():
+        largest = float(tensor.abs().max())
+        if not math.isfinite(largest):
+            raise ModelError(f"{name} has numbers that are not finite; expected a sound model")
+        is_matrix = tensor.ndim > 1
+        if is_matrix and dtype == "q8_0" and tensor.shape[-1] % BLOCK:
+            raise ModelError(
+                f"{name} has rows of {tensor.shape[-1]} numbers; expected a multiple of {BLOCK} for dtype=q8_0; "
+                "set dtype=f16 or dtype=bf16"
+            )
+        if is_matrix and dtype == "f16" and largest > np.finfo(np.float16).max:
+            raise ModelError(
+                f"{name} has a number of size {largest:.3g}; expected at most 65504 for dtype=f16; set dtype=bf16"
+            )
+        placed[name] = source, tensor, _TYPES[dtype if is_matrix else "f32"][0]
+    return placed
 
 
 def _permuted(config: Any, source: str, numbers: Matrix, *, is_inverse: bool = False) -> Matrix:
@@ -252,45 +263,7 @@ def _numbers(tensor: Tensor) -> Matrix:
     return numbers
 
 
-def _type_of(name: str, tensor: Tensor, dtype: Dtype) -> GGMLQuantizationType:
-    """How a tensor is stored: vectors as float32, as llama.cpp's kernels require, matrices as ``dtype``."""
-    largest = float(tensor.abs().max())
-    if not math.isfinite(largest):
-        raise ModelError(f"{name} has numbers that are not finite; expected a sound model")
-    if tensor.ndim == 1:
-        return GGMLQuantizationType.F32
-    if dtype == "q8_0" and tensor.shape[-1] % BLOCK:
-        raise ModelError(
-            f"{name} has rows of {tensor.shape[-1]} numbers; expected a multiple of {BLOCK} for dtype=q8_0; "
-            "set dtype=f16 or dtype=bf16"
-        )
-    if dtype == "f16" and largest > np.finfo(np.float16).max:
-        raise ModelError(
-            f"{name} has a number of size {largest:.3g}; expected at most 65504 for dtype=f16; set dtype=bf16"
-        )
-    return _TYPES[dtype][0]
-
-
-def _add(writer: GGUFWriter, key: str, value: Value) -> None:
-    if isinstance(value, list):
-        writer.add_array(key, value)
-        return
-    kinds = {
-        str: GGUFValueType.STRING,
-        bool: GGUFValueType.BOOL,
-        int: GGUFValueType.UINT32,
-        float: GGUFValueType.FLOAT32,
-    }
-    writer.add_key_value(key, value, kinds[type(value)])
-
-
-def _verify(
-    path: Path,
-    config: Any,
-    metadata: Metadata,
-    tensors: Mapping[str, tuple[str, Tensor]],
-    stored: Mapping[str, GGMLQuantizationType],
-) -> float:
+def _verify(path: Path, config: Any, metadata: Metadata, tensors: Placed) -> float:
     """Read the file back and compare; returns the largest error of a weight relative to its tensor's largest."""
     reader = GGUFReader(path)
     for key, value in metadata.items():
@@ -303,27 +276,23 @@ def _verify(
         raise _failed(odd[0], f"{len(names)} tensors", f"{len(tensors)}, each once")
     largest = 0.0
     for tensor in reader.tensors:
-        source, original = tensors[tensor.name]
-        kind = stored[tensor.name]
+        source, original, kind = tensors[tensor.name]
         expected = _numbers(original.to(_ROUNDED.get(kind, torch.float32)))
         if tensor.tensor_type != kind:
             raise _failed(tensor.name, tensor.tensor_type.name, kind.name)
-        stored_as = dequantize(tensor.data, kind).reshape(expected.shape)
-        error = np.abs(_permuted(config, source, stored_as, is_inverse=True) - expected)
-        is_quantised = kind == GGMLQuantizationType.Q8_0
-        if not (error <= (quantisation_bound(expected) if is_quantised else 0.0)).all():
+        stored = dequantize(tensor.data, kind).reshape(expected.shape)
+        error = np.abs(_permuted(config, source, stored, is_inverse=True) - expected)
+        bound: Any = 0.0
+        if kind == GGMLQuantizationType.Q8_0:
+            # Half a step of the block (a step is its largest number / 127), and the error of a scale in half precision
+            # at 127 steps: 127 * 2^-11 of a step; 127 * 2^-25 where the scale is subnormal.
+            steps = np.abs(expected).reshape(-1, BLOCK).max(axis=1) / np.float32(127)
+            bounds = steps * np.float32(0.5 + 127 * 2.0**-11 + 1e-4) + np.float32(127 * 2.0**-25)
+            bound = np.repeat(bounds, BLOCK).reshape(expected.shape).astype(np.float32)
+        if not (error <= bound).all():
             raise _failed(tensor.name, f"an error of {error.max():.3g}", "no more than rounding")
         largest = max(largest, float(error.max() / (np.abs(expected).max() or 1.0)))
     return largest
-
-
-def quantisation_bound(numbers: Matrix) -> Matrix:
-    """q8_0's largest error: half a step of the block (a step is its largest number / 127), and the error of a scale in
-    half precision at 127 steps (127 * 2^-11 of a step; 127 * 2^-25 where the scale is subnormal).
-    """
-    blocks = np.abs(numbers).reshape(-1, BLOCK).max(axis=1) / np.float32(127)
-    bound = blocks * np.float32(0.5 + 127 * 2.0**-11 + 1e-4) + np.float32(127 * 2.0**-25)
-    return np.repeat(bound, BLOCK).reshape(numbers.shape).astype(np.float32)
 
 
 def _failed(place: str, actual: str, expected: str) -> CheckFailed:
@@ -363,6 +332,10 @@ def vocabulary(
         raise ModelError(
             f"the tokenizer is a {type(tokenizer).__name__} without tokenizer.json; expected a fast tokenizer; {REMEDY}"
         )
+    if not stop_ids:
+        raise ModelError(
+            "the tokenizer names no token that ends an answer; expected an eos token; set it in tokenizer_config.json"
+        )
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     tokens, types = _tokens(tokenizer, num_rows)
     merges = backend["model"]["merges"]
@@ -372,8 +345,18 @@ def vocabulary(
         Keys.Tokenizer.LIST: tokens,
         Keys.Tokenizer.TOKEN_TYPE: types,
         Keys.Tokenizer.MERGES: [m if isinstance(m, str) else " ".join(m) for m in merges],
-        **_ends(tokenizer, stop_ids),
+        Keys.Tokenizer.EOS_ID: int(stop_ids[0]),
     }
+    names = {index: str(tokenizer.convert_ids_to_tokens(index)) for index in stop_ids[1:]}
+    further = [index for index, name in names.items() if name not in ENDS_BY_TEXT]
+    keys = (Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)
+    if len(further) > len(keys):
+        raise ModelError(
+            f"the stop set has {', '.join(names[index] for index in further)} besides its end of turn; expected two at "
+            "most, which is what llama.cpp has keys for; take those that end no answer from eos_token_id in "
+            "generation_config.json"
+        )
+    metadata |= {key: int(index) for key, index in zip(keys, further, strict=False)}
     bos = tokenizer.bos_token_id
     if bos is None:
         bos = getattr(config.get_text_config(), "bos_token_id", None)
@@ -426,41 +409,33 @@ def notes(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> list[s
 def pre_tokenizer_name(backend: Mapping[str, Any]) -> str:
     """llama.cpp's name for how this tokenizer.json cuts a text, or ModelError."""
     model, normalizer = backend["model"], backend["normalizer"]
-    if model["type"] != "BPE" or model.get("byte_fallback"):
-        kind = (
-            "a sentencepiece-like BPE with byte fallback"
-            if model["type"] == "BPE"
-            else model["type"]
-        )
-        raise _unknown(kind)
-    if normalizer is not None and normalizer != {"type": "NFC"}:
-        raise _unknown(f"the normalizer {json.dumps(normalizer)}")
-    if any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")):
-        raise _unknown("a BPE with marks on parts of words")
     cut = backend["pre_tokenizer"] or {"type": "none"}
-    parts = cut["pretokenizers"] if cut["type"] == "Sequence" else [cut]
-    steps = tuple(_step(part) for part in parts)
-    name = PRE_TOKENIZERS.get((steps, bool(model.get("ignore_merges"))))
-    if name is None:
-        raise _unknown(f"the pre-tokenizer {' then '.join(steps)}")
-    return name
-
-
-def _step(part: Mapping[str, Any]) -> str:
-    """A pre-tokenizer in the words of ``PRE_TOKENIZERS``; others as JSON."""
-    kind = part["type"]
-    if kind == "ByteLevel" and not part["add_prefix_space"]:
-        return "words" if part["use_regex"] else "bytes"
-    if kind == "Digits" and part["individual_digits"]:
-        return "digits"
-    if kind == "Split" and part["behavior"] == "Isolated" and not part["invert"]:
-        return str(part["pattern"].get("Regex", part["pattern"]))
-    return json.dumps(part)
-
-
-def _unknown(actual: str) -> ModelError:
+    steps = []  # in the words of PRE_TOKENIZERS; others as JSON
+    for part in cut["pretokenizers"] if cut["type"] == "Sequence" else [cut]:
+        kind = part["type"]
+        if kind == "ByteLevel" and not part["add_prefix_space"]:
+            steps.append("words" if part["use_regex"] else "bytes")
+        elif kind == "Digits" and part["individual_digits"]:
+            steps.append("digits")
+        elif kind == "Split" and part["behavior"] == "Isolated" and not part["invert"]:
+            steps.append(str(part["pattern"].get("Regex", part["pattern"])))
+        else:
+            steps.append(json.dumps(part))
+    name = PRE_TOKENIZERS.get((tuple(steps), bool(model.get("ignore_merges"))))
+    if model["type"] != "BPE":
+        actual = model["type"]
+    elif model.get("byte_fallback"):
+        actual = "a sentencepiece-like BPE with byte fallback"
+    elif normalizer is not None and normalizer != {"type": "NFC"}:
+        actual = f"the normalizer {json.dumps(normalizer)}"
+    elif any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix")):
+        actual = "a BPE with marks on parts of words"
+    elif name is None:
+        actual = f"the pre-tokenizer {' then '.join(steps)}"
+    else:
+        return name
     known = ", ".join(sorted(set(PRE_TOKENIZERS.values())))
-    return ModelError(
+    raise ModelError(
         f"the tokenizer has {actual[:300]}; expected a byte-level BPE that cuts text like one of {known}, or llama.cpp "
         f"would give other ids; {REMEDY}"
     )
@@ -496,27 +471,3 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, num_rows: int) -> tuple[list[str
             "two rows of the vocabulary have one text; expected them to differ; copy the tokenizer of the base model"
         )
     return tokens, types
-
-
-def _ends(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> Metadata:
-    """The stop set, under the keys that llama.cpp reads."""
-    if not stop_ids:
-        raise ModelError(
-            "the tokenizer names no token that ends an answer; expected an eos token; set it in tokenizer_config.json"
-        )
-    further = [
-        index
-        for index in stop_ids[1:]
-        if tokenizer.convert_ids_to_tokens(index) not in ENDS_BY_TEXT
-    ]
-    keys = (Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)
-    if len(further) > len(keys):
-        names = ", ".join(str(tokenizer.convert_ids_to_tokens(index)) for index in further)
-        raise ModelError(
-            f"the stop set has {names} besides its end of turn; expected two at most, which is what llama.cpp has keys "
-            "for; take those that end no answer from eos_token_id in generation_config.json"
-        )
-    return {
-        Keys.Tokenizer.EOS_ID: int(stop_ids[0]),
-        **{key: int(index) for key, index in zip(keys, further, strict=False)},
-    }

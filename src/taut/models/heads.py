@@ -4,8 +4,19 @@ Models of transformers' sequence and token classification call the scalar head `
 on the last hidden state. The sample decides where it is read (at its last token, or at each step); no id is searched
 for.
 
-Both kinds of head are verified: the model's own logits on random hidden states are compared with taut's (``HeadSpec``,
-``scalar``), so that an architecture whose head does something else is refused, not guessed.
+A critic is V(s), the expected return of the state in which a token is chosen (PPO, arXiv 1707.06347). A state is a read
+of the micro-batch (``Packed.read_R``): the token that predicts the one chosen. Rows that share a prefix read its tokens
+once each, from one computation. The product is taken in at least float32.
+
+    shared   V(s) = w . h(s) + b, h(s) the policy's own hidden state; detached: no gradient reaches the policy's trunk
+    own      the same with the hidden state of another model, run over the same micro-batch, prefixes shared as there
+
+A critic is a part of the scorer (``Scorer.critic``), so that checkpoints, the optimizer and sharding hold it; the
+policy that is saved (``Scorer.model``) does not contain it. ``rl/critic.py`` builds and saves it; returns and
+advantages are computed elsewhere.
+
+Output heads and scalar heads are verified: the model's own logits on random hidden states are compared with taut's
+(``HeadSpec``, ``scalar``), so that an architecture whose head does something else is refused, not guessed.
 
 Transformers implements the classification models as mixins over any family, and lists few families that take pictures.
 ``list_with_library`` applies the same mixins to a family's own base class and lists the result with the library's
@@ -37,7 +48,9 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from taut.errors import ModelError
-from taut.models.architecture import decoder, head, text_config, unwrap
+from taut.models import architecture
+from taut.models.architecture import decoder, head, run_backbone, text_config, unwrap
+from taut.types import Packed
 from taut.vision import tower
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -68,34 +81,45 @@ def scalar(hidden: Tensor, spec: nn.Linear) -> Tensor:
 
 
 @torch.no_grad()
-def check_head(model: nn.Module) -> float:
-    """The largest difference between ``architecture.head(model)`` and the model's own logits on random hidden states.
-
-    Raises ModelError where the two differ by more than rounding.
-    """
-    spec = head(model)
-    hidden = _random_hidden(spec.weight)
-    theirs, ours = _own_logits(model, hidden), spec.logits(hidden)
-    return _require_equal(model, hidden.dtype, theirs, ours, "softcap(scale * lm_head(hidden))")
+def initialise(head: nn.Linear, seed: int | None) -> None:
+    """Draw the weight from N(0, 1 / (D + 1)), the same numbers in every dtype; 0 without a seed. The bias is 0."""
+    head.weight.zero_()
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randn(head.weight.shape, generator=generator, dtype=torch.float64)
+        head.weight.copy_(drawn / (head.in_features + 1) ** 0.5)
+    if head.bias is not None:
+        head.bias.zero_()
 
 
 @torch.no_grad()
-def check_scalar_head(model: nn.Module) -> float:
-    """The same for the scalar head: a sequence class gives the last token's number, a token class every token's."""
-    spec = scalar_head(model)
-    hidden = _random_hidden(spec.weight)
-    with torch.autocast(hidden.device.type, enabled=False):  # as in ``scalar``
-        theirs, ours = _own_logits(model, hidden), scalar(hidden, spec)
-    if theirs.shape[:-1] != ours.shape:
-        ours = ours[:, -1]
-    return _require_equal(model, hidden.dtype, theirs.squeeze(-1), ours, "score(hidden)")
-
-
-def _random_hidden(weight: Tensor) -> Tensor:
-    """[1, 3, D]"""
+def check_head(model: nn.Module) -> float:
+    """The largest difference between taut's head (``HeadSpec`` or ``scalar``) and the model's own logits on random
+    hidden states. Raises ModelError where the two differ by more than rounding.
+    """
+    inner: Any = unwrap(model)
+    is_scalar = hasattr(inner, "score")
+    spec = scalar_head(model) if is_scalar else head(model)
+    weight = spec.weight
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 3, weight.shape[1], generator=generator, dtype=torch.float64)
-    return hidden.to(weight.device, weight.dtype)
+    hidden = hidden.to(weight.device, weight.dtype)
+    with torch.autocast(hidden.device.type, enabled=False):  # as in ``scalar``
+        theirs = _own_logits(model, hidden)
+        ours = scalar(hidden, spec) if isinstance(spec, nn.Linear) else spec.logits(hidden)
+    if is_scalar:
+        theirs = theirs.squeeze(-1)
+        if theirs.shape != ours.shape:  # a sequence class gives the last token's number
+            ours = ours[:, -1]
+    tolerance = TOLERANCE.get(hidden.dtype, 1e-9)
+    error = float("inf") if theirs.shape != ours.shape else float((theirs - ours).abs().max())
+    if not error <= tolerance * (1.0 + float(ours.abs().max())):
+        formula = "score(hidden)" if is_scalar else "softcap(scale * lm_head(hidden))"
+        raise ModelError(
+            f"the logits of {type(inner).__name__} are not {formula}: they differ by {error:.2g}; "
+            "taut cannot score with this head"
+        )
+    return error
 
 
 def _own_logits(model: nn.Module, hidden: Tensor) -> Tensor:
@@ -120,19 +144,6 @@ def _own_logits(model: nn.Module, hidden: Tensor) -> Tensor:
     return logits
 
 
-def _require_equal(
-    model: nn.Module, dtype: torch.dtype, theirs: Tensor, ours: Tensor, formula: str
-) -> float:
-    tolerance = TOLERANCE.get(dtype, 1e-9)
-    error = float("inf") if theirs.shape != ours.shape else float((theirs - ours).abs().max())
-    if not error <= tolerance * (1.0 + float(ours.abs().max())):
-        raise ModelError(
-            f"the logits of {type(unwrap(model)).__name__} are not {formula}: they differ by {error:.2g}; "
-            "taut cannot score with this head"
-        )
-    return error
-
-
 def list_with_library(config: PreTrainedConfig) -> None:
     """Register a family's models with a scalar head with the library's automatic classes, where they have none."""
     if config.model_type not in tower.FAMILIES:
@@ -141,19 +152,12 @@ def list_with_library(config: PreTrainedConfig) -> None:
     backbone = backbones._model_mapping[type(config)]
     base = next(kind for kind in backbone.__mro__ if kind.__name__.endswith("PreTrainedModel"))
     family = backbone.__name__.removesuffix("Model")
-    mixins: tuple[tuple[Any, type, str], ...] = (
-        (
-            AutoModelForSequenceClassification,
-            GenericForSequenceClassification,
-            f"{family}ForSequenceClassification",
-        ),
-        (
-            AutoModelForTokenClassification,
-            GenericForTokenClassification,
-            f"{family}ForTokenClassification",
-        ),
+    classes: tuple[tuple[Any, type], ...] = (
+        (AutoModelForSequenceClassification, GenericForSequenceClassification),
+        (AutoModelForTokenClassification, GenericForTokenClassification),
     )
-    for auto, mixin, name in mixins:
+    for auto, mixin in classes:
+        name = mixin.__name__.replace("Generic", family)
         if type(config) in auto._model_mapping:
             continue
         model_class = type(name, (mixin, base), {"__module__": __name__})
@@ -162,3 +166,53 @@ def list_with_library(config: PreTrainedConfig) -> None:
         renamed = library.get_checkpoint_conversion_mapping(f"{family}ForConditionalGeneration")
         if renamed is not None:  # its files have other names for the weights
             library.register_checkpoint_conversion_mapping(name, renamed, overwrite=True)
+
+
+# -- critics --------------------------------------------------------------------------------------
+
+CRITIC = "critic"
+"""The critic's name in the scorer."""
+
+
+class SharedCritic(nn.Module):
+    """A head on the policy's hidden states. It starts at V = 0."""
+
+    def __init__(self, policy: nn.Module, *, detach: bool = False) -> None:
+        super().__init__()
+        table = architecture.stored_table(architecture.embedding(policy))
+        assert table is not None, "an embedding has a weight"
+        size = text_config(policy).hidden_size
+        head = nn.Linear(size, 1, device="meta", dtype=table.dtype)  # draws no random number
+        self.score = head.to_empty(device=table.device)
+        initialise(self.score, seed=None)
+        self.detach = detach
+
+    @property
+    def shards(self) -> list[nn.Module]:
+        """Modules that are sharded separately: none, it is sharded with the root."""
+        return []
+
+    def forward(self, hidden_RD: Tensor) -> Tensor:
+        """V [R] at the policy's hidden states."""
+        return scalar(hidden_RD.detach() if self.detach else hidden_RD, self.score)
+
+
+class OwnCritic(nn.Module):
+    """Another model with a scalar head, loaded by ``models/reward_model.py``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def shards(self) -> list[nn.Module]:
+        """Modules that are sharded separately, inner ones first, so that engines on the policy need not gather them."""
+        return [*architecture.layers(self.model), self]
+
+    def forward(self, packed: Packed) -> Tensor:
+        """V [R] of a micro-batch."""
+        packed, hidden_TD = run_backbone(self.model, packed)
+        return scalar(hidden_TD.index_select(0, packed.read_R), scalar_head(self.model))
+
+
+Critic = SharedCritic | OwnCritic

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -163,7 +163,22 @@ def read_model(
             if getattr(settings, name, False):
                 setattr(settings, name, False)
     require_attention(model, attention)
-    _require_no_dropout(model)
+    parts = {"config": architecture.text_config(model)}
+    if architecture.takes_pictures(model.config):
+        parts["config.vision_config"] = model.config.vision_config
+    rates = [
+        (f"{part}.{name}", value)
+        for part, settings in parts.items()
+        for name, value in settings.to_dict().items()
+        if _NOISE_KEY.search(name)
+    ]
+    rates += [(name, m.p) for name, m in model.named_modules() if isinstance(m, nn.Dropout)]
+    for name, value in rates:
+        if isinstance(value, float) and value > 0:
+            raise ModelError(
+                f"{name} is {value}; expected 0: taut has no noise inside a model, since it would "
+                "depend on how samples are packed; set it to 0 in the model's config.json"
+            )
     return model, is_new
 
 
@@ -193,26 +208,6 @@ def require_attention(model: PreTrainedModel, attention: str) -> None:
             )
 
 
-def _require_no_dropout(model: PreTrainedModel) -> None:
-    """Raise ModelError for noise inside the model: it would depend on how samples are packed."""
-    parts = {"config": architecture.text_config(model)}
-    if architecture.takes_pictures(model.config):
-        parts["config.vision_config"] = model.config.vision_config
-    rates = [
-        (f"{part}.{name}", value)
-        for part, config in parts.items()
-        for name, value in config.to_dict().items()
-        if _NOISE_KEY.search(name)
-    ]
-    rates += [(name, m.p) for name, m in model.named_modules() if isinstance(m, nn.Dropout)]
-    for name, value in rates:
-        if isinstance(value, float) and value > 0:
-            raise ModelError(
-                f"{name} is {value}; expected 0: taut has no noise inside a model, since it would "
-                "depend on how samples are packed; set it to 0 in the model's config.json"
-            )
-
-
 def _require_complete(path: str, model: PreTrainedModel, report: dict[str, Any]) -> None:
     """Refuse a checkpoint that would leave weights at random, or whose config.json drops a part of it."""
     for kind, problem in (
@@ -227,31 +222,27 @@ def _require_complete(path: str, model: PreTrainedModel, report: dict[str, Any])
                 f"model={path} {problem} {len(names)} weight(s), {names[0]} the first; expected a complete "
                 "checkpoint; copy the files again"
             )
-    if names := _dropped_weights(model, report.get("unexpected_keys", ())):
+    # Dropped: a further layer or expert like those of the model, or a further tensor of a module of the model. A value
+    # head and layers for multi-token prediction are not among them.
+    known = model.state_dict().keys()
+    numbered = {_NUMBER.sub(".N", name) for name in known}
+    modules = {name.rpartition(".")[0] for name in known}
+    text: Any = model.config.get_text_config()
+    num_layers = getattr(text, "num_hidden_layers", 0)
+    further = range(num_layers, num_layers + (getattr(text, "num_nextn_predict_layers", 0) or 0))
+    names = sorted(
+        name
+        for name in report.get("unexpected_keys", ())
+        if (_NUMBER.sub(".N", name) in numbered or name.rpartition(".")[0] in modules)
+        and not any(f".layers.{number}." in name for number in further)
+    )
+    if names:
         raise ModelError(
             f"model={path} has {len(names)} weight(s) that its config.json leaves out, {names[0]} the first; expected "
             "the config.json that they were saved with (num_hidden_layers, attention_bias and the like); copy it again"
         )
     if report.get("error_msgs"):
         raise ModelError(f"model={path} cannot be loaded: {report['error_msgs'][0]}")
-
-
-def _dropped_weights(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
-    """Unused tensors of a checkpoint that the model should use: a further layer or expert like those it has, or a
-    further tensor of a module it has. A value head and layers for multi-token prediction are not among them.
-    """
-    names = model.state_dict().keys()
-    numbered = {_NUMBER.sub(".N", name) for name in names}
-    modules = {name.rpartition(".")[0] for name in names}
-    text: Any = model.config.get_text_config()
-    num_layers = getattr(text, "num_hidden_layers", 0)
-    further = range(num_layers, num_layers + (getattr(text, "num_nextn_predict_layers", 0) or 0))
-    return sorted(
-        name
-        for name in unexpected
-        if (_NUMBER.sub(".N", name) in numbered or name.rpartition(".")[0] in modules)
-        and not any(f".layers.{number}." in name for number in further)
-    )
 
 
 def freeze(model: nn.Module, patterns: list[str]) -> list[str]:
@@ -313,7 +304,15 @@ def load_config(
     path: str, trust_remote_code: bool = False, *, needs_weights: bool = True
 ) -> PreTrainedConfig:
     """The model's configuration, before any weight is read. ``needs_weights``: require that weights are there."""
-    _require_model_directory(path, needs_weights=needs_weights)
+    user_path(path, "model")
+    if Path(path).exists():
+        _require_model_directory(path, needs_weights=needs_weights)
+    elif _HUB_NAME.fullmatch(path):
+        hub.settle()
+    else:
+        raise ModelError(
+            f"model={path} does not exist; expected a model directory or a hub name like org/name"
+        )
     with explain_load_errors(path, "a configuration"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     assert isinstance(config, PreTrainedConfig)
@@ -446,16 +445,10 @@ def require_file_itself(path: Path) -> None:
 
 
 def _require_model_directory(path: str, *, needs_weights: bool) -> None:
-    """Raise ModelError unless ``path`` is a hub name or a directory with a readable model."""
-    user_path(path, "model")
+    """Raise ModelError unless ``path`` is a directory with a model whose files the library can read in bounded time and
+    memory, as they are meant.
+    """
     directory = Path(path)
-    if not directory.exists():
-        if _HUB_NAME.fullmatch(path):
-            hub.settle()
-            return
-        raise ModelError(
-            f"model={path} does not exist; expected a model directory or a hub name like org/name"
-        )
     if not directory.is_dir():
         raise ModelError(
             f"model={path} is a file; expected a model directory; name the folder that holds "
@@ -471,22 +464,6 @@ def _require_model_directory(path: str, *, needs_weights: bool) -> None:
         raise ModelError(
             f"model={path} has no config.json; expected a model directory in Hugging Face format{near}"
         )
-    _require_readable(directory, needs_weights=needs_weights)
-    if not needs_weights:
-        return
-    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
-        name = f"{stem}.{suffix}"
-        if (directory / name).is_file() or (directory / f"{name}.index.json").is_file():
-            for file in sorted(directory.glob(f"{stem}*.{suffix}")):
-                require_file_itself(file)
-            return
-    raise ModelError(
-        f"model={path} has no weights; expected model.safetensors; copy them from the base model"
-    )
-
-
-def _require_readable(directory: Path, *, needs_weights: bool) -> None:
-    """Raise ModelError for files that the library could not read in bounded time and memory, or would misread."""
     for file in sorted(directory.iterdir()):
         if file.is_dir() or not file.exists():  # a dangling link counts as no file
             continue
@@ -512,11 +489,28 @@ def _require_readable(directory: Path, *, needs_weights: bool) -> None:
     if (generation := directory / "generation_config.json").is_file():
         settings[generation] = _read_table(generation)
     for file, table in settings.items():
-        for key, value in _items(table):
+        entries: list[tuple[str, Any]] = list(table.items())
+        while entries:  # of the tables and lists in it, too
+            key, value = entries.pop()
+            if isinstance(value, dict):
+                entries.extend((str(name), item) for name, item in value.items())
+            elif isinstance(value, list):
+                entries.extend((key, item) for item in value)
             if expected := _expected_value(key, value, max_size):
                 is_short = isinstance(value, int | float | str)  # tables can be nested too deeply
                 shown = str(value)[:40] if is_short else f"a {type(value).__name__}"
                 raise _refusal(file, f"found {key}={shown}; expected {expected}")
+    if not needs_weights:
+        return
+    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
+        name = f"{stem}.{suffix}"
+        if (directory / name).is_file() or (directory / f"{name}.index.json").is_file():
+            for file in sorted(directory.glob(f"{stem}*.{suffix}")):
+                require_file_itself(file)
+            return
+    raise ModelError(
+        f"model={path} has no weights; expected model.safetensors; copy them from the base model"
+    )
 
 
 def _read_table(path: Path) -> dict[str, Any]:
@@ -529,18 +523,6 @@ def _read_table(path: Path) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise _refusal(path, f"found a {type(table).__name__}; expected a JSON object")
     return table
-
-
-def _items(table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every key of a table and of the tables and lists in it, with its value."""
-    left: list[tuple[str, Any]] = list(table.items())
-    while left:
-        key, value = left.pop()
-        yield key, value
-        if isinstance(value, dict):
-            left.extend((str(name), item) for name, item in value.items())
-        elif isinstance(value, list):
-            left.extend((key, item) for item in value)
 
 
 def _expected_value(key: str, value: Any, max_size: int | None) -> str:

@@ -79,7 +79,7 @@ class LoraConfig:
     """Modules trained whole next to the adapters, by the end of their names: embed_tokens, lm_head; in a
     vision-language model also projector, whatever its family calls it.
     """
-    train_rows: Literal["auto", "always", "never"] = "auto"
+    train_token_rows: Literal["auto", "always", "never"] = "auto"
     """Rows of frozen tables that train on their own. auto: those of added tokens, and of end-of-turn tokens that were
     never trained; always: those of end-of-turn tokens in any case; never: none, and a run that needs one is refused.
     """
@@ -137,6 +137,7 @@ def apply_lora(
     """
     if not config.is_on:
         return model
+    from peft import LoraConfig as PeftLoraConfig
     from peft import get_peft_model
 
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
@@ -145,15 +146,31 @@ def apply_lora(
         if config.adapter is not None:
             wrapped = _load_trained(model, config.adapter)
         else:
+            task = task_of(model)
+            saved = _saved_names(model, config.modules_to_save)
+            table = architecture.table_names(model)[0]
+            saves_embedding = any(ends_with(table, name) for name in saved)
+            scalar = [] if task == "CAUSAL_LM" else ["score"]
+            settings = PeftLoraConfig(
+                task_type=task,  # peft takes its name
+                r=config.rank,
+                lora_alpha=config.alpha if config.alpha is not None else 2 * config.rank,  # type: ignore[arg-type]
+                lora_dropout=config.dropout,
+                target_modules=_target_names(model, config.targets),
+                use_rslora=config.rslora,
+                use_dora=config.dora,
+                modules_to_save=list(dict.fromkeys([*saved, *scalar])) or None,
+                trainable_token_indices=dict(rows or {}) or None,
+                ensure_weight_tying=saves_embedding and architecture.is_tied(model),
+            )
             try:
-                wrapped = get_peft_model(model, _peft_config(model, config, rows or {}))
+                wrapped = get_peft_model(model, settings)
             except ValueError as error:
                 raise ModelError(
                     f"peft puts no such adapters on {type(model).__name__}: {' '.join(str(error).split())}; expected "
                     "settings that each module takes; change lora.dropout, lora.dora or lora.targets"
                 ) from error
-    _require_supported_tables(wrapped)
-    _look_up_trained_rows(wrapped)
+    _prepare_tables(wrapped)
     for parameter in wrapped.parameters():
         assert parameter.dtype in (torch.float32, torch.float64), (
             "adapters are trained in full precision"
@@ -196,9 +213,9 @@ def choose_rows(
     model: PreTrainedModel, config: LoraConfig, needed: Collection[int], ends: Collection[int]
 ) -> dict[str, list[int]]:
     """The rows that train on their own: module name -> ids. ``needed`` have to train, ``ends`` end a turn."""
-    if config.rank == 0 or config.train_rows == "never":
+    if config.rank == 0 or config.train_token_rows == "never":
         return {}
-    ids = sorted({*needed, *(ends if config.train_rows == "always" else ())})
+    ids = sorted({*needed, *(ends if config.train_token_rows == "always" else ())})
     names = [
         name
         for name in architecture.table_names(model)
@@ -207,8 +224,8 @@ def choose_rows(
     has_head = architecture.has_head(model)
     if ids and names and has_head and architecture.head(model).bias is not None:
         raise ModelError(
-            f"lora.train_rows: the rows {ids[:4]} have to train, and a head with a bias cannot be trained by rows; "
-            f"set lora.modules_to_save={architecture.table_names(model)}"
+            f"lora.train_token_rows: the rows {ids[:4]} have to train, and a head with a bias cannot be trained "
+            f"by rows; set lora.modules_to_save={architecture.table_names(model)}"
         )
     return dict.fromkeys(names, ids) if ids else {}
 
@@ -237,30 +254,14 @@ def is_adapted(model: nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
-def _peft_config(model: PreTrainedModel, config: LoraConfig, rows: Mapping[str, list[int]]) -> Any:
-    from peft import LoraConfig as PeftLoraConfig
-
-    task = task_of(model)
-    saved = _saved_names(model, config.modules_to_save)
-    saves_embedding = any(ends_with(architecture.table_names(model)[0], name) for name in saved)
-    scalar = [] if task == "CAUSAL_LM" else ["score"]
-    return PeftLoraConfig(
-        task_type=task,  # peft takes its name
-        r=config.rank,
-        lora_alpha=config.alpha if config.alpha is not None else 2 * config.rank,  # type: ignore[arg-type]
-        lora_dropout=config.dropout,
-        target_modules=_target_names(model, config.targets),
-        use_rslora=config.rslora,
-        use_dora=config.dora,
-        modules_to_save=list(dict.fromkeys([*saved, *scalar])) or None,
-        trainable_token_indices=dict(rows) or None,
-        ensure_weight_tying=saves_embedding and architecture.is_tied(model),
-    )
-
-
 def _load_trained(model: PreTrainedModel, adapter: str) -> Any:
-    """A peft model with the adapter in a directory, each of its tensors loaded, ready to train."""
-    from peft import PeftModel
+    """A peft model with the adapter in a directory, ready to train.
+
+    The file must have each tensor that the adapter's settings call for, and no other: peft leaves missing ones at their
+    initial values, and ignores others. Only the tables of embedding and head may be tensors of the base: peft saves
+    them with a larger vocabulary.
+    """
+    from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
 
     directory = Path(adapter)
     settings, task = _read_settings(directory, "lora.adapter"), task_of(model)
@@ -273,7 +274,7 @@ def _load_trained(model: PreTrainedModel, adapter: str) -> Any:
     names = [name for name, _ in model.named_modules()]
     require_bounded_patterns(f"lora.adapter={adapter}", settings, names)
     try:
-        wrapped = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+        wrapped: Any = PeftModel.from_pretrained(model, adapter, is_trainable=True)
     except KeyError as error:  # of a module that is trained whole, or of trained rows
         raise ModelError(
             f"lora.adapter={adapter}: {WEIGHTS} lacks {error.args[0]}; {COMPLETE}"
@@ -281,32 +282,17 @@ def _load_trained(model: PreTrainedModel, adapter: str) -> Any:
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"lora.adapter={adapter} does not fit this model: {reason}") from error
-    _require_all_loaded(wrapped, adapter)
-    return wrapped
-
-
-def _require_all_loaded(model: Any, adapter: str) -> None:
-    """Require that the file has each tensor that the adapter's settings call for, and no other: peft leaves missing
-    ones at their initial values, and ignores others.
-
-    Only the tables of embedding and head may be tensors of the base: peft saves them with a larger vocabulary.
-    """
-    from peft import load_peft_weights, set_peft_model_state_dict
-
     # loaded a second time, since from_pretrained does not return peft's report
-    renamed = getattr(architecture.unwrap(model), "_checkpoint_conversion_mapping", None)
+    base = architecture.unwrap(wrapped)
+    renamed = getattr(base, "_checkpoint_conversion_mapping", None)
     weights = load_peft_weights(adapter, device="cpu", key_mapping=renamed)
-    report: Any = set_peft_model_state_dict(model, weights)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    report: Any = set_peft_model_state_dict(wrapped, weights)
+    parameters = dict(wrapped.named_parameters(remove_duplicate=False))
     loaded = parameters.keys() - set(report.missing_keys)
     loaded_ids = {id(parameters[name]) for name in loaded}  # of tied ones, by either name
     trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
     missing = {name for name in trained if id(parameters[name]) not in loaded_ids}
-    tables = {
-        id(architecture.stored_table(module))
-        for module in _table_modules(architecture.unwrap(model))
-        if module
-    }
+    tables = {id(architecture.stored_table(table)) for table in architecture.tables(base).values()}
     of_base = {name for name in loaded - trained if id(parameters[name]) not in tables}
     problems = [
         f"{what}: {len(names)} of {total}, {min(names).replace('.default', '')} the first"
@@ -319,6 +305,7 @@ def _require_all_loaded(model: Any, adapter: str) -> None:
     ]
     if problems:
         raise ModelError(f"lora.adapter={adapter}: {WEIGHTS} {' and '.join(problems)}; {COMPLETE}")
+    return wrapped
 
 
 def _read_settings(directory: Path, key: str) -> dict[str, Any]:
@@ -339,16 +326,19 @@ def _read_settings(directory: Path, key: str) -> dict[str, Any]:
     return settings
 
 
-def _require_supported_tables(model: nn.Module) -> None:
-    """Refuse adapters of the embedding or the head that the chunked head would not see, or merging would lose."""
-    tables = _table_modules(architecture.unwrap(model))
-    for kind, module in zip(("embedding", "output head"), tables, strict=True):
+def _prepare_tables(model: nn.Module) -> None:
+    """Refuse adapters of the embedding or the head that the chunked head would not see, or merging would lose; and make
+    the embedding look up the rows that train on their own. peft copies the whole table in every forward to insert them,
+    and has a gradient of that size; the numbers are the same.
+    """
+    tables: dict[str, Any] = {**architecture.tables(model)}
+    for kind, module in tables.items():
         if hasattr(module, "lora_A"):
             raise ModelError(
                 f"the adapter adapts the {kind}, which taut trains whole, by rows or not at all; "
                 "merge it into the model first, and train from the merged model"
             )
-    embedding, head = (getattr(module, "token_adapter", None) for module in tables)
+    embedding, head = _row_adapters(model)
     is_one = embedding is not None and head is not None and head.tied_adapter is embedding
     is_none = embedding is None and head is None
     if architecture.is_tied(model) and not is_one and not is_none:
@@ -361,29 +351,21 @@ def _require_supported_tables(model: nn.Module) -> None:
             "the adapter trains rows of a head that has a bias, which peft leaves out; expected "
             "a head trained whole; train again with lora.modules_to_save"
         )
-
-
-def _look_up_trained_rows(model: nn.Module) -> None:
-    """Make the embedding look up the rows that train on their own. peft copies the whole table in every forward to
-    insert them, and has a gradient of that size; the numbers are the same.
-    """
-    table = architecture.embedding(model)
-    adapter: Any = getattr(table, "token_adapter", None)
-    if adapter is None:
+    if embedding is None:
         return
-    forward_with_copy = adapter.forward_adapters
+    forward_with_copy = embedding.forward_adapters
 
     def forward(ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        rows = architecture.trained_rows(table)
+        rows = architecture.trained_rows(tables["embedding"])
         if rows is None:
             return forward_with_copy(ids, *args, **kwargs)
         is_row = ids.unsqueeze(-1) == rows.index_R
-        scale = adapter._get_embed_scale()
+        scale = embedding._get_embed_scale()
         trained = nn.functional.embedding(is_row.int().argmax(-1), rows.weight_RD)
         trained = trained if scale is None else trained * scale.to(trained.dtype)
-        return torch.where(is_row.any(-1, keepdim=True), trained, adapter.base_layer(ids))
+        return torch.where(is_row.any(-1, keepdim=True), trained, embedding.base_layer(ids))
 
-    adapter.forward_adapters = forward
+    embedding.forward_adapters = forward
 
 
 # -- names of modules: the user's -> peft's --------------------------------------------------------
@@ -443,8 +425,17 @@ def _saved_names(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
     saved: list[str] = []
     for name in names:
         matches = [full for full in modules if ends_with(full, name)]
-        if name == "projector" and not matches:
-            saved += _outermost_modules(model, name)
+        if name == "projector" and not matches:  # the outermost modules, lists aside
+            parameters = [parameter for parameter, _ in model.named_parameters()]
+            inside = set(architecture.match_pattern(model, name, parameters, _SAVED))
+            outermost: list[str] = []
+            for full, module in modules.items():
+                weights = {f"{full}.{rest}" for rest, _ in module.named_parameters()}
+                is_covered = any(full.startswith(f"{outer}.") for outer in outermost)
+                is_list = isinstance(module, nn.ModuleList)
+                if weights and weights <= inside and not is_covered and not is_list:
+                    outermost.append(full)
+            saved += outermost
             continue
         if not matches:
             raise ModelError(
@@ -458,19 +449,6 @@ def _saved_names(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
             )
         saved.append(name)
     return saved
-
-
-def _outermost_modules(model: PreTrainedModel, part: str) -> list[str]:
-    """The outermost modules, lists aside, that together are a part of a vision-language model."""
-    parameters = [name for name, _ in model.named_parameters()]
-    inside = set(architecture.match_pattern(model, part, parameters, _SAVED))
-    names: list[str] = []
-    for name, module in model.named_modules():
-        own = {f"{name}.{rest}" for rest, _ in module.named_parameters()}
-        is_covered = any(name.startswith(f"{outer}.") for outer in names)
-        if own and own <= inside and not is_covered and not isinstance(module, nn.ModuleList):
-            names.append(name)
-    return names
 
 
 def _head(model: PreTrainedModel) -> nn.Module:
@@ -500,7 +478,18 @@ def plain_model(
     with torch.device("meta"):
         plain: Any = kind(config)
     if is_adapted(model):
-        plain = _merge_adapter(model, plain, weights)
+        from peft import get_peft_model
+
+        wrapper: Any = model
+        settings = copy.deepcopy(wrapper.peft_config[wrapper.active_adapter])
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")
+            wrapped: Any = get_peft_model(plain, settings, adapter_name=wrapper.active_adapter)
+        _assign(wrapped, weights)
+        embedding, head = _row_adapters(wrapped)
+        if embedding is not None and head is not None and head.tied_adapter is embedding:
+            head.base_layer.weight = embedding.base_layer.weight  # else they would merge separately
+        plain = wrapped.merge_and_unload(safe_merge=True)
     else:
         _assign(plain, weights)
     plain.tie_weights()
@@ -511,22 +500,6 @@ def plain_model(
             setattr(plain, name, getattr(base, name))
     assert isinstance(plain, PreTrainedModel)
     return plain
-
-
-def _merge_adapter(model: Any, plain: Any, weights: Mapping[str, Tensor]) -> Any:
-    """``plain`` with the adapter that ``weights`` (of the peft model) holds merged into it."""
-    from peft import get_peft_model
-
-    config = copy.deepcopy(model.peft_config[model.active_adapter])
-    with warnings.catch_warnings(), torch.device("meta"):
-        warnings.simplefilter("ignore")
-        wrapped = get_peft_model(plain, config, adapter_name=model.active_adapter)
-    _assign(wrapped, weights)
-    tables = _table_modules(architecture.unwrap(wrapped))
-    embedding, head = (getattr(table, "token_adapter", None) for table in tables)
-    if embedding is not None and head is not None and head.tied_adapter is embedding:
-        head.base_layer.weight = embedding.base_layer.weight  # else they would merge separately
-    return wrapped.merge_and_unload(safe_merge=True)
 
 
 def save_adapter(
@@ -552,6 +525,10 @@ def _assign(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     assert not unexpected, f"weights unexpected: {unexpected[:3]}"
 
 
-def _table_modules(model: Any) -> tuple[nn.Module, nn.Module]:
-    """The embedding and the output head."""
-    return model.get_input_embeddings(), model.get_output_embeddings()
+def _row_adapters(model: nn.Module) -> tuple[Any, Any]:
+    """peft's adapters for rows of the embedding and of the head; None where there is none."""
+    tables = architecture.tables(model)
+    embedding, head = (
+        getattr(tables.get(name), "token_adapter", None) for name in ("embedding", "head")
+    )
+    return embedding, head

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -37,15 +36,6 @@ class NoiseConfig:
 
     neftune_alpha: Annotated[float, Field(ge=0)] = 0.0
     """NEFTune's alpha: scale of the noise on the embeddings, 5 to 15 in the paper. 0 disables it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Key:
-    """The micro-batch that the noise belongs to."""
-
-    step: int
-    sample_ids: tuple[str, ...]
-    spans: tuple[tuple[int, int], ...]
 
 
 def remove_dropout(model: nn.Module) -> float:
@@ -80,7 +70,8 @@ class Noise:
     def __init__(self, model: nn.Module, alpha: float, seed: int) -> None:
         """Hook the embedding (alpha > 0) and replace every adapter's dropout by keyed dropout."""
         self.alpha, self.seed = alpha, seed
-        self._key: _Key | None = None
+        self._key: tuple[int, tuple[str, ...], tuple[tuple[int, int], ...]] | None = None
+        """Step, samples and their places in the micro-batch that noise is drawn for."""
         self._hook: RemovableHandle | None = None
         if alpha > 0:
             self._hook = architecture.embedding(model).register_forward_hook(self._add_to_embedding)
@@ -115,16 +106,16 @@ class Noise:
                 "noise (noise.neftune_alpha, lora.dropout) needs a layout without shared prefixes; "
                 "set batch.share_prefixes=false"
             )
-        self._key = _Key(step, packed.sample_ids, packed.spans)
+        self._key = step, packed.sample_ids, packed.spans
 
     def generators(
         self, layer: str, device: torch.device
     ) -> Iterator[tuple[slice, torch.Generator]]:
         """Each sample's place in the micro-batch, with the generator of its noise in ``layer``."""
-        key = self._key
-        assert key is not None, "a training forward ran before Noise.set"
-        for sample_id, (start, stop) in zip(key.sample_ids, key.spans, strict=True):
-            words = f"{self.seed}/{key.step}/{sample_id}/{layer}".encode()
+        assert self._key is not None, "a training forward ran before Noise.set"
+        step, sample_ids, spans = self._key
+        for sample_id, (start, stop) in zip(sample_ids, spans, strict=True):
+            words = f"{self.seed}/{step}/{sample_id}/{layer}".encode()
             number = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 1
             yield slice(start, stop), torch.Generator(device).manual_seed(number)
 
@@ -161,6 +152,3 @@ class KeyedDropout(nn.Module):
                 "see some of them): its dropout cannot be drawn per sample; set lora.dropout=0"
             )
         return x * (keep / (1.0 - self.p)).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}"

@@ -172,19 +172,15 @@ class OneDnn(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is functional.linear and not kwargs and self._takes(*args[:2]):
-            bias = args[2] if len(args) > 2 else None
-            if self.takes_small:
-                return _product(args[0], args[1], bias)
-            return _Linear.apply(args[0], args[1], bias)  # type: ignore[no-untyped-call]
-        return func(*args, **(kwargs or {}))
-
-    def _takes(self, x: Tensor, weight: Tensor) -> bool:
-        if not _is_ours(x, weight):
-            return False
+        if func is not functional.linear or kwargs or not _is_ours(*args[:2]):
+            return func(*args, **(kwargs or {}))
+        x, weight, bias = (*args, None)[:3]
         if self.takes_small:
-            return not torch.is_grad_enabled() and x.numel() >= MIN_ROWS * x.shape[-1]
-        return x.numel() * weight.shape[0] >= MIN_SIZE
+            if not torch.is_grad_enabled() and x.numel() >= MIN_ROWS * x.shape[-1]:
+                return _product(x, weight, bias)
+        elif x.numel() * weight.shape[0] >= MIN_SIZE:
+            return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+        return func(*args)
 
 
 class _Linear(torch.autograd.Function):

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
@@ -87,14 +87,21 @@ def saving(
     with torch.no_grad(), quiet_library():
         plain = plain_model(model, state_dict)
         nn.Module.to(plain, dtype=dtype)
-        configs = (getattr(plain.config, name, None) for name in plain.config.sub_configs)
-        for config in (
-            plain.config,
-            *configs,
-        ):  # of parts too, where the library leaves the old one
+        configs: list[Any] = [
+            plain.config
+        ]  # and those of parts, where the library leaves the old dtype
+        configs += [getattr(plain.config, name, None) for name in plain.config.sub_configs]
+        for config in configs:
             if isinstance(config, PreTrainedConfig):
                 config.dtype = dtype
-        _set_stops(plain, served, stop_ids)
+        parts: Any = (plain.config, plain.config.get_text_config())
+        for settings in {id(part): part for part in parts}.values():
+            settings.eos_token_id = stop_ids[0] if stop_ids else None
+            settings.pad_token_id = served.pad_token_id
+            if hasattr(settings, "use_cache"):
+                settings.use_cache = True
+        if hasattr(plain, "generation_config"):  # a reward model does not generate
+            plain.generation_config = generation_to_save(plain.generation_config, served, stop_ids)
         try:
             partial.mkdir(parents=True)
             plain.save_pretrained(partial)
@@ -158,20 +165,6 @@ def _pad_token(
         return str(pad)
     allowed = (t for t in (*_PADS, served.unk_token) if t in vocabulary and t != eos)
     return next(allowed, None if eos is None else str(eos))
-
-
-def _set_stops(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]
-) -> None:
-    """Stop set, pad and cache in config and generation_config."""
-    config: Any = model.config
-    for settings in {id(c): c for c in (config, config.get_text_config())}.values():
-        settings.eos_token_id = stop_ids[0] if stop_ids else None
-        settings.pad_token_id = tokenizer.pad_token_id
-        if hasattr(settings, "use_cache"):
-            settings.use_cache = True
-    if hasattr(model, "generation_config"):  # a reward model does not generate
-        model.generation_config = generation_to_save(model.generation_config, tokenizer, stop_ids)
 
 
 def generation_to_save(

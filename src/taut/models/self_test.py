@@ -2,11 +2,11 @@
 
 - Every attention layer calls the chosen function, once, and no mask of the library's demands more than the layers ask
   for.
-- A sample's log-probs do not change when its neighbour in the pack does (a neighbour longer than the sample included),
+- A sample's logprobs do not change when its neighbour in the pack does (a neighbour longer than the sample included),
   nor when a later token of its own does.
 - The chunked head, or the scalar head, gives the model's own logits.
 
-For a model with a scalar head, its number at each token takes the place of log-probs.
+For a model with a scalar head, its number at each token takes the place of logprobs.
 
 A model whose layers carry state across tokens fails the neighbour test; it then runs one sample at a time, which the
 caller records. Any other failure is an error that names the layer or the number.
@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from taut.attention.layout import Layout
-from taut.attention.select import Observation, observe
 from taut.data.packing import ALONE, pack
 from taut.errors import AttentionError, ModelError
 from taut.models import architecture
-from taut.models.heads import check_scalar_head, scalar, scalar_head
+from taut.models.attention_backends import observe
+from taut.models.heads import check_head, scalar, scalar_head
 from taut.models.load import set_attention
 from taut.models.scorer import Scorer
 from taut.types import Packed, Sample, Wants
@@ -41,7 +41,7 @@ from taut.vision import tower
 LENGTHS = (24, 40)
 """Tokens of the two probe samples; the neighbour is the longer one. Fewer where all samples are shorter."""
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 0.5}
-"""Largest difference of a log-prob (nats) that is rounding, by compute dtype."""
+"""Largest difference of a logprob (nats) that is rounding, by compute dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,11 @@ class SelfTestResult:
     num_attention_layers: int
     windows: tuple[int, ...]
     neighbour: float
-    """Largest change of a log-prob when the neighbour changes."""
+    """Largest change of a logprob when the neighbour changes."""
     future: float
-    """Largest change of a log-prob when a later token changes."""
+    """Largest change of a logprob when a later token changes."""
     head: float
-    """Largest difference between the chunked head's log-probs and those of the model's own logits."""
+    """Largest difference between the chunked head's logprobs and those of the model's own logits."""
     one_sample: str | None
     """Why this model must run one sample at a time; None: it packs."""
 
@@ -77,8 +77,19 @@ def run_self_test(
         neighbour, future = _perturb(scorer, max_length)
         head = _head_difference(scorer)
     scorer.train(was_training)
-    limit = TOLERANCE[dtype]
-    _require_calls(scorer.model, seen)
+    expected, limit = architecture.attention_layer_count(scorer.model), TOLERANCE[dtype]
+    if len(seen.layers) != expected or len(set(seen.layers)) != expected:
+        raise AttentionError(
+            f"{len(set(seen.layers))} of {expected} attention layers of {name} called the chosen attention "
+            f"({len(seen.layers)} calls); expected each of them once; the model does not use the library's attention "
+            "interface throughout and cannot be trained exactly"
+        )
+    unasked = {w for w in seen.windows_masked - seen.windows_called if w is not None}
+    if expected and unasked:
+        raise AttentionError(
+            f"{name} masks a sliding window of {max(unasked)} that no attention layer asks for by keyword; it would "
+            "be dropped, so the model is refused"
+        )
     if not head <= limit:
         raise ModelError(
             f"the head of {name} is not understood: its logits differ from taut's by {head:.3g} nats (at most "
@@ -87,7 +98,7 @@ def run_self_test(
         )
     if not future <= limit:
         raise AttentionError(
-            f"a later token changes an earlier log-prob by {future:.3g} nats in {name}; taut trains causal language "
+            f"a later token changes an earlier logprob by {future:.3g} nats in {name}; taut trains causal language "
             "models"
         )
     if not neighbour <= limit and not reasons:
@@ -120,25 +131,8 @@ def one_sample_reasons(model: nn.Module, max_length: int) -> list[str]:
     return reasons
 
 
-def _require_calls(model: nn.Module, seen: Observation) -> None:
-    """Require that each attention layer called the chosen function once, and asked for every window that is masked."""
-    name, expected = type(model).__name__, architecture.attention_layer_count(model)
-    if len(seen.layers) != expected or len(set(seen.layers)) != expected:
-        raise AttentionError(
-            f"{len(set(seen.layers))} of {expected} attention layers of {name} called the chosen attention "
-            f"({len(seen.layers)} calls); expected each of them once; the model does not use the library's attention "
-            "interface throughout and cannot be trained exactly"
-        )
-    unasked = {w for w in seen.windows_masked - seen.windows_called if w is not None}
-    if expected and unasked:
-        raise AttentionError(
-            f"{name} masks a sliding window of {max(unasked)} that no attention layer asks for by keyword; it would "
-            "be dropped, so the model is refused"
-        )
-
-
 def _perturb(scorer: Scorer, max_length: int) -> tuple[float, float]:
-    """The largest change of a sample's log-probs when its neighbour changes, and when its own last token does."""
+    """The largest change of a sample's logprobs when its neighbour changes, and when its own last token does."""
     shorter, longer = (max(3, min(length, max_length)) for length in LENGTHS)
     long, short = _probe("a", longer, scorer, seed=1), _probe("b", shorter, scorer, seed=2)
     other = _probe("a", longer, scorer, seed=3)
@@ -155,9 +149,9 @@ def _perturb(scorer: Scorer, max_length: int) -> tuple[float, float]:
 
 
 def _head_difference(scorer: Scorer) -> float:
-    """The largest difference between the head's log-probs (or scalars) and the model's own."""
+    """The largest difference between the head's logprobs (or scalars) and the model's own."""
     if not architecture.has_head(scorer.model):
-        return check_scalar_head(scorer.model)
+        return check_head(scorer.model)
     packed = pack([_probe("a", LENGTHS[0], scorer, seed=4)], ALONE)
     ours = scorer(packed).logp_N
     layout = Layout(packed.reach_T.numpy(), device=scorer.device)
@@ -173,7 +167,7 @@ def _head_difference(scorer: Scorer) -> float:
 
 
 def _outputs(scorer: Scorer, packed: Packed) -> Tensor:
-    """The model's output for the last sample: log-probs of its targets, or its scalar head at their predictors."""
+    """The model's output for the last sample: logprobs of its targets, or its scalar head at their predictors."""
     has_head = architecture.has_head(scorer.model)
     scores = scorer(packed, wants=Wants(logp=has_head, scalar=not has_head))
     outputs, row = (scores.logp_N, packed.row_N) if has_head else (scores.scalar_R, packed.row_R)

@@ -142,32 +142,29 @@ def untrained_rows(model: nn.Module, tokens: Mapping[int, str]) -> dict[int, str
     evidence: dict[int, str] = {}
     for name, table in _tables(model).items():
         norms = torch.linalg.vector_norm(table, dim=1)
+        median, mean = float(norms.median()), table.mean(0)
+        is_drawn = (norms - sigma * table.shape[1] ** 0.5).abs() < 3 * sigma / 2**0.5
+        share = float(is_drawn.double().mean())
         for index, token in tokens.items():
-            sign = _sign(table, norms, index, sigma)
-            if sign is not None:
-                evidence.setdefault(index, f"{token}: never trained, in the {name} {sign}")
+            row, norm = table[index], float(norms[index])
+            squares = norms.square() - 2 * (table @ row)
+            squares[index] = torch.inf
+            nearest = int(squares.argmin())
+            from_nearest, from_mean = (float((r - row).norm()) for r in (table[nearest], mean))
+            if norm < ZERO * median:
+                sign = f"its norm is {norm / median:.2g} of the median row's"
+            elif from_nearest < NEAR * median:
+                sign = (
+                    f"it is {from_nearest / median:.3f} of a row's norm from that of id {nearest}"
+                )
+            elif from_mean < NEAR * median:
+                sign = f"it is {from_mean / median:.3f} of a row's norm from the mean row"
+            elif bool(is_drawn[index]) and share < MOST_INITIAL:
+                sign = f"its norm {norm:.3g} is an initial draw's, as of {share:.2%} of the rows"
+            else:
+                continue
+            evidence.setdefault(index, f"{token}: never trained, in the {name} {sign}")
     return evidence
-
-
-def _sign(table: Tensor, norms: Tensor, index: int, sigma: float) -> str | None:
-    """The sign that a row was never trained, with its number; None where there is none."""
-    row, norm, median = table[index], float(norms[index]), float(norms.median())
-    if norm < ZERO * median:
-        return f"its norm is {norm / median:.2g} of the median row's"
-    squares = norms.square() - 2 * (table @ row)
-    squares[index] = torch.inf
-    nearest = int(squares.argmin())
-    distance = float((table[nearest] - row).norm())
-    if distance < NEAR * median:
-        return f"it is {distance / median:.3f} of a row's norm from that of id {nearest}"
-    distance = float((table.mean(0) - row).norm())
-    if distance < NEAR * median:
-        return f"it is {distance / median:.3f} of a row's norm from the mean row"
-    drawn = (norms - sigma * table.shape[1] ** 0.5).abs() < 3 * sigma / 2**0.5
-    share = float(drawn.double().mean())
-    if bool(drawn[index]) and share < MOST_INITIAL:
-        return f"its norm {norm:.3g} is an initial draw's, as of {share:.2%} of the rows"
-    return None
 
 
 def require_trained(model: nn.Module, needed: Mapping[int, str]) -> None:
@@ -181,13 +178,17 @@ def require_trained(model: nn.Module, needed: Mapping[int, str]) -> None:
         return id(architecture.stored_table(module)) in trained
 
     for index, why in needed.items():
-        frozen = [name for name, module in _modules(model).items() if not is_trained(module, index)]
+        frozen = [
+            name
+            for name, module in architecture.tables(model).items()
+            if not is_trained(module, index)
+        ]
         if frozen:
             names = architecture.table_names(model)
             remedy = f"take {' and '.join(names)} out of freeze"
             if hasattr(model, "peft_config"):
                 remedy = (
-                    f"set lora.train_rows=auto or lora.modules_to_save={names} and do not freeze them; with "
+                    f"set lora.train_token_rows=auto or lora.modules_to_save={names} and do not freeze them; with "
                     "lora.adapter, merge it into its model first and train from that"
                 )
             raise ModelError(
@@ -196,16 +197,9 @@ def require_trained(model: nn.Module, needed: Mapping[int, str]) -> None:
             )
 
 
-def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The embedding, and the head if there is one; both where they are tied, since rows of each could train."""
-    inner = architecture.unwrap(model)
-    head = inner.get_output_embeddings()  # type: ignore[no-untyped-call]
-    return {"embedding": architecture.embedding(inner)} | ({} if head is None else {"head": head})
-
-
 def _tables(model: nn.Module) -> dict[str, Tensor]:
     """The tables of embedding and head; one where they are tied."""
-    modules = _modules(model)
+    modules = architecture.tables(model)
     if architecture.is_tied(model):
         del modules["head"]
     tables = {name: architecture.stored_table(module) for name, module in modules.items()}

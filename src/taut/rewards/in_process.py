@@ -37,6 +37,7 @@ def require_judgeable(
             )
         if ahead:
             raise ConfigError(
-                f"rollout.ahead=true and the reward {label}, a model in this process: it would judge while another "
-                "model trains here; expected it at a server; use `taut serve-reward` and the reward reward_server"
+                f"rollout.asynchronous=true and the reward {label}, a model in this process: it would judge while "
+                "another model trains here; expected it at a server; use `taut serve-reward` and the reward "
+                "reward_server"
             )

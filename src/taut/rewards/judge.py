@@ -96,7 +96,7 @@ class Judge(Verifier):
     """URL of the endpoint, as in http://127.0.0.1:8000/v1."""
     model: str
     """Name of the model at the endpoint."""
-    key: str | None = None
+    api_key_env: str | None = None
     """Name of the environment variable that holds the API key; none is sent by default."""
     template: str = TEMPLATE
     """The prompt of the judge; {question}, {answer} and {reference} are filled in, other braces stay."""
@@ -115,7 +115,7 @@ class Judge(Verifier):
     """Further fields of the request, as the server names them."""
 
     def __post_init__(self) -> None:
-        read_url(self.url, "judge.url", "options.key")
+        read_url(self.url, "judge.url", "options.api_key_env")
         if self.high <= self.low:
             raise ConfigError(
                 f"found low={self.low:g} and high={self.high:g}; expected a lower low; correct them"
@@ -135,7 +135,7 @@ class Judge(Verifier):
 
     def prepare(self) -> None:
         """ConfigError if the key is not in the environment."""
-        read_secret(self.key, "key")
+        read_secret(self.api_key_env, "api_key_env")
 
     async def ask(self, client: Client, answered: Answered) -> float:
         """Raises DataError if no reply has a number."""
@@ -165,7 +165,7 @@ class Judge(Verifier):
             **self.extra,
         }
         url = f"{self.url.rstrip('/')}/chat/completions"
-        said = await client.post(url, body, self.key)
+        said = await client.post(url, body, self.api_key_env)
         try:
             content = said["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
@@ -250,15 +250,15 @@ class RewardServer(Verifier):
 
     url: str
     """URL of taut serve-reward, as in http://127.0.0.1:5000."""
-    key: str | None = None
+    api_key_env: str | None = None
     """Name of the environment variable that holds the server's key; none is sent by default."""
 
     def __post_init__(self) -> None:
-        read_url(self.url, "reward_server.url", "options.key")
+        read_url(self.url, "reward_server.url", "options.api_key_env")
 
     def prepare(self) -> None:
         """ConfigError if the key is not in the environment."""
-        read_secret(self.key, "key")
+        read_secret(self.api_key_env, "api_key_env")
 
     async def ask(self, client: Client, answered: Answered) -> float:
         """Raises EngineError if the server answers anything but one number."""
@@ -267,7 +267,9 @@ class RewardServer(Verifier):
         completion: Any = answered.text
         if not isinstance(prompt, str):
             prompt, completion = sent(prompt), sent(answered.messages) or answered.text
-        said = await client.post(url, {"prompts": [prompt], "completions": [completion]}, self.key)
+        said = await client.post(
+            url, {"prompts": [prompt], "completions": [completion]}, self.api_key_env
+        )
         scores = said.get("scores") if isinstance(said, dict) else None
         if not isinstance(scores, list) or len(scores) != 1:
             raise EngineError(f"{url} answered {said!r:.120}; expected one score")

@@ -175,12 +175,12 @@ VALUE_RANGE = (0.05, 0.95)
 class ShapingConfig:
     """What is done to rewards before they are compared; in this order."""
 
-    missing_stop: Annotated[float, Field(ge=0)] = 0.0
+    missing_eos_penalty: Annotated[float, Field(ge=0)] = 0.0
     """Taken off the reward of a completion that was cut before its end."""
     soft_overlong: Annotated[int, Field(ge=1)] | None = None
     """So many tokens before the limit a penalty begins, and falls to -1 there (DAPO). The limit is
     rollout.max_new_tokens; of an environment, whose paths have several turns, rollout.environment.max_tokens."""
-    length_cost: Annotated[float, Field(ge=0)] = 0.0
+    length_penalty: Annotated[float, Field(ge=0)] = 0.0
     """Taken off for a completion as long as that limit; in proportion for shorter ones."""
     clip: Annotated[float, Field(gt=0)] | None = None
     """Rewards are held between minus this and this."""
@@ -322,17 +322,19 @@ class PolicyCredit(Credit):
         how, limit = self.ways.shaping, self.ways.limit
         reward_S = torch.tensor([path.reward for path in paths], dtype=torch.float64)
         length_S = torch.tensor([_length(path) for path in paths])
-        if how.missing_stop:
+        if how.missing_eos_penalty:
             ends = [path.finish_reason for path in paths]
-            reward_S = reward_S + shaping.unfinished(ends, how.missing_stop)
+            reward_S = reward_S + shaping.unfinished(ends, how.missing_eos_penalty)
         if how.soft_overlong is not None:
             reward_S = reward_S + shaping.soft_overlong(
                 length_S, limit=limit, margin=how.soft_overlong
             )
-        if how.length_cost:
-            reward_S = reward_S + shaping.length_cost(length_S, limit=limit, coef=how.length_cost)
+        if how.length_penalty:
+            reward_S = reward_S + shaping.length_cost(
+                length_S, limit=limit, coef=how.length_penalty
+            )
         if how.clip is not None:
-            reward_S = shaping.clip(reward_S, how.clip)
+            reward_S = reward_S.clamp(-how.clip, how.clip)
         if how.scale == "none":
             return self._scale, reward_S
         scale = (self._scale if how.scale == "running" else Scale()).merged(reward_S)

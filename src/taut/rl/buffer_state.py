@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 from taut.types import Media, Sample, Tree
 
 if TYPE_CHECKING:
-    from taut.vision.image_store import Album
+    from taut.vision.image_store import ImageStore
 
 DTYPES = ("|b1", "|u1", "<i4", "<i8", "<f4", "<f8")
 """Of the arrays of a sample."""
@@ -71,9 +71,9 @@ def encoded(tree: Tree) -> dict[str, Any]:
     return {"samples": [_sample(sample) for sample in tree.samples], "is_atom": tree.is_atom}
 
 
-def decoded(kept: Mapping[str, Any], album: Album | None) -> Tree:
-    """The tree that ``encoded`` was given. ``album``: where its pictures are had from."""
-    return Tree(tuple(_read(sample, album) for sample in kept["samples"]), kept["is_atom"])
+def decoded(kept: Mapping[str, Any], image_store: ImageStore | None) -> Tree:
+    """The tree that ``encoded`` was given. ``image_store``: where its pictures are had from."""
+    return Tree(tuple(_read(sample, image_store) for sample in kept["samples"]), kept["is_atom"])
 
 
 def _sample(sample: Sample) -> dict[str, Any]:
@@ -104,21 +104,21 @@ def _media(one: Media) -> list[Any]:
     ]
 
 
-def _read_media(kept: Sequence[Any], place: str, album: Album | None) -> Media:
+def _read_media(kept: Sequence[Any], place: str, image_store: ImageStore | None) -> Media:
     source, content, num_pictures, start, stop, grid, is_two_way = kept
-    assert album is not None, "pictures are kept where the model takes them"
-    picture = album.picture(source, content, num_pictures, place)
+    assert image_store is not None, "pictures are kept where the model takes them"
+    picture = image_store.picture(source, content, num_pictures, place)
     return Media(picture, start, stop, tuple(grid) if grid else None, is_two_way)
 
 
-def _read(kept: Mapping[str, Any], album: Album | None) -> Sample:
+def _read(kept: Mapping[str, Any], image_store: ImageStore | None) -> Sample:
     read_at = kept["read_at_R"]
     return Sample(
         id=kept["id"],
         ids_T=_from(kept["ids_T"]),
         target_at_N=_from(kept["target_at_N"]),
         weight_N=_from(kept["weight_N"]),
-        media=tuple(_read_media(one, kept["id"], album) for one in kept["media"]),
+        media=tuple(_read_media(one, kept["id"], image_store) for one in kept["media"]),
         streams={name: _from(value) for name, value in kept["streams"].items()},
         values={name: float.fromhex(value) for name, value in kept["values"].items()},
         read_at_R=None if read_at is None else _from(read_at),

@@ -1,5 +1,5 @@
 """The critic of PPO: its configuration, how it is loaded, its learning rate, and how it is saved. The model is in
-models/critic.py, the loss on its values in losses/policy.py.
+models/heads.py, the loss on its values in losses/policy.py.
 
     own      a model directory: a reward model (its head is kept, as arXiv 2203.02155 begins its value function), or a
              language model, which gets a new head; the policy's own start where none is named. It trains whole, or by
@@ -27,12 +27,18 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from taut.config import Decision, configclass
 from taut.errors import ConfigError, ModelError, OutputError
 from taut.models import architecture
-from taut.models.critic import PART, Critic, OwnCritic, SharedCritic, initialise_at_zero
-from taut.models.heads import scalar_head
+from taut.models.heads import (
+    CRITIC,
+    Critic,
+    OwnCritic,
+    SharedCritic,
+    initialise,
+    scalar_head,
+)
 from taut.models.load import is_reward_config, load_config
 from taut.models.lora import LoraConfig, apply_lora
 from taut.models.precision import recompute_contexts
-from taut.models.reward_model import NewHead, initialise, load_reward_model
+from taut.models.reward_model import NewHead, load_reward_model
 from taut.models.save import saving
 from taut.models.self_test import one_sample_reasons
 from taut.models.tokens import add_tokens
@@ -89,7 +95,7 @@ class CriticConfig:
 
     def pace(self, optim: OptimConfig, policy_rate: float) -> Pace:
         """How fast it learns beside a policy whose highest learning rate is ``policy_rate``."""
-        return Pace(PART, self.rate(optim) / policy_rate, self.warmup_steps)
+        return Pace(CRITIC, self.rate(optim) / policy_rate, self.warmup_steps)
 
 
 class Setting(NamedTuple):
@@ -140,7 +146,7 @@ def _own(config: CriticConfig, setting: Setting) -> tuple[Critic, list[Decision]
     if config.head == "normal":
         initialise(scalar_head(model), setting.seed)
     elif config.head == "zero" or not has_head:
-        initialise_at_zero(scalar_head(model))
+        initialise(scalar_head(model), seed=None)
     add_tokens(model, list(setting.new_ids))
     adapted = apply_lora(model, LoraConfig(rank=config.lora_rank), setting.seed)
     if setting.recomputes:

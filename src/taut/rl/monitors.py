@@ -54,7 +54,7 @@ tokens; their mean."""
 
 
 @configclass
-class GuardConfig:
+class RolloutMonitorConfig:
     """When a run that generates warns, and when it stops."""
 
     max_errors: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -63,16 +63,16 @@ class GuardConfig:
     """Share of a roll-out's completions without a reward, for whatever reason, above which a warning is logged."""
     max_unrewarded: Annotated[int, Field(ge=1)] = 3
     """Roll-outs in a row without a single reward at which the run stops. The updates of those before it are skipped."""
-    warn_difference: Annotated[float, Field(gt=0)] = 0.1
+    warn_logprob_difference: Annotated[float, Field(gt=0)] = 0.1
     """Mean difference (nats a token) between the engine's log-probs and the trainer's that is told,"""
-    max_difference: Annotated[float, Field(gt=0)] = 0.5
+    max_logprob_difference: Annotated[float, Field(gt=0)] = 0.5
     """and the one that stops the run before the update: the engine runs another model."""
-    warn_effective: Annotated[float, Field(ge=0, le=1)] = 0.3
+    warn_effective_size: Annotated[float, Field(ge=0, le=1)] = 0.3
     """Warn before the update when the weights of tokens by trainer over engine have a lower mean, or a lower effective
     sample size as a share of the tokens. An honest engine has 1 of both."""
-    warn_stops: Annotated[float, Field(ge=0, le=1)] = 0.1
+    warn_stop_drop: Annotated[float, Field(ge=0, le=1)] = 0.1
     """How far the share of completions that end by themselves may fall below that of the first roll-outs untold."""
-    max_silent: Annotated[int, Field(ge=0)] = 20
+    max_without_signal: Annotated[int, Field(ge=0)] = 20
     """Roll-outs in a row without any signal after which the run stops; 0: never."""
     warn_kl: Annotated[float, Field(gt=0)] = 0.5
     """Warn when KL(old || policy), old being the policy that a roll-out began with, is larger: nats a token, mean of
@@ -106,7 +106,7 @@ class GuardState(TypedDict):
 class Guard:
     """The watch over one run."""
 
-    config: GuardConfig
+    config: RolloutMonitorConfig
     section: str = "grpo"
     """The method's own section of the configuration, for the keys that warnings name."""
     ends_remedy: str = "lower optim.learning_rate"
@@ -146,13 +146,13 @@ class Guard:
         if len(errors) > self.config.max_errors * len(pairs):
             raise CheckFailed(
                 f"step {step}: {len(errors)} of {len(pairs)} completions have no reward because of an error; expected "
-                f"at most {self.config.max_errors:.0%} (guard.max_errors); nothing was updated; {shown}"
+                f"at most {self.config.max_errors:.0%} (rollout_monitor.max_errors); nothing was updated; {shown}"
             )
         if self.unrewarded + 1 >= self.config.max_unrewarded and not any(g.judged for g in groups):
             raise CheckFailed(
                 f"step {step}: in {self.unrewarded + 1} roll-outs in a row no completion has a reward: "
                 f"{shown or 'no reward applies to them'}; expected rewards that apply to these rows; nothing was "
-                "updated; `taut check` asks right answers (guard.max_unrewarded)"
+                "updated; `taut check` asks right answers (rollout_monitor.max_unrewarded)"
             )
 
     def look(self, step: int, fields: Mapping[str, Any], emit: Callable[..., None]) -> None:
@@ -162,11 +162,12 @@ class Guard:
         if not self._look_at_rewards(step, fields, emit):
             return
         silent = 0 if fields.get("groups_with_signal", 1) else self.silent + 1
-        if self.config.max_silent and silent >= self.config.max_silent:
+        if self.config.max_without_signal and silent >= self.config.max_without_signal:
             raise CheckFailed(
                 f"step {step}: in the last {silent} roll-outs no group has rewards that differ, so nothing is "
                 f"learned (rewards are {fields['reward']:g} on average); expected some right and some wrong answers "
-                "to one prompt; take easier or harder prompts, or a model that gets some right (guard.max_silent)"
+                "to one prompt; take easier or harder prompts, or a model that gets some right "
+                "(rollout_monitor.max_without_signal)"
             )
         self.silent = silent
         if silent == WARN_SILENT:
@@ -175,8 +176,11 @@ class Guard:
                 f"{fields['reward']:g}), so rewards teach nothing; take easier or harder prompts, a larger rollout.n, "
                 "or rewards that tell answers apart"
             )
-            if self.config.max_silent:
-                detail += f"; at {self.config.max_silent} in a row the run stops (guard.max_silent)"
+            if self.config.max_without_signal:
+                limit = self.config.max_without_signal
+                detail += (
+                    f"; at {limit} in a row the run stops (rollout_monitor.max_without_signal)"
+                )
             emit("warning", name="equal_rewards", step=step, detail=detail)
         if fields["errors"]:
             detail = f"{fields['errors']} completions have no reward because of an error; {fields['first_error']}"
@@ -200,14 +204,15 @@ class Guard:
             self.unrewarded += 1
             detail = (
                 f"none of {total} completions has a reward: {why}; nothing of this roll-out is learned; at "
-                f"{self.config.max_unrewarded} such roll-outs in a row the run stops (guard.max_unrewarded)"
+                f"{self.config.max_unrewarded} such roll-outs in a row the run stops (rollout_monitor.max_unrewarded)"
             )
             emit("warning", name="unrewarded", step=step, detail=detail)
             return False
         self.unrewarded = 0
         detail = (
             f"{total - rewarded} of {total} completions have no reward ({why}) and are not learned from; the mean "
-            f"reward is over the other {rewarded}; return a number for every completion (guard.warn_unrewarded)"
+            f"reward is over the other {rewarded}; return a number for every completion "
+            "(rollout_monitor.warn_unrewarded)"
         )
         is_bad = total - rewarded > self.config.warn_unrewarded * total
         self._warn("unrewarded", detail, step, emit, is_bad=is_bad, is_over=not is_bad)
@@ -223,7 +228,7 @@ class Guard:
             f"{now:.0%} of the last completions ended by themselves, {before:.0%} of the first: the policy learns "
             f"to run on; raise rollout.max_new_tokens if they need it, else {self.ends_remedy}"
         )
-        is_bad = len(self.recent) == RECENT and now < before - self.config.warn_stops
+        is_bad = len(self.recent) == RECENT and now < before - self.config.warn_stop_drop
         self._warn("stops", detail, step, emit, is_bad=is_bad, is_over=not is_bad)
 
     def _look_at_dropped(
@@ -232,7 +237,7 @@ class Guard:
         share, limit = fields.get("dropped", 0.0), self.config.warn_dropped
         detail = (
             f"{share:.0%} of the answers are cut and left out of training by shaping.overlong=drop; expected at most "
-            f"{limit:.0%} (guard.warn_dropped); raise rollout.max_new_tokens, or set shaping.overlong=keep"
+            f"{limit:.0%} (rollout_monitor.warn_dropped); raise rollout.max_new_tokens, or set shaping.overlong=keep"
         )
         self._warn("dropped", detail, step, emit, is_bad=share > limit, is_over=share <= limit / 2)
 
@@ -251,8 +256,8 @@ class Guard:
         low, high = fields["value_low"], fields["value_high"]
         detail = (
             f"the critic's values go from {low:.3g} to {high:.3g}, and the returns of the last {len(lows)} roll-outs "
-            f"from {min(lows):.3g} to {max(highs):.3g}; expected values near the returns (guard.warn_values); lower "
-            "critic.learning_rate, or raise critic.warmup_steps"
+            f"from {min(lows):.3g} to {max(highs):.3g}; expected values near the returns "
+            "(rollout_monitor.warn_values); lower critic.learning_rate, or raise critic.warmup_steps"
         )
         outside = max(least - low, high - most)
         is_bad, is_over = margin > 0 and outside > margin, outside <= margin / 2
@@ -266,7 +271,7 @@ class Guard:
             drift, limit = fmean(self._recent("drift", metrics[DRIFT])), config.warn_kl
             detail = (
                 f"the policy is {drift:.2g} nats a token away from the one that answered (KL, mean of the last "
-                f"updates); expected at most {limit:g} (guard.warn_kl); {less}"
+                f"updates); expected at most {limit:g} (rollout_monitor.warn_kl); {less}"
             )
             is_bad, is_over = drift > limit, drift <= limit / 2
             self._warn("drift", detail, report.step, emit, is_bad=is_bad, is_over=is_over)
@@ -275,7 +280,7 @@ class Guard:
             limit = config.warn_clipped
             detail = (
                 f"{clipped:.0%} of the tokens have a ratio outside the clip range (mean of the last updates); "
-                f"expected at most {limit:.0%} (guard.warn_clipped); {less}"
+                f"expected at most {limit:.0%} (rollout_monitor.warn_clipped); {less}"
             )
             is_bad, is_over = clipped > limit, clipped <= limit / 2
             self._warn("clipped", detail, report.step, emit, is_bad=is_bad, is_over=is_over)
@@ -292,8 +297,8 @@ class Guard:
         detail = (
             f"the entropy has fallen from {before:.2g} to {now:.2g} nats a token, and the mean reward is {reward:.3g} "
             f"where answers had up to {best:.3g}; expected at least {config.warn_entropy:.0%} of the entropy "
-            "(guard.warn_entropy): the answers to a prompt become alike before they are good, and nothing is learned "
-            "from equal answers; lower optim.learning_rate, or raise rollout.temperature"
+            "(rollout_monitor.warn_entropy): the answers to a prompt become alike before they are good, and "
+            "nothing is learned from equal answers; lower optim.learning_rate, or raise rollout.temperature"
         )
         limit, is_good = config.warn_entropy * before, reward >= worst + GOOD * (best - worst)
         is_bad, is_over = now < limit and not is_good, now >= 2 * limit
@@ -333,27 +338,27 @@ class Guard:
         own = [largest_difference(scores, packed) for packed, scores in report.scored]
         most = max(own, default=0.0)
         report.metrics["engine/largest"] = trainer.ranks.max([most])[0]
-        if not found <= self.config.max_difference:
+        if not found <= self.config.max_logprob_difference:
             raise CheckFailed(
                 f"step {report.step}: the engine's log-probs differ from the trainer's by {found:.3g} nats a token on "
-                f"average; expected at most {self.config.max_difference:g} (guard.max_difference); nothing was "
-                "updated; the engine runs another model, other weights or another precision, or with rollout.ahead the "
-                "policy moves too fast"
+                f"average; expected at most {self.config.max_logprob_difference:g} "
+                "(rollout_monitor.max_logprob_difference); nothing was updated; the engine runs another model, other "
+                "weights or another precision, or with rollout.asynchronous the policy moves too fast"
             )
         effective, weight = (report.metrics.get(name, 1.0) for name in (EFFECTIVE, WEIGHT))
         for name, is_bad, detail in (
             (
                 "engine",
-                found > self.config.warn_difference,
+                found > self.config.warn_logprob_difference,
                 f"log-probs differ by {found:.3g} nats a token",
             ),
             (
                 "effective",
-                min(effective, weight) < self.config.warn_effective,
+                min(effective, weight) < self.config.warn_effective_size,
                 f"the weights of tokens have a mean of {weight:.2f} and an effective sample size of {effective:.0%} "
-                f"of the tokens; expected at least {self.config.warn_effective:g} of both (guard.warn_effective); "
-                f"products over an answer fade with its length: {self.section}.correction_level=geometric or token "
-                "does not",
+                f"of the tokens; expected at least {self.config.warn_effective_size:g} of both "
+                "(rollout_monitor.warn_effective_size); products over an answer fade with its length: "
+                f"{self.section}.rollout_correction_level=geometric or token does not",
             ),
         ):
             if is_bad and name not in self.told:

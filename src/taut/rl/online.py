@@ -8,8 +8,8 @@ number, so a step that is repeated finds the same phase. What a later step needs
 checkpoint (``remember``): trees that are not used up, groups to be replayed, and the state of the credit's
 controllers.
 
-With ``rollout.ahead`` the next phase is generated in a thread (``Ahead``) while this one is trained on, at most one
-phase ahead:
+With ``rollout.asynchronous`` the next phase is generated in a thread (``Ahead``) while this one is trained on, at most
+one phase ahead:
 
     ahead.start(4, lambda: roll(4))        returns at once
     ...                                    phase 3 is trained on
@@ -50,7 +50,7 @@ from taut.train.trainer import Role, Trainer
 from taut.types import Tree
 
 if TYPE_CHECKING:
-    from taut.vision.image_store import Album
+    from taut.vision.image_store import ImageStore
 
 T = TypeVar("T")
 
@@ -151,10 +151,10 @@ class State(NamedTuple):
         return {"replayed": replayed, "credit": self.credit, "guard": self.guard}
 
     @classmethod
-    def decoded(cls, kept: Mapping[str, Any], album: Album | None) -> State:
+    def decoded(cls, kept: Mapping[str, Any], image_store: ImageStore | None) -> State:
         """What was ``encoded``."""
         replayed = [
-            TrainSample(version, decoded(tree, album)) for version, tree in kept["replayed"]
+            TrainSample(version, decoded(tree, image_store)) for version, tree in kept["replayed"]
         ]
         return cls(replayed, kept["credit"], kept["guard"])
 
@@ -233,7 +233,7 @@ class Online:
         return None
 
     def cursor(self, step: int) -> Cursor:
-        """How many prompts had been asked after a step, those of refills not counted."""
+        """How many prompts had been asked after a step, those of dynamic_sampling_rounds not counted."""
         phases = -(-step // self.config.updates)
         return Cursor(step, self.order.cursor(phases).samples)
 
@@ -288,7 +288,7 @@ class Online:
         self.guard.look(step, fields, tell)
         if paths:
             self.credit.learn(given)
-        self.replayed = [*given.with_signal, *replayed][: self.config.replay]
+        self.replayed = [*given.with_signal, *replayed][: self.config.replay_groups]
         self._taken = None
         return Phase(number, [*given.trees, *(sample.tree for sample in replayed)], told, before)
 
@@ -298,7 +298,7 @@ class Online:
 
     def _rolled(self, number: int, version: int) -> Rollout:
         """The roll-out of a phase, generated with the weights of now, or ahead of time; and the next begun."""
-        if not self.config.ahead:
+        if not self.config.asynchronous:
             self._update(version)
             return self.roller.roll(number, self._indices(number))
         generator = self._generator
@@ -372,12 +372,14 @@ class Online:
         return [number, held, to_json(list(phase.told)), phase.before.encoded()]
 
     def recall(self, remembered: dict[str, Any]) -> None:
-        album = self.prompts.album
+        image_store = self.prompts.image_store
         if remembered["phase"] is not None:
             number, held, self._untold, before = remembered["phase"]
-            state = None if before is None else State.decoded(before, album)
-            self.phase = Phase(number, [decoded(tree, album) for tree in held], self._untold, state)
-        self._take_back(State.decoded(remembered, album))
+            state = None if before is None else State.decoded(before, image_store)
+            self.phase = Phase(
+                number, [decoded(tree, image_store) for tree in held], self._untold, state
+            )
+        self._take_back(State.decoded(remembered, image_store))
 
     def reject(self) -> None:
         """Forget the phase if no step has trained on it: what stopped the run may be its fault, and a resume is to draw

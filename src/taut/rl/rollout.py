@@ -1,9 +1,9 @@
 """The rollout of a phase: prompts -> trajectories -> verdicts -> groups, and groups without a signal replaced.
 
 The prompts of a phase are a pure function of the seed and the phase (``Order`` in data/batching.py). With
-``rollout.refills`` groups whose rewards are all equal, from which nothing can be learned, are replaced by other
-prompts: dynamic sampling, as in DAPO (arXiv 2503.14476). The replacements are a function of the seed, the phase and
-the round, so a restart needs no memory of them.
+``rollout.dynamic_sampling_rounds`` groups whose rewards are all equal, from which nothing can be learned, are replaced
+by other prompts: dynamic sampling, as in DAPO (arXiv 2503.14476). The replacements are a function of the seed, the
+phase and the round, so a restart needs no memory of them.
 
 One rank judges for all, and asks the engine where it is a server. ``Roller`` touches no tensor, so it may run in a
 thread while the model trains.
@@ -74,13 +74,13 @@ class RolloutConfig:
     fewer groups than that are left of it, some are trained on more than once."""
     epochs: Annotated[int, Field(ge=1)] = 1
     """Passes over a roll-out."""
-    refills: Annotated[int, Field(ge=0)] = 0
+    dynamic_sampling_rounds: Annotated[int, Field(ge=0)] = 0
     """Rounds in which groups from which nothing can be learned, as their rewards are all equal, are replaced by other
     prompts (dynamic sampling); what is such a group still is then left out, if any other is not. Rewards count as they
     are, before shaping."""
-    replay: Annotated[int, Field(ge=0)] = 0
+    replay_groups: Annotated[int, Field(ge=0)] = 0
     """Groups of earlier roll-outs with a signal that are trained on again beside each new roll-out, newest first."""
-    ahead: bool = False
+    asynchronous: bool = False
     """Generate the next roll-out while this one is trained on, with the weights before it: engine=server only. Then no
     two runs are the same bit for bit."""
     max_staleness: Annotated[int, Field(ge=1)] | None = None
@@ -107,23 +107,24 @@ class RolloutConfig:
                     f"rollout.{section} is set with rollout.engine={self.engine}, where nothing reads it; expected the "
                     f"settings of the engine in use; take rollout.{section} out, or set rollout.engine={section}"
                 )
-        if self.ahead and self.engine == "local":
+        if self.asynchronous and self.engine == "local":
             raise ConfigError(
-                "rollout.ahead=true with rollout.engine=local: the engine in this process has the weights that train, "
-                "and cannot generate while they change; expected rollout.engine=server; take rollout.ahead out"
+                "rollout.asynchronous=true with rollout.engine=local: the engine in this process has the weights "
+                "that train, and cannot generate while they change; expected rollout.engine=server; take "
+                "rollout.asynchronous out"
             )
-        stalest = self.updates * (1 + self.ahead) - 1
+        stalest = self.updates * (1 + self.asynchronous) - 1
         if self.max_staleness is not None and self.max_staleness < stalest:
             raise ConfigError(
                 f"rollout.max_staleness={self.max_staleness} and a roll-out that is trained on for {self.updates} "
-                f"updates{', generated as many before' if self.ahead else ''}: its last is {stalest} behind; expected "
-                f"{stalest} or more; raise it, or lower rollout.minibatches or rollout.epochs"
+                f"updates{', generated as many before' if self.asynchronous else ''}: its last is {stalest} "
+                f"behind; expected {stalest} or more; raise it, or lower rollout.minibatches or rollout.epochs"
             )
-        if self.max_staleness is not None and not (self.replay or self.ahead):
+        if self.max_staleness is not None and not (self.replay_groups or self.asynchronous):
             raise ConfigError(
-                f"rollout.max_staleness={self.max_staleness} with neither rollout.replay nor rollout.ahead: nothing "
-                "older than the newest roll-out is trained on; expected one of them; set it, or take "
-                "rollout.max_staleness out"
+                f"rollout.max_staleness={self.max_staleness} with neither rollout.replay_groups nor "
+                "rollout.asynchronous: nothing older than the newest roll-out is trained on; expected one of them; "
+                "set it, or take rollout.max_staleness out"
             )
 
     @property
@@ -206,7 +207,8 @@ class Roller:
     is_useful: Callable[[Group], bool] = lambda group: group.has_signal
     """Whether anything can be learned from a group."""
     needs_one: bool = False
-    """Whether a roll-out without a useful group cannot be trained on: then others are asked, whatever refills say."""
+    """Whether a roll-out without a useful group cannot be trained on: then others are asked, whatever
+    dynamic_sampling_rounds says."""
     settled: Sequence[Decision] = ()
     """What was chosen for the user when it was opened."""
 
@@ -215,13 +217,15 @@ class Roller:
         wanted, groups, left_out = len(indices), [], []
         spent = Spent()
         seen = set(indices)
-        for number in range(max(self.config.refills, TRIES if self.needs_one else 0) + 1):
+        for number in range(
+            max(self.config.dynamic_sampling_rounds, TRIES if self.needs_one else 0) + 1
+        ):
             found = self._once(phase, number, indices, spent)
-            if not self.config.refills and not self.needs_one:
+            if not self.config.dynamic_sampling_rounds and not self.needs_one:
                 return Rollout(tuple(found), (), spent, self.is_judged)
             groups += [group for group in found if self.is_useful(group)]
             left_out += [group for group in found if not self.is_useful(group)]
-            is_enough = number >= self.config.refills and groups
+            is_enough = number >= self.config.dynamic_sampling_rounds and groups
             indices = [] if is_enough else self._others(phase, number, wanted - len(groups), seen)
             if not indices:
                 break

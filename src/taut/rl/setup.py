@@ -60,11 +60,11 @@ class Setting(NamedTuple):
 def open_roller(setting: Setting) -> Roller:
     """All that a roll-out needs. Raises TautError where it cannot be had; every rank calls it."""
     config, credit, rewards = setting.config, setting.credit, setting.rewards
-    require_judgeable(rewards, setting.ranks.size, ahead=config.ahead)
+    require_judgeable(rewards, setting.ranks.size, ahead=config.asynchronous)
     prompts = [row.as_prompt() for row in setting.prompts]
     if config.engine == "server":
         require_text(prompts)
-    ranks = setting.ranks.on_cpu() if config.ahead else setting.ranks
+    ranks = setting.ranks.on_cpu() if config.asynchronous else setting.ranks
     panel: Panel | None = None
     if ranks.is_writer and rewards:
         panel = open_panel(rewards, setting.grading, reserved=RESERVED, open_rater=open_rater)
@@ -109,8 +109,9 @@ def _require_no_cut(config: EnvironmentConfig, world: World | None) -> None:
     """Raise ConfigError for an environment that rewards a cut path itself: that reward would be replaced."""
     if world is not None and hasattr(world.make, "cut"):
         raise ConfigError(
-            f"ppo.bootstrap_cut=true replaces the reward of a cut path by the critic's value, and {config.name} has a "
-            "method cut, which says what a cut path is worth; expected one of the two; take one out"
+            "ppo.bootstrap_truncated=true replaces the reward of a cut path by the critic's value, and "
+            f"{config.name} has a method cut, which says what a cut path is worth; expected one of the two; take one "
+            "out"
         )
 
 

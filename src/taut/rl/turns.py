@@ -81,11 +81,11 @@ class Bridge:
 
     def _require_apart(self, turns: Sequence[Message], placed: Sequence[Placed]) -> None:
         """New pictures leave those before them what they are."""
-        album = self.template.pictures.album
+        image_store = self.template.pictures.image_store
         if (
-            album is None
+            image_store is None
             or not placed
-            or not album.processor.depends_on_count
+            or not image_store.processor.depends_on_count
             or not images_of(turns)
         ):
             return

@@ -1,4 +1,4 @@
-"""A run's inputs: tokenizer, template, data, made of its configuration by ``load_inputs``.
+"""The inputs of a run: tokenizer, template and data, made of its configuration by ``load_inputs``.
 
 What is chosen for the user is a ``Decision`` with its reason. ``taut.run.setup`` makes the models and the trainer.
 """
@@ -11,32 +11,35 @@ from functools import partial
 from taut.config import Decision
 from taut.data.cache import directory_of
 from taut.data.dataset import Dataset, build_renderer
-from taut.data.render import Renderer
+from taut.data.schema import OtherKindError
 from taut.data.stop_tokens import StopSet, derive_stop_set, described
 from taut.errors import ConfigError, DataError
 from taut.io import hub
 from taut.io.console import counted
+from taut.methods import commands_for
 from taut.methods.inputs import Inputs, Language
 from taut.methods.method import RunConfig
 from taut.models.load import load_config, load_tokenizer, stop_ids_in_files
 from taut.models.tokens import add_tokens_to_tokenizer
 from taut.train.distributed import Ranks
-from taut.vision.image_store import open_album
+from taut.vision.image_store import open_image_store
 
 
 def load_language(run: RunConfig, day: date | None = None) -> Language:
-    """Configuration, tokenizer and template. ``day``: when the run began, for a template that asks; None: today."""
+    """Configuration, tokenizer and template. ``day``: the date of the run's start, for templates that print it; None:
+    today.
+    """
     path, trust, cached = run.model, run.trust_remote_code, directory_of(run.data.cache)
     config, tokenizer = load_config(path, trust), load_tokenizer(path, trust)
     new_ids = add_tokens_to_tokenizer(tokenizer, run.tokens)
-    album = open_album(path, config, tokenizer, run.data.images, cached, trust)
-    renderer = build_renderer(run.data, tokenizer, album)
+    image_store = open_image_store(path, config, tokenizer, run.data.images, cached, trust)
+    renderer = build_renderer(run.data, tokenizer, image_store)
     renderer.template.day = day or date.today()
     return Language(config, tokenizer, new_ids, renderer)
 
 
 def load_stops(run: RunConfig, language: Language) -> StopSet:
-    """What ends an answer."""
+    """The tokens that end an answer."""
     return derive_stop_set(language.renderer, stop_ids_in_files(run.model, language.config))
 
 
@@ -49,9 +52,12 @@ def load_inputs(run: RunConfig, ranks: Ranks, day: date | None = None) -> Inputs
     renderer = language.renderer.stopping_at(stops.ids)
     if not ranks.is_writer:
         ranks.barrier()
-    load = partial(run.load_data, renderer=renderer, language=language)
-    train = load("train", looks_again=ranks.is_writer)
-    held_out = load("eval", looks_again=ranks.is_writer) if run.data.eval else None
+    load = partial(run.load_data, renderer=renderer, language=language, looks_again=ranks.is_writer)
+    try:
+        train = load("train")
+        held_out = load("eval") if run.data.eval else None
+    except OtherKindError as error:
+        raise DataError(f"{error}, for {commands_for(error.kind)}") from None
     if ranks.is_writer:
         ranks.barrier()
     if len(set(ranks.gather(train.fingerprint))) > 1:
@@ -60,9 +66,21 @@ def load_inputs(run: RunConfig, ranks: Ranks, day: date | None = None) -> Inputs
             "changes now; begin again"
         )
     inputs = inputs_of(run, language, stops, train, held_out)
+    size = language.num_rows
     for data in (train, held_out):
-        _require_rows(data, language)
-    _require_margins(run, train)
+        beyond = None if data is None else data.first_beyond(size)
+        if beyond is not None:
+            place, index = beyond
+            raise DataError(
+                f"{place}: has token {index} ({inputs.token(index)}), and the model has {size:,} rows; expected the "
+                "model's own tokenizer; take added tokens out and name them in tokens.add"
+            )
+    key = f"{run.method}.margin"
+    if "margin" in run.loss().needs_values and not train.has_value("margin"):
+        raise DataError(
+            f"data.train: no answer has a margin, and {key} is set; expected a column margin, or scores; name it in "
+            f"data.columns, or take {key} out"
+        )
     if not run.has_scalar_head and not run.generates:
         inputs.decisions.extend(_taught_ends(train, stops))
     return inputs
@@ -71,25 +89,31 @@ def load_inputs(run: RunConfig, ranks: Ranks, day: date | None = None) -> Inputs
 def inputs_of(
     run: RunConfig, language: Language, stops: StopSet, train: Dataset, held_out: Dataset | None
 ) -> Inputs:
-    """What has been loaded, together, and what was decided on the way."""
+    """The loaded parts as ``Inputs``, with the decisions made on the way."""
     config, tokenizer, new_ids, renderer = language
-    decisions = run.decisions
+    template, decisions = renderer.template, run.decisions
     if reason := hub.settled():
         decisions.append(Decision("hub", "cached files only", reason))
     max_length = run.longest_sample(config)
     if run.data.max_length is None:
         decisions.append(Decision("data.max_length", str(max_length), "the model's context"))
-    decisions.append(Decision("stop", *described(stops, renderer.template)))
-    if (plain := _plain_text(run, renderer, train, held_out)) is not None:
-        decisions.append(plain)
-    if renderer.template.asks_for_the_day:
+    decisions.append(Decision("stop", *described(stops, template)))
+    key, is_templated = "data.apply_chat_template", run.data.apply_chat_template
+    num_plain = sum(data.forms["completion"] for data in (train, held_out) if data is not None)
+    if is_templated:
+        reason = "set; plain text becomes a user and an assistant message"
+        decisions.append(Decision(key, "true", reason))
+    elif num_plain and template.template is not None:
+        rows = f"plain text in {counted(num_plain, 'rows')} is used as it is"
+        other = "set" if is_templated is not None else f"{key}=true renders it as messages"
+        decisions.append(Decision(key, "false", f"{rows}, without the chat template; {other}"))
+    if template.asks_for_the_day:
         reason = "the chat template asks for the day; the one on which the run began"
-        decisions.append(Decision("day", str(renderer.template.day), reason))
-    renderer = renderer.stopping_at(stops.ids)
+        decisions.append(Decision("day", str(template.day), reason))
     return Inputs(
         config=config,
         tokenizer=tokenizer,
-        renderer=renderer,
+        renderer=renderer.stopping_at(stops.ids),
         train=train,
         eval=held_out,
         max_length=max_length,
@@ -100,45 +124,8 @@ def inputs_of(
     )
 
 
-def _plain_text(
-    run: RunConfig, renderer: Renderer, train: Dataset, held_out: Dataset | None
-) -> Decision | None:
-    """How prompts and completions that are plain text are rendered; None where it does not matter."""
-    key, asked = "data.apply_chat_template", run.data.apply_chat_template
-    num_plain = sum(data.forms["completion"] for data in (train, held_out) if data is not None)
-    if asked:
-        return Decision(key, "true", "set; plain text becomes a user and an assistant message")
-    if not num_plain or renderer.template.template is None:
-        return None
-    rows = f"plain text in {counted(num_plain, 'rows')} is used as it is"
-    way_out = "set" if asked is not None else f"{key}=true renders it as messages"
-    return Decision(key, "false", f"{rows}, without the chat template; {way_out}")
-
-
-def _require_rows(data: Dataset | None, language: Language) -> None:
-    """Raise DataError where the data have an id that the model has no row for."""
-    size = language.num_rows
-    beyond = None if data is None else data.first_beyond(size)
-    if beyond is not None:
-        place, index = beyond
-        raise DataError(
-            f"{place}: has token {index} ({language.tokenizer.convert_ids_to_tokens(index)}), and the model has "
-            f"{size:,} rows; expected the model's own tokenizer; take added tokens out and name them in tokens.add"
-        )
-
-
-def _require_margins(run: RunConfig, train: Dataset) -> None:
-    """Raise DataError where the loss reads margins and the data have none: the key would do nothing."""
-    key = f"{run.method}.margin"
-    if "margin" in run.loss().needs_values and not train.has_value("margin"):
-        raise DataError(
-            f"data.train: no answer has a margin, and {key} is set; expected a column margin, or scores; name it in "
-            f"data.columns, or take {key} out"
-        )
-
-
 def _taught_ends(train: Dataset, stops: StopSet) -> list[Decision]:
-    """How many samples teach the model to stop, where not all do. Raises DataError where none does."""
+    """The number of samples that teach the model to stop, unless all do. Raises DataError where none does."""
     num_ends, num_samples = train.num_with_target(stops.ids), len(train)
     cut = f"{len(train.report.cut):,} were cut before their end"
     if not num_ends:

@@ -1,17 +1,17 @@
-"""The reference's log-probabilities in a file: computed once, before training, by the reference a run was built with.
+"""The log-probabilities of the reference in a file, computed once before training by the reference of the run.
 
-    reference.file=ref.safetensors    float32 (float64 in a float64 run) [N of a split] for ``train`` and ``eval``, and
-                                      in its header the identity of all that they depend on, and their SHA-256
+    reference.file=ref.safetensors    float32 (float64 in a float64 run) [N of a split] for ``train`` and ``eval``;
+                                      in its header the identity of what they depend on, and their SHA-256
 
-A file that is there is used if its identity is this run's: model, adapter, tokenizer, template, data, how
-pictures are read and compute dtype, all by content. Else it is refused, with what differs; it is never overwritten.
+An existing file is used if its identity is this run's: model, adapter, tokenizer, template, data, pictures and compute
+dtype, all by content. Otherwise it is refused, with the differences; it is never overwritten.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,14 @@ from taut.run.setup import Built
 from taut.train.trainer import fill_streams
 
 HEADER = "taut"
-"""Where the identity and the digest are, as JSON, in one entry: the order of several is not fixed."""
+"""The entry with the identity and the digest, as JSON: the order of several entries is not fixed."""
 PARTS = ("dtype", "model", "reference", "tokenizer", "template")
-"""What of a run's identity the numbers depend on; the rest of it does not reach a reference."""
+"""The parts of a run's identity that the log-probs depend on."""
 ROWS_AT_A_TIME = 512
 
 
 def keep_reference(built: Built) -> None:
-    """Put the log-probs of ``reference.file`` in the place of the reference, computing them where they are not there.
+    """Replace the reference by the log-probs of ``reference.file``, which are computed if there is no such file.
 
     Raises ConfigError where the file is of another model, data or setting. Every rank calls it.
     """
@@ -45,20 +45,35 @@ def keep_reference(built: Built) -> None:
     if file is None:
         return
     path = user_path(file, "reference.file")
-    splits = _splits(built)
-    _require_distinct(splits)
-    identity = _identity(built)
+    inputs = built.inputs
+    splits = {"train": inputs.train} | ({} if inputs.eval is None else {"eval": inputs.eval})
+    parts = [part for data in splits.values() for part in data.parts]
+    digests = {part.path: part.entry.digest for part in parts}
+    for part in parts:
+        if digests[part.path] != part.entry.digest:
+            raise ConfigError(
+                f"reference.file is set, and data.train and data.eval both read {part.path}, in two ways; expected "
+                "each sample to be one thing; copy the file under another name, or take reference.file out"
+            )
+    identity = _identity(built, splits)
     if trainer.ranks.gather(path.is_file())[0]:
-        kept, reason = _read(path, identity), "it was there, of this model, data and setting"
+        logps, reason = _read(path, identity), "it was there, of this model, data and setting"
     else:
-        kept, reason = {name: _compute(built, data) for name, data in splits.items()}, "made now"
+        logps, reason = {name: _compute(built, data) for name, data in splits.items()}, "made now"
         if trainer.ranks.is_writer:
-            _write(path, kept, identity)
+            _write(path, logps, identity)
     trainer.ranks.barrier()
     table: dict[str, Tensor] = {}
     for name, data in splits.items():
-        _require_size(path, name, kept, data)
-        table = dict(_by_sample(data, kept[name])) | table
+        sizes = [int(size) for size in data.num_targets]
+        count = logps[name].numel() if name in logps else 0
+        if count != sum(sizes):
+            raise ConfigError(
+                f"reference.file={path}: has {count:,} log-probs of data.{name}, which has {sum(sizes):,} targets; "
+                "expected one each; name another file"
+            )
+        for index, logp_N in enumerate(torch.split(logps[name], sizes)):
+            table.setdefault(data.sample_id(index), logp_N)
     (role,) = built.models.roles
     assert isinstance(role, Recorded)
     role.record(table.__getitem__)
@@ -66,74 +81,42 @@ def keep_reference(built: Built) -> None:
     built.opened.append(Decision("reference.file", str(path), reason))
 
 
-def _splits(built: Built) -> dict[str, Dataset]:
-    given = {"train": built.inputs.train, "eval": built.inputs.eval}
-    return {name: data for name, data in given.items() if data is not None}
-
-
-def _identity(built: Built) -> dict[str, Any]:
-    """By content: paths play no part."""
-    whole = identity_of(built.run, built.inputs, built.trainer.ranks)
-    found = {name: whole.get(name) for name in PARTS}
-    found["adapter"] = next(iter(whole["adapter"].values()), None)
-    found["data"] = {
+def _identity(built: Built, splits: Mapping[str, Dataset]) -> dict[str, Any]:
+    """The identity of the log-probs, by content: paths play no part."""
+    of_run = identity_of(built.run, built.inputs, built.trainer.ranks)
+    identity = {name: of_run.get(name) for name in PARTS}
+    identity["adapter"] = next(iter(of_run["adapter"].values()), None)
+    identity["data"] = {
         name: hashlib.sha256("".join(part.entry.digest for part in data.parts).encode()).hexdigest()
-        for name, data in _splits(built).items()
+        for name, data in splits.items()
     }
-    found["tokens"] = to_dict(built.run.tokens)
-    if built.inputs.renderer.album is not None:
-        found["pictures"] = built.inputs.renderer.album.identity()
-    return dict(json.loads(json.dumps(found)))
+    identity["tokens"] = to_dict(built.run.tokens)
+    if built.inputs.renderer.image_store is not None:
+        identity["pictures"] = built.inputs.renderer.image_store.identity()
+    return dict(json.loads(json.dumps(identity)))
 
 
 def _compute(built: Built, data: Dataset) -> Tensor:
-    """log-probs of every target of a split, in the order of its samples, the same on every rank."""
+    """The log-probs of every target of a split, in the order of its samples, the same on every rank."""
     trainer, rows = built.trainer, built.run.rows_of(data)
     trainer.scorer.eval()
-    found: dict[str, Tensor] = {}
+    logps: dict[str, Tensor] = {}
     for start in range(0, len(rows), ROWS_AT_A_TIME):
         trees = rows.trees(list(range(start, min(start + ROWS_AT_A_TIME, len(rows)))))
         for packed, is_real in fill_streams(trainer, trees, "log-probs of the reference"):
             logp_N = packed.streams[STREAM]
             for row, name in enumerate(packed.sample_ids if is_real else ()):
-                found[name] = logp_N[packed.row_N == row]
-    for some in trainer.ranks.gather(found):
-        found |= some
-    return torch.cat([found[data.sample_id(index)] for index in range(len(data))])
+                logps[name] = logp_N[packed.row_N == row]
+    for of_rank in trainer.ranks.gather(logps):
+        logps |= of_rank
+    return torch.cat([logps[data.sample_id(index)] for index in range(len(data))])
 
 
-def _by_sample(data: Dataset, logp_N: Tensor) -> Iterator[tuple[str, Tensor]]:
-    sizes = [int(size) for size in data.num_targets]
-    for index, own in enumerate(torch.split(logp_N, sizes)):
-        yield data.sample_id(index), own
-
-
-def _require_distinct(splits: Mapping[str, Dataset]) -> None:
-    """Raise ConfigError where a sample's name stands for one thing in training and for another in evaluation."""
-    parts = [part for data in splits.values() for part in data.parts]
-    digests = {part.path: part.entry.digest for part in parts}
-    both = next((part.path for part in parts if digests[part.path] != part.entry.digest), None)
-    if both is not None:
-        raise ConfigError(
-            f"reference.file is set, and data.train and data.eval both read {both}, in two ways; expected each sample "
-            "to be one thing; copy the file under another name, or take reference.file out"
-        )
-
-
-def _require_size(path: Path, name: str, kept: Mapping[str, Tensor], data: Dataset) -> None:
-    wanted, found = int(data.num_targets.sum()), kept[name].numel() if name in kept else 0
-    if wanted != found:
-        raise ConfigError(
-            f"reference.file={path}: has {found:,} log-probs of data.{name}, which has {wanted:,} targets; expected "
-            "one each; name another file"
-        )
-
-
-def _write(path: Path, kept: dict[str, Tensor], identity: dict[str, Any]) -> None:
+def _write(path: Path, logps: dict[str, Tensor], identity: dict[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        header = json.dumps({"identity": identity, "sha256": _digest(kept)})
-        files.write_bytes(path, save(kept, {HEADER: header}))
+        header = json.dumps({"identity": identity, "sha256": _digest(logps)})
+        files.write_bytes(path, save(logps, {HEADER: header}))
     except OSError as error:
         raise OutputError(
             f"reference.file={path} cannot be written: {error.strerror or error}; expected a place with room; name "
@@ -145,8 +128,8 @@ def _read(path: Path, identity: dict[str, Any]) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
             header = dict(json.loads((file.metadata() or {}).get(HEADER, "{}")))
-            kept = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-        if header.get("sha256") != _digest(kept):
+            logps = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+        if header.get("sha256") != _digest(logps):
             raise ValueError("its numbers are not those that taut wrote")
     except (OSError, SafetensorError, ValueError) as error:
         raise ConfigError(
@@ -154,7 +137,7 @@ def _read(path: Path, identity: dict[str, Any]) -> dict[str, Tensor]:
             "another"
         ) from error
     if header["identity"] == identity:
-        return kept
+        return logps
     differing = differences(header["identity"], identity).refused
     raise ConfigError(
         f"reference.file={path} is of another run: {'; '.join(differing)}; expected log-probs of this model, data and "
@@ -162,6 +145,6 @@ def _read(path: Path, identity: dict[str, Any]) -> dict[str, Tensor]:
     )
 
 
-def _digest(kept: Mapping[str, Tensor]) -> str:
-    arrays = [kept[name].numpy() for name in sorted(kept)]
+def _digest(logps: Mapping[str, Tensor]) -> str:
+    arrays = [logps[name].numpy() for name in sorted(logps)]
     return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()

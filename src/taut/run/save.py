@@ -1,8 +1,8 @@
-"""What a run leaves behind: ``model/`` and ``adapter/`` at its end, ``best/`` meanwhile, each complete and proven; and
-``critic/``, complete. With save.merged=false there is no ``model/``, and ``best/`` is an adapter.
+"""Saving the results of a run: ``model/`` and ``adapter/`` at its end, ``best/`` before, compared with the model in
+training; and ``critic/``. With save.merged=false there is no ``model/``, and ``best/`` is an adapter.
 
-A model is written beside its place, its contract into it, and takes its place when both are there. Where the end cannot
-be written or proven, the training state is kept. Under several ranks all of them call; one writes.
+A model is written to a partial directory with its contract, which is renamed when both are complete. If saving or a
+comparison fails at the end, the training state is saved. All ranks call these functions; one writes.
 """
 
 from __future__ import annotations
@@ -34,23 +34,21 @@ from taut.evals.reload import (
     score,
 )
 from taut.io import files
-from taut.models.critic import Critic
+from taut.methods.aux_models import save_critic
+from taut.methods.method import RunConfig
 from taut.models.lora import is_adapted, save_adapter
 from taut.models.save import copy_processor, make_readable, saving, serving_tokenizer
 from taut.models.scorer import Scorer
-from taut.rl.critic import save_critic
 from taut.run.setup import Built
 from taut.train import distributed
 from taut.train.checkpoint import Checkpoints
 from taut.train.run_dir import ADAPTER, CRITIC, MODEL
-from taut.train.trainer import Trainer
 
 
 def choose_goldens(built: Built) -> list[Question]:
-    """The golden prompts, chosen before training: a row that is gone is told now. For the writer only."""
+    """The golden prompts, on the writer only. Chosen before training, so that a missing row is reported early."""
     run = built.run
-    is_asked = run.save.merged and run.contract.prompts and not run.has_scalar_head
-    if not is_asked or not built.trainer.ranks.is_writer:
+    if not _has_goldens(run) or not built.trainer.ranks.is_writer:
         return []
     split: Literal["eval", "train"] = "eval" if run.data.eval else "train"
     data = built.inputs.train if built.inputs.eval is None else built.inputs.eval
@@ -60,18 +58,26 @@ def choose_goldens(built: Built) -> list[Question]:
     return choose_questions(rows, built.inputs.renderer, run.contract.prompts)
 
 
+def _has_goldens(run: RunConfig) -> bool:
+    return run.save.merged and run.contract.prompts > 0 and not run.has_scalar_head
+
+
 def save_model(
     built: Built, directory: Path, questions: Sequence[Question], checkpoints: Checkpoints
 ) -> Path:
-    """Write what the run trained: the model (merged) to ``directory`` and, with adapters, ``adapter/`` next to it; with
-    save.merged=false ``directory`` is ``adapter/``, alone, and the ``model/`` of fewer steps is removed. Each takes its
-    place once it is proven.
+    """Save the trained model: merged in ``directory`` and, with adapters, ``adapter/`` next to it; with
+    save.merged=false ``directory`` is ``adapter/``, and the ``model/`` of fewer steps is removed. Each gets its final
+    name once it is compared.
 
-    Where that cannot be done or proven, the training state is kept and the run fails, on all ranks.
+    If that fails, the training state is saved and the run fails, on all ranks.
     """
-    ranks, inputs = built.trainer.ranks, built.inputs
-    if built.scorer.critic is not None:
-        _save_critic(built, built.scorer.critic, directory.with_name(CRITIC), checkpoints)
+    ranks, inputs, critic = built.trainer.ranks, built.inputs, built.scorer.critic
+    if critic is not None:  # before the model, whose directory marks a run as complete
+        try:
+            save_critic(critic, directory.with_name(CRITIC), inputs, built.models, ranks)
+        except OutputError as error:
+            rescued = checkpoints.rescue(built.trainer.done, built.trainer.random)
+            raise CheckFailed(f"{error}; {rescued}") from error
     data = inputs.train if inputs.eval is None else inputs.eval
     samples = samples_to_compare(data, [*inputs.new_ids, *inputs.stops.ids])
     logps = score(built.scorer, samples)
@@ -97,33 +103,19 @@ def save_model(
     return directory
 
 
-def _save_critic(built: Built, critic: Critic, directory: Path, checkpoints: Checkpoints) -> None:
-    """Before the model, whose directory says that a run is complete."""
-    inputs = built.inputs
-    try:
-        save_critic(
-            critic,
-            directory,
-            inputs.tokenizer,
-            built.trainer.ranks,
-            stop_ids=inputs.stops.ids,
-            template=inputs.renderer.template.template,
-            dtype=built.models.saved_dtype,
-        )
-    except OutputError as error:
-        rescued = checkpoints.rescue(built.trainer.done, built.trainer.random)
-        raise CheckFailed(f"{error}; {rescued}") from error
-
-
 def _write(built: Built, result: Path, trained: Trained, questions: Sequence[Question]) -> None:
-    """Write, prove and put in place the merged model, the adapter, or both; the writer does this for all ranks."""
+    """Write, compare and rename the merged model, the adapter, or both; the writer does this for all ranks."""
     run, inputs, device = built.run, built.inputs, built.trainer.ranks.device
+    emit = built.trainer.emit
+
+    def emit_comparison(comparison: Comparison) -> None:
+        outcome = "passed" if comparison.is_sound else "failed"
+        name, value, detail = comparison.name, comparison.value, comparison.detail
+        emit("check", name=name, outcome=outcome, value=value, detail=detail)
+
     with ExitStack() as stack:
-        model = (
-            stack.enter_context(_saving_model(built, result, trained.state))
-            if run.save.merged
-            else None
-        )
+        if run.save.merged:
+            model = stack.enter_context(_saving_model(built, result, trained.state))
         adapted: Callable[[], Scorer] | None = None
         if is_adapted(trained.model):
             adapter = result.with_name(ADAPTER)
@@ -136,31 +128,31 @@ def _write(built: Built, result: Path, trained: Trained, questions: Sequence[Que
                 run.trust_remote_code,
                 run.new_head(),
             )
-        if model is None:
+        if not run.save.merged:
             assert adapted is not None, "save.merged=false is refused without adapters"
             comparison = compare_adapted(trained, adapted())
-            _emit(built.trainer, comparison)
+            emit_comparison(comparison)
             require_sound([comparison])
-            _emit_contract(
-                built.trainer,
-                0,
-                "save.merged=false; `taut merge` writes the model and its contract",
+            num_goldens = 0
+            detail = "save.merged=false; `taut merge` writes the model and its contract"
+        else:
+            origin = Origin(
+                trained=trained,
+                questions=questions,
+                stops=inputs.stops,
+                config=run.contract,
+                device=device,
+                trust_remote_code=run.trust_remote_code,
+                adapted=adapted,
             )
-            return
-        origin = Origin(
-            trained=trained,
-            questions=questions,
-            stops=inputs.stops,
-            config=run.contract,
-            device=device,
-            trust_remote_code=run.trust_remote_code,
-            adapted=adapted,
-        )
-        began = time.perf_counter()
-        contract = seal(model, origin, partial(_emit, built.trainer))
-        seconds = time.perf_counter() - began
-        answered = f"golden prompts answered; {seconds:.1f} s with what is compared"
-        _emit_contract(built.trainer, len(contract.goldens), contract.note or answered)
+            began = time.perf_counter()
+            contract = seal(model, origin, emit_comparison)
+            seconds = time.perf_counter() - began
+            num_goldens = len(contract.goldens)
+            answered = f"golden prompts answered; {seconds:.1f} s with what is compared"
+            detail = contract.note or answered
+        outcome = "passed" if num_goldens else "skipped"
+        emit("check", name="contract", outcome=outcome, value=num_goldens, detail=detail)
 
 
 def _saving_model(
@@ -182,26 +174,26 @@ def _saving_model(
 def _saving_adapter(
     built: Built, directory: Path, state: Mapping[str, Tensor] | None
 ) -> Iterator[Path]:
-    """Write the adapter and its tokenizer; they replace ``directory`` when the block ends. Where it raises, nothing is
-    replaced.
+    """Write the adapter and its tokenizer to a partial directory, which replaces ``directory`` when the block ends. If
+    the block raises, nothing is replaced.
     """
     inputs, model = built.inputs, built.scorer.model
-    beside = directory.with_name(f".{directory.name}.partial")
+    partial_directory = directory.with_name(f".{directory.name}.partial")
     template = inputs.renderer.template.template
     has_scalar = built.run.has_scalar_head
     served = serving_tokenizer(inputs.tokenizer, inputs.stops.ids, template, has_scalar=has_scalar)
     try:
         with _naming(directory):
-            shutil.rmtree(beside, ignore_errors=True)
-            save_adapter(model, beside, state)
-            copy_processor(model, beside, has_template=template is not None)
-            make_readable(beside)
-            served.save_pretrained(beside)
-        yield beside
+            shutil.rmtree(partial_directory, ignore_errors=True)
+            save_adapter(model, partial_directory, state)
+            copy_processor(model, partial_directory, has_template=template is not None)
+            make_readable(partial_directory)
+            served.save_pretrained(partial_directory)
+        yield partial_directory
         with _naming(directory):
-            files.replace_directory(beside, directory)
+            files.replace_directory(partial_directory, directory)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(partial_directory, ignore_errors=True)
 
 
 @contextmanager
@@ -215,23 +207,13 @@ def _naming(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def _emit(trainer: Trainer, found: Comparison) -> None:
-    outcome = "passed" if found.is_sound else "failed"
-    trainer.emit("check", name=found.name, outcome=outcome, value=found.value, detail=found.detail)
-
-
-def _emit_contract(trainer: Trainer, num_goldens: int, detail: str) -> None:
-    outcome = "passed" if num_goldens else "skipped"
-    trainer.emit("check", name="contract", outcome=outcome, value=num_goldens, detail=detail)
-
-
 def save_best(built: Built, directory: Path, finish: Callable[[Path], None]) -> None:
-    """Write the model as it is now (merged, or its adapter alone: save.merged); it takes its place once ``finish`` has
-    completed it.
+    """Save the current model (merged, or its adapter alone: save.merged) in ``directory``. ``finish`` completes the
+    partial directory before it is renamed.
     """
     run, ranks = built.run, built.trainer.ranks
-    whole = distributed.full_state_dict(built.scorer.model, ranks)
-    state = whole if ranks.size > 1 else None
+    full_state = distributed.full_state_dict(built.scorer.model, ranks)
+    state = full_state if ranks.size > 1 else None
     if ranks.is_writer and run.save.merged:
         with _saving_model(built, directory, state) as partial_directory:
             seal_best(partial_directory, built.inputs.stops, run.contract, run.trust_remote_code)
@@ -243,13 +225,12 @@ def save_best(built: Built, directory: Path, finish: Callable[[Path], None]) -> 
 
 
 def answer_for_best(built: Built, best: Path, questions: Sequence[Question]) -> None:
-    """The best model's answers to the golden prompts, into its contract: once, when the best is known."""
+    """Add the best model's answers to the golden prompts to its contract, once training has ended."""
     run, trainer = built.run, built.trainer
-    is_asked = run.save.merged and run.contract.prompts and not run.has_scalar_head
-    if trainer.ranks.is_writer and best.is_dir() and is_asked:
+    if trainer.ranks.is_writer and best.is_dir() and _has_goldens(run):
         use = room_for(built.scorer.model, trainer.ranks.device), run.trust_remote_code
         try:
             answer_best(best, questions, built.inputs.stops, run.contract, use)
-        except (TautError, OSError) as error:  # the model itself is in place
+        except (TautError, OSError) as error:  # the model itself is saved
             trainer.emit("warning", name="best", detail=f"{best} has no golden answers: {error}")
     trainer.ranks.barrier()

@@ -1,8 +1,8 @@
-"""A configuration and its inputs -> models -> a trainer that is ready to train.
+"""A run that is ready to train, made of its configuration and inputs by ``build``: the models, then the trainer.
 
-``load_models`` makes the models and ``build_trainer`` the trainer. The steps of ``load_models`` can be called one by
-one, so that ``checks`` can say which of them fails. Nothing is written. What is chosen for the user is a ``Decision``
-with its reason.
+``build_trainer`` and the steps that make the models (``load``, ``adapt``, ``join_models``) can be called separately, so
+that ``checks`` can report which of them fails. Nothing is written. What is chosen for the user is a ``Decision`` with
+its reason.
 """
 
 from __future__ import annotations
@@ -10,22 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from taut.attention.select import Chosen, select
 from taut.config import Decision
 from taut.data.batching import START, Budget, CostModel
 from taut.data.packing import PackPolicy
 from taut.errors import ModelError
-from taut.inference.local import LocalEngine
-from taut.methods.inputs import Inputs, Loaded, Models, Plan
+from taut.methods.inputs import Inputs, Loaded, Models, Plan, engine_of
 from taut.methods.method import RunConfig
 from taut.models import architecture
-from taut.models.load import checkpoint_dtype, context_length, freeze, load_model
+from taut.models.attention_backends import Chosen, select
+from taut.models.load import checkpoint_dtype, freeze, load_model
 from taut.models.lora import apply_lora, choose_rows, describe_targets
 from taut.models.noise import install_noise, remove_dropout
 from taut.models.precision import (
@@ -49,14 +47,7 @@ from taut.train.signals import Interrupts
 from taut.train.trainer import Lookahead, StepSource, Trainer, emit_nowhere
 
 ALONE_TOKENS = 1024
-"""How many tokens of the first step are also run one sample at a time."""
-
-
-class Adapted(NamedTuple):
-    """A loaded model with adapters and added tokens, without what is frozen."""
-
-    model: nn.Module
-    decisions: list[Decision]
+"""Tokens of the first step that are also run one sample at a time."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +59,11 @@ class Built:
     models: Models
     trainer: Trainer
     opened: list[Decision] = field(default_factory=list)
-    """What was settled for the user when the run's engine, rewards and evaluations were opened."""
+    """Decisions made when the run's engine, rewards and evaluations were opened."""
 
     @property
     def decisions(self) -> list[Decision]:
-        """All that was settled for the user so far."""
+        """All decisions so far."""
         return [*self.inputs.decisions, *self.models.decisions, *self.opened]
 
     @property
@@ -88,28 +79,21 @@ def build(
     emit: Callable[..., None] = emit_nowhere,
     interrupts: Interrupts | None = None,
 ) -> Built:
-    """The models and the trainer of a run; everything is in force or refused when this returns."""
-    models = load_models(run, inputs, plan, ranks)
+    """The models and the trainer of a run; every setting is applied or refused when this returns."""
+    loaded = load(run, inputs, ranks)
+    adapted = adapt(run, inputs, loaded.model)
+    model, _ = adapted
+    require_trained(model, rows_to_train(run, inputs, model))
+    models = join_models(run, inputs, ranks, loaded, adapted, compared=plan)
     trainer = build_trainer(run, inputs, models, plan, ranks, emit, interrupts)
     return Built(run, inputs, models, trainer)
 
 
-# --------------------------------------------------------------------------------------------------
-# Models: loaded, adapted, joined with those next to the policy, sharded.
-
-
-def load_models(run: RunConfig, inputs: Inputs, plan: Plan, ranks: Ranks) -> Models:
-    """The policy with its adapters, and the models next to it, sharded. A run from its first step also gets the
-    library's own log-probs of some of the first step's samples, which its first step is compared with.
-    """
-    loaded = load(run, inputs, ranks)
-    adapted = adapt(run, inputs, loaded.model)
-    require_trained(adapted.model, rows_to_train(run, inputs, adapted.model))
-    return join_models(run, inputs, ranks, loaded, adapted, compared=plan)
+# -- models
 
 
 def load(run: RunConfig, inputs: Inputs, ranks: Ranks) -> Loaded:
-    """The model, with what was asked of attention and dtype in force."""
+    """The model, with the attention and dtype of the run."""
     dtype, chosen, decisions = choose(run, inputs, ranks.device)
     head = run.new_head()
     read = load_model if head is None else partial(load_reward_model, head=head)
@@ -120,171 +104,32 @@ def load(run: RunConfig, inputs: Inputs, ranks: Ranks) -> Loaded:
         attention=chosen.implementation,
         trust_remote_code=run.trust_remote_code,
     )
-    find_processor(model)  # while it can be had: it is saved at the end
+    find_processor(model)  # while its files exist: it is saved at the end
     one_sample = "; ".join(one_sample_reasons(model, inputs.longest)) or None
     return Loaded(model, dtype, chosen, one_sample, decisions)
 
 
-def join_models(
-    run: RunConfig,
-    inputs: Inputs,
-    ranks: Ranks,
-    loaded: Loaded,
-    adapted: Adapted,
-    *,
-    compared: Plan | None = None,
-) -> Models:
-    """A loaded and adapted policy and the models next to it, sharded. ``compared``: the steps whose first one is
-    compared with the library; None: none is.
-    """
-    model, reasons = adapted
-    decisions = [*loaded.decisions, *reasons]
-    dtype, one_sample = loaded.dtype.dtype, loaded.one_sample
-    noise = install_noise(model, run.noise, run.seed)
-    is_compared = noise is None and not run.has_scalar_head
-    # What is generated is compared with its engine instead.
-    is_compared = is_compared and not run.generates
-    library = {}
-    if compared is not None and compared.cursor == START and is_compared:
-        library = _library_logps(compared.method, model, dtype, ranks.device)
-    policy, reasons = build_policy(run, one_sample, has_noise=noise is not None)
-    decisions.extend(reasons)
-    _recompute(run, model, dtype, ranks)
-    if one_sample and run.couples_samples:
-        raise ModelError(
-            f"model={run.model}: it runs one sample at a time ({one_sample}), and "
-            f"{run.command()} compares samples; expected a model that packs"
-        )
-    beside = run.models()
-    teacher, reasons = beside.load_teacher(run, inputs, loaded, model, ranks)
-    decisions.extend(reasons)
-    critic, reasons = beside.load_critic(run, inputs, loaded, model, ranks)
-    decisions.extend(reasons)
-    scorer = Scorer(model, teacher, critic)
-    budget = build_budget(run, model, ranks, one_sample=one_sample is not None)
-    distributed.shard(scorer, shards_of(scorer), ranks)
-    roles, reasons = beside.build_roles(run, inputs, loaded, scorer, ranks)
-    decisions.extend(reasons)
-    return Models(
-        scorer=scorer,
-        loaded=loaded,
-        roles=roles,
-        noise=noise,
-        policy=policy,
-        budget=budget,
-        library_logps=library,
-        compute=partial(compute_context, dtype, ranks.device),
-        compute_backward=partial(backward_context, dtype),
-        saved_dtype=checkpoint_dtype(inputs.config),
-        decisions=decisions,
-    )
+def choose(
+    run: RunConfig, inputs: Inputs, device: torch.device
+) -> tuple[ChosenDtype, Chosen, list[Decision]]:
+    """The compute dtype and the attention backend, and the reasons."""
+    dtype = resolve_dtype(run.dtype, device)
+    chosen = select(run.attention, device, dtype.dtype, inputs.config)
+    name = str(dtype.dtype).removeprefix("torch.")
+    decisions = [
+        Decision("dtype", name, dtype.reason),
+        Decision("attention", chosen.name, chosen.reason),
+    ]
+    return dtype, chosen, decisions
 
 
-# --------------------------------------------------------------------------------------------------
-# The trainer: all that the loop works with.
-
-
-def build_trainer(
-    run: RunConfig,
-    inputs: Inputs,
-    models: Models,
-    plan: Plan,
-    ranks: Ranks,
-    emit: Callable[..., None] = emit_nowhere,
-    interrupts: Interrupts | None = None,
-) -> Trainer:
-    """The trainer of a run, whole: nothing is assigned to it from here on, and only the loop advances it. ``emit``
-    writes events, once the output directory is claimed.
-    """
-    scorer, loaded, album = models.scorer, models.loaded, inputs.renderer.album
-    method, num_steps, _ = plan
-    pace, rates = run.models().critic_pace(run), rates_of(run, scorer)
-    trainer = Trainer(
-        scorer=scorer,
-        method=method,
-        optimizer=build_optimizer(scorer, run.resolved_optim, pace, rates),
-        learning_rate=partial(learning_rate, total=num_steps, config=run.resolved_optim),
-        num_steps=num_steps,
-        budget=models.budget,
-        policy=models.policy,
-        ranks=ranks,
-        compute=models.compute,
-        compute_backward=models.compute_backward,
-        noise=models.noise,
-        fit=build_fit(
-            run.batch,
-            ranks,
-            one_sample=loaded.one_sample,
-            recomputes=run.activation_checkpointing,
-        ),
-        roles=models.roles,
-        clip_grad_norm=run.optim.clip_grad_norm,
-        monitors=[
-            FirstStep(models.library_logps, TOLERANCE[loaded.dtype.dtype]),
-            Untouched.watching(scorer),
-            Spikes(),
-            Divergence(run.divergence),
-            *run.monitors(method),
-        ],
-        before_step=[] if album is None or run.generates else [Lookahead(album)],
-        emit=emit,
-        interrupts=Interrupts() if interrupts is None else interrupts,
-    )
-    run.connect(trainer, inputs, models, engine_of(inputs, models, ranks))
-    return trainer
-
-
-def shards_of(scorer: Scorer) -> list[nn.Module]:
-    """What is sharded by itself: the policy's layers, and a critic's. A vision tower goes with the root: how often its
-    blocks run depends on a rank's pictures, and each run of a shard is a collective.
-    """
-    critic = [] if scorer.critic is None else scorer.critic.shards
-    return [*critic, *architecture.layers(scorer.model)]
-
-
-def rates_of(run: RunConfig, scorer: Scorer) -> dict[str, Rate]:
-    """The learning rates that parameters of the policy have of their own, by name in the scorer."""
-    rates = run.optim.rates
-    named = architecture.assign_patterns(scorer.model, rates, "optim.rates")
-    return {f"model.{name}": Rate(key, rates[key]) for name, key in named.items()}
-
-
-def _recompute(run: RunConfig, model: nn.Module, dtype: torch.dtype, ranks: Ranks) -> None:
-    """Have activations computed again in backward, where that is asked for."""
-    if run.activation_checkpointing:
-        contexts = partial(recompute_contexts, dtype, ranks.device)
-        architecture.unwrap(model).activation_checkpointing_enable(
-            {"use_reentrant": False, "context_fn": contexts}
-        )
-
-
-def engine_of(inputs: Inputs, models: Models, ranks: Ranks) -> Callable[..., LocalEngine]:
-    """Makes an engine on the weights that train."""
-    return partial(
-        LocalEngine,
-        models.scorer,
-        inputs.tokenizer,
-        inputs.stops.ids,
-        context=context_length(inputs.config),
-        compute=models.compute,
-        ranks=ranks,
-    )
-
-
-def rows_to_train(run: RunConfig, inputs: Inputs, model: nn.Module) -> dict[int, str]:
-    """Rows of the embedding and the head that have to train, and why; empty where all of the model trains."""
-    if not run.lora.is_on and not run.freeze:
-        return {}
-    ends = {index: inputs.token(index) for index in inputs.stops.turn_ends}
-    added = {index: f"{inputs.token(index)}: added by tokens.add" for index in inputs.new_ids}
-    return untrained_rows(model, ends) | added
-
-
-def adapt(run: RunConfig, inputs: Inputs, model: PreTrainedModel) -> Adapted:
-    """The model with its added tokens and adapters, without what is frozen."""
+def adapt(
+    run: RunConfig, inputs: Inputs, model: PreTrainedModel
+) -> tuple[nn.Module, list[Decision]]:
+    """The model with its added tokens and adapters, frozen parts excluded from training, and the decisions."""
     add_tokens(model, inputs.new_ids)
     if not run.lora.is_on and not run.freeze and not architecture.has_parts(model):
-        return Adapted(model, [])
+        return model, []
     needed = rows_to_train(run, inputs, model)
     ends = {index: inputs.token(index) for index in inputs.stops.turn_ends}
     rows = choose_rows(model, run.lora, needed, ends)
@@ -293,7 +138,7 @@ def adapt(run: RunConfig, inputs: Inputs, model: PreTrainedModel) -> Adapted:
         ids = next(iter(rows.values()))
         why = "; ".join(needed.get(index, f"{inputs.token(index)}: ends a turn") for index in ids)
         names = " and ".join(rows)
-        decisions.append(Decision("lora.train_rows", f"{len(ids)} of {names}", why))
+        decisions.append(Decision("lora.train_token_rows", f"{len(ids)} of {names}", why))
     adapted = apply_lora(model, run.lora, run.seed, rows)
     if run.lora.is_on and architecture.has_parts(model):
         decisions.append(Decision("lora.targets", *describe_targets(adapted, run.lora)))
@@ -310,28 +155,85 @@ def adapt(run: RunConfig, inputs: Inputs, model: PreTrainedModel) -> Adapted:
     if idle:
         reason = f"{idle[0]}{' and others' if len(idle) > 1 else ''}: no feature of a picture depends on it"
         decisions.append(Decision("frozen", f"{len(idle)} tensors", reason))
-    return Adapted(adapted, decisions)
+    return adapted, decisions
 
 
-def choose(
-    run: RunConfig, inputs: Inputs, device: torch.device
-) -> tuple[ChosenDtype, Chosen, list[Decision]]:
-    """The compute dtype and the attention backend, and why these."""
-    dtype = resolve_dtype(run.dtype, device)
-    chosen = select(run.attention, device, dtype.dtype, inputs.config)
-    name = str(dtype.dtype).removeprefix("torch.")
-    decisions = [
-        Decision("dtype", name, dtype.reason),
-        Decision("attention", chosen.name, chosen.reason),
-    ]
-    return dtype, chosen, decisions
+def rows_to_train(run: RunConfig, inputs: Inputs, model: nn.Module) -> dict[int, str]:
+    """Rows of the embedding and the head that have to train, and why; empty where the whole model trains."""
+    if not run.lora.is_on and not run.freeze:
+        return {}
+    ends = {index: inputs.token(index) for index in inputs.stops.turn_ends}
+    added = {index: f"{inputs.token(index)}: added by tokens.add" for index in inputs.new_ids}
+    return untrained_rows(model, ends) | added
+
+
+def join_models(
+    run: RunConfig,
+    inputs: Inputs,
+    ranks: Ranks,
+    loaded: Loaded,
+    adapted: tuple[nn.Module, list[Decision]],
+    *,
+    compared: Plan | None = None,
+) -> Models:
+    """A loaded and adapted policy and the auxiliary models, sharded. ``compared``: a plan whose first step is compared
+    with the library's own log-probs; None: no comparison.
+    """
+    model, reasons = adapted
+    decisions = [*loaded.decisions, *reasons]
+    dtype, one_sample = loaded.dtype.dtype, loaded.one_sample
+    noise = install_noise(model, run.noise, run.seed)
+    is_compared = noise is None and not run.has_scalar_head
+    # A run that generates is compared with its engine instead.
+    is_compared = is_compared and not run.generates
+    logps: dict[str, Tensor] = {}
+    if compared is not None and compared.cursor == START and is_compared:
+        logps = _library_logps(compared.source, model, dtype, ranks.device)
+    policy, reasons = build_policy(run, one_sample, has_noise=noise is not None)
+    decisions.extend(reasons)
+    if run.activation_checkpointing:
+        contexts = partial(recompute_contexts, dtype, ranks.device)
+        architecture.unwrap(model).activation_checkpointing_enable(
+            {"use_reentrant": False, "context_fn": contexts}
+        )
+    if one_sample and "pair" in run.loss().units.values():
+        raise ModelError(
+            f"model={run.model}: it runs one sample at a time ({one_sample}), and "
+            f"{run.command()} compares samples; expected a model that packs"
+        )
+    others = run.models()
+    teacher, reasons = others.load_teacher(run, inputs, loaded, model, ranks)
+    decisions.extend(reasons)
+    critic, reasons = others.load_critic(run, inputs, loaded, model, ranks)
+    decisions.extend(reasons)
+    scorer = Scorer(model, teacher, critic)
+    budget = build_budget(run, model, ranks, one_sample=one_sample is not None)
+    # Layers are sharded separately. A vision tower is sharded with the root: how often its blocks run depends on a
+    # rank's images, and each run of a shard is a collective.
+    layers = [*([] if critic is None else critic.shards), *architecture.layers(model)]
+    distributed.shard(scorer, layers, ranks)
+    roles, reasons = others.build_roles(run, inputs, loaded, scorer, ranks)
+    decisions.extend(reasons)
+    return Models(
+        scorer=scorer,
+        loaded=loaded,
+        roles=roles,
+        noise=noise,
+        policy=policy,
+        budget=budget,
+        library_logps=logps,
+        compute=partial(compute_context, dtype, ranks.device),
+        compute_backward=partial(backward_context, dtype),
+        saved_dtype=checkpoint_dtype(inputs.config),
+        decisions=decisions,
+    )
 
 
 def _library_logps(
-    method: StepSource, model: nn.Module, dtype: torch.dtype, device: torch.device
+    source: StepSource, model: nn.Module, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """log-probs of some of the first step's samples, run alone through the library's own path."""
-    samples = {s.id: s for tree in method.prepare(1) for s in tree.samples}
+    """The library's own log-probs of some of the first step's samples, each run alone."""
+    samples = {s.id: s for tree in source.prepare(1) for s in tree.samples}
     chosen = ids_to_compare([(s.id, s.num_tokens) for s in samples.values()], ALONE_TOKENS)
     with torch.no_grad(), compute_context(dtype, device):
         return {name: library_logps(model, samples[name], device) for name in chosen}
@@ -340,7 +242,7 @@ def _library_logps(
 def build_policy(
     run: RunConfig, one_sample: str | None, *, has_noise: bool
 ) -> tuple[PackPolicy, list[Decision]]:
-    """How prefixes are shared, and why not where they were asked for. ``one_sample``: why nothing is packed."""
+    """How samples share prefixes, and why not if batch.share_prefixes is set. ``one_sample``: why nothing is packed."""
     decisions = [Decision("packing", "one sample at a time", one_sample)] if one_sample else []
     obstacle = (
         "noise belongs to one sample, a shared prefix to several" if has_noise else one_sample
@@ -361,3 +263,62 @@ def build_budget(run: RunConfig, model: nn.Module, ranks: Ranks, *, one_sample: 
         min_saved_tokens=run.batch.min_saved_tokens,
         one_sample=one_sample,
     )
+
+
+# -- the trainer
+
+
+def build_trainer(
+    run: RunConfig,
+    inputs: Inputs,
+    models: Models,
+    plan: Plan,
+    ranks: Ranks,
+    emit: Callable[..., None] = emit_nowhere,
+    interrupts: Interrupts | None = None,
+) -> Trainer:
+    """The complete trainer of a run: nothing is assigned to it from outside after this, and only the loop advances it.
+    ``emit`` writes events, once the output directory is claimed.
+    """
+    scorer, loaded, image_store = models.scorer, models.loaded, inputs.renderer.image_store
+    source, num_steps, _ = plan
+    optim = run.resolved_optim
+    keys = architecture.assign_patterns(
+        scorer.model, optim.group_learning_rates, "optim.group_learning_rates"
+    )
+    rates = {
+        f"model.{name}": Rate(key, optim.group_learning_rates[key]) for name, key in keys.items()
+    }
+    trainer = Trainer(
+        scorer=scorer,
+        source=source,
+        optimizer=build_optimizer(scorer, optim, run.models().critic_pace(run), rates),
+        learning_rate=partial(learning_rate, total=num_steps, config=optim),
+        num_steps=num_steps,
+        budget=models.budget,
+        policy=models.policy,
+        ranks=ranks,
+        compute=models.compute,
+        compute_backward=models.compute_backward,
+        noise=models.noise,
+        fit=build_fit(
+            run.batch,
+            ranks,
+            one_sample=loaded.one_sample,
+            recomputes=run.activation_checkpointing,
+        ),
+        roles=models.roles,
+        clip_grad_norm=optim.clip_grad_norm,
+        monitors=[
+            FirstStep(models.library_logps, TOLERANCE[loaded.dtype.dtype]),
+            Untouched.watching(scorer),
+            Spikes(),
+            Divergence(run.loss_monitor),
+            *run.monitors(source),
+        ],
+        before_step=[] if image_store is None or run.generates else [Lookahead(image_store.expect)],
+        emit=emit,
+        interrupts=Interrupts() if interrupts is None else interrupts,
+    )
+    run.connect(trainer, inputs, models, engine_of(inputs, models, ranks))
+    return trainer

@@ -159,14 +159,28 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def prepare(self) -> None:
-        """Before training: remove leftovers of a killed run, check the free disk space, allocate the buffers."""
+        """Before training: remove leftovers of a killed run, check the free disk space, allocate the buffers.
+
+        Raises OutputError where the disk cannot hold the kept checkpoints and the one being written.
+        """
         every, keep_best = self.config.every, self.config.keep_best
         if self.ranks.is_writer and self.folder.is_dir():
             files.clear_leftovers(self.folder)
         if not (every or keep_best):
             return
         state = sharded.training_state(self.scorer, self.optimizer)
-        self._require_room(int(self.ranks.sum([sharded.num_bytes(state)])[0]))
+        num_bytes = int(self.ranks.sum([sharded.num_bytes(state)])[0])
+        if self.ranks.is_writer:
+            needed = self.config.max_count(self.num_steps) * num_bytes + SPARE
+            place = next(p for p in (self.folder, *self.folder.parents) if p.exists())
+            held = sum(f.stat().st_size for path in complete(self.folder) for f in path.iterdir())
+            free = shutil.disk_usage(place).free + held
+            if free < needed:
+                raise OutputError(
+                    f"checkpoint.keep={self.config.keep} takes up to {needed / 1e9:.2f} GB in {self.folder} and "
+                    f"{free / 1e9:.2f} GB are free; expected room for them; free some, or set checkpoint.keep or "
+                    "checkpoint.every=0"
+                )
         saves_while_training = keep_best or every < self.num_steps
         if self.config.background and saves_while_training:
             self._room = self._thread.submit(sharded.allocate, state)
@@ -272,13 +286,16 @@ class Checkpoints:
 
     def resume(self, saved: Saved) -> None:
         """Restore the state of ``saved``: tensors, memories, generators."""
-        remembered = {
-            name: _validated(
-                memory.remembered, saved.meta.memories[name], f"memories.{name}", saved
-            )
-            for name, memory in self.memories.items()
-            if name in saved.meta.memories
-        }
+        remembered = {}
+        for name, value in saved.meta.memories.items():
+            if name not in self.memories:
+                continue
+            adapter = pydantic.TypeAdapter(self.memories[name].remembered)
+            try:
+                remembered[name] = adapter.validate_python(value, strict=True)
+            except pydantic.ValidationError as error:
+                trouble = f"{saved.path / META}: memories.{name}: {first_problem(error)}"
+                raise _unusable(saved, trouble) from error
         state = sharded.training_state(self.scorer, self.optimizer)
         try:
             sharded.read(state, saved.path, self.ranks)
@@ -297,13 +314,22 @@ class Checkpoints:
         began, side = time.perf_counter(), self._side
         final = self.folder / f"step-{step:06d}"
         partial = self.folder / f".{final.name}.partial"
+
+        def digests() -> dict[str, str]:
+            """The SHA-256 of this rank's share of the files."""
+            names = sorted(path.name for path in partial.iterdir())
+            return {name: files.digest(partial / name) for name in names[side.rank :: side.size]}
+
         try:
             _together(side, lambda: self._make_place(partial, sharded.num_bytes(state)))
             sharded.write(state, partial, side)
-            digests = _together(side, lambda: _digests(partial, side))
+            parts: list[dict[str, str]] = _together(side, digests)
+            body = {
+                **meta,
+                "files": {name: value for part in parts for name, value in part.items()},
+            }
             missing: list[list[str]] = _together(
-                side,
-                lambda: self._complete(partial, final, meta, digests) if side.is_writer else [],
+                side, lambda: self._complete(partial, final, body) if side.is_writer else []
             )
         except OSError:
             if side.is_writer:
@@ -312,26 +338,19 @@ class Checkpoints:
         return Written(step, final, time.perf_counter() - began, missing[0])
 
     def _make_place(self, partial: Path, num_bytes: int) -> None:
-        total = int(self._side.sum([num_bytes])[0])
+        needed = int(self._side.sum([num_bytes])[0]) + SPARE
         if not self._side.is_writer:
             return
         if not (self.folder.parent / MARK).is_file():
             raise OSError(f"{self.folder.parent} was removed or emptied while the run was writing")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        needed, free = total + SPARE, shutil.disk_usage(self.folder).free
+        free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise OSError(f"{needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free")
 
-    def _complete(
-        self,
-        partial: Path,
-        final: Path,
-        meta: dict[str, Any],
-        digests: list[dict[str, str]],
-    ) -> list[str]:
+    def _complete(self, partial: Path, final: Path, body: dict[str, Any]) -> list[str]:
         """Rename a written checkpoint, remove old ones, and return the names of those that something else removed."""
-        body = {**meta, "files": {name: value for part in digests for name, value in part.items()}}
         text = json.dumps({"sha256": _digest_of(body), **body})
         if len(text) > META_LIMIT:
             raise OSError(
@@ -355,21 +374,6 @@ class Checkpoints:
         for path in complete(self.folder)[: -self.config.keep]:
             if not (self.config.keep_best and step_of(path) == best):
                 files.remove_directory(path)
-
-    def _require_room(self, num_bytes: int) -> None:
-        """Raise OutputError where the disk cannot hold the kept checkpoints and the one being written."""
-        if not self.ranks.is_writer:
-            return
-        needed = self.config.max_count(self.num_steps) * num_bytes + SPARE
-        place = next(p for p in (self.folder, *self.folder.parents) if p.exists())
-        held = sum(f.stat().st_size for path in complete(self.folder) for f in path.iterdir())
-        free = shutil.disk_usage(place).free + held
-        if free < needed:
-            raise OutputError(
-                f"checkpoint.keep={self.config.keep} takes up to {needed / 1e9:.2f} GB in {self.folder} and "
-                f"{free / 1e9:.2f} GB are free; expected room for them; free some, or set checkpoint.keep or "
-                "checkpoint.every=0"
-            )
 
 
 def find_newest(
@@ -413,14 +417,6 @@ def set_aside(folder: Path, after_step: int) -> None:
         path.rename(path.with_name(f"damaged-{path.name}-{int(time.time())}"))
 
 
-def _validated(kind: Any, value: Any, key: str, saved: Saved) -> Any:
-    """An entry of ``memories``, whose type only its owner knows. Raises OutputError where the type differs."""
-    try:
-        return pydantic.TypeAdapter(kind).validate_python(value, strict=True)
-    except pydantic.ValidationError as error:
-        raise _unusable(saved, f"{saved.path / META}: {key}: {first_problem(error)}") from error
-
-
 def _unusable(saved: Saved, reason: str) -> OutputError:
     return OutputError(
         f"resume=true: {reason}; expected the files as they were written; bring them back, or remove {saved.path} "
@@ -429,8 +425,8 @@ def _unusable(saved: Saved, reason: str) -> OutputError:
 
 
 def _read(path: Path, ranks: Ranks) -> tuple[Saved | None, str]:
-    """A checkpoint with all files intact, or the damage."""
-    trouble = ""
+    """A checkpoint with all files intact, or the first damage. The ranks share the files."""
+    trouble: str | None = None
     meta: Meta | None = None
     try:
         body = files.read_json(path / META, META_LIMIT)
@@ -441,7 +437,16 @@ def _read(path: Path, ranks: Ranks) -> tuple[Saved | None, str]:
             )
         else:
             meta = Meta.model_validate_json(json.dumps(body))
-            trouble = _damage(path, meta, ranks)
+            step = step_of(path)
+            mine = sorted(meta.files.items())[ranks.rank :: ranks.size]
+            if {step, meta.cursor[0]} != {meta.step}:
+                trouble = f"{path / META} is of step {meta.step} and of cursor {meta.cursor[0]}; expected {step}"
+            elif odd := next((name for name in meta.files if Path(name).name != name), None):
+                trouble = f"{path / META} names the file {odd!r}; expected files in {path}"
+            elif damage := files.first_damaged(path, mine):
+                trouble = damage
+            else:
+                sharded.read_index(path)
     except pydantic.ValidationError as error:
         trouble = f"{path / META} is no checkpoint of taut's: {first_problem(error)}"
     except OutputError as error:
@@ -452,25 +457,6 @@ def _read(path: Path, ranks: Ranks) -> tuple[Saved | None, str]:
         trouble = f"{path / META} cannot be read ({error})"
     troubles = [text for text in ranks.gather(trouble) if text]
     return (None, troubles[0]) if troubles or meta is None else (Saved(path, meta), "")
-
-
-def _damage(path: Path, meta: Meta, ranks: Ranks) -> str:
-    """The first damage of a checkpoint; empty where it is intact. The ranks share the files."""
-    if {step_of(path), meta.cursor[0]} != {meta.step}:
-        return f"{path / META} is of step {meta.step} and of cursor {meta.cursor[0]}; expected {step_of(path)}"
-    if odd := next((name for name in meta.files if Path(name).name != name), None):
-        return f"{path / META} names the file {odd!r}; expected files in {path}"
-    mine = sorted(meta.files.items())[ranks.rank :: ranks.size]
-    if trouble := files.first_damaged(path, mine):
-        return trouble
-    sharded.read_index(path)
-    return ""
-
-
-def _digests(directory: Path, ranks: Ranks) -> dict[str, str]:
-    """The SHA-256 of this rank's share of a checkpoint's files."""
-    names = sorted(path.name for path in directory.iterdir())
-    return {name: files.digest(directory / name) for name in names[ranks.rank :: ranks.size]}
 
 
 def _digest_of(body: Mapping[str, Any]) -> str:

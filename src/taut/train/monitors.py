@@ -57,7 +57,7 @@ WARN_HIGH, WARN_ZERO = 3, 2
 
 
 @configclass
-class DivergenceConfig:
+class LossMonitorConfig:
     """When training counts as diverged and stops. Before that the run warns, and saves no checkpoint meanwhile."""
 
     loss_ratio: Annotated[float, Field(gt=1)] = 3.0
@@ -69,7 +69,7 @@ class DivergenceConfig:
     """Stop when the loss exceeds its limit in more than half of this many last steps. 0: warn only."""
     zero_gradient_steps: Annotated[int, Field(ge=0)] = 5
     """Stop after this many consecutive steps with a gradient norm of exactly zero. 0: warn only. Steps of grpo and ppo
-    in which all advantages are zero do not count (see guard.max_silent)."""
+    in which all advantages are zero do not count (see rollout_monitor.max_without_signal)."""
 
 
 @dataclass
@@ -148,7 +148,7 @@ class Untouched:
             )
         flags = [float(bool(p.grad.any())) for p in self.names]  # type: ignore[union-attr]
         reached = trainer.ranks.max(flags)
-        if not (trainer.method.loss.is_cost or _has_advantages(report, trainer)):
+        if not (trainer.source.loss.is_cost or _has_advantages(report, trainer)):
             return
         if any(report.step <= group["waits"] for group in trainer.optimizer.param_groups):
             return
@@ -231,7 +231,7 @@ class Divergence:
     """
 
     remembered: ClassVar[Any] = DivergenceState
-    config: DivergenceConfig
+    config: LossMonitorConfig
     first: float | None = None
     """The loss of step 1."""
     baseline: float | None = None
@@ -248,9 +248,13 @@ class Divergence:
     """The reported problem, while it lasts."""
 
     def __call__(self, report: StepReport, trainer: Trainer) -> None:
-        loss = trainer.method.loss
+        loss = trainer.source.loss
         if loss.is_cost:
-            self._take_baseline(report)
+            if self.first is None or self.baseline is None:
+                self.first = self.baseline = report.loss
+            elif self.num_samples < FIRST_SAMPLES:
+                self.baseline = max(self.baseline, min(report.loss, self._limit_of(self.first)))
+            self.num_samples += len(report.sample_ids)
             kept = max(self.config.loss_steps, WARN_HIGH)
             self.is_high = [*self.is_high, report.loss > self.limit][-kept:]
         is_satisfied = loss.may_be_satisfied and report.loss == 0.0
@@ -272,13 +276,6 @@ class Divergence:
 
     def _limit_of(self, loss: float) -> float:
         return max(self.config.loss_ratio * loss, loss + self.config.loss_margin)
-
-    def _take_baseline(self, report: StepReport) -> None:
-        if self.first is None or self.baseline is None:
-            self.first = self.baseline = report.loss
-        elif self.num_samples < FIRST_SAMPLES:
-            self.baseline = max(self.baseline, min(report.loss, self._limit_of(self.first)))
-        self.num_samples += len(report.sample_ids)
 
     def _stop_or_warn(self, report: StepReport, trainer: Trainer) -> None:
         """Raise or warn by the last steps; clear the reported problem once it is over."""

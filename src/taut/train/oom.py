@@ -18,6 +18,7 @@ import gc
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import pydantic
@@ -54,13 +55,6 @@ class Halving(NamedTuple):
     """Of the micro-batch that did not fit."""
 
 
-class Refused(NamedTuple):
-    """An attempt ran out of memory."""
-
-    wanted: str
-    """The amount that was requested, for the message."""
-
-
 @dataclass
 class Fit:
     """The current token budget, and the largest micro-batch that fit."""
@@ -85,9 +79,7 @@ class Fit:
 
         ``packed``: the micro-batch; ``trees``: those it was planned from; ``where``: for the message.
         """
-        result = _try(act)
-        if isinstance(result, Refused):
-            raise self._error(packed, trees, where, result)
+        result = _try(act, partial(self._error, packed, trees, where))
         if torch.is_grad_enabled():  # an evaluation needs less
             self.largest = max(self.largest, packed.num_tokens)
         return result
@@ -126,29 +118,32 @@ class Fit:
         self._ahead = sorted(mine, key=lambda halving: (halving.step, -halving.tokens))
 
     def _error(
-        self, packed: Packed, trees: Sequence[Tree], where: str, refused: Refused
+        self, packed: Packed, trees: Sequence[Tree], where: str, requested: str
     ) -> OutOfMemory:
-        size = packed.num_tokens
-        half = None if _is_whole(packed, trees) else min(self.tokens, size) // 2 or None
-        reason = f"out of memory{refused.wanted} in a micro-batch of {size:,} tokens"
-        ids = packed.sample_ids
+        size, ids = packed.num_tokens, packed.sample_ids
+        # No budget splits a single sample, or samples that must stay together.
+        is_whole = packed.num_samples == 1 or any(
+            tree.is_atom and set(ids) <= {sample.id for sample in tree.samples} for tree in trees
+        )
+        half = None if is_whole else min(self.tokens, size) // 2 or None
+        recompute = [] if self.recomputes else ["activation_checkpointing=true"]
+        if half is None:
+            ways = [*recompute, f"data.max_length below {size} in a new run"]
+            remedy = f"no token budget makes it smaller: set {', or '.join(ways)}"
+        else:
+            fits = self.largest if half <= self.largest < size else half
+            ways = [f"batch.tokens_per_microbatch={fits}", *recompute]
+            remedy = f"set {', or '.join(ways)}"
+        reason = f"out of memory{requested} in a micro-batch of {size:,} tokens"
         more = f" and {len(ids) - MAX_IDS} more" if len(ids) > MAX_IDS else ""
         known = f"; the largest that fit had {self.largest:,}" if self.largest else ""
         return OutOfMemory(
             f"{where}: {reason} (budget {self.tokens:,}{known}) of {'the sample' if len(ids) == 1 else 'samples'} "
-            f"{', '.join(ids[:MAX_IDS])}{more}; expected it to fit; {self._remedy(size, half)}",
+            f"{', '.join(ids[:MAX_IDS])}{more}; expected it to fit; {remedy}",
             half=half,
             reason=reason,
             sample_ids=ids,
         )
-
-    def _remedy(self, size: int, half: int | None) -> str:
-        recompute = [] if self.recomputes else ["activation_checkpointing=true"]
-        if half is None:
-            ways = [*recompute, f"data.max_length below {size} in a new run"]
-            return f"no token budget makes it smaller: set {', or '.join(ways)}"
-        fits = self.largest if half <= self.largest < size else half
-        return f"set {', or '.join([f'batch.tokens_per_microbatch={fits}', *recompute])}"
 
 
 def build_fit(
@@ -174,10 +169,12 @@ def build_fit(
 
 def require_room(act: Callable[[], T], where: str, remedy: str) -> T:
     """The result of ``act``, which computes no micro-batch. Raises OutOfMemory with its memory free again."""
-    result = _try(act)
-    if isinstance(result, Refused):
-        raise OutOfMemory(f"{where}: out of memory{result.wanted}; expected it to fit; {remedy}")
-    return result
+    return _try(
+        act,
+        lambda requested: OutOfMemory(
+            f"{where}: out of memory{requested}; expected it to fit; {remedy}"
+        ),
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -187,29 +184,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ALLOCATOR_ERRORS.search(str(error)) is not None
 
 
-def _try(act: Callable[[], T]) -> T | Refused:
-    """The result of ``act``; where memory ran out, Refused, with all its memory freed."""
+def _try(act: Callable[[], T], describe: Callable[[str], OutOfMemory]) -> T:
+    """The result of ``act``. Where memory runs out all its memory is freed and the error of ``describe`` raised, which
+    gets the requested amount as text.
+    """
+    requested = ""
     try:
         return act()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        requested = REQUESTED.search(str(error))
-        wanted = ""
-        if requested is not None:
-            number, unit = requested.groups()
+        if match := REQUESTED.search(str(error)):
+            number, unit = match.groups()
             size = f"{int(number) / 1e9:,.3g} GB" if unit == "bytes" else f"{number} {unit}"
-            wanted = f" (wanting {size} more)"
+            requested = f" (wanting {size} more)"
     # Outside the handler the exception is gone, and with its traceback the frames that held the activations.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return Refused(wanted)
-
-
-def _is_whole(packed: Packed, trees: Sequence[Tree]) -> bool:
-    """Whether no budget splits this micro-batch: it is one sample, or samples that must stay together."""
-    if packed.num_samples == 1:
-        return True
-    ids = set(packed.sample_ids)
-    return any(tree.is_atom and ids <= {sample.id for sample in tree.samples} for tree in trees)
+    raise describe(requested)

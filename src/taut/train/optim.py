@@ -12,21 +12,21 @@ parameter of fewer than two dimensions.
 
 A part of the model (a critic) may have its own ``Pace``: its rate is the others' times a ratio, it may train alone for
 some steps, in which the others' rate is 0, and its gradient is clipped separately, so that neither shrinks the other's.
-Parameters may have their own rates (``optim.rates``): the same schedule times a ratio, clipped with the rest.
-"""
+Parameters may have their own rates (``optim.group_learning_rates``): the same schedule times a ratio, clipped with the
+rest."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import nn
 
-from taut.config import configclass
+from taut.config import NotNegative, Positive, Share, configclass
 from taut.errors import ConfigError
 from taut.train import distributed
 
@@ -35,30 +35,30 @@ from taut.train import distributed
 class OptimConfig:
     """AdamW and its schedule."""
 
-    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    learning_rate: Positive | None = None
     """Peak learning rate, reached at the end of the warm-up. None: the method's default for full fine-tuning or LoRA
     (docs/hyperparameters.md)."""
-    rates: dict[str, Annotated[float, Field(gt=0)]] = field(default_factory=dict)
+    group_learning_rates: dict[str, Positive] = field(default_factory=dict)
     """Peak learning rates of parts of the model, on the same schedule: vision_tower, projector, language_model, or a
     pattern as in ``freeze``. Other parameters use ``learning_rate``.
     """
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: NotNegative = 0.0
     """Decoupled weight decay; not applied to norms and biases."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """AdamW beta1: decay rate of the mean of gradients."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """AdamW beta2: decay rate of the mean of squared gradients."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: Positive = 1e-8
     """AdamW epsilon."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Learning-rate schedule after the warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
     """Linear warm-up steps; excludes ``warmup_ratio``."""
-    warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    warmup_ratio: Share | None = None
     """Linear warm-up as a fraction of all steps, rounded up; 0.03 if neither is set."""
-    min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    min_learning_rate_ratio: Share = 0.0
     """Final learning rate as a fraction of ``learning_rate``."""
-    clip_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    clip_grad_norm: Positive | None = 1.0
     """Maximum gradient norm; a larger gradient is scaled down to it. PPO clips policy and critic separately. None: no
     clipping.
     """
@@ -115,62 +115,22 @@ def highest(config: OptimConfig) -> float:
     return config.learning_rate
 
 
-def num_warmup_steps(total: int, config: OptimConfig) -> int:
-    """Steps of warm-up in a run of ``total`` steps."""
-    if config.warmup_steps is not None:
-        return config.warmup_steps
-    ratio = 0.03 if config.warmup_ratio is None else config.warmup_ratio
-    return math.ceil(ratio * total)
-
-
 def learning_rate(step: int, total: int, config: OptimConfig) -> float:
     """The rate of ``step`` (from 1) of ``total``."""
     assert step >= 1, f"steps count from 1, got {step}"
-    warmup = num_warmup_steps(total, config)
+    rate, warmup = highest(config), config.warmup_steps
+    if warmup is None:
+        ratio = 0.03 if config.warmup_ratio is None else config.warmup_ratio
+        warmup = math.ceil(ratio * total)
     if step <= warmup:
-        return highest(config) * step / warmup
-    done = min(1.0, (step - warmup - 1) / max(1, total - warmup))
-    shape = {
-        "constant": 1.0,
-        "linear": 1.0 - done,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
-    }[config.schedule]
+        return rate * step / warmup
     if config.schedule == "constant":
-        return highest(config)
+        return rate
+    done = min(1.0, (step - warmup - 1) / max(1, total - warmup))
+    is_linear = config.schedule == "linear"
+    shape = 1.0 - done if is_linear else 0.5 * (1.0 + math.cos(math.pi * done))
     floor = config.min_learning_rate_ratio
-    return highest(config) * (floor + (1.0 - floor) * shape)
-
-
-def parameter_groups(
-    model: nn.Module,
-    config: OptimConfig,
-    pace: Pace | None = None,
-    rates: Mapping[str, Rate] | None = None,
-) -> list[dict[str, Any]]:
-    """The trainable parameters in groups with and without weight decay; separate ones for the part with its own pace
-    and for each of ``rates`` (parameter -> its rate). A tied parameter is listed once.
-    """
-    usual, rates = Rate("", highest(config)), rates or {}
-    listed: dict[tuple[bool, Rate, bool], list[nn.Parameter]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            is_apart = pace is not None and name.startswith(f"{pace.part}.")
-            key = (is_apart, rates.get(name, usual), _is_exempt(name, parameter))
-            listed.setdefault(key, []).append(parameter)
-    if not listed:
-        raise ConfigError("no parameter is left to train; freeze fewer, or set lora.rank")
-    own_pace = pace or Pace("")
-    return [
-        {
-            "params": params,
-            "weight_decay": 0.0 if is_exempt else config.weight_decay,
-            "part": own_pace.part if is_apart else "",
-            "ratio": own_pace.ratio if is_apart else rate.highest / usual.highest,
-            "rate": rate.name,
-            "waits": 0 if is_apart else own_pace.head_start,
-        }
-        for (is_apart, rate, is_exempt), params in sorted(listed.items(), key=lambda item: item[0])
-    ]
+    return rate * (floor + (1.0 - floor) * shape)
 
 
 def build_optimizer(
@@ -179,18 +139,44 @@ def build_optimizer(
     pace: Pace | None = None,
     rates: Mapping[str, Rate] | None = None,
 ) -> torch.optim.AdamW:
-    """AdamW over ``parameter_groups``, fused where the device has a fused kernel.
+    """AdamW over the trainable parameters, fused where the device has a fused kernel.
 
-    Its state is created here, as AdamW itself would at the first step, so that every checkpoint has the same tensors.
+    The parameters are in groups with and without weight decay; separate ones for the part with its own pace and for
+    each of ``rates`` (parameter -> its rate). A tied parameter is listed once. The optimizer's state is created here,
+    as AdamW itself would at the first step, so that every checkpoint has the same tensors.
     """
-    groups = parameter_groups(model, config, pace, rates)
-    devices = {parameter.device.type for group in groups for parameter in group["params"]}
+    usual, rates, pace = Rate("", highest(config)), rates or {}, pace or Pace("")
+    listed: dict[tuple[bool, Rate, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_apart = bool(pace.part) and name.startswith(f"{pace.part}.")
+            names = name.lower().split(".")
+            # DoRA's magnitudes are vectors, and so exempt from weight decay.
+            is_exempt = (
+                parameter.ndim < 2 or "bias" in names[-1] or any("norm" in part for part in names)
+            )
+            key = (is_apart, rates.get(name, usual), is_exempt)
+            listed.setdefault(key, []).append(parameter)
+    if not listed:
+        raise ConfigError("no parameter is left to train; freeze fewer, or set lora.rank")
     optimizer = torch.optim.AdamW(
-        groups,
+        [
+            {
+                "params": params,
+                "weight_decay": 0.0 if is_exempt else config.weight_decay,
+                "part": pace.part if is_apart else "",
+                "ratio": pace.ratio if is_apart else rate.highest / usual.highest,
+                "rate": rate.name,
+                "waits": 0 if is_apart else pace.head_start,
+            }
+            for (is_apart, rate, is_exempt), params in sorted(
+                listed.items(), key=lambda item: item[0]
+            )
+        ],
         lr=highest(config),
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        fused=devices <= {"cpu", "cuda"},
+        fused={p.device.type for params in listed.values() for p in params} <= {"cpu", "cuda"},
     )
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -227,8 +213,8 @@ def clip(optimizer: torch.optim.Optimizer, max_norm: float | None) -> dict[str, 
         part: distributed.clip_gradients(params, max_norm)
         for part, params in parts(optimizer).items()
     }
-    apart = {f"grad_norm/{part}": norm for part, norm in norms.items() if part}
-    return {"grad_norm": math.hypot(*norms.values()), **apart}
+    of_parts = {f"grad_norm/{part}": norm for part, norm in norms.items() if part}
+    return {"grad_norm": math.hypot(*norms.values()), **of_parts}
 
 
 def parts(optimizer: torch.optim.Optimizer) -> dict[str, list[nn.Parameter]]:
@@ -237,9 +223,3 @@ def parts(optimizer: torch.optim.Optimizer) -> dict[str, list[nn.Parameter]]:
     for group in optimizer.param_groups:
         params_by_part.setdefault(group["part"], []).extend(group["params"])
     return params_by_part
-
-
-def _is_exempt(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay skips a parameter. DoRA's magnitudes are vectors, and so exempt."""
-    parts = name.lower().split(".")
-    return parameter.ndim < 2 or "bias" in parts[-1] or any("norm" in part for part in parts)

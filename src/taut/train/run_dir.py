@@ -77,7 +77,13 @@ def require_usable(out: Path, *, resume: bool, overwrite: bool, inputs: Sequence
         raise OutputError("resume=true and overwrite=true contradict each other; keep one")
     if out.exists() and not out.is_dir():
         raise OutputError(f"out={out} is a file; expected a directory; name another")
-    _require_writable(out)
+    place = out.absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        raise OutputError(f"out={out} cannot be made: {place} is a file; name another directory")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise OutputError(f"out={out} cannot be written: no permission in {place}; name another")
     if not out.is_dir() or all(
         path.name == LOCK or files.is_leftover(path, WRITTEN)  # of a run killed at its start
         for path in out.iterdir()
@@ -273,13 +279,3 @@ def _remove(path: Path) -> None:
         files.remove_directory(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _require_writable(out: Path) -> None:
-    place = out.absolute()
-    while not place.exists():
-        place = place.parent
-    if not place.is_dir():
-        raise OutputError(f"out={out} cannot be made: {place} is a file; name another directory")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise OutputError(f"out={out} cannot be written: no permission in {place}; name another")

@@ -153,28 +153,31 @@ def read_index(directory: Path) -> Metadata:
     }
     content = files.read_regular(path, max(SMALL_INDEX, sum(sizes.values())))
     try:
-        return _index_of(read_pickle(content), sizes)
+        index = _state(read_pickle(content), METADATA, "Metadata")
+        tensors = {
+            name: _stored_tensor(name, stored)
+            for name, stored in _typed(index.get("state_dict_metadata"), dict, "tensors").items()
+        }
+        places: dict[MetadataIndex, _StorageInfo] = {}
+        for key, stored in _typed(index.get("storage_data"), dict, "places").items():
+            state = _state(key, METADATA, "MetadataIndex")
+            name = _typed(state.get("fqn"), str, "name")
+            places[MetadataIndex(name, _size(state.get("offset"), name))] = _place(stored, sizes)
+        listed = {MetadataIndex(name, c.offsets) for name, t in tensors.items() for c in t.chunks}
+        if listed != places.keys():
+            odd = min(listed ^ places.keys(), key=lambda chunk: chunk.fqn)
+            what = "has no place" if odd in listed else "has a place and is not listed"
+            raise NotData(f"a chunk of {odd.fqn} {what}")
     except NotData as error:
         raise OutputError(f"{path} is no index of tensors: {error}") from error
+    return Metadata(dict(tensors), storage_data=places, storage_meta=StorageMeta())
 
 
 def read(state: State, directory: Path, ranks: Ranks) -> None:
-    """Fill ``state`` in place. Raises OSError, or OutputError where the directory holds other tensors."""
+    """Fill ``state`` in place. Raises OSError, or OutputError where the directory holds other tensors, or tensors of
+    other shapes or dtypes.
+    """
     index = read_index(directory)
-    _require_same(state, directory, index)
-    try:
-        _load_state_dict(
-            state,
-            storage_reader=_Reader(directory, index),
-            process_group=ranks.group,
-            no_dist=ranks.size == 1,
-        )
-    except CheckpointException as error:
-        raise _cause(error) from error
-
-
-def _require_same(state: State, directory: Path, index: Metadata) -> None:
-    """Raise OutputError unless the index has the tensors of ``state`` and no other, of the same shape and dtype."""
     if others := sorted(index.state_dict_metadata.keys() - state.keys()):
         raise OutputError(
             f"{directory / INDEX} has {len(others)} tensor(s) that this run does not train, {others[0]} the first"
@@ -190,6 +193,15 @@ def _require_same(state: State, directory: Path, index: Metadata) -> None:
             raise OutputError(
                 f"{directory / INDEX} has {name} as {_described(*found)}; expected {_described(*expected)}"
             )
+    try:
+        _load_state_dict(
+            state,
+            storage_reader=_Reader(directory, index),
+            process_group=ranks.group,
+            no_dist=ranks.size == 1,
+        )
+    except CheckpointException as error:
+        raise _cause(error) from error
 
 
 def _described(shape: tuple[int, ...], dtype: torch.dtype) -> str:
@@ -244,27 +256,8 @@ class _Reader(FileSystemReader):
         return done
 
 
-def _index_of(value: Any, file_sizes: Mapping[str, int]) -> Metadata:
-    """The index that a pickle describes, checked against the files. Raises NotData."""
-    state = _state(value, METADATA, "Metadata")
-    tensors = {
-        name: _stored_tensor(name, stored)
-        for name, stored in _typed(state.get("state_dict_metadata"), dict, "tensors").items()
-    }
-    places: dict[MetadataIndex, _StorageInfo] = {}
-    for key, stored in _typed(state.get("storage_data"), dict, "places").items():
-        index = _state(key, METADATA, "MetadataIndex")
-        name = _typed(index.get("fqn"), str, "name")
-        places[MetadataIndex(name, _size(index.get("offset"), name))] = _place(stored, file_sizes)
-    listed = {MetadataIndex(name, c.offsets) for name, t in tensors.items() for c in t.chunks}
-    if listed != places.keys():
-        odd = min(listed ^ places.keys(), key=lambda index: index.fqn)
-        what = "has no place" if odd in listed else "has a place and is not listed"
-        raise NotData(f"a chunk of {odd.fqn} {what}")
-    return Metadata(dict(tensors), storage_data=places, storage_meta=StorageMeta())
-
-
 def _stored_tensor(name: Any, value: Any) -> TensorStorageMetadata:
+    """A tensor of the index. Raises NotData unless its chunks cover it without overlap."""
     _typed(name, str, "name")
     state = _state(value, METADATA, "TensorStorageMetadata")
     properties = _record(state.get("properties"), METADATA, "TensorProperties").state
@@ -276,27 +269,21 @@ def _stored_tensor(name: Any, value: Any) -> TensorStorageMetadata:
     for item in _typed(state.get("chunks"), list, f"chunks of {name}"):
         chunk = _state(item, METADATA, "ChunkStorageMetadata")
         offsets, sizes = _size(chunk.get("offsets"), name), _size(chunk.get("sizes"), name)
-        chunks.append(ChunkStorageMetadata(offsets, sizes))
-    _require_tiling(name, size, chunks)
-    return TensorStorageMetadata(TensorProperties(DTYPES[str(dtype)]), size, chunks)
-
-
-def _require_tiling(name: str, size: torch.Size, chunks: list[ChunkStorageMetadata]) -> None:
-    """Raise NotData unless the chunks cover a tensor of this size without overlap."""
-    for chunk in chunks:
-        is_inside = len(chunk.offsets) == len(chunk.sizes) == len(size) and all(
+        is_inside = len(offsets) == len(sizes) == len(size) and all(
             offset + length <= whole
-            for offset, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
+            for offset, length, whole in zip(offsets, sizes, size, strict=True)
         )
         if not is_inside:
             raise NotData(
-                f"a chunk of {name}, {list(chunk.sizes)} at {list(chunk.offsets)}, is not in {list(size)}"
+                f"a chunk of {name}, {list(sizes)} at {list(offsets)}, is not in {list(size)}"
             )
+        chunks.append(ChunkStorageMetadata(offsets, sizes))
     filled = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     if len({chunk.offsets for chunk in chunks}) < len(chunks):
         raise NotData(f"two chunks of {name} begin at the same place")
     if sum(math.prod(chunk.sizes) for chunk in filled) != math.prod(size) or _overlap(filled):
         raise NotData(f"the chunks of {name} do not make up {list(size)}")
+    return TensorStorageMetadata(TensorProperties(DTYPES[str(dtype)]), size, chunks)
 
 
 def _overlap(chunks: list[ChunkStorageMetadata]) -> bool:
@@ -306,12 +293,8 @@ def _overlap(chunks: list[ChunkStorageMetadata]) -> bool:
         for right in ordered[number + 1 :]:
             if left.offsets and right.offsets[0] >= left.offsets[0] + left.sizes[0]:
                 break
-            if all(
-                a < b + m and b < a + n
-                for a, n, b, m in zip(
-                    left.offsets, left.sizes, right.offsets, right.sizes, strict=True
-                )
-            ):
+            extents = zip(left.offsets, left.sizes, right.offsets, right.sizes, strict=True)
+            if all(a < b + m and b < a + n for a, n, b, m in extents):
                 return True
     return False
 
@@ -504,11 +487,8 @@ def read_pickle(content: bytes) -> Any:
         return _interpret(content)
     except NotData:
         raise
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-    ) as error:  # of pickletools, or an empty stack or memo
+    except (ValueError, LookupError, TypeError) as error:
+        # Raised by pickletools, or for an empty stack or memo.
         raise NotData(f"it is damaged ({' '.join(str(error).split())[:200]})") from error
 
 

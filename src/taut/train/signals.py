@@ -57,10 +57,14 @@ class Interrupts:
         if threading.current_thread() is not threading.main_thread():
             yield watch
             return
+        # torchrun handles SIGHUP even if it was started to ignore it, passes it to its ranks, and kills them half a
+        # minute later: there it counts.
+        may_ignore = "TORCHELASTIC_RUN_ID" not in os.environ
         before = {
             number: signal.signal(number, watch.notice)
             for number in numbers
-            if number == signal.SIGINT or not _is_ignored(number)
+            if number == signal.SIGINT
+            or not (may_ignore and signal.getsignal(number) == signal.SIG_IGN)
         }
         try:
             yield watch
@@ -139,11 +143,3 @@ class Interrupts:
             self._is_urgent = was
         if was:
             self.check()
-
-
-def _is_ignored(number: signal.Signals) -> bool:
-    """Whether the process was started to ignore the signal.
-
-    torchrun handles SIGHUP all the same, passes it to its ranks and kills them half a minute later: there it counts.
-    """
-    return signal.getsignal(number) == signal.SIG_IGN and "TORCHELASTIC_RUN_ID" not in os.environ

@@ -13,6 +13,7 @@ Monitors examine each step before the update and may stop the run (taut/train/mo
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -35,8 +36,7 @@ from taut.train.checkpoint import Memory
 from taut.train.distributed import Ranks
 from taut.train.oom import Fit
 from taut.train.signals import Interrupts
-from taut.types import Packed, Sample, Scores, Tree
-from taut.vision.image_store import Album
+from taut.types import Packed, Picture, Sample, Scores, Tree
 
 SIZES = ("num_targets", "num_tokens", "num_tokens_unshared")
 """The sizes that every step counts."""
@@ -136,7 +136,7 @@ class Trainer:
     """
 
     scorer: Final[nn.Module]
-    method: Final[StepSource]
+    source: Final[StepSource]
     optimizer: Final[torch.optim.Optimizer]
     learning_rate: Final[Callable[[int], float]]
     num_steps: Final[int]
@@ -216,6 +216,13 @@ def _take_step(trainer: Trainer, step: int) -> None:
     )
 
 
+def _gpu_memory(device: torch.device) -> dict[str, int]:
+    """The GPU's peak memory; without a GPU the console measures the process."""
+    if device.type != "cuda":
+        return {}
+    return {"memory_bytes": torch.cuda.max_memory_allocated(device)}
+
+
 def _step_within_memory(trainer: Trainer, step: int) -> StepReport:
     """``train_step``; where memory runs out and batch.halve_when_out_of_memory is set, again with a smaller budget."""
     while True:
@@ -237,45 +244,30 @@ def use_budget(trainer: Trainer, step: int, *, is_reported: bool = False) -> Non
     trainer.budget = trainer.budget._replace(tokens_per_microbatch=trainer.fit.tokens)
 
 
-def _gpu_memory(device: torch.device) -> dict[str, int]:
-    """The GPU's peak memory; without a GPU the console measures the process."""
-    if device.type != "cuda":
-        return {}
-    return {"memory_bytes": torch.cuda.max_memory_allocated(device)}
-
-
 def train_step(trainer: Trainer, step: int) -> StepReport:
     """One optimizer step. A step without trees is skipped: weights and optimizer state stay, the schedule advances."""
     for prepare in trainer.before_step:
         prepare(step, trainer)
-    trees = trainer.method.prepare(step)
-    if not trees:
-        return _skipped(trainer, step)
-    report = add_gradients(trainer, trees, step, trainer.method.observed(step))
-    require_finite(report.loss, "loss", report, trainer)
-    norms = optim.clip(trainer.optimizer, trainer.clip_grad_norm)
-    report = replace(report, grad_norm=norms.pop("grad_norm"), metrics=report.metrics | norms)
-    require_finite(report.grad_norm, "gradient norm", report, trainer)
-    trainer.interrupts.agree(
-        trainer.ranks
-    )  # before the monitors, which remember the steps they saw
-    for monitor in trainer.monitors:
+    trees = trainer.source.prepare(step)
+    if trees:
+        report = add_gradients(trainer, trees, step, trainer.source.observed(step))
+        require_finite(report.loss, "loss", report, trainer)
+        norms = optim.clip(trainer.optimizer, trainer.clip_grad_norm)
+        report = replace(report, grad_norm=norms.pop("grad_norm"), metrics=report.metrics | norms)
+        require_finite(report.grad_norm, "gradient norm", report, trainer)
+    else:
+        report = StepReport(step, 0.0, {"skipped": 1.0}, 0, 0, 0, [], [], grad_norm=0.0)
+    # Before the monitors, which remember the steps they have seen.
+    trainer.interrupts.agree(trainer.ranks)
+    for monitor in trainer.monitors if trees else ():
         monitor(report, trainer)
     optim.set_learning_rate(trainer.optimizer, trainer.learning_rate(step), step)
-    trainer.optimizer.step()
-    trainer.optimizer.zero_grad()
+    if trees:
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
     for role in trainer.roles:
         role.follow(step)
     return report
-
-
-def _skipped(trainer: Trainer, step: int) -> StepReport:
-    """A step without trees. Monitors do not see it: it has no gradient."""
-    trainer.interrupts.agree(trainer.ranks)
-    optim.set_learning_rate(trainer.optimizer, trainer.learning_rate(step), step)
-    for role in trainer.roles:
-        role.follow(step)
-    return StepReport(step, 0.0, {"skipped": 1.0}, 0, 0, 0, [], [], grad_norm=0.0)
 
 
 def add_gradients(
@@ -287,7 +279,7 @@ def add_gradients(
     trainer.scorer.train()
     planned = prepare_microbatches(trainer, trees, observed, f"step {step}")
     microbatches = [packed for packed, is_real in planned if is_real]
-    counts = denominators(trainer.method.loss, microbatches, trainer.ranks)
+    counts = denominators(trainer.source.loss, microbatches, trainer.ranks)
     scales = {term: 1.0 / count for term, count in counts.items()}
     nothing = dict.fromkeys(scales, 0.0)
     scored = []
@@ -303,7 +295,7 @@ def add_gradients(
 
 def backward(trainer: Trainer, packed: Packed, scales: dict[str, float], step: int) -> Scores:
     """Add one micro-batch's share, each term times its scale, to the gradient."""
-    loss = trainer.method.loss
+    loss = trainer.source.loss
     linear = loss.linear_weights(packed)
     if trainer.noise is not None:
         trainer.noise.set(step, packed)
@@ -326,7 +318,7 @@ def prepare_microbatches(
     trainer: Trainer, trees: Sequence[Tree], observed: Sequence[Tree] | None, where: str
 ) -> list[tuple[Packed, bool]]:
     """This rank's micro-batches with the roles' streams and the step's statistics, and whether each counts."""
-    loss = trainer.method.loss
+    loss = trainer.source.loss
     planned = fill_streams(trainer, trees, where)
     if not loss.observes:
         return planned
@@ -337,11 +329,8 @@ def prepare_microbatches(
             score = partial(trainer.scorer, packed, wants=loss.wants)
             scores = trainer.fit.attempt(score, packed, observed or trees, where)
             observations.append(loss.observe(scores, packed.to(scores.device)))
-    counted = [
-        observation
-        for observation, (_, is_real) in zip(observations, planned_observed, strict=True)
-        if is_real
-    ]
+    pairs = zip(observations, planned_observed, strict=True)
+    counted = [observation for observation, (_, is_real) in pairs if is_real]
     stats = step_statistics.compute_statistics(loss, counted, trainer.ranks)
     return step_statistics.attach_statistics(planned, stats, trainer.ranks)
 
@@ -351,7 +340,7 @@ def fill_streams(trainer: Trainer, trees: Sequence[Tree], where: str) -> list[tu
     planned = pad_microbatches(plan_microbatches(trees, trainer), trees, trainer)
     for medium in (medium for packed, _ in planned for medium in packed.media):
         medium.picture.expect()
-    missing = set(trainer.method.loss.needs) - planned[0][0].streams.keys()
+    missing = set(trainer.source.loss.needs) - planned[0][0].streams.keys()
     for role in (role for role in trainer.roles if role.gives in missing):
         with trainer.interrupts.held(), role.active(), torch.no_grad(), trainer.compute():
             streams = []
@@ -405,7 +394,7 @@ def summarise(
     """Sum the terms, metrics and sizes over micro-batches and ranks."""
     sums = step_statistics.Sums()
     for packed, scores in scored:
-        loss = trainer.method.loss(scores, packed.to(scores.device))
+        loss = trainer.source.loss(scores, packed.to(scores.device))
         for term, total in loss.terms.items():
             sums.add(f"term {term}", total)
         for name, (total, count) in loss.metrics.items():
@@ -419,7 +408,7 @@ def summarise(
     return StepReport(
         step=step,
         loss=sum(scale * terms[term] for term, scale in scales.items()),
-        metrics=metrics | trainer.method.loss.derived(metrics),
+        metrics=metrics | trainer.source.loss.derived(metrics),
         sample_ids=[sample.id for tree in trees for sample in tree.samples],
         scored=list(scored),
         **sizes,
@@ -428,7 +417,7 @@ def summarise(
 
 def require_finite(value: float, what: str, report: StepReport, trainer: Trainer) -> None:
     """Stop before the update if ``value`` is not finite, and name the samples."""
-    if torch.isfinite(torch.tensor(value)):
+    if math.isfinite(value):
         return
     mine = set()
     for packed, scores in report.scored:
@@ -438,9 +427,9 @@ def require_finite(value: float, what: str, report: StepReport, trainer: Trainer
         if scores.scalar_R is not None:
             rows += packed.row_R[~torch.isfinite(scores.scalar_R).cpu()].tolist()
         mine |= {packed.sample_ids[row] for row in rows}
-    guilty = sorted(set().union(*trainer.ranks.gather(mine)))
-    named = guilty or report.sample_ids
-    whose = "samples with a score that is not finite" if guilty else "the step's samples"
+    not_finite = sorted(set().union(*trainer.ranks.gather(mine)))
+    named = not_finite or report.sample_ids
+    whose = "samples with a score that is not finite" if not_finite else "the step's samples"
     raise NonFiniteError(
         f"step {report.step}: the {what} is {value}; the weights are those of step {report.step - 1}; "
         f"{whose}: {', '.join(named[:8])}{f' and {len(named) - 8} more' if len(named) > 8 else ''}; "
@@ -456,13 +445,14 @@ class Lookahead:
     already. Each rank reads its own.
     """
 
-    album: Album
-    expected: int = 0
+    expect: Callable[[Sequence[Picture]], object]
+    """Starts reading images (``ImageStore.expect``)."""
+    last: int = 0
     """The last step whose images are requested already."""
 
     def __call__(self, step: int, trainer: Trainer) -> None:
-        first = max(step, self.expected + 1)
-        self.expected = min(step + 1, trainer.num_steps)
-        for number in range(first, self.expected + 1):
-            packs = plan_microbatches(trainer.method.prepare(number), trainer)
-            self.album.expect([medium.picture for packed in packs for medium in packed.media])
+        first = max(step, self.last + 1)
+        self.last = min(step + 1, trainer.num_steps)
+        for number in range(first, self.last + 1):
+            packs = plan_microbatches(trainer.source.prepare(number), trainer)
+            self.expect([medium.picture for packed in packs for medium in packed.media])

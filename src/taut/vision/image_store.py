@@ -17,7 +17,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -74,7 +74,7 @@ OF_ROWS = (
 # -- opening a model's store
 
 
-def open_album(
+def open_image_store(
     path: str,
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -83,29 +83,29 @@ def open_album(
     trust_remote_code: bool = False,
     *,
     key: str = READ_AS,
-) -> Album | None:
+) -> ImageStore | None:
     """The image store of the model at ``path``; None where it takes no images: then settings of images, which would do
     nothing, are refused. ``directory``: that of the cache; ``key``: the name of ``images`` in the configuration.
     """
     processor = open_processor(path, config, tokenizer, trust_remote_code)
     if processor is not None:
-        return Album(processor, images, directory / "pictures", key)
+        return ImageStore(processor, images, directory / "pictures", key)
     reader = f"model={path}, which takes no pictures"
     require_unset(images, fields_of(ImagesConfig), reader, key)
     return None
 
 
-def require_alike(
+def require_same_processor(
     path: str,
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
-    album: Album,
+    image_store: ImageStore,
     key: str,
     trust_remote_code: bool = False,
 ) -> None:
-    """Raise ModelError where the model at ``path`` processes images in another way than the model of ``album``."""
+    """Raise ModelError where the model at ``path`` processes images otherwise than the model of ``image_store``."""
     processor = open_processor(path, config, tokenizer, trust_remote_code)
-    if processor is None or processor.identity() != album.processor.identity():
+    if processor is None or processor.identity() != image_store.processor.identity():
         fault = (
             "takes no pictures" if processor is None else "scales or cuts pictures in another way"
         )
@@ -153,18 +153,18 @@ class Handle:
     """Number of images in its row."""
     place: str = field(compare=False)
     """The sample, for messages."""
-    album: Album = field(compare=False, repr=False)
+    image_store: ImageStore = field(compare=False, repr=False)
 
     def expect(self) -> None:
         """Begin to make its tensors, in a thread."""
-        self.album.expect([self])
+        self.image_store.expect([self])
 
     def tensors(self) -> Tensors:
         """The inputs of the vision tower, not to be written to. Raises PictureError where the file has changed."""
-        return self.album.tensors(self)
+        return self.image_store.tensors(self)
 
 
-class Album:
+class ImageStore:
     """The images of a run, as one model takes them."""
 
     def __init__(
@@ -410,27 +410,21 @@ class LruCache(Generic[V]):
             raise
         with self._lock:
             del self._in_progress[key]
-            self._put(key, value, is_ahead)
+            weight = self._weigh(value)
+            if weight <= self._room:
+                self._values[key] = value, weight
+                self.weight += weight
+                if is_ahead:
+                    self._unused[key] = weight
+            while self.weight > self._room:
+                oldest, (_, weight) = self._values.popitem(last=False)
+                self.weight -= weight
+                self._unused.pop(oldest, None)
         result.set_result(value)
         return value
 
-    def _put(self, key: Hashable, value: V, is_ahead: bool) -> None:
-        weight = self._weigh(value)
-        if weight > self._room:
-            return
-        self._values[key] = value, weight
-        self.weight += weight
-        if is_ahead:
-            self._unused[key] = weight
-        while self.weight > self._room:
-            oldest, (_, weight) = self._values.popitem(last=False)
-            self.weight -= weight
-            self._unused.pop(oldest, None)
-
 
 # -- threads
-
-_Jobs: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
 
 
 class Workers:
@@ -439,14 +433,31 @@ class Workers:
     """
 
     def __init__(self, num_threads: int) -> None:
-        self._jobs: _Jobs = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=_work, args=(self._jobs,), name="pictures", daemon=True)
-            for _ in range(num_threads)
+        jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+
+        # neither function holds this object, whose end ends the threads
+        def work() -> None:
+            while (job := jobs.get()) is not None:
+                job()
+                del job  # or a waiting thread would keep what it needed
+
+        def end() -> None:
+            with suppress(Empty):
+                while True:
+                    jobs.get_nowait()
+            for _ in threads:
+                jobs.put(None)
+            for thread in threads:
+                if thread is not threading.current_thread():
+                    thread.join(END_SECONDS)
+
+        threads = [
+            threading.Thread(target=work, name="pictures", daemon=True) for _ in range(num_threads)
         ]
-        for thread in self._threads:
+        for thread in threads:
             thread.start()
-        self._end = weakref.finalize(self, _end, self._jobs, self._threads)
+        self._jobs, self._threads = jobs, threads
+        self._end = weakref.finalize(self, end)
 
     def add(self, job: Callable[[], None]) -> None:
         """Queue a job. An error that it raises ends up on the console only."""
@@ -459,20 +470,3 @@ class Workers:
     def abandon(self) -> None:
         """Forget the threads in a forked process, which does not have them."""
         self._end.detach()
-
-
-def _work(jobs: _Jobs) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # or a waiting thread would keep what it needed
-
-
-def _end(jobs: _Jobs, threads: Sequence[threading.Thread]) -> None:
-    with suppress(Empty):
-        while True:
-            jobs.get_nowait()
-    for _ in threads:
-        jobs.put(None)
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(END_SECONDS)

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.models.qwen2 import modeling_qwen2
 
-from taut.attention import select
 from taut.attention.layout import Call, Layout
 from taut.checks.session import Session
+from taut.models import attention_backends
 
 
 @fault("attention.calls", says="called reference")
@@ -37,13 +37,13 @@ def a_layer_with_attention_of_its_own(place: Place, is_faulty: bool) -> Session:
 @fault("attention.calls", says="sliding window of 5")
 def a_window_no_layer_asks_for(place: Place, is_faulty: bool) -> Session:
     """The library masks with a window that the layers forget to pass on."""
-    read = select.read_call
+    read = attention_backends.read_call
 
     def forgetful(module: Any, size: int, keywords: dict[str, Any]) -> Call:
         return read(module, size, {**keywords, "sliding_window": None})
 
     if is_faulty:
-        place.patch.setattr(select, "read_call", forgetful)
+        place.patch.setattr(attention_backends, "read_call", forgetful)
     return place.session(place.model("mistral"))
 
 
@@ -61,7 +61,7 @@ def a_kernel_that_is_not_causal(place: Place, is_faulty: bool) -> Session:
         return functional.scaled_dot_product_attention(q, k, v, scale=call.scale, enable_gqa=True)
 
     if is_faulty:
-        place.patch.setitem(select.BACKENDS, "reference", everything)
+        place.patch.setitem(attention_backends.BACKENDS, "reference", everything)
     return place.session()
 
 
@@ -93,12 +93,12 @@ def a_token_shift_nobody_declared(place: Place, is_faulty: bool) -> Session:
 
 def _reaching(place: Place, change: Callable[[Layout], Layout]) -> None:
     """The kernel is given a layout that has been changed."""
-    plain = select.BACKENDS["reference"]
+    plain = attention_backends.BACKENDS["reference"]
 
     def wrong(query: Any, key: Any, value: Any, layout: Layout, call: Call) -> Tensor:
         return plain(query, key, value, change(layout), call)
 
-    place.patch.setitem(select.BACKENDS, "reference", wrong)
+    place.patch.setitem(attention_backends.BACKENDS, "reference", wrong)
 
 
 @fault("attention.neighbour", says="first seen after")
@@ -146,12 +146,12 @@ def positions_counted_by_the_model_itself(place: Place, is_faulty: bool) -> Sess
 
 def _calling(place: Place, **changes: Any) -> None:
     """The kernel is called with something else than the layer asked for."""
-    plain = select.BACKENDS["reference"]
+    plain = attention_backends.BACKENDS["reference"]
 
     def wrong(query: Any, key: Any, value: Any, layout: Layout, call: Call) -> Tensor:
         return plain(query, key, value, layout, replace(call, **changes))
 
-    place.patch.setitem(select.BACKENDS, "reference", wrong)
+    place.patch.setitem(attention_backends.BACKENDS, "reference", wrong)
 
 
 @fault("attention.packed", says="library's sdpa attention")
@@ -173,7 +173,7 @@ def a_kernel_that_drops_the_softcap(place: Place, is_faulty: bool) -> Session:
 @fault("attention.packed", says="attention=reference")
 def key_heads_in_the_wrong_order(place: Place, is_faulty: bool) -> Session:
     """Grouped queries are given their key heads tiled where the model means them repeated."""
-    plain = select.BACKENDS["reference"]
+    plain = attention_backends.BACKENDS["reference"]
 
     def tiled(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call) -> Tensor:
         groups = query.shape[1] // key.shape[1]
@@ -182,7 +182,7 @@ def key_heads_in_the_wrong_order(place: Place, is_faulty: bool) -> Session:
         )
 
     if is_faulty:
-        place.patch.setitem(select.BACKENDS, "reference", tiled)
+        place.patch.setitem(attention_backends.BACKENDS, "reference", tiled)
     return place.session()
 
 

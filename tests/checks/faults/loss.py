@@ -108,8 +108,8 @@ def a_target_read_one_row_late(place: Place, is_faulty: bool) -> Session:
         apply = scorer.LinearHead.apply
 
         def shifted(*args: Any) -> Any:
-            *inputs, target_N, linear_N = args
-            return apply(*inputs, target_N.roll(1), linear_N)
+            *inputs, target_N, linear_N, teacher = args
+            return apply(*inputs, target_N.roll(1), linear_N, teacher)
 
         place.patch.setattr(scorer.LinearHead, "apply", shifted)
     return place.session()
@@ -177,7 +177,7 @@ def a_layer_that_computes_in_bfloat16(place: Place, is_faulty: bool) -> Session:
     return place.session(dtype="float32")
 
 
-@fault("loss.dtype", says="dtype=bfloat16 is not in force")
+@fault("loss.dtype", says="dtype=bfloat16 is not applied")
 def autocast_that_is_switched_off(place: Place, is_faulty: bool) -> Session:
     """The model's forward leaves autocast, so that bfloat16 is asked for and not in use."""
     if is_faulty:
@@ -248,7 +248,7 @@ def adapters_that_are_cut_off(place: Place, is_faulty: bool) -> Session:
     if is_faulty:
         forward = modeling_qwen2.Qwen2DecoderLayer.forward
         place.patch.setattr(modeling_qwen2.Qwen2DecoderLayer, "forward", torch.no_grad()(forward))
-    return place.session(lora__rank=4, lora__train_rows="never")
+    return place.session(lora__rank=4, lora__train_token_rows="never")
 
 
 @fault("loss.reached", says="exactly zero")
@@ -351,13 +351,13 @@ def a_mean_of_means(place: Place, is_faulty: bool) -> Session:
 @fault("loss.packed", says="attention=reference")
 def a_kernel_whose_backward_is_wrong(place: Place, is_faulty: bool) -> Session:
     """The forward is exact; the gradient of the values is twice what it should be."""
-    from taut.attention import select
+    from taut.models import attention_backends
 
     if is_faulty:
-        plain = select.BACKENDS["reference"]
+        plain = attention_backends.BACKENDS["reference"]
 
         def twice(query: Tensor, key: Tensor, value: Tensor, layout: Any, call: Any) -> Tensor:
             return plain(query, key, 2.0 * value - value.detach(), layout, call)
 
-        place.patch.setitem(select.BACKENDS, "reference", twice)
+        place.patch.setitem(attention_backends.BACKENDS, "reference", twice)
     return place.session()

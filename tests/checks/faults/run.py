@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 from taut.checks.session import Session
 from taut.data import batching
 from taut.data.packing import PackPolicy
-from taut.models import lora
+from taut.models.lora import LoraConfig
 from taut.models.precision import ChosenDtype
 from taut.run import setup
 from taut.train import optim
 
-# -- what was asked is not in force
+# -- settings that are not applied
 
 
 @fault("run.in_force", says="freeze *.mlp.*: asked frozen")
@@ -46,34 +46,42 @@ def checkpointing_that_no_layer_hears_of(place: Place, is_faulty: bool) -> Sessi
 @fault("run.in_force", says="lora.alpha: asked a scale of 4")
 def an_alpha_that_is_not_read(place: Place, is_faulty: bool) -> Session:
     """Adapters are made with the default scale."""
-    make = lora._peft_config
+    make = setup.apply_lora
 
-    def forgetful(model: PreTrainedModel, config: lora.LoraConfig, rows: Any) -> Any:
-        return make(model, replace(config, alpha=None), rows)
+    def forgetful(model: PreTrainedModel, config: LoraConfig, *rest: Any) -> Any:
+        return make(model, replace(config, alpha=None), *rest)
 
     if is_faulty:
-        place.patch.setattr(lora, "_peft_config", forgetful)
+        place.patch.setattr(setup, "apply_lora", forgetful)
     return place.session(lora__rank=2, lora__alpha=8.0)
 
 
 @fault("run.in_force", says="not model.layers.0.mlp.down_proj")
 def adapters_on_attention_alone(place: Place, is_faulty: bool) -> Session:
     """All linear modules were asked for, and the library's own short list is used."""
-    make = lora._peft_config
+    make = setup.apply_lora
 
-    def short(model: PreTrainedModel, config: lora.LoraConfig, rows: Any) -> Any:
-        return make(model, replace(config, targets=["q_proj", "v_proj"]), rows)
+    def short(model: PreTrainedModel, config: LoraConfig, *rest: Any) -> Any:
+        return make(model, replace(config, targets=["q_proj", "v_proj"]), *rest)
 
     if is_faulty:
-        place.patch.setattr(lora, "_peft_config", short)
+        place.patch.setattr(setup, "apply_lora", short)
     return place.session(lora__rank=2)
 
 
 @fault("run.in_force", says="optim.weight_decay: asked 0.1 on matrices")
 def norms_that_decay(place: Place, is_faulty: bool) -> Session:
     """Weight decay is put on norms and biases too, and pulls them to zero."""
+    make = optim.build_optimizer
+
+    def everywhere(model: nn.Module, config: optim.OptimConfig, *more: Any) -> torch.optim.AdamW:
+        optimizer = make(model, config, *more)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = config.weight_decay
+        return optimizer
+
     if is_faulty:
-        place.patch.setattr(optim, "_is_exempt", lambda name, parameter: False)
+        place.patch.setattr(setup, "build_optimizer", everywhere)
     return place.session(optim__weight_decay=0.1)
 
 

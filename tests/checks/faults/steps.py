@@ -10,9 +10,9 @@ from tests.checks.planting import Place, fault
 from torch import Tensor
 from transformers.models.qwen2 import modeling_qwen2
 
-from taut.attention import select
 from taut.attention.layout import Call, Layout
 from taut.checks.session import Session
+from taut.models import attention_backends
 from taut.run import setup
 from taut.train import distributed
 from taut.train import trainer as loop
@@ -51,13 +51,13 @@ def embeddings_that_are_scaled_twice(place: Place, is_faulty: bool) -> Session:
 @fault("attention.packed", says="attention=reference")
 def a_kernel_with_a_scale_of_its_own(place: Place, is_faulty: bool) -> Session:
     """The kernel divides by the root of a head's size, and the model asks for another scale."""
-    plain = select.BACKENDS["reference"]
+    plain = attention_backends.BACKENDS["reference"]
 
     def wrong(q: Tensor, k: Tensor, v: Tensor, layout: Layout, call: Call) -> Tensor:
         return plain(q, k, v, layout, replace(call, scale=q.shape[-1] ** -0.5))
 
     if is_faulty:
-        place.patch.setitem(select.BACKENDS, "reference", wrong)
+        place.patch.setitem(attention_backends.BACKENDS, "reference", wrong)
     return place.session(place.model("granite"))
 
 
@@ -107,7 +107,7 @@ def weight_decay_that_is_forgotten(place: Place, is_faulty: bool) -> Session:
     return place.session(optim__weight_decay=0.1)
 
 
-@fault("fit.update", says="optim.clip_grad_norm is not in force")
+@fault("fit.update", says="optim.clip_grad_norm is not applied")
 def clipping_that_clips_nothing(place: Place, is_faulty: bool) -> Session:
     """The norm is measured, and the gradient left as it is."""
     if is_faulty:

@@ -142,11 +142,13 @@ def _without_row(model: Path, index: int) -> Path:
     return model
 
 
-@fault("stop.rows", says="lora.train_rows")
+@fault("stop.rows", says="lora.train_token_rows")
 def an_untrained_end_under_adapters(place: Place, is_faulty: bool) -> Session:
     """A base model's turn end was never trained, and adapters leave its row as it is."""
     model = _without_row(place.model(), tiny_tokenizer().convert_tokens_to_ids(END))
-    return place.session(model, lora__rank=4, lora__train_rows="never" if is_faulty else "auto")
+    return place.session(
+        model, lora__rank=4, lora__train_token_rows="never" if is_faulty else "auto"
+    )
 
 
 @fault("stop.rows", says="freeze")

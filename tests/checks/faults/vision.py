@@ -102,7 +102,7 @@ def pictures_that_mix(place: Place, is_faulty: bool) -> Session:
 @fault("vision.neighbour", says="is taken for", part="quick")
 def pictures_known_by_their_size(place: Place, is_faulty: bool) -> Session:
     """A picture is told from others by its width and height: equal grids, equal prefixes."""
-    plain = image_store.Album.picture
+    plain = image_store.ImageStore.picture
 
     def alike(self: Any, source: str, content: str, num_pictures: int, where: str) -> Any:
         with Image.open(source) as image:
@@ -111,7 +111,7 @@ def pictures_known_by_their_size(place: Place, is_faulty: bool) -> Session:
         return replace(plain(self, source, content, num_pictures, where), digest=digest)
 
     if is_faulty:
-        place.patch.setattr(image_store.Album, "picture", alike)
+        place.patch.setattr(image_store.ImageStore, "picture", alike)
     return pictured(place)
 
 

@@ -9,10 +9,10 @@ from tests import kernel_emulation as emulation
 from torch import Tensor, nn
 from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig, PreTrainedConfig
 
-from taut.attention import flex, reference, varlen
+from taut.attention import kernels, reference
 from taut.attention.layout import Call, Layout, read_call
-from taut.attention.select import select
 from taut.errors import AttentionError
+from taut.models.attention_backends import select
 
 TREE = np.array([16] * 5 + [13] * 3 + [10] * 2 + [13] * 3 + [16] * 3 + [20] * 4)
 FLAT = np.array([7] * 7 + [12] * 5 + [20] * 8)
@@ -117,7 +117,7 @@ def test_varlen_indices_through_the_emulation(
 ) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", emulation.varlen_attn)
     layout, inputs = Layout(reach), heads(20)
-    ours = varlen.attend(*inputs, layout, CALLS[call])
+    ours = kernels.varlen(*inputs, layout, CALLS[call])
     expected = dense(*inputs, layout, CALLS[call])
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-13)
     for grad, wanted in zip(gradients(ours, inputs), gradients(expected, inputs), strict=True):
@@ -127,14 +127,14 @@ def test_varlen_indices_through_the_emulation(
 @pytest.mark.parametrize("call", ["softcap", "sinks"])
 def test_varlen_refuses_what_it_cannot_honour(call: str) -> None:
     with pytest.raises(AttentionError, match="set attention=flex"):
-        varlen.attend(*heads(20), Layout(FLAT), CALLS[call])
+        kernels.varlen(*heads(20), Layout(FLAT), CALLS[call])
 
 
 @pytest.mark.parametrize("call", list(CALLS))
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_forward_equals_dense(call: str) -> None:
     layout, inputs = Layout(TREE), heads(20, requires_grad=False)
-    ours = flex.attend(*inputs, layout, CALLS[call])
+    ours = kernels.flex(*inputs, layout, CALLS[call])
     torch.testing.assert_close(ours, dense(*inputs, layout, CALLS[call]), rtol=0, atol=1e-6)
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from taut.attention.layout import Layout, depth_of
+from taut.attention.layout import Layout
+from taut.types import depth_of
 
 # A tree written out: a prompt of 3 [0, 3) with the branches [3, 5) and [5, 9), the latter with [7, 8) and [8, 9) below
 # its first two tokens; then a sample of 2.

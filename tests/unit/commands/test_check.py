@@ -42,8 +42,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
         """Is everything short?"""
         return failed(
             LONG,
-            number=123456.5,
-            unit=LONG,
+            measured=(123456.5, LONG),
             evidence=[LONG, UNBROKEN, "a [bold]bracket[/bold]"],
             remedy=f"cut {LONG}",
         )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFReader, TokenType
+from gguf import GGUFReader, GGUFWriter, TokenType
 from tests.tiny_models import logits_of, save_tiny, tiny_config, tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from tokenizers import Regex, Tokenizer, pre_tokenizers
@@ -226,14 +226,14 @@ def test_a_file_that_reads_back_otherwise_is_not_kept(
     def spoilt_weight(numbers: Any, kind: Any) -> Any:
         return honest_weight(numbers, kind) + np.float32(1e-7)
 
-    def spoilt_key(writer: Any, key: str, given: Any) -> None:
-        honest_key(writer, key, 7.0 if key.endswith("freq_base") else given)
+    def spoilt_key(writer: Any, key: str, given: Any, *kind: Any, **options: Any) -> None:
+        honest_key(writer, key, 7.0 if key.endswith("freq_base") else given, *kind, **options)
 
-    honest_weight, honest_key = gguf.quantize, gguf._add
+    honest_weight, honest_key = gguf.quantize, GGUFWriter.add_key_value
     if fault == "weight":
         monkeypatch.setattr(gguf, "quantize", spoilt_weight)
     else:
-        monkeypatch.setattr(gguf, "_add", spoilt_key)
+        monkeypatch.setattr(GGUFWriter, "add_key_value", spoilt_key)
     model = save_tiny("llama", tmp_path / "m", tiny_tokenizer())
     with pytest.raises(CheckFailed, match="reads back with"):
         export(model, tmp_path / "m.gguf")

@@ -17,12 +17,12 @@ from tests.tiny_tokenizers import save_tokenizer
 from tests.vision_models import tiny_vlm, vision_tokenizer
 from tests.vision_processors import save_processor
 
-from taut.attention.select import PREFIX
 from taut.commands.score import Score, score
 from taut.commands.serve_reward import ServeReward, build_app
 from taut.config import from_mapping
 from taut.errors import ConfigError, PictureError
 from taut.inference.reward_model import Batcher, Judge, JudgeUse, open_judge, rater
+from taut.models.attention_backends import PREFIX
 from taut.models.reward_model import NewHead, load_reward_model
 from taut.rewards import Answered
 from taut.rewards.judge import sent
@@ -99,9 +99,9 @@ def judge(folder: Path) -> Judge:
 @pytest.fixture
 def client(folder: Path, judge: Judge) -> Iterator[TestClient]:
     keys = {"model": folder / "model", "max_pictures": 2}
-    album = judge.renderer.album
-    assert album is not None
-    batcher = Batcher(judge, afterwards=album.forget)
+    image_store = judge.renderer.image_store
+    assert image_store is not None
+    batcher = Batcher(judge, afterwards=image_store.forget)
     yield TestClient(build_app(batcher, from_mapping(ServeReward, keys)))
     batcher.close()
     assert not any((folder / "copies" / "pictures").glob("*"))

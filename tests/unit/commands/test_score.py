@@ -14,11 +14,11 @@ from tests.chat_runs import save_model, write_rows
 from tests.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from taut.attention.select import PREFIX
 from taut.commands import score as command
 from taut.commands.score import Score, Scored, score
 from taut.config import from_mapping
 from taut.errors import DataError, ModelError, OutputError
+from taut.models.attention_backends import PREFIX
 from taut.models.load import quiet_library
 from taut.models.precision import Wide
 from taut.models.reward_model import NewHead, load_reward_model

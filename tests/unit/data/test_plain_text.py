@@ -148,6 +148,12 @@ def decision(directory: Path, rows: Sequence[Mapping[str, Any]], **keys: Any) ->
     return next((one for one in found if one.name == "data.apply_chat_template"), None)
 
 
+def test_rows_of_another_kind_name_the_methods_that_train_on_them(tmp_path: Path) -> None:
+    row = {"prompt": "2 plus 3 is", "chosen": "5", "rejected": "6"}
+    with pytest.raises(DataError, match=r"rows like these are preference data, for .*taut dpo, "):
+        decision(tmp_path, [row])
+
+
 @pytest.mark.parametrize(
     ("rows", "asked", "value", "reason"),
     [

@@ -27,7 +27,7 @@ from taut.data.messages import Completion, Conversation, Document, images_of
 from taut.data.render import Renderer, Targets
 from taut.errors import RenderError
 from taut.vision.content import ImageRef, ImagesConfig
-from taut.vision.image_store import Album, open_album
+from taut.vision.image_store import ImageStore, open_image_store
 
 
 def dialogue(tmp_path: Path, scale: int = 1) -> Conversation:
@@ -46,7 +46,7 @@ def dialogue(tmp_path: Path, scale: int = 1) -> Conversation:
 def test_each_picture_lies_where_its_placeholder_was(tmp_path: Path, name: str) -> None:
     using, row = renderer(tmp_path, name), dialogue(tmp_path)
     (sample,) = using.render(row)
-    processor = using.album.processor  # type: ignore[union-attr]
+    processor = using.image_store.processor  # type: ignore[union-attr]
     first, second = sample.media
     at = np.flatnonzero(sample.ids_T == processor.image_id)
     assert len(at) == 4 + 3
@@ -68,14 +68,19 @@ def test_each_picture_lies_where_its_placeholder_was(tmp_path: Path, name: str) 
 def test_every_familys_words_are_found_among_its_ids(tmp_path: Path, kind: str) -> None:
     save_processor(kind, tmp_path)
     tokenizer = vision_tokenizer(kind)
-    album = open_album(str(tmp_path), vision_config(kind), tokenizer, ImagesConfig(), tmp_path)
-    assert album is not None
-    using, row = Renderer(tokenizer, None, "assistant", album=album), dialogue(tmp_path, scale=6)
+    image_store = open_image_store(
+        str(tmp_path), vision_config(kind), tokenizer, ImagesConfig(), tmp_path
+    )
+    assert image_store is not None
+    using, row = (
+        Renderer(tokenizer, None, "assistant", image_store=image_store),
+        dialogue(tmp_path, scale=6),
+    )
     (sample,) = using.render(row)
-    at = np.flatnonzero(sample.ids_T == album.processor.image_id)
+    at = np.flatnonzero(sample.ids_T == image_store.processor.image_id)
     first, second = sample.media
-    seen = [album.see(ref, "here") for ref in images_of(row.messages)]
-    shapes = [album.shape(one, 2) for one in seen]
+    seen = [image_store.see(ref, "here") for ref in images_of(row.messages)]
+    shapes = [image_store.shape(one, 2) for one in seen]
     assert at.size == sum(shape.num_tokens for shape in shapes)
     assert (first.start, second.stop) == (at[0], at[-1] + 1)
     assert first.stop == at[shapes[0].num_tokens - 1] + 1 <= second.start
@@ -113,7 +118,7 @@ def test_a_sample_for_each_turn_has_the_pictures_before_its_end(tmp_path: Path) 
         "{{ message['content'] }}<|im_end|>",
         "{{ message['content'] if message['role'] == 'user' or loop.last else 'so' }}<|im_end|>",
     )
-    using = Renderer(using.tokenizer, forgetful, album=using.album)
+    using = Renderer(using.tokenizer, forgetful, image_store=using.image_store)
     one, two = picture(tmp_path, "one"), picture(tmp_path, "two", colour=5)
     row = chat(
         said("user", one, "cat"),
@@ -166,7 +171,7 @@ def test_no_text_may_stand_for_a_picture(
 
 def test_a_text_that_becomes_a_picture_when_it_is_normalised_is_found(tmp_path: Path) -> None:
     using = renderer(tmp_path)
-    using.template.pictures.album.processor.image_id = using.tokenizer.encode("cat")[0]  # type: ignore[union-attr]
+    using.template.pictures.image_store.processor.image_id = using.tokenizer.encode("cat")[0]  # type: ignore[union-attr]
     with pytest.raises(
         RenderError, match=r"f\.jsonl:1: the row has 1 placeholders and features for 0"
     ):
@@ -180,7 +185,7 @@ def test_a_template_writes_one_placeholder_for_each_picture(tmp_path: Path) -> N
         (TEMPLATES["qwen2_vl"].replace("<|image_pad|>", ""), 0),
         (TEMPLATES["qwen2_vl"].replace("<|image_pad|>", "<|image_pad|>" * 2), 2),
     ):
-        other = Renderer(using.tokenizer, template, album=using.album)
+        other = Renderer(using.tokenizer, template, image_store=using.image_store)
         with pytest.raises(
             RenderError, match=rf"f\.jsonl:1: .* writes {found} placeh.* for 1 pict"
         ):
@@ -208,8 +213,8 @@ def test_a_template_of_lists_is_given_lists() -> None:
 
 def test_the_processors_template_goes_before_the_tokenizers(tmp_path: Path) -> None:
     using = renderer(tmp_path)
-    using.album.processor.template = TEMPLATES["qwen2_vl"].replace("a helpful", "no")  # type: ignore[union-attr]
-    (sample,) = Renderer(using.tokenizer, album=using.album).render(
+    using.image_store.processor.template = TEMPLATES["qwen2_vl"].replace("a helpful", "no")  # type: ignore[union-attr]
+    (sample,) = Renderer(using.tokenizer, image_store=using.image_store).render(
         chat(said("user", "cat"), said("assistant", "dog"))
     )
     assert "You are no assistant" in using.template.decode(sample.ids_T.tolist())
@@ -219,8 +224,10 @@ def test_a_picture_in_many_rows_is_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     using, part, read = renderer(tmp_path), picture(tmp_path, "one"), []
-    look = Album._look
-    monkeypatch.setattr(Album, "_look", lambda self, ref: (read.append(ref), look(self, ref))[1])
+    look = ImageStore._look
+    monkeypatch.setattr(
+        ImageStore, "_look", lambda self, ref: (read.append(ref), look(self, ref))[1]
+    )
     rows = [
         chat(said("user", part, f"cat {n}"), said("assistant", "dog"), place=f"f:{n}")
         for n in range(5)
@@ -231,7 +238,7 @@ def test_a_picture_in_many_rows_is_read_once(
     assert spans(samples[0].media) == spans(samples[4].media)
 
 
-def test_identity_follows_the_album(tmp_path: Path) -> None:
+def test_identity_follows_the_image_store(tmp_path: Path) -> None:
     using, larger = renderer(tmp_path), renderer(tmp_path, max_pixels=9)
     assert using.identity() != larger.identity()
     assert using.identity() != Renderer(using.tokenizer).identity()

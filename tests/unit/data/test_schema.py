@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 
 from taut.data.messages import Completion, Conversation, Document
-from taut.data.schema import Answers, AnyRow, Columns, Kind, Stepwise, best_row, read_any, recognise
+from taut.data.schema import (
+    Answers,
+    AnyRow,
+    Columns,
+    Kind,
+    OtherKindError,
+    Stepwise,
+    best_row,
+    read_any,
+    recognise,
+)
 from taut.errors import ConfigError, DataError
 
 ASKED = {"role": "user", "content": "What is 2 plus 3?"}
@@ -307,21 +317,20 @@ def test_which_columns_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "kind", "command"),
+    ("record", "kind", "other"),
     [
-        ({"messages": [ASKED, FIVE]}, "preference", "taut sft"),
-        ({"messages": [ASKED, FIVE], "label": True}, "preference", "taut kto"),
-        ({"messages": [ASKED, FIVE], "score": 1}, "preference", "taut reward with reward.loss=reg"),
-        (TEXTS, "sft", "taut dpo"),
-        (TEXTS, "scored", "taut dpo"),
-        ({"prompt": "2", **STEPS}, "sft", "taut reward with reward.loss=process"),
+        ({"messages": [ASKED, FIVE]}, "preference", "sft"),
+        ({"messages": [ASKED, FIVE], "label": True}, "preference", "unpaired"),
+        ({"messages": [ASKED, FIVE], "score": 1}, "preference", "scored"),
+        (TEXTS, "sft", "preference"),
+        (TEXTS, "scored", "preference"),
+        ({"prompt": "2", **STEPS}, "sft", "stepwise"),
     ],
 )
-def test_rows_of_another_kind_are_told_what_they_are_for(
-    record: object, kind: Kind, command: str
-) -> None:
-    with pytest.raises(DataError, match=f"rows like these are for {command}"):
+def test_rows_of_another_kind_say_which(record: object, kind: Kind, other: Kind) -> None:
+    with pytest.raises(OtherKindError, match=f"rows like these are {other} data") as caught:
         read(record, kind)
+    assert caught.value.kind == other
 
 
 def test_a_label_of_rows_that_nothing_trains_on_is_no_hint() -> None:

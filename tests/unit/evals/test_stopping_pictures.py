@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from tests.picture_names import illustrated
 
-from taut.evals.stopping import StopConfig, choose
+from taut.evals.stopping import StopCheckConfig, choose
 from taut.rl.dry_run import _group
 from taut.rl.rollout import sample_of
 from taut.types import Sample
@@ -23,7 +23,7 @@ def answered(picture: str) -> Sample:
 
 def test_prompts_that_differ_in_their_picture_are_two() -> None:
     samples = [answered(name) for name in ("red", "blue", "red")]
-    found = choose(samples, [END], StopConfig(), context=None, seed=0)
+    found = choose(samples, [END], StopCheckConfig(), context=None, seed=0)
     assert sorted(asked.prompt.media[0].picture.source for asked in found) == ["blue", "red"]
     for asked in found:
         assert asked.reference is not None

@@ -8,11 +8,11 @@ import torch
 from tests.tiny_models import STATEFUL, tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 
-from taut.attention.select import PREFIX
 from taut.config import replace
 from taut.errors import DataError, ModelError, NonFiniteError
 from taut.inference.engine import Sampling
 from taut.inference.local import LocalConfig, LocalEngine
+from taut.models.attention_backends import PREFIX
 from taut.models.scorer import Scorer
 from taut.types import Completion, IntArray, Prompt
 

@@ -18,11 +18,11 @@ from tests.vision_models import FAMILIES, vision_config, vision_model, vision_to
 from tests.vision_processors import save_processor
 from torch import Tensor
 
-from taut.attention.select import PREFIX
 from taut.data.packing import ALONE, pack
 from taut.inference import local
 from taut.inference.engine import Sampling
 from taut.inference.local import LocalConfig, LocalEngine
+from taut.models.attention_backends import PREFIX
 from taut.models.scorer import Scorer
 from taut.types import Completion, Media, Prompt, Sample
 from taut.vision import tower

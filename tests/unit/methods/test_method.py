@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from typing import Any
 
 import pytest
 
 import taut
-from taut.config import ELSEWHERE, INSTEAD, describe, from_mapping
+from taut.config import ELSEWHERE, INSTEAD, RENAMED, describe, from_mapping
 from taut.errors import ConfigError
-from taut.methods import METHODS, command_of
+from taut.methods import METHODS, command_of, commands_for
 from taut.methods.method import RunConfig
 
 PLAIN = {"model": "m", "data.train": "t.jsonl"}
@@ -35,6 +36,24 @@ PLAIN = {"model": "m", "data.train": "t.jsonl"}
 def test_refused(method: Any, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_mapping(METHODS[method], {"method": method, **PLAIN, **keys})
+
+
+@pytest.mark.parametrize(
+    ("kind", "commands"),
+    [
+        ("sft", "taut sft, taut distill"),
+        (
+            "preference",
+            "taut reward with reward.loss=bradley_terry, taut dpo, taut orpo, taut simpo, taut cpo",
+        ),
+        ("unpaired", "taut kto"),
+        ("scored", "taut reward with reward.loss=regression"),
+        ("stepwise", "taut reward with reward.loss=process"),
+        ("prompt", "taut grpo, taut ppo, taut online-dpo, taut best-of-n, taut gkd"),
+    ],
+)
+def test_commands_for_a_kind_of_rows(kind: str, commands: str) -> None:
+    assert commands_for(kind) == commands
 
 
 RATES = {
@@ -96,7 +115,7 @@ def test_a_critic_has_a_default_of_its_own() -> None:
 
 def test_without_a_reference_point_one_sample_is_a_step() -> None:
     keys = {"method": "kto", "kto.loss": "apo_zero", "batch.samples_per_step": 1}
-    assert not from_mapping(METHODS["kto"], PLAIN | keys).observes_mismatched
+    assert not from_mapping(METHODS["kto"], PLAIN | keys).loss().mismatched
 
 
 @pytest.mark.parametrize(("called", "given"), [("sft", "dpo"), ("dpo", "sft"), ("orpo", "simpo")])
@@ -129,7 +148,7 @@ def test_a_run_is_trained_by_its_own_method_only(called: str, given: Any) -> Non
         ("sft", "load_in_4bit", "a quantised base model (QLoRA) cannot be trained; lora.rank"),
         ("sft", "ds.load_in_4bit", "a quantised base model (QLoRA) cannot be trained; lora.rank"),
         ("sft", "deepspeed", "start the command with torchrun"),
-        ("grpo", "top_p", "roll-outs are drawn from the whole distribution"),
+        ("grpo", "top_p", "rollouts are drawn from the whole distribution"),
     ],
 )
 def test_a_name_of_another_framework_leads_to_what_there_is_here(
@@ -143,10 +162,44 @@ def test_a_name_of_another_framework_leads_to_what_there_is_here(
 
 def test_every_key_that_a_name_from_elsewhere_leads_to_exists() -> None:
     keys = {row.key for cls in METHODS.values() for row in describe(cls)}
-    assert keys >= {key for meant in ELSEWHERE.values() for key in meant}
+    for pattern in {pattern for patterns in ELSEWHERE.values() for pattern in patterns}:
+        assert fnmatch.filter(keys, pattern), pattern
     assert keys.isdisjoint([*ELSEWHERE, *INSTEAD])
     assert not ELSEWHERE.keys() & INSTEAD.keys()
     for sentence in INSTEAD.values():
         named = set(re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)+", sentence)) - {"torch.compile"}
         tables = {key.rpartition(".")[0] for key in keys}
         assert named <= keys | tables, sentence
+
+
+@pytest.mark.parametrize(
+    "renamed", [old for old in RENAMED if old.rpartition(".")[0] not in ("", "server", "remote")]
+)
+def test_the_name_that_a_key_had_before_is_refused_and_leads_to_its_name_now(renamed: str) -> None:
+    keys = {name: {row.key for row in describe(cls)} for name, cls in METHODS.items()}
+    methods = {
+        name: new for name, known in keys.items() for new in fnmatch.filter(known, RENAMED[renamed])
+    }
+    assert methods
+    for method, new in methods.items():
+        old = renamed.replace("*", new.partition(".")[0])
+        assert old not in keys[method]
+        hint = re.escape(f"unknown key '{old}' in the arguments; it is now called '{new}'")
+        with pytest.raises(ConfigError, match=hint):
+            from_mapping(METHODS[method], {"method": method, **PLAIN, old: 1})
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("guard.max_silent", "rollout_monitor.max_without_signal"),
+        ("guard.max_errors", "rollout_monitor.max_errors"),
+        ("divergence.loss_steps", "loss_monitor.loss_steps"),
+        ("stop.share", "stop_check.min_share"),
+        ("stop", "stop_check"),
+    ],
+)
+def test_a_key_of_a_renamed_table_leads_to_its_name_now(old: str, new: str) -> None:
+    hint = re.escape(f"unknown key '{old}' in the arguments; it is now called '{new}'")
+    with pytest.raises(ConfigError, match=hint):
+        from_mapping(METHODS["grpo"], {"method": "grpo", **PLAIN, old: 1})

@@ -36,5 +36,6 @@ def test_without_their_environment_answers_are_asked_where_that_is_said_only() -
     world = {"rollout__environment__name": "tools", "rollout__environment__tools": ["calculator"]}
     silent, said = run_of(**world), run_of(**world, eval__answers__rewards="numeric")
     assert (silent.held_out_answers.rewards, said.held_out_answers.rewards) == ([], "numeric")
-    told = [decision for run in (silent, said, run_of()) for decision in run.held_out_decisions()]
+    told = [decision for run in (silent, said, run_of()) for decision in run.decisions]
+    told = [decision for decision in told if decision.name == "held-out answers"]
     assert [decision.value for decision in told] == ["not asked", "asked"]

@@ -13,11 +13,11 @@ from taut.errors import ConfigError
 from taut.losses.advantages import ESTIMATORS, pass_at_k
 from taut.losses.policy import SURROGATES, Bounds, Correction, Critic, Kl, PolicyGradient
 from taut.methods.grpo import Advantage, GrpoConfig
-from taut.methods.policy import PolicyLoss, RollOut
+from taut.methods.policy import PolicyLoss
 from taut.methods.ppo import PpoConfig
 
-LOCAL = RollOut(0.8, 64, is_fresh=True, has_engine_logp=True)
-SERVER = LOCAL._replace(is_apart=True)
+LOCAL: dict[str, Any] = {"temperature": 0.8, "limit": 64, "is_fresh": True}
+SERVER = {**LOCAL, "is_apart": True}
 
 
 @configclass
@@ -40,17 +40,19 @@ def test_defaults() -> None:
     usual = PolicyGradient(
         "clip", Bounds(0.2, 0.28), "token", has_engine_logp=True, temperature=0.8
     )
-    assert sections().grpo.make_loss(LOCAL) == usual
+    assert sections().grpo.make_loss(**LOCAL) == usual
     assert sections().grpo.estimator is ESTIMATORS["group"]
-    found = sections().ppo.make_loss(LOCAL)
+    found = sections().ppo.make_loss(**LOCAL)
     assert found.critic == Critic(0.1, 0.2)
     assert found.wants.scalar
-    server = sections().grpo.make_loss(SERVER)
+    server = sections().grpo.make_loss(**SERVER)
     assert server.correction == Correction("truncated", "token", 2.0, 0.0)
 
 
 def test_what_a_roll_out_is_reaches_the_loss() -> None:
-    found = sections("grpo.average=constant").grpo.make_loss(RollOut(0.5, 77, False, False))
+    found = sections("grpo.loss_aggregation=constant").grpo.make_loss(
+        temperature=0.5, limit=77, is_fresh=False, has_engine_logp=False
+    )
     assert (found.temperature, found.constant_length) == (0.5, 77)
     assert (found.is_fresh, found.has_engine_logp) == (False, False)
     assert found.needs == ("advantage_N", "old_logp_N")
@@ -59,12 +61,12 @@ def test_what_a_roll_out_is_reaches_the_loss() -> None:
 GRPO: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("loss=gspo",), {"surrogate": "gspo", "bounds": Bounds(3e-4, 4e-4), "average": "sequence"}),
     (
-        ("loss=gspo_token", "average=token"),
+        ("loss=gspo_token", "loss_aggregation=token"),
         {"surrogate": "gspo_token", "bounds": Bounds(3e-4, 4e-4)},
     ),
     (("loss=cispo",), {"surrogate": "cispo", "bounds": Bounds(1.0, 4.0)}),
     (
-        ("loss=sapo", "sapo_positive=2.0", "sapo_negative=3.0"),
+        ("loss=sapo", "sapo_tau_positive=2.0", "sapo_tau_negative=3.0"),
         {"surrogate": "sapo", "bounds": Bounds(0.2, 0.28, None, 2.0, 3.0), "average": "sequence"},
     ),
     (
@@ -81,27 +83,30 @@ GRPO: list[tuple[tuple[str, ...], dict[str, Any]]] = [
         ("clip_low=0.1", "clip_high=0.3", "dual_clip=3.0"),
         {"bounds": Bounds(0.1, 0.3, 3.0)},
     ),
-    (("average=constant", "constant_length=9"), {"average": "constant", "constant_length": 9}),
+    (
+        ("loss_aggregation=constant", "constant_length=9"),
+        {"average": "constant", "constant_length": 9},
+    ),
     (("kl_coef=0.1",), {"kl": Kl(0.1, "k2", "k3")}),
     (
-        ("kl_coef=0.1", "kl_gradient=k3", "kl_value=k1"),
+        ("kl_coef=0.1", "kl_gradient=k3", "kl_estimator=k1"),
         {"kl": Kl(0.1, "k3", "k1")},
     ),
     (("kl_coef=0.1", "kl_in=reward", "kl_target=0.01"), {}),
     (("entropy_coef=0.01",), {"entropy_coef": 0.01}),
-    (("entropy=true",), {"entropy": True}),
-    (("correction=none",), {"correction": Correction()}),
+    (("log_entropy=true",), {"entropy": True}),
+    (("rollout_correction=none",), {"correction": Correction()}),
     (
-        ("correction=masked", "correction_cap=5.0", "correction_floor=0.5"),
+        ("rollout_correction=masked", "rollout_correction_cap=5.0", "rollout_correction_floor=0.5"),
         {"correction": Correction("masked", "geometric", 5.0, 0.5)},
     ),
-    (("correction=masked",), {"correction": Correction("masked", "geometric", 1.1, 0.9)}),
+    (("rollout_correction=masked",), {"correction": Correction("masked", "geometric", 1.1, 0.9)}),
     (
-        ("correction=masked", "correction_level=sequence"),
+        ("rollout_correction=masked", "rollout_correction_level=sequence"),
         {"correction": Correction("masked", "sequence", 2.0, 0.0)},
     ),
     (
-        ("correction=masked", "correction_level=token"),
+        ("rollout_correction=masked", "rollout_correction_level=token"),
         {"correction": Correction("masked", "token")},
     ),
 ]
@@ -113,8 +118,8 @@ def test_what_is_said_is_in_the_loss(
     section: str, overrides: tuple[str, ...], said: dict[str, Any]
 ) -> None:
     config = getattr(sections(*(f"{section}.{one}" for one in overrides)), section)
-    found = config.make_loss(SERVER)
-    usual = getattr(sections(), section).make_loss(SERVER)
+    found = config.make_loss(**SERVER)
+    usual = getattr(sections(), section).make_loss(**SERVER)
     changed = {f.name for f in fields(found) if getattr(found, f.name) != getattr(usual, f.name)}
     assert {name: getattr(found, name) for name in said} == said
     assert changed <= said.keys()
@@ -122,13 +127,13 @@ def test_what_is_said_is_in_the_loss(
 
 def test_what_the_critic_is_told() -> None:
     config = sections("ppo.value_coef=0.5", "ppo.value_clip=none").ppo
-    assert config.make_loss(LOCAL).critic == Critic(0.5, None)
+    assert config.make_loss(**LOCAL).critic == Critic(0.5, None)
 
 
 def test_a_divergence_in_the_reward_is_not_in_the_loss() -> None:
     found = sections("grpo.kl_coef=0.1", "grpo.kl_in=reward").grpo
     assert found.penalty_coef == 0.1
-    assert "ref_logp_N" not in found.make_loss(LOCAL).needs
+    assert "ref_logp_N" not in found.make_loss(**LOCAL).needs
     assert sections("grpo.kl_coef=0.1").grpo.penalty_coef == 0.0
 
 
@@ -155,10 +160,13 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
         r"grpo: found dual_clip=1.1 with clip_high=0.28; expected more than 1 \+ clip_high",
     ),
     (("clip_low=1.5",), r"grpo: found clip_low=1.5 with loss=clip; expected at most 1"),
-    (("sapo_negative=2.0",), r"grpo.sapo_negative=2, which nothing reads; expected loss=sapo"),
+    (
+        ("sapo_tau_negative=2.0",),
+        r"grpo.sapo_tau_negative=2, which nothing reads; expected loss=sapo",
+    ),
     (
         ("constant_length=9",),
-        r"grpo.constant_length=9, which nothing reads; expected average=constant",
+        r"grpo.constant_length=9, which nothing reads; expected loss_aggregation=constant",
     ),
     (("kl_gradient=k3",), r"grpo.kl_gradient=k3, which nothing reads; expected kl_coef above 0"),
     (("kl_coef=1.0", "kl_gradient=k1"), r"kl_gradient"),
@@ -166,16 +174,22 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
         ("kl_coef=1.0", "kl_in=reward", "kl_gradient=k2"),
         r"grpo.kl_gradient=k2, which nothing reads",
     ),
-    (("kl_coef=1.0", "kl_in=reward", "kl_value=k2"), r"grpo.kl_value=k2, which nothing reads"),
+    (
+        ("kl_coef=1.0", "kl_in=reward", "kl_estimator=k2"),
+        r"grpo.kl_estimator=k2, which nothing reads",
+    ),
     (("kl_in=reward",), r"grpo.kl_in=reward, which nothing reads; expected kl_coef above 0"),
     (
         ("kl_coef=1.0", "kl_target=1.0"),
         r"grpo.kl_target=1, which nothing reads; expected kl_coef above 0 and kl_in",
     ),
-    (("correction=none", "correction_cap=3.0"), r"grpo.correction_cap=3, which nothing reads"),
     (
-        ("loss=gmpo", "correction_level=token"),
-        r"grpo: found correction_level=token with loss=gmpo, .*; expected geometric or sequence",
+        ("rollout_correction=none", "rollout_correction_cap=3.0"),
+        r"grpo.rollout_correction_cap=3, which nothing reads",
+    ),
+    (
+        ("loss=gmpo", "rollout_correction_level=token"),
+        r"grpo: found rollout_correction_level=token with loss=gmpo, .*; expected geometric or sequence",
     ),
     (("pass_k=3",), r"grpo.pass_k=3, which nothing reads; expected advantage=pass_at_k"),
 ]
@@ -191,23 +205,25 @@ def test_what_nothing_reads_and_what_has_no_meaning_is_refused(
 
 
 def test_what_is_chosen_about_the_correction_is_recorded() -> None:
-    def recorded(*overrides: str, roll_out: RollOut = SERVER) -> dict[str, str]:
+    def recorded(*overrides: str, engine: dict[str, Any] = SERVER) -> dict[str, str]:
         config = sections(*(f"grpo.{one}" for one in overrides)).grpo
-        found = config.decisions(config.make_loss(roll_out).correction)
+        found = config.decisions(config.make_loss(**engine).correction)
         assert all(reason for _, _, reason in found)
         return {name: value for name, value, _ in found}
 
-    chosen = {"grpo.correction": "truncated", "grpo.correction_level": "token"}
+    chosen = {"grpo.rollout_correction": "truncated", "grpo.rollout_correction_level": "token"}
     assert recorded() == chosen
-    assert recorded("loss=gmpo") == {**chosen, "grpo.correction_level": "geometric"}
-    assert recorded("correction=masked") == {"grpo.correction_level": "geometric"}
-    assert recorded("correction=masked", "correction_level=sequence") == {}
-    assert recorded(roll_out=LOCAL) == {}
+    assert recorded("loss=gmpo") == {**chosen, "grpo.rollout_correction_level": "geometric"}
+    assert recorded("rollout_correction=masked") == {"grpo.rollout_correction_level": "geometric"}
+    assert recorded("rollout_correction=masked", "rollout_correction_level=sequence") == {}
+    assert recorded(engine=LOCAL) == {}
 
 
 def test_a_correction_needs_the_engines_word() -> None:
-    config = sections("grpo.correction=truncated").grpo
-    with pytest.raises(ConfigError, match="correction=truncated with an engine that gives no log"):
-        config.make_loss(LOCAL._replace(has_engine_logp=False))
-    unsaid = SERVER._replace(has_engine_logp=False)
-    assert sections().grpo.make_loss(unsaid).correction.kind == "none"
+    config = sections("grpo.rollout_correction=truncated").grpo
+    with pytest.raises(
+        ConfigError, match="rollout_correction=truncated with an engine that gives no log"
+    ):
+        config.make_loss(**LOCAL, has_engine_logp=False)
+    unsaid = sections().grpo.make_loss(**SERVER, has_engine_logp=False)
+    assert unsaid.correction.kind == "none"

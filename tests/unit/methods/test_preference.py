@@ -58,7 +58,10 @@ DPO: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (("dpo.divergence=js",), {"divergence": "js"}),
     (("dpo.divergence=alpha", "dpo.alpha=0.25"), {"divergence": "alpha", "alpha": 0.25}),
     (("dpo.margin=0.5",), {"margin": 0.5}),
-    (("dpo.reference_free=true", "dpo.entropy=true"), {"reference_free": True, "entropy": True}),
+    (
+        ("dpo.reference_free=true", "dpo.log_entropy=true"),
+        {"reference_free": True, "entropy": True},
+    ),
     (
         ("dpo.loss=discopop", "dpo.discopop_tau=0.1"),
         {"terms": (("discopop", 1.0),), "tau": 0.1},
@@ -77,19 +80,19 @@ def test_the_others() -> None:
         "kto.beta=0.2",
         "kto.desirable_weight=1.5",
         "kto.undesirable_weight=0.5",
-        "kto.entropy=true",
+        "kto.log_entropy=true",
         "orpo.beta=0.2",
-        "orpo.entropy=true",
+        "orpo.log_entropy=true",
         "simpo.beta=2.5",
         "simpo.gamma=1.4",
         "simpo.alpha=0.25",
         "simpo.label_smoothing=0.1",
         "simpo.sft_weight=0.5",
-        "simpo.entropy=true",
+        "simpo.log_entropy=true",
         "cpo.loss=hinge",
         "cpo.beta=0.2",
         "cpo.sft_weight=0.5",
-        "cpo.entropy=true",
+        "cpo.log_entropy=true",
     )
     assert found.kto.make_loss() == Unpaired("bco", 0.2, 1.5, 0.5, entropy=True)
     assert found.orpo.make_loss() == Orpo(0.2, entropy=True)

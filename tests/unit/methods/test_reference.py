@@ -28,7 +28,7 @@ from taut.types import Packed
 
 KINDS: dict[str, dict[str, Any]] = {
     "full": {},
-    "lora by rows": {"lora.rank": 2, "lora.train_rows": "always"},
+    "lora by rows": {"lora.rank": 2, "lora.train_token_rows": "always"},
 }
 
 
@@ -71,7 +71,7 @@ def logps(trainer: Trainer) -> list[Tensor]:
     """What the reference says of the first step."""
     return [
         packed.streams[STREAM]
-        for packed, _ in fill_streams(trainer, trainer.method.prepare(1), "here")
+        for packed, _ in fill_streams(trainer, trainer.source.prepare(1), "here")
     ]
 
 
@@ -83,7 +83,7 @@ def test_after_updates_the_reference_is_the_start_and_the_policy_is_as_it_was(
     trainer = built.trainer
     before, first = logps(trainer), bits(trainer)
     with torch.no_grad(), trainer.compute():
-        (packed, _), *_ = fill_streams(trainer, trainer.method.prepare(1), "here")
+        (packed, _), *_ = fill_streams(trainer, trainer.source.prepare(1), "here")
         assert torch.equal(trainer.scorer.eval()(packed).logp_N, before[0]), (
             "the policy is the start"
         )
@@ -138,7 +138,7 @@ def test_a_step_is_begun_again_with_less_where_the_reference_runs_out(
 ) -> None:
     built, _ = built_of(place, batch__halve_when_out_of_memory=True)
     trainer, real, sizes = built.trainer, Start.streams, []
-    wanted = loop.add_gradients(trainer, trainer.method.prepare(1), 1).loss
+    wanted = loop.add_gradients(trainer, trainer.source.prepare(1), 1).loss
     trainer.optimizer.zero_grad()
 
     def narrow(self: Start, packed: Packed) -> dict[str, Tensor]:

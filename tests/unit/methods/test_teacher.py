@@ -15,7 +15,7 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from taut.config import from_mapping
 from taut.errors import ConfigError, ModelError
 from taut.losses.supervised import Distill
-from taut.methods.teacher import DistillConfig, Setting, load_teacher
+from taut.methods.teacher import DistillConfig, load_teacher
 from taut.models.teacher import ListedTeacher, ModelTeacher
 from taut.types import Divergence
 
@@ -24,11 +24,17 @@ def config(**keys: Any) -> DistillConfig:
     return from_mapping(DistillConfig, keys)
 
 
-def setting(**changes: Any) -> Setting:
+def setting(**changes: Any) -> dict[str, Any]:
     tokenizer = tiny_tokenizer()
-    cpu = torch.device("cpu")
-    given = Setting(tokenizer, len(tokenizer) + 7, 60, torch.float64, cpu, "auto")
-    return given._replace(**changes)
+    return {
+        "tokenizer": tokenizer,
+        "num_rows": len(tokenizer) + 7,
+        "longest": 60,
+        "dtype": torch.float64,
+        "device": torch.device("cpu"),
+        "attention": "auto",
+        **changes,
+    }
 
 
 @pytest.mark.parametrize(
@@ -85,25 +91,25 @@ def test_a_tie_to_the_start_is_no_mistake(tmp_path: Path) -> None:
 
 def test_a_teacher_of_another_architecture(tmp_path: Path) -> None:
     place = save_model(tmp_path / "teacher", "gemma2", hidden_size=24)
-    found = load_teacher(config(teacher=str(place)), setting())
-    assert isinstance(found.teacher, ModelTeacher)
-    assert found.teacher.num_rows is None
-    assert not any(p.requires_grad for p in found.teacher.scorer.parameters())
-    assert [name for name, _, _ in found.decisions] == ["distill.teacher"]
+    teacher, decisions = load_teacher(config(teacher=str(place)), **setting())
+    assert isinstance(teacher, ModelTeacher)
+    assert teacher.num_rows is None
+    assert not any(p.requires_grad for p in teacher.scorer.parameters())
+    assert [name for name, _, _ in decisions] == ["distill.teacher"]
 
 
 def test_rows_that_one_of_them_has_alone_are_told(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     place = save_tiny("llama", tmp_path / "teacher", tokenizer, vocab_size=len(tokenizer) + 1)
-    found = load_teacher(config(teacher=str(place)), setting())
-    assert isinstance(found.teacher, ModelTeacher)
-    assert found.teacher.num_rows == len(tokenizer)
-    assert found.decisions[1][:2] == ("distill.rows", f"the tokenizer's {len(tokenizer):,}")
+    teacher, decisions = load_teacher(config(teacher=str(place)), **setting())
+    assert isinstance(teacher, ModelTeacher)
+    assert teacher.num_rows == len(tokenizer)
+    assert decisions[1][:2] == ("distill.rows", f"the tokenizer's {len(tokenizer):,}")
 
 
 def test_a_file_needs_no_model() -> None:
-    found = load_teacher(config(top_logprobs="top.jsonl"), setting())
-    assert isinstance(found.teacher, ListedTeacher)
+    teacher, _ = load_teacher(config(top_logprobs="top.jsonl"), **setting())
+    assert isinstance(teacher, ListedTeacher)
 
 
 def test_teachers_that_cannot_teach_are_refused(tmp_path: Path) -> None:
@@ -126,4 +132,4 @@ def test_teachers_that_cannot_teach_are_refused(tmp_path: Path) -> None:
         (judge, {}, f"distill.teacher={judge} is a reward model"),
     ]:
         with pytest.raises(ModelError, match=says.replace("|", r"\|")):
-            load_teacher(config(teacher=path), setting(**changes))
+            load_teacher(config(teacher=path), **setting(**changes))

@@ -121,7 +121,7 @@ def test_what_equals_what_in_taut() -> None:
 
 
 SWIFT = "swift sft --model {model} --dataset rows.jsonl --learning_rate 1e-5 "
-RATE = {"optim.rates": {"vision_tower": 2e-6}}
+RATE = {"optim.group_learning_rates": {"vision_tower": 2e-6}}
 TOWER_AND_TEXT = {"freeze": ["language_model", "vision_tower"]}
 ADAPTED = ["language_model", "projector"]
 PARTS = [
@@ -152,7 +152,7 @@ def test_the_parts_that_swift_trains(
         f"swift:{written(tmp_path, 'a.sh', SWIFT.format(model=model) + words)}"
     ).carried
     assert carried is not None
-    keys = ("freeze", "optim.rates", "lora.targets", "data.images.max_pixels")
+    keys = ("freeze", "optim.group_learning_rates", "lora.targets", "data.images.max_pixels")
     assert {key: carried.settings[key] for key in keys if key in carried.settings} == expected
     assert load(RunConfig, None, carried.words).model == str(model)
 

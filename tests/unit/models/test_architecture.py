@@ -110,10 +110,11 @@ def test_flops_count_active_experts_and_leave_out_gradients_of_frozen_weights() 
 
 def test_names_match_as_globs_or_expressions() -> None:
     names = ["model.layers.0.mlp.up", "model.layers.1.mlp.up", "lm_head.weight"]
-    assert architecture.match_names("*.mlp.*", names) == names[:2]
-    assert architecture.match_names(r"/layers\.1\./", names) == [names[1]]
+    model = tiny_model("llama")
+    assert architecture.match_pattern(model, "*.mlp.*", names, "freeze") == names[:2]
+    assert architecture.match_pattern(model, r"/layers\.1\./", names, "freeze") == [names[1]]
     with pytest.raises(ModelError, match="is not a regular expression"):
-        architecture.match_names("/(/", names)
+        architecture.match_pattern(model, "/(/", names, "freeze")
     assert architecture.suggest("mlp", names).startswith("did you mean '*mlp*' (2 names")
 
 
@@ -181,10 +182,14 @@ def test_a_model_without_pictures_has_no_such_parts() -> None:
 def test_parameters_are_named_once_and_train() -> None:
     model = skeleton("qwen2_vl")
     freeze(model, ["vision_tower"])
-    named = architecture.assign_patterns(model, ["projector", "lm_head.weight"], "optim.rates")
+    named = architecture.assign_patterns(
+        model, ["projector", "lm_head.weight"], "optim.group_learning_rates"
+    )
     assert set(named.values()) == {"projector", "lm_head.weight"}
     assert all(name.startswith("model.visual.merger") for name in named if "lm_head" not in name)
-    with pytest.raises(ModelError, match=r"optim.rates: 'vision_tower' matches no parameter that"):
-        architecture.assign_patterns(model, ["vision_tower"], "optim.rates")
+    with pytest.raises(
+        ModelError, match=r"optim.group_learning_rates: 'vision_tower' matches no parameter that"
+    ):
+        architecture.assign_patterns(model, ["vision_tower"], "optim.group_learning_rates")
     with pytest.raises(ModelError, match=r"is matched by 'projector' and by '\*merger\*'"):
-        architecture.assign_patterns(model, ["projector", "*merger*"], "optim.rates")
+        architecture.assign_patterns(model, ["projector", "*merger*"], "optim.group_learning_rates")

@@ -28,7 +28,7 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from taut.data.packing import ALONE, pack
-from taut.models.critic import OwnCritic
+from taut.models.heads import OwnCritic
 from taut.models.load import quiet_library
 from taut.models.lora import LoraConfig, apply_lora
 from taut.models.precision import compute_context

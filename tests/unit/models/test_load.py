@@ -21,10 +21,10 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from taut.attention.select import PREFIX
 from taut.errors import ModelError
 from taut.io import files
 from taut.models import load
+from taut.models.attention_backends import PREFIX
 
 CPU = torch.device("cpu")
 

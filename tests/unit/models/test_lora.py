@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from transformers import Qwen2ForCausalLM
 
 from taut.attention.layout import Layout
-from taut.attention.select import PREFIX
 from taut.config import from_mapping
 from taut.data.packing import ALONE, pack
 from taut.errors import ConfigError, ModelError
 from taut.models import architecture, heads
+from taut.models.attention_backends import PREFIX
 from taut.models.load import quiet_library
 from taut.models.lora import (
     LoraConfig,

@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from taut.attention.layout import Layout
-from taut.attention.select import PREFIX
 from taut.commands.generate import Generate
 from taut.config import load
 from taut.data.packing import ALONE, pack
 from taut.errors import ConfigError
 from taut.methods.method import RunConfig
+from taut.models.attention_backends import PREFIX
 from taut.models.precision import (
     MIN_ROWS,
     ChosenDtype,

@@ -14,11 +14,11 @@ from tests.tiny_models import save_tiny
 from tests.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from taut.attention.select import PREFIX, select
 from taut.data.packing import ALONE, pack
 from taut.errors import AttentionError, ModelError
 from taut.models import architecture
-from taut.models.heads import check_scalar_head, scalar_head
+from taut.models.attention_backends import PREFIX, select
+from taut.models.heads import check_head, scalar_head
 from taut.models.load import freeze, load_config, load_model, load_skeleton, quiet_library
 from taut.models.lora import LoraConfig, apply_lora, choose_rows, plain_model, save_adapter
 from taut.models.precision import compute_context
@@ -363,7 +363,7 @@ def test_the_proofs_are_made_on_the_scalar_head(tmp_path: Path, kind: str) -> No
 def test_autocast_does_not_reach_the_scalar_head(tmp_path: Path) -> None:
     model = open_reward(save_tiny("llama", tmp_path, tiny_tokenizer()), dtype=torch.float32)
     with compute_context(torch.bfloat16, CPU):
-        assert check_scalar_head(model) < 1e-5
+        assert check_head(model) < 1e-5
 
 
 def test_a_later_token_that_changes_an_earlier_number_is_found(tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from taut.attention.select import PREFIX
 from taut.errors import OutputError
 from taut.models import save
+from taut.models.attention_backends import PREFIX
 from taut.models.lora import LoraConfig, apply_lora
 from taut.models.save import copy_processor, saving
 from taut.models.tokens import TokensConfig, add_tokens, add_tokens_to_tokenizer

@@ -11,10 +11,10 @@ from tests.tiny_models import tiny_model
 from tests.tiny_samples import nested_family
 from torch import Tensor, nn
 
-from taut.attention.select import PREFIX
 from taut.data.packing import PackPolicy, pack
 from taut.models import scorer
 from taut.models.architecture import HeadSpec, Rows, head
+from taut.models.attention_backends import PREFIX
 from taut.models.scorer import Scorer, score_hidden
 from taut.types import Scores, Wants
 

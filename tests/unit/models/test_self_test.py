@@ -11,9 +11,9 @@ from tests.tiny_samples import sample
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from taut.attention import select
 from taut.attention.layout import Call, Layout
 from taut.errors import AttentionError, ModelError
+from taut.models import attention_backends
 from taut.models.precision import compute_context
 from taut.models.scorer import Scorer
 from taut.models.self_test import SelfTestResult, library_logps, run_self_test
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 def load(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     model = tiny_model(name, dtype=dtype)
-    model.set_attn_implementation(f"{select.PREFIX}reference")
+    model.set_attn_implementation(f"{attention_backends.PREFIX}reference")
     return model
 
 
@@ -72,7 +72,7 @@ def test_a_window_of_zero_in_a_layer_that_has_it_is_refused_by_name() -> None:
     """Of Qwen2-MoE it is in the configuration where no layer has a window: that is carried, above."""
     sliding = {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}
     model = tiny_model("qwen2_moe", **sliding)
-    model.set_attn_implementation(f"{select.PREFIX}reference")
+    model.set_attn_implementation(f"{attention_backends.PREFIX}reference")
     assert model.config.sliding_window == 0
     with pytest.raises(AttentionError, match="Qwen2MoeForCausalLM masks a sliding window of 0"):
         run(model)
@@ -108,7 +108,7 @@ def test_planted_attention_that_ignores_the_layout(monkeypatch: pytest.MonkeyPat
             q, k, v, is_causal=True, scale=call.scale, enable_gqa=True
         )
 
-    monkeypatch.setitem(select.BACKENDS, "reference", flat_causal)
+    monkeypatch.setitem(attention_backends.BACKENDS, "reference", flat_causal)
     with pytest.raises(AttentionError, match="packed samples see each other in LlamaForCausalLM"):
         run(load("llama"))
 
@@ -119,8 +119,8 @@ def test_planted_attention_that_sees_the_future(monkeypatch: pytest.MonkeyPatch)
             q, k, v, scale=call.scale, enable_gqa=True
         )
 
-    monkeypatch.setitem(select.BACKENDS, "reference", everything)
-    with pytest.raises(AttentionError, match="a later token changes an earlier log-prob"):
+    monkeypatch.setitem(attention_backends.BACKENDS, "reference", everything)
+    with pytest.raises(AttentionError, match="a later token changes an earlier logprob"):
         run(load("llama"))
 
 

@@ -160,7 +160,7 @@ def test_each_remedy_works(name: str) -> None:
 def test_which_rows_train_is_chosen_by_the_key() -> None:
     model = tiny_model("llama")
     both = ["model.embed_tokens", "lm_head"]
-    always, never = (LoraConfig(rank=2, train_rows=way) for way in ("always", "never"))
+    always, never = (LoraConfig(rank=2, train_token_rows=way) for way in ("always", "never"))
     assert choose_rows(model, LoraConfig(rank=2), {}, (5,)) == {}
     assert choose_rows(model, always, {9: ""}, (5,)) == {table: [5, 9] for table in both}
     assert choose_rows(model, never, {9: ""}, (5,)) == {}

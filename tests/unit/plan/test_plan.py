@@ -1,4 +1,4 @@
-"""What ``taut plan`` foretells is what tensors really take, to the byte; and what ranks and rates make of it."""
+"""What ``taut plan`` predicts is what tensors really take, to the byte; and what ranks and rates make of it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from taut.plan import (
     without_data,
     workload,
 )
-from taut.plan.footprint import PARTS, History, Ledger
+from taut.plan.ledger import PARTS, History, Ledger
 from taut.plan.rates import Work
 from taut.plan.tracing import Traced, trace
 from taut.train.checkpoint import CheckpointConfig
@@ -296,5 +296,5 @@ def test_the_first_steps_are_the_runs_own(tmp_path: Path) -> None:
     assert work.later is not None
     assert work.fullest.num_tokens == 100
     assert sum(w.tokens for w in work.steps[0]) <= sum(
-        s.num_tokens for tree in built.trainer.method.prepare(1) for s in tree.samples
+        s.num_tokens for tree in built.trainer.source.prepare(1) for s in tree.samples
     )

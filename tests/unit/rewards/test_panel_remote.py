@@ -102,7 +102,9 @@ def test_a_reward_server_is_sent_prompt_and_answer(
         ASKED,
         Answered(text="c", prompt=ASKED.prompt, messages=(*turns, turns[0])),
     ]
-    scores = said("reward_server", *answers, url=f"{server.url}/", key="OPEN", concurrency=1)
+    scores = said(
+        "reward_server", *answers, url=f"{server.url}/", api_key_env="OPEN", concurrency=1
+    )
     assert [score.value for score in scores] == [1.5, len(ASKED.text) / 2, 1.5]
     assert {(path, key) for path, key, _ in server.asked} == {("/score", "Bearer sesame")}
     sent = [body for _, _, body in server.asked]
@@ -129,7 +131,7 @@ def test_what_is_no_score_is_an_error(
 ) -> None:
     monkeypatch.setenv("OPEN", "sesame")
     server.reply = lambda body: reply
-    (score,) = said("reward_server", ASKED, url=server.url, key="OPEN")
+    (score,) = said("reward_server", ASKED, url=server.url, api_key_env="OPEN")
     assert score.value is None
     assert re.search(error, str(score.error))
 
@@ -271,7 +273,11 @@ def test_a_judge_has_a_scale_and_words_of_its_own(server: Server) -> None:
             {"url": "http://me:key@host"},
             "a key or password goes into the environment variable",
         ),
-        ("reward_server", {"url": "http://host", "key": "NOT_SET"}, "no environment variable"),
+        (
+            "reward_server",
+            {"url": "http://host", "api_key_env": "NOT_SET"},
+            "no environment variable",
+        ),
         ("judge", {"url": "http://host"}, "model"),
         ("judge", {"url": "http://host", "model": "m", "low": 10}, "expected a lower low"),
         ("judge", {"url": "http://host", "model": "m", "template": "?"}, "without {answer}"),

@@ -272,7 +272,7 @@ def test_the_critics_values_are_logged_with_the_range_of_the_returns() -> None:
 
 def test_rewards_are_shaped_in_order() -> None:
     every = paths([[1.0, 1.0]], a1="length")
-    how = ShapingConfig(missing_stop=0.5, length_cost=0.4, clip=0.6)
+    how = ShapingConfig(missing_eos_penalty=0.5, length_penalty=0.4, clip=0.6)
     given = policy(shaping=how).trees(every, said(every))
     shaped = [min(0.6, 1.0 - 0.2), min(0.6, 1.0 - 0.5 - 0.3)]
     found = [s.streams["advantage_N"][0] for s in given.trees[0].samples]
@@ -284,7 +284,7 @@ def test_a_paths_length_is_what_it_has_beyond_its_prompt() -> None:
     """Of eight tokens the policy chose two; a limit of ten counts all eight."""
     (one, other) = paths([[0.0, 0.0]])
     played = replace(one, ids_T=np.concatenate([PROMPT, np.arange(8)]))
-    how = policy(shaping=ShapingConfig(length_cost=1.0), limit=10)
+    how = policy(shaping=ShapingConfig(length_penalty=1.0), limit=10)
     given = how.trees([played, other], said([one, other]))
     found = [s.streams["advantage_N"][0] for s in given.trees[0].samples]
     np.testing.assert_allclose(found, [(-0.8 + 0.3) / 2, (0.8 - 0.3) / 2])
@@ -321,11 +321,11 @@ def test_the_best_and_the_worst_are_a_pair() -> None:
 
 
 def test_the_best_that_are_good_enough_are_kept() -> None:
-    made = Best(CrossEntropy(), BestOfNConfig(keep=2, at_least=0.4))
+    made = Best(CrossEntropy(), BestOfNConfig(keep=2, min_reward=0.4))
     given = made.trees(paths([[0.2, 0.9, 0.5], [0.1, 0.3, 0.2]]), {})
     (tree,) = given.trees
     assert [s.id for s in tree.samples] == ["a#1 of roll-out 1", "a#2 of roll-out 1"]
-    with pytest.raises(CheckFailed, match="at_least"):
+    with pytest.raises(CheckFailed, match="min_reward"):
         made.trees(paths([[0.1, 0.2]]), {})
 
 
@@ -345,8 +345,8 @@ def test_a_cut_answer_is_no_candidate_of_best_of_n_unless_it_is_asked_for() -> N
         made.trees(cut, {})
     group = Group(tuple(p for p in cut), tuple(p.verdict for p in cut))
     assert (made.is_useful(group), keeping.is_useful(group)) == (False, True)
-    good = Best(CrossEntropy(), BestOfNConfig(at_least=0.6))
-    with pytest.raises(CheckFailed, match=r"at_least=0\.6; the best has 0\.5"):
+    good = Best(CrossEntropy(), BestOfNConfig(min_reward=0.6))
+    with pytest.raises(CheckFailed, match=r"min_reward=0\.6; the best has 0\.5"):
         good.trees(paths([[0.9, 0.5]], a0="length"), {})
 
 
@@ -367,7 +367,7 @@ def test_what_a_critic_or_a_penalty_adds_is_no_signal() -> None:
     critic = policy(estimate=Gae(gamma=1.0, lam=1.0, is_whitened=True))
     penalty = policy(penalty=KlPenalty(0.5))
     plus = policy(estimate=ESTIMATORS["reinforce_pp"])
-    shaped = policy(shaping=ShapingConfig(length_cost=0.5))
+    shaped = policy(shaping=ShapingConfig(length_penalty=0.5))
     alike, apart, one = [[0.5, 0.5], [0.5, 0.5]], [[0.4, 0.4], [0.0, 1.0]], [[1.0], [0.0]]
     assert [signals(it, alike) for it in (critic, penalty, plus, shaped)] == [0, 0, 0, 2]
     assert [signals(it, apart) for it in (critic, penalty, plus)] == [2, 1, 2]

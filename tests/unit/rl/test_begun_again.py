@@ -15,7 +15,7 @@ from taut.errors import OutOfMemory
 from taut.losses.supervised import CrossEntropy
 from taut.methods.gkd import All
 from taut.rl import online
-from taut.rl.monitors import Guard, GuardConfig
+from taut.rl.monitors import Guard, RolloutMonitorConfig
 from taut.rl.online import Crew, Online
 from taut.rl.rollout import RolloutConfig
 from taut.train.distributed import Ranks
@@ -27,7 +27,7 @@ def test_a_step_begun_again_for_want_of_memory_finds_its_roll_out(
 ) -> None:
     drawn, _, _ = roller(lambda name, index: f"{name} {index}", lambda one: len(one.text))
     server = {"engine": "server", "url": "http://127.0.0.1:9/v1"}
-    config = RolloutConfig(n=2, ahead=is_ahead, **(server if is_ahead else {}))  # type: ignore[arg-type]
+    config = RolloutConfig(n=2, asynchronous=is_ahead, **(server if is_ahead else {}))  # type: ignore[arg-type]
     interrupts = SimpleNamespace(at_once=lambda ranks: nullcontext(), held=nullcontext)
     ranks = Ranks(0, 1, torch.device("cpu"))
     trainer: Any = SimpleNamespace(
@@ -35,7 +35,7 @@ def test_a_step_begun_again_for_want_of_memory_finds_its_roll_out(
     )
     order = Order([], 3, 2, False, None)
     monkeypatch.setattr(Order, "step", lambda self, step: [step, step + 1])
-    made = Online(config, None, order, All(CrossEntropy()), Guard(GuardConfig()), 3)  # type: ignore[arg-type]
+    made = Online(config, None, order, All(CrossEntropy()), Guard(RolloutMonitorConfig()), 3)  # type: ignore[arg-type]
     made.join(Crew(trainer, (), lambda: drawn))
     tries = iter([OutOfMemory("too little"), None, None])
 
@@ -56,7 +56,7 @@ def test_a_step_begun_again_for_want_of_memory_finds_its_roll_out(
 def test_weights_that_an_engine_has_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ahead of time the first roll-out is of the weights there are: one push for it, and one for each after it."""
     drawn, engine, _ = roller(lambda name, index: f"{name} {index}", lambda one: len(one.text))
-    config = RolloutConfig(n=2, ahead=True, engine="server", url="http://127.0.0.1:9/v1")
+    config = RolloutConfig(n=2, asynchronous=True, engine="server", url="http://127.0.0.1:9/v1")
     interrupts = SimpleNamespace(at_once=lambda ranks: nullcontext(), held=nullcontext)
     trainer: Any = SimpleNamespace(
         interrupts=interrupts, ranks=None, num_steps=3, emit=lambda *_, **__: None
@@ -65,7 +65,7 @@ def test_weights_that_an_engine_has_are_not_sent_again(monkeypatch: pytest.Monke
     monkeypatch.setattr(Order, "step", lambda self, step: [step, step + 1])
     monkeypatch.setattr(type(engine), "update", lambda self, version: pushed.append(version))
     order = Order([], 3, 2, False, None)
-    made = Online(config, None, order, All(CrossEntropy()), Guard(GuardConfig()), 3)  # type: ignore[arg-type]
+    made = Online(config, None, order, All(CrossEntropy()), Guard(RolloutMonitorConfig()), 3)  # type: ignore[arg-type]
     made.join(Crew(trainer, (), lambda: drawn))
     for step in (1, 2, 3):
         made.prepare(step)

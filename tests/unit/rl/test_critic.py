@@ -13,7 +13,7 @@ from tests.tiny_models import save_tiny
 
 from taut.config import from_mapping
 from taut.errors import ConfigError, ModelError
-from taut.models.critic import OwnCritic, SharedCritic
+from taut.models.heads import OwnCritic, SharedCritic
 from taut.rl.critic import LEARNING_RATES, CriticConfig, Setting, build_critic
 from taut.train.optim import OptimConfig, Pace
 

@@ -35,7 +35,7 @@ def test_every_method_can_learn_from_it(
 ) -> None:
     """The engine's log-probs are the trainer's own."""
     made, _ = make(keys_of(method, model, tmp_path, **given))
-    online = made.trainer.method
+    online = made.trainer.source
     assert isinstance(online, Online)
     samples: list[Sample] = list(made.inputs.train[:2])
     trees = rehearsed(made.trainer, online.credit, online.crew.roles, samples)

@@ -30,7 +30,7 @@ from taut.rl.monitors import (
     RECENT,
     WEIGHT,
     Guard,
-    GuardConfig,
+    RolloutMonitorConfig,
 )
 from taut.rl.rollout import Group
 from taut.train.distributed import Ranks
@@ -56,7 +56,7 @@ class Log(list[tuple[str, str]]):
 
 
 def test_errors_are_bounded_by_their_share() -> None:
-    guard = Guard(GuardConfig(max_errors=0.25))
+    guard = Guard(RolloutMonitorConfig(max_errors=0.25))
     half = [group(1.0, 0.5, 0.0, None, error="late")]
     guard.require_rewards(half, 1)
     with pytest.raises(
@@ -70,7 +70,7 @@ def test_errors_are_bounded_by_their_share() -> None:
 
 
 def test_what_no_reward_applies_to_is_no_error_and_stops_the_run_when_it_is_all_for_long() -> None:
-    guard, log = Guard(GuardConfig(max_errors=0.0, max_unrewarded=3)), Log()
+    guard, log = Guard(RolloutMonitorConfig(max_errors=0.0, max_unrewarded=3)), Log()
     guard.require_rewards([group(None, None), group(1.0, None)], 1)
     nothing = told(completions=2, rewarded=0, groups_with_signal=0)
     for step in (2, 3):
@@ -87,11 +87,11 @@ def test_what_no_reward_applies_to_is_no_error_and_stops_the_run_when_it_is_all_
     guard.look(4, told(), log)
     assert guard.unrewarded == 0
     with pytest.raises(CheckFailed, match="in 1 roll-outs in a row"):
-        Guard(GuardConfig(max_unrewarded=1)).require_rewards([group(None, None)], 1)
+        Guard(RolloutMonitorConfig(max_unrewarded=1)).require_rewards([group(None, None)], 1)
 
 
 def test_many_completions_without_a_reward_are_warned_of_once_until_they_are_few_again() -> None:
-    guard, log = Guard(GuardConfig(warn_unrewarded=0.2)), Log()
+    guard, log = Guard(RolloutMonitorConfig(warn_unrewarded=0.2)), Log()
     for rewarded in (16, 13, 6, 6, 13, 12):
         guard.look(1, told(rewarded=rewarded), log)
     assert [detail.partition(" have")[0] for _, detail in log] == [
@@ -104,22 +104,22 @@ def test_many_completions_without_a_reward_are_warned_of_once_until_they_are_few
 
 
 def test_roll_outs_without_a_signal_are_counted_in_a_row() -> None:
-    guard = Guard(GuardConfig(max_silent=2))
+    guard = Guard(RolloutMonitorConfig(max_without_signal=2))
     log = Log()
     for signal in (0, 1, 0):
         guard.look(1, told(groups_with_signal=signal), log)
     with pytest.raises(CheckFailed, match=r"step 9: in the last 2 roll-outs .*0\.5 on average"):
         guard.look(9, told(groups_with_signal=0), log)
-    never = Guard(GuardConfig(max_silent=0))
+    never = Guard(RolloutMonitorConfig(max_without_signal=0))
     for _ in range(30):
         never.look(1, told(groups_with_signal=0), log)
     ((name, detail),) = log
-    assert name == "equal_rewards" and "max_silent" not in detail
+    assert name == "equal_rewards" and "max_without_signal" not in detail
     assert detail.startswith("in the last 3 roll-outs the rewards of every group were equal (the")
 
 
 def test_answers_that_cease_to_end_are_told_once_until_they_end_again() -> None:
-    guard, log = Guard(GuardConfig(warn_stops=0.2)), Log()
+    guard, log = Guard(RolloutMonitorConfig(warn_stop_drop=0.2)), Log()
 
     def look(shares: Sequence[float]) -> None:
         for share in shares:
@@ -133,7 +133,7 @@ def test_answers_that_cease_to_end_are_told_once_until_they_end_again() -> None:
 
 
 def test_errors_are_told() -> None:
-    guard, log = Guard(GuardConfig()), Log()
+    guard, log = Guard(RolloutMonitorConfig()), Log()
     guard.look(4, told(errors=3, first_error="a#0: late"), log)
     assert log == [("rewards", "3 completions have no reward because of an error; a#0: late")]
 
@@ -155,7 +155,7 @@ def watched(guard: Guard, log: Log, seen: StepReport) -> None:
 
 
 def test_an_engine_that_is_far_off_stops_the_run() -> None:
-    guard, log = Guard(GuardConfig()), Log()
+    guard, log = Guard(RolloutMonitorConfig()), Log()
     seen = report(0.05)
     watched(guard, log, seen)
     assert seen.metrics["engine/largest"] == 1.0 and log == []
@@ -170,17 +170,17 @@ def test_an_engine_that_is_far_off_stops_the_run() -> None:
 def test_a_correction_that_leaves_little_weight_is_told_at_the_first_update() -> None:
     """Also where all weights are alike, so that the effective sample size is that of all tokens."""
     for effective, weight in ((0.19, 0.9), (1.0, 0.15)):
-        guard, log = Guard(GuardConfig()), Log()
+        guard, log = Guard(RolloutMonitorConfig()), Log()
         watched(guard, log, report(0.016, effective, weight=weight))
         ((name, detail),) = log
-        assert name == "rollout_effective" and "correction_level=geometric" in detail
-    guard, log = Guard(GuardConfig()), Log()
+        assert name == "rollout_effective" and "rollout_correction_level=geometric" in detail
+    guard, log = Guard(RolloutMonitorConfig()), Log()
     watched(guard, log, report(0.016, 0.99, weight=0.98))
     assert log == []
 
 
 def test_a_loss_that_knows_no_engine_is_not_watched() -> None:
-    guard, log = Guard(GuardConfig()), Log()
+    guard, log = Guard(RolloutMonitorConfig()), Log()
     seen = report(0.9)
     seen.metrics.clear()
     watched(guard, log, seen)
@@ -188,17 +188,17 @@ def test_a_loss_that_knows_no_engine_is_not_watched() -> None:
 
 
 def test_it_is_remembered() -> None:
-    guard, log = Guard(GuardConfig()), Log()
+    guard, log = Guard(RolloutMonitorConfig()), Log()
     for _ in range(BEGINNING + RECENT):
         guard.look(1, told(stopped=0.9 - len(guard.recent) / 5, groups_with_signal=0), log)
-    other = Guard(GuardConfig())
+    other = Guard(RolloutMonitorConfig())
     other.recall(json.loads(json.dumps(guard.remember())))
     assert other == guard and other.silent == BEGINNING + RECENT
 
 
 def test_what_stops_the_run_is_not_remembered() -> None:
     """Resumed, the same roll-out counts once."""
-    guard, log = Guard(GuardConfig(max_silent=2)), Log()
+    guard, log = Guard(RolloutMonitorConfig(max_without_signal=2)), Log()
     guard.look(1, told(groups_with_signal=0), log)
     before = guard.remember()
     with pytest.raises(CheckFailed, match="last 2 roll-outs"):
@@ -234,7 +234,7 @@ HONEST = [update(kl=0.1 * (i % 4), clipped=0.1 * (i % 4), entropy=0.6 - i / 50) 
 @pytest.mark.parametrize(
     ("name", "bad", "detail"),
     [
-        ("drift", update(kl=5.0), r"1 nats a token .* at most 0\.5 \(guard\.warn_kl\)"),
+        ("drift", update(kl=5.0), r"1 nats a token .* at most 0\.5 \(rollout_monitor\.warn_kl\)"),
         ("clipped", update(clipped=0.9), r"54% of the tokens .* at most 40%"),
         ("entropy", update(entropy=0.01), r"fallen from 0\.6 to 0\.01 .* at least 10%"),
     ],
@@ -242,7 +242,7 @@ HONEST = [update(kl=0.1 * (i % 4), clipped=0.1 * (i % 4), entropy=0.6 - i / 50) 
 def test_an_update_that_goes_too_far_is_warned_of_once_until_it_is_better(
     name: str, bad: dict[str, float], detail: str
 ) -> None:
-    guard, log = Guard(GuardConfig()), Log()
+    guard, log = Guard(RolloutMonitorConfig()), Log()
     updates(guard, log, [update()] * RECENT + HONEST)
     assert log == []
     good, worse = [update()] * RECENT, [bad] * RECENT
@@ -254,7 +254,7 @@ def test_an_update_that_goes_too_far_is_warned_of_once_until_it_is_better(
 
 
 def test_a_run_at_two_nats_with_half_its_tokens_clipped_is_warned_of_at_its_second_update() -> None:
-    guard, log = Guard(GuardConfig()), Log()
+    guard, log = Guard(RolloutMonitorConfig()), Log()
     updates(guard, log, [update(), update(kl=2.0, clipped=0.9)])
     assert [name for name, _ in log] == ["drift", "clipped"]
 
@@ -271,11 +271,11 @@ def test_the_numbers_it_reads_are_those_of_the_loss() -> None:
 
 
 def test_exact_entropy_goes_before_its_estimate() -> None:
-    guard, log = Guard(GuardConfig()), Log()
+    guard, log = Guard(RolloutMonitorConfig()), Log()
     first, last = update() | {"entropy": 3.0}, update() | {"entropy": 0.05}
     updates(guard, log, [first] * BEGINNING + [last] * RECENT)
     assert [name for name, _ in log] == ["entropy"]
-    never = Guard(GuardConfig(warn_entropy=0.0))
+    never = Guard(RolloutMonitorConfig(warn_entropy=0.0))
     updates(never, log, [first] * BEGINNING + [last | {"entropy": 0.0}] * RECENT)
     assert len(log) == 1
 
@@ -284,7 +284,7 @@ def test_entropy_may_go_where_answers_have_become_good() -> None:
     """80% right, as after a task is learned; at 60% the rest is no longer found. A reward that never differs says
     nothing.
     """
-    learned, log = Guard(GuardConfig()), Log()
+    learned, log = Guard(RolloutMonitorConfig()), Log()
     begun, spent = [update()] * RECENT, [update(entropy=0.02)] * RECENT
     updates(learned, log, begun, reward=0.05)
     updates(learned, log, begun + spent, reward=0.8)
@@ -295,7 +295,7 @@ def test_entropy_may_go_where_answers_have_become_good() -> None:
 
 
 def test_a_number_around_its_limit_is_one_episode() -> None:
-    guard, log = Guard(GuardConfig()), Log()
+    guard, log = Guard(RolloutMonitorConfig()), Log()
     updates(guard, log, [update(kl=kl) for kl in (0.6, 0.4) * 20])
     updates(guard, log, [update(entropy=0.6)] * RECENT)
     updates(guard, log, [update(entropy=of) for of in (0.05,) * RECENT + (0.07, 0.05) * 20])
@@ -303,13 +303,13 @@ def test_a_number_around_its_limit_is_one_episode() -> None:
 
 
 def test_entropy_of_another_loss_is_not_watched() -> None:
-    guard, log = Guard(GuardConfig()), Log()
+    guard, log = Guard(RolloutMonitorConfig()), Log()
     updates(guard, log, [{"entropy": 3.0}] * RECENT + [{"entropy": 0.0}] * RECENT)
     assert log == []
 
 
 def test_answers_that_are_left_out_of_training_are_told_once_until_they_are_few() -> None:
-    guard, log = Guard(GuardConfig()), Log()
+    guard, log = Guard(RolloutMonitorConfig()), Log()
     for share in (0.0, 0.2, 0.6, 0.19, 0.7, 0.1, 0.25):
         guard.look(1, told(dropped=share), log)
     assert [name for name, _ in log] == ["dropped", "dropped"]
@@ -321,7 +321,7 @@ def critic(low: float, high: float, least: float = 0.0, most: float = 1.0) -> di
 
 
 def test_values_outside_the_range_of_the_returns_are_told_once_until_they_are_back() -> None:
-    guard, log = Guard(GuardConfig()), Log()
+    guard, log = Guard(RolloutMonitorConfig()), Log()
     for _ in range(2 * RECENT):
         guard.look(1, critic(-0.3, 1.4), log)
     guard.look(1, critic(0.1, 0.2, least=0.0, most=0.0), log)  # one roll-out without a right answer
@@ -337,7 +337,7 @@ def test_values_outside_the_range_of_the_returns_are_told_once_until_they_are_ba
 
 def test_values_of_a_constant_reward() -> None:
     """Every answer is worth 0.5, and values run to 6.8. A critic that has only begun is not judged."""
-    guard, log = Guard(GuardConfig()), Log()
+    guard, log = Guard(RolloutMonitorConfig()), Log()
     for _ in range(RECENT - 1):
         guard.look(1, critic(-2.0, 2.0, least=0.5, most=0.5), log)
     guard.look(2, critic(0.0, 0.6, least=0.5, most=0.5), log)
@@ -348,10 +348,10 @@ def test_values_of_a_constant_reward() -> None:
 
 def test_monitors_go_on_after_a_resume() -> None:
     """Also from a checkpoint of before there were any."""
-    guard, log = Guard(GuardConfig()), Log()
+    guard, log = Guard(RolloutMonitorConfig()), Log()
     updates(guard, log, [update()] * RECENT + [update(kl=2.0, entropy=0.01)] * RECENT)
     guard.look(1, critic(0.0, 1.0), log)
-    other = Guard(GuardConfig())
+    other = Guard(RolloutMonitorConfig())
     other.recall(json.loads(json.dumps(guard.remember())))
     assert other == guard and {"drift", "entropy"} <= other.told
     updates(other, log, [update(kl=2.0, entropy=0.01)])

@@ -22,7 +22,7 @@ from taut.losses.policy import PolicyGradient
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Answered, Score
 from taut.rl.advantages import PolicyCredit, ShapingConfig, Ways
-from taut.rl.monitors import Guard, GuardConfig
+from taut.rl.monitors import Guard, RolloutMonitorConfig
 from taut.rl.online import Crew, Online, numbered
 from taut.rl.rollout import Roller, RolloutConfig
 from taut.train.distributed import Ranks
@@ -56,15 +56,15 @@ def half(one: Answered) -> float:
     return float(one.row["i"] % 2 == 0) * int(one.text)
 
 
-def online(worth: Any = half, guard: GuardConfig | None = None, **keys: Any) -> Online:
+def online(worth: Any = half, guard: RolloutMonitorConfig | None = None, **keys: Any) -> Online:
     """A method on an engine that says 0 and 1 of each prompt, two prompts for each update of a pass."""
     config = RolloutConfig(**{"n": 2, **keys})
     size = 2 * config.minibatches
     order = Order(np.ones(NUM_PROMPTS), 3, size, is_shuffled=True)
     ways = Ways(ESTIMATORS["mean"], ShapingConfig(scale="running"), 4, 1.0, has_old=False)
     credit = PolicyCredit(PolicyGradient(), ways)
-    prompts = cast(PromptSet, SimpleNamespace(album=None))
-    method = Online(config, prompts, order, credit, Guard(guard or GuardConfig()), seed=3)
+    prompts = cast(PromptSet, SimpleNamespace(image_store=None))
+    method = Online(config, prompts, order, credit, Guard(guard or RolloutMonitorConfig()), seed=3)
     engine = FakeEngine(lambda name, index: str(index))
     roller = Roller(config, rows(NUM_PROMPTS), engine, Panel(worth), None, 3, ONE)  # type: ignore[arg-type]
     method.join(Crew(cast(Trainer, FakeTrainer()), (), lambda: roller))
@@ -108,15 +108,17 @@ def test_a_step_that_is_begun_again_has_what_it_had() -> None:
 
 
 def test_fewer_trees_than_updates() -> None:
-    """One pair of prompts, of which one has a signal after refills: each update has it."""
+    """One pair of prompts, of which one has a signal after dynamic_sampling_rounds: each update has it."""
     method = online(
-        minibatches=4, refills=9, worth=lambda one: float(one.row["i"] == 2) * int(one.text)
+        minibatches=4,
+        dynamic_sampling_rounds=9,
+        worth=lambda one: float(one.row["i"] == 2) * int(one.text),
     )
     assert [len(method.prepare(step)) for step in (1, 2, 3, 4)] == [1, 1, 1, 1]
 
 
 def test_groups_with_a_signal_are_replayed_newest_first() -> None:
-    method = online(replay=3)
+    method = online(replay_groups=3)
     for step in range(1, 6):
         method.prepare(step)
         trainer_of(method).done = step
@@ -129,7 +131,7 @@ def test_groups_with_a_signal_are_replayed_newest_first() -> None:
 
 
 def test_what_is_too_old_is_replayed_no_more() -> None:
-    method = online(replay=9, max_staleness=2)
+    method = online(replay_groups=9, max_staleness=2)
     seen = [len(found) - 2 for found in steps(method, 1, 6)]
     told = [fields for kind, fields in trainer_of(method).told if kind == "rollout"]
     signals = [fields["groups_with_signal"] for fields in told]
@@ -139,7 +141,7 @@ def test_what_is_too_old_is_replayed_no_more() -> None:
 @pytest.mark.parametrize("done", [1, 3, 4, 6])
 def test_a_resumed_run_goes_on_with_what_was_remembered(done: int) -> None:
     """Mid-phase, between phases, with replay and a running scale."""
-    keys: dict[str, Any] = {"minibatches": 2, "epochs": 2, "replay": 2}
+    keys: dict[str, Any] = {"minibatches": 2, "epochs": 2, "replay_groups": 2}
     whole = online(**keys)
     steps(whole, 1, done)
     remembered = json.loads(json.dumps(whole.remember()))
@@ -174,9 +176,11 @@ def test_a_roll_out_that_was_interrupted_before_its_first_update_is_told_again()
 
 
 def test_a_roll_out_that_stops_the_run_has_changed_nothing() -> None:
-    method = online(worth=lambda one: 0.5, guard=GuardConfig(max_silent=1), replay=2)
+    method = online(
+        worth=lambda one: 0.5, guard=RolloutMonitorConfig(max_without_signal=1), replay_groups=2
+    )
     before = method.credit.remember()
-    with pytest.raises(CheckFailed, match="max_silent"):
+    with pytest.raises(CheckFailed, match="max_without_signal"):
         method.prepare(1)
     assert method.phase is None and method.replayed == []
     assert method.credit.remember() == before
@@ -207,20 +211,21 @@ def test_a_roll_out_without_rewards_skips_its_steps_and_a_resume_is_exact() -> N
 @pytest.mark.parametrize("replay", [0, 2])
 def test_one_roll_out_without_rewards_is_skipped_and_training_goes_on(replay: int) -> None:
     """With groups to be replayed the step trains on these."""
-    found = steps(online(worth=sometimes, replay=replay), 1, 8)
+    found = steps(online(worth=sometimes, replay_groups=replay), 1, 8)
     without = [at for at, trees in enumerate(found) if len(trees) == 0]
     told = {at for at, trees in enumerate(found) if not any(f"/{at + 1}" in n for n in trees)}
     assert told and (set(without) == told if replay == 0 else without != sorted(told))
     for done in (1, 2, 3, 5):
-        whole = online(worth=sometimes, replay=replay)
+        whole = online(worth=sometimes, replay_groups=replay)
         steps(whole, 1, done)
         assert (
-            steps(again(whole, done, worth=sometimes, replay=replay), done + 1, 8) == found[done:]
+            steps(again(whole, done, worth=sometimes, replay_groups=replay), done + 1, 8)
+            == found[done:]
         )
 
 
 def test_an_engine_that_fails_has_changed_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    method = online(replay=2)
+    method = online(replay_groups=2)
     steps(method, 1, 1)
     before = json.dumps(method.remember())
 
@@ -236,7 +241,7 @@ def test_an_engine_that_fails_has_changed_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 def steps_of_whole(step: int) -> list[Tree]:
-    whole = online(replay=2)
+    whole = online(replay_groups=2)
     steps(whole, 1, step - 1)
     return whole.prepare(step)
 
@@ -270,7 +275,7 @@ def again(method: Online, done: int, **keys: Any) -> Online:
 
 def test_a_roll_out_that_stops_its_first_update_is_drawn_anew() -> None:
     """It may be what is wrong: of an engine that was mended since. Also where it came from a checkpoint."""
-    keys: dict[str, Any] = {"minibatches": 2, "replay": 2}
+    keys: dict[str, Any] = {"minibatches": 2, "replay_groups": 2}
     whole = online(**keys)
     steps(whole, 1, 2)
     before = json.dumps(whole.remember())
@@ -294,7 +299,7 @@ def test_a_roll_out_that_was_trained_on_is_kept() -> None:
 
 
 def test_warnings_of_a_roll_out_are_told_again_with_it() -> None:
-    keys: dict[str, Any] = {"guard": GuardConfig(max_errors=1.0)}
+    keys: dict[str, Any] = {"guard": RolloutMonitorConfig(max_errors=1.0)}
     whole = online(**keys)
     panel = cast(Panel, whole.roller.panel)
     panel.grade = partial(failing, panel.grade)  # type: ignore[method-assign]

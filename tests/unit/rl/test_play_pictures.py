@@ -21,7 +21,7 @@ from taut.rl.rollout import sample_of
 from taut.rl.sampler import Trajectory, sample_trajectories
 from taut.rl.turns import Bridge
 from taut.vision.content import ImageRef, ImagesConfig
-from taut.vision.image_store import Album
+from taut.vision.image_store import ImageStore
 from taut.vision.processors import open_processor
 
 
@@ -30,7 +30,9 @@ def renderer_of(kind: str, directory: Path) -> Renderer:
     save_processor(kind, directory)
     processor = open_processor(str(directory), vision_config(kind), tokenizer)
     assert processor is not None
-    return Renderer(tokenizer, album=Album(processor, ImagesConfig(), directory / "cache"))
+    return Renderer(
+        tokenizer, image_store=ImageStore(processor, ImagesConfig(), directory / "cache")
+    )
 
 
 def shown(directory: Path, name: str, size: tuple[int, int], text: str) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def said_by(guard: Guard, method: str) -> list[str]:
         critic = {"value_low": -9.0, "value_high": 9.0, "return_min": 0.0, "return_max": 1.0}
         for _ in range(RECENT):
             guard.look(1, told(**critic), log)
-    guard.unrewarded, guard.silent = guard.config.max_unrewarded, guard.config.max_silent
+    guard.unrewarded, guard.silent = guard.config.max_unrewarded, guard.config.max_without_signal
     for attempt in tries:
         with pytest.raises(CheckFailed) as stopped:
             attempt()
@@ -64,7 +64,7 @@ def test_every_key_that_a_warning_names_is_one_of_the_method(
     method: str, model: Path, tmp_path: Path
 ) -> None:
     built, _ = make(keys_of(method, model, tmp_path))
-    online = built.trainer.method
+    online = built.trainer.source
     assert isinstance(online, Online)
     messages = said_by(online.guard, method)
     check = _stop_check(built)
@@ -75,8 +75,17 @@ def test_every_key_that_a_warning_names_is_one_of_the_method(
     known = {row.key for row in describe(METHODS[method])}
     named = {key for message in (*messages, cause) for key in KEY.findall(message)}
     assert named <= known, named - known
-    assert {"guard.max_errors", "guard.max_unrewarded", "stop.tokens"} <= named
-    watched_keys = {"shaping.missing_stop", "shaping.overlong", "guard.warn_kl", "guard.max_silent"}
+    assert {
+        "rollout_monitor.max_errors",
+        "rollout_monitor.max_unrewarded",
+        "stop_check.max_new_tokens",
+    } <= named
+    watched_keys = {
+        "shaping.missing_eos_penalty",
+        "shaping.overlong",
+        "rollout_monitor.warn_kl",
+        "rollout_monitor.max_without_signal",
+    }
     assert (named & watched_keys) == (watched_keys if method in ("grpo", "ppo") else set())
     assert ("critic.learning_rate" in named) == (method == "ppo")
 
@@ -84,9 +93,9 @@ def test_every_key_that_a_warning_names_is_one_of_the_method(
 @pytest.mark.parametrize(
     ("method", "keys", "remedy"),
     [
-        ("grpo", {"shaping.missing_stop": 0.5}, "raise shaping.missing_stop"),
+        ("grpo", {"shaping.missing_eos_penalty": 0.5}, "raise shaping.missing_eos_penalty"),
         ("grpo", {"grpo.advantage": "maxrl"}, "add the reward stop to rewards, or lower optim.l"),
-        ("ppo", {"ppo.bootstrap_cut": True}, "set ppo.bootstrap_cut=false"),
+        ("ppo", {"ppo.bootstrap_truncated": True}, "set ppo.bootstrap_truncated=false"),
     ],
 )
 def test_a_remedy_that_the_run_s_own_settings_refuse_is_not_told(
@@ -94,12 +103,12 @@ def test_a_remedy_that_the_run_s_own_settings_refuse_is_not_told(
 ) -> None:
     given = {"model": "m", "data.train": "a.jsonl", "rewards": "exact_match", **keys}
     assert from_mapping(METHODS[method], given).ends_remedy.startswith(remedy)
-    if "missing_stop" not in remedy:
-        with pytest.raises(ConfigError, match="missing_stop"):
-            from_mapping(METHODS[method], {**given, "shaping.missing_stop": 0.5})
+    if "missing_eos_penalty" not in remedy:
+        with pytest.raises(ConfigError, match="missing_eos_penalty"):
+            from_mapping(METHODS[method], {**given, "shaping.missing_eos_penalty": 0.5})
 
 
 def test_a_run_that_does_not_generate_is_told_no_key_of_one_that_does() -> None:
     run = from_mapping(RunConfig, {"model": "m", "data.train": "a.jsonl"})
     assert not run.generates and run.ends_remedy == ""
-    assert KEY.findall(Stops(4, 0, 0, 0.9, None, ()).cause) == ["stop.tokens"]
+    assert KEY.findall(Stops(4, 0, 0, 0.9, None, ()).cause) == ["stop_check.max_new_tokens"]

@@ -74,20 +74,22 @@ def test_groups_without_a_signal_are_replaced_by_prompts_not_asked_yet() -> None
     def worth(one: Answered) -> float:
         return float(one.row["i"] > 3) * int(one.text)
 
-    made, engine, _ = roller(lambda name, index: str(index), worth, refills=5)
+    made, engine, _ = roller(lambda name, index: str(index), worth, dynamic_sampling_rounds=5)
     rolled = made.roll(0, [0, 1, 6])
     assert len(rolled.groups) == 3
     assert all(group.row.columns["i"] > 3 for group in rolled.groups)
     assert all(group.row.columns["i"] <= 3 for group in rolled.left_out)
     names = [prompt.id for prompt in engine.asked]
     assert len(set(names)) == len(names)
-    again, engine_again, _ = roller(lambda name, index: str(index), worth, refills=5)
+    again, engine_again, _ = roller(
+        lambda name, index: str(index), worth, dynamic_sampling_rounds=5
+    )
     again.roll(0, [0, 1, 6])
     assert [prompt.id for prompt in engine_again.asked] == names
 
 
 def test_where_no_group_has_a_signal_they_are_trained_on_as_they_are() -> None:
-    made, _, _ = roller(lambda name, index: "a", lambda one: 1.0, refills=1)
+    made, _, _ = roller(lambda name, index: "a", lambda one: 1.0, dynamic_sampling_rounds=1)
     rolled = made.roll(0, [0, 1])
     assert len(rolled.groups) == 4 and not rolled.left_out
     assert not any(group.has_signal for group in rolled.groups)
@@ -138,7 +140,7 @@ def test_a_prompt_asked_twice_has_two_names_and_another_phase_draws_anew() -> No
     [
         ({"engine": "server"}, "rollout.url"),
         ({"url": "http://127.0.0.1:1/v1"}, "rollout.url"),
-        ({"ahead": True}, "engine=server"),
+        ({"asynchronous": True}, "engine=server"),
     ],
 )
 def test_what_contradicts_itself_is_refused(keys: dict[str, object], said: str) -> None:
@@ -147,9 +149,11 @@ def test_what_contradicts_itself_is_refused(keys: dict[str, object], said: str) 
 
 
 def test_an_age_that_nothing_can_have_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"max_staleness=9 with neither rollout\.replay nor"):
+    with pytest.raises(
+        ConfigError, match=r"max_staleness=9 with neither rollout\.replay_groups nor"
+    ):
         from_mapping(RolloutConfig, {"max_staleness": 9})
-    assert from_mapping(RolloutConfig, {"max_staleness": 9, "replay": 1}).replay == 1
+    assert from_mapping(RolloutConfig, {"max_staleness": 9, "replay_groups": 1}).replay_groups == 1
 
 
 @pytest.mark.parametrize("is_writer", [True, False])

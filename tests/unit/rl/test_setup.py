@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(model: Path, place: Path, method: str = "grpo", **keys: Any) -> Roller:
     built, _ = make(keys_of(method, model, place, dtype="float32", **keys))
-    online = built.trainer.method
+    online = built.trainer.source
     assert isinstance(online, Online)
     return online.roller
 
@@ -92,13 +92,13 @@ def test_an_environment_that_rewards_cut_paths_is_refused_where_values_replace_t
 ) -> None:
     own = tmp_path / "own.py"
     own.write_text(TWICE)
-    keys = {"method": "ppo", "critic__kind": "shared", "ppo__bootstrap_cut": True}
+    keys = {"method": "ppo", "critic__kind": "shared", "ppo__bootstrap_truncated": True}
     keys["rollout__environment__name"] = f"{own}:Twice"
     opened(model, tmp_path, **keys).close()
     own.write_text(f"{TWICE}\n    def cut(self):\n        return -1.0\n")
     with pytest.raises(ConfigError, match=r"own\.py:Twice has a method cut, which says what"):
         opened(model, tmp_path, **keys)
-    opened(model, tmp_path, **{**keys, "ppo__bootstrap_cut": False}).close()
+    opened(model, tmp_path, **{**keys, "ppo__bootstrap_truncated": False}).close()
 
 
 def test_a_model_that_judges_here_cannot_while_another_trains(
@@ -107,7 +107,7 @@ def test_a_model_that_judges_here_cannot_while_another_trains(
     monkeypatch.setattr(setup, "open_rater", lambda verifier: lambda answers: [])
     judged = [{"name": "reward_model", "options": {"model": str(model)}}]
     with FakeServer() as server, pytest.raises(ConfigError, match="a model in this process"):
-        opened(model, tmp_path, rewards=judged, **at(server, rollout__ahead=True))
+        opened(model, tmp_path, rewards=judged, **at(server, rollout__asynchronous=True))
 
 
 def test_rewards_that_need_an_answer(model: Path, tmp_path: Path) -> None:

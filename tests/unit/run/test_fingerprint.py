@@ -94,7 +94,10 @@ def test_code_of_the_model_counts_where_it_is_run(built: Built) -> None:
     [
         ({"learning_rate": 0.5}, "optim.learning_rate: 0.001 then, 0.5 now"),
         ({"schedule": "linear"}, "optim.schedule: 'constant' then, 'linear' now"),
-        ({"rates": {"*embed*": 1e-4}}, "optim.rates.*embed*: none then, 0.0001 now"),
+        (
+            {"group_learning_rates": {"*embed*": 1e-4}},
+            "optim.group_learning_rates.*embed*: none then, 0.0001 now",
+        ),
         ({"warmup_steps": 3}, "optim.warmup_steps: none then, 3 now"),
     ],
 )
@@ -125,15 +128,17 @@ def test_a_critic_s_rate_that_follows_the_policy_s_is_told() -> None:
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
 def test_bounds_of_a_correction_are_compared_as_they_are_in_force(method: str) -> None:
-    stored = {"correction_cap": 2.0, "correction_floor": 0.0}
+    stored = {"rollout_correction_cap": 2.0, "rollout_correction_floor": 0.0}
     now = settings(method)
     before = json.loads(json.dumps(now))
     before["config"][method] |= stored  # the numbers that were once the defaults of every level
     assert require_same(before, now, Path("x")) == ([], [], [])
-    geometric = settings(method, **{method: {"correction": "masked"}})
+    geometric = settings(method, **{method: {"rollout_correction": "masked"}})
     before = json.loads(json.dumps(geometric))
     before["config"][method] |= stored
-    with pytest.raises(ConfigError, match=rf"{method}\.correction_cap: 2\.0 then, 1\.1 now"):
+    with pytest.raises(
+        ConfigError, match=rf"{method}\.rollout_correction_cap: 2\.0 then, 1\.1 now"
+    ):
         require_same(before, geometric, Path("x"))
 
 
@@ -208,10 +213,10 @@ def test_another_version_of_a_library_that_gives_the_same_samples_is_told_only(
 def test_a_key_of_a_methods_own_that_was_not_there_then_had_its_default() -> None:
     now = {"config": {"method": "dpo", "dpo": to_dict(METHODS["dpo"].dpo)}}  # type: ignore[attr-defined]
     before = json.loads(json.dumps(now))
-    del before["config"]["dpo"]["entropy"]
+    del before["config"]["dpo"]["log_entropy"]
     assert require_same(before, now, Path("x")) == ([], [], [])
-    now["config"]["dpo"]["entropy"] = True
-    with pytest.raises(ConfigError, match=r"dpo\.entropy: False then, True now"):
+    now["config"]["dpo"]["log_entropy"] = True
+    with pytest.raises(ConfigError, match=r"dpo\.log_entropy: False then, True now"):
         require_same(before, now, Path("x"))
 
 

@@ -60,7 +60,7 @@ def streams(built: Built) -> list[torch.Tensor]:
     """What the reference says of held-out pairs and of a step, in another layout than the file was made in."""
     assert built.inputs.eval is not None
     trees = built.run.rows_of(built.inputs.eval).trees([3, 0])
-    both = [*built.trainer.method.prepare(2), *trees]
+    both = [*built.trainer.source.prepare(2), *trees]
     numbered = [
         replace(t, samples=tuple(replace(s, group=i) for s in t.samples))
         for i, t in enumerate(both)
@@ -144,8 +144,8 @@ def other_template(built: Built) -> Built:
 
 def other_pictures(built: Built) -> Built:
     """Read in another way, smaller for one: then ids and files may be what they were."""
-    album = SimpleNamespace(identity=lambda: "a" * 64)
-    renderer = replace_attribute(built.inputs.renderer, album=album)
+    image_store = SimpleNamespace(identity=lambda: "a" * 64)
+    renderer = replace_attribute(built.inputs.renderer, image_store=image_store)
     return replace(built, inputs=replace(built.inputs, renderer=renderer))
 
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 import anyio
 import pytest
 from tests.fake_executors import KEY, NAMES, Fake, serving
+from tests.slow_cases import slow_except
 
 from taut.config import to_dict
 from taut.errors import ConfigError, SandboxError
@@ -42,7 +43,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MORPH_API_KEY", KEY)
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=slow_except(["piston"], NAMES))
 def name(request: pytest.FixtureRequest) -> str:
     found: str = request.param
     return found
@@ -198,8 +199,11 @@ PASSING = ("500", "408", "garbage", "deep", "other", "dropped", "packed")
 
 @pytest.mark.parametrize(
     ("name", "fault"),
-    [(name, fault) for name in NAMES for fault in ("429", "502", "truncated")]
-    + [("piston", fault) for fault in PASSING],
+    slow_except(
+        [("piston", fault) for fault in PASSING],
+        [(name, fault) for name in NAMES for fault in ("429", "502", "truncated")]
+        + [("piston", fault) for fault in PASSING],
+    ),
 )
 def test_a_fault_that_passes_is_not_seen(name: str, fault: str) -> None:
     with serving(name) as fake:
@@ -238,7 +242,7 @@ def test_a_service_that_fails_is_an_error_and_no_outcome(
     monkeypatch.setenv("PISTON_KEY", KEY)
     with serving("piston") as fake:
         fake.fault = lambda job: fault
-        box = open_remote(remote_of("piston", fake, key="PISTON_KEY"), None)
+        box = open_remote(remote_of("piston", fake, api_key_env="PISTON_KEY"), None)
         start = time.monotonic()
         limits = Limits(wall_seconds=0.3, output_kb=64)
         with pytest.raises(SandboxError, match=re.escape(found)) as caught:
@@ -348,14 +352,16 @@ def test_settings_that_are_missing_or_wrong_are_named(monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match="PISTON_ENDPOINTS"):
         open_remote(Remote(service="piston"), LIMITS)
     monkeypatch.delenv("E2B_API_KEY")
-    with pytest.raises(ConfigError, match=r"remote\.key=E2B_API_KEY: no environment variable"):
+    with pytest.raises(
+        ConfigError, match=r"remote\.api_key_env=E2B_API_KEY: no environment variable"
+    ):
         open_remote(Remote(service="e2b"), LIMITS)
-    with pytest.raises(ConfigError, match=r"remote\.key=OTHER: no environment variable"):
-        open_remote(Remote(service="e2b", key="OTHER"), LIMITS)
+    with pytest.raises(ConfigError, match=r"remote\.api_key_env=OTHER: no environment variable"):
+        open_remote(Remote(service="e2b", api_key_env="OTHER"), LIMITS)
     with pytest.raises(ValueError, match=r"remote.image .* snapshot"):
         Remote(service="morph")
-    with pytest.raises(ValueError, match=r"remote.key is set and remote.service is not"):
-        Remote(key="OTHER")
+    with pytest.raises(ValueError, match=r"remote.api_key_env is set and remote.service is not"):
+        Remote(api_key_env="OTHER")
     with pytest.raises(ValueError, match="several are for piston"):
         Remote(service="e2b", addresses=("http://a", "http://b"))
     for url in (

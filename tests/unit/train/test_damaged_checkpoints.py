@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from taut.errors import OutputError
 from taut.io import files
 from taut.train.checkpoint import Memory, _digest_of, find_newest
-from taut.train.monitors import Divergence, DivergenceConfig, Spikes, Untouched
+from taut.train.monitors import Divergence, LossMonitorConfig, Spikes, Untouched
 from taut.train.run_dir import MARK
 from taut.train.trainer import Trainer, train_step
 
@@ -54,7 +54,7 @@ def memories() -> dict[str, Memory]:
     return {
         "Untouched": Untouched({}, {"a"}, 1),
         "Spikes": Spikes(),
-        "Divergence": Divergence(DivergenceConfig()),
+        "Divergence": Divergence(LossMonitorConfig()),
     }
 
 

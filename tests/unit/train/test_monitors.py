@@ -15,20 +15,20 @@ from tests.tiny_models import parameters_of
 from tests.tiny_trainers import make
 from torch import Tensor, nn
 
-from taut.attention import select
 from taut.attention.layout import Call, Layout
 from taut.errors import CheckFailed, DivergenceError
 from taut.losses import Loss
 from taut.losses.policy import PolicyGradient
 from taut.losses.preference import Preference
 from taut.losses.supervised import CrossEntropy
+from taut.models import attention_backends
 from taut.train.distributed import Ranks
 from taut.train.monitors import (
     PATIENCE,
     TOLERANCE,
     Divergence,
-    DivergenceConfig,
     FirstStep,
+    LossMonitorConfig,
     Spikes,
     Untouched,
     ids_to_compare,
@@ -61,7 +61,7 @@ def test_first_step_fails_on_a_planted_leak(
 ) -> None:
     """The kernel changes after the proofs at load."""
     built, events = make(tmp_path)
-    monkeypatch.setitem(select.BACKENDS, "reference", leaking)
+    monkeypatch.setitem(attention_backends.BACKENDS, "reference", leaking)
     before = parameters_of(built.scorer)
     with pytest.raises(CheckFailed, match=r"step 1: the log-probs of .*train\.jsonl:\d+ differ by"):
         train_step(built.trainer, 1)
@@ -146,9 +146,9 @@ def test_untouched_does_not_count_steps_without_an_advantage(tmp_path: Path) -> 
         packed: Any = SimpleNamespace(
             streams={"advantage_N": torch.full((3,), float(not is_equal))}
         )
-        method = SimpleNamespace(loss=PolicyGradient())
+        source = SimpleNamespace(loss=PolicyGradient())
         seen: Any = SimpleNamespace(
-            method=method,
+            source=source,
             ranks=trainer.ranks,
             emit=trainer.emit,
             scorer=trainer.scorer,
@@ -220,7 +220,7 @@ def test_spikes_bears_a_median_of_zero() -> None:
 def watched(loss: Loss, events: list[dict[str, Any]]) -> Any:
     """As much of a trainer as an alarm looks at, with a learning rate of 10."""
     return SimpleNamespace(
-        method=SimpleNamespace(loss=loss),
+        source=SimpleNamespace(loss=loss),
         ranks=Ranks(0, 1, torch.device("cpu")),
         learning_rate=lambda step: 10.0,
         emit=lambda kind, **fields: events.append({"kind": kind, **fields}),
@@ -238,7 +238,7 @@ def follow(
 ) -> tuple[Divergence, list[dict[str, Any]], str | None]:
     """The alarm after a curve, what it reported, and what it stopped the run with."""
     events: list[dict[str, Any]] = []
-    alarm, trainer = Divergence(DivergenceConfig(**config)), watched(loss, events)
+    alarm, trainer = Divergence(LossMonitorConfig(**config)), watched(loss, events)
     streams = {} if advantages is None else {"advantage_N": torch.full((3,), advantages)}
     scored: Any = [(SimpleNamespace(streams=streams), None)]
     for step, value in enumerate(losses, start=1):
@@ -329,7 +329,7 @@ def test_which_gradients_may_be_zero(
 def test_an_advantage_on_another_rank_counts() -> None:
     trainer = watched(PolicyGradient(), [])
     trainer.ranks = SimpleNamespace(max=lambda values: [1.0])
-    alarm = Divergence(DivergenceConfig())
+    alarm = Divergence(LossMonitorConfig())
     alarm(StepReport(1, 0.0, {}, 1, 1, 1, [], [], 0.0), trainer)
     assert alarm.zero_steps == 1
 
@@ -351,7 +351,7 @@ def test_divergence_goes_on_from_what_it_remembers() -> None:
     curve = [1.0] + [90.0] * 11
     alarm, _, _ = follow(curve[:8])
     remembered = json.loads(json.dumps(alarm.remember()))
-    other = Divergence(DivergenceConfig())
+    other = Divergence(LossMonitorConfig())
     other.recall(remembered)
     assert other == alarm
     for step in range(9, 12):

@@ -261,7 +261,7 @@ def limited(monkeypatch: pytest.MonkeyPatch, tokens: int) -> list[tuple[int, int
 
 def trained(place: Path, **keys: Any) -> tuple[Trainer, list[dict[str, Any]]]:
     built, events = make(place, **{"steps": 2, "batch__share_prefixes": False, **keys})
-    built.trainer.method, built.trainer.monitors = Fixed(TREES), ()
+    built.trainer.source, built.trainer.monitors = Fixed(TREES), ()
     return built.trainer, events
 
 

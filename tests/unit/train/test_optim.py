@@ -47,9 +47,14 @@ def test_no_step_has_rate_zero() -> None:
 
 
 def test_the_default_warms_up_for_three_hundredths() -> None:
-    assert optim.num_warmup_steps(100, OptimConfig()) == 3
-    assert optim.num_warmup_steps(101, OptimConfig()) == 4
-    assert optim.num_warmup_steps(100, OptimConfig(warmup_ratio=0.0)) == 0
+    def num_warmup_steps(total: int, **keys: float) -> int:
+        config = OptimConfig(learning_rate=1.0, schedule="linear", **keys)
+        rates = [optim.learning_rate(step, total, config) for step in range(1, total + 1)]
+        return rates.index(max(rates)) + 1 if rates[0] < 1 else 0
+
+    assert num_warmup_steps(100) == 3
+    assert num_warmup_steps(101) == 4
+    assert num_warmup_steps(100, warmup_ratio=0.0) == 0
 
 
 @pytest.mark.parametrize(
@@ -71,7 +76,8 @@ def test_impossible_settings_are_refused(settings: dict) -> None:
 
 def test_norms_and_biases_do_not_decay() -> None:
     model = tiny_model("qwen2")
-    groups = optim.parameter_groups(model, OptimConfig(learning_rate=1e-5, weight_decay=0.1))
+    config = OptimConfig(learning_rate=1e-5, weight_decay=0.1)
+    groups = optim.build_optimizer(model, config).param_groups
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decayed, others = ({names[id(p)] for p in group["params"]} for group in groups)
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
@@ -86,13 +92,13 @@ def test_frozen_parameters_are_left_out_and_nothing_to_train_is_an_error() -> No
     model[0].requires_grad_(False)
     listed = [
         p
-        for group in optim.parameter_groups(model, OptimConfig(learning_rate=1e-5))
+        for group in optim.build_optimizer(model, OptimConfig(learning_rate=1e-5)).param_groups
         for p in group["params"]
     ]
     assert {id(p) for p in listed} == {id(p) for p in model[1].parameters()}
     model.requires_grad_(False)
     with pytest.raises(ConfigError, match="no parameter is left to train"):
-        optim.parameter_groups(model, OptimConfig(learning_rate=1e-5))
+        optim.build_optimizer(model, OptimConfig(learning_rate=1e-5))
 
 
 def test_first_update_by_hand() -> None:
@@ -161,7 +167,8 @@ def test_the_gradient_of_such_a_part_is_clipped_apart() -> None:
 def test_what_has_a_rate_of_its_own_keeps_its_part_of_the_schedule() -> None:
     model = nn.ModuleDict({"tower": nn.Linear(2, 2), "rest": nn.Linear(2, 2)})
     config = from_mapping(
-        OptimConfig, {"learning_rate": 1e-2, "warmup_steps": 2, "rates": {"tower": 1e-3}}
+        OptimConfig,
+        {"learning_rate": 1e-2, "warmup_steps": 2, "group_learning_rates": {"tower": 1e-3}},
     )
     rates = {f"tower.{name}": Rate("tower", 1e-3) for name in ("weight", "bias")}
     optimizer = optim.build_optimizer(model, config, rates=rates)
@@ -185,5 +192,5 @@ def test_what_has_a_rate_of_its_own_keeps_its_part_of_the_schedule() -> None:
 
 
 def test_a_rate_of_zero_is_refused() -> None:
-    with pytest.raises(ConfigError, match="rates"):
-        from_mapping(OptimConfig, {"rates": {"vision_tower": 0.0}})
+    with pytest.raises(ConfigError, match="group_learning_rates"):
+        from_mapping(OptimConfig, {"group_learning_rates": {"vision_tower": 0.0}})

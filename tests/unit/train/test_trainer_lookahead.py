@@ -13,13 +13,12 @@ from taut.data.batching import Budget
 from taut.data.packing import PackPolicy
 from taut.train.trainer import Lookahead, Trainer, fill_streams
 from taut.types import Picture, Tree
-from taut.vision.image_store import Album
 
 GRID = (1, 2, 2)
 
 
 class Expecting:
-    """An album that notes what it is told to expect."""
+    """An image store that notes what it is told to expect."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -30,10 +29,10 @@ class Expecting:
 
 def job_of(rank: int, size: int) -> Any:
     ranks = SimpleNamespace(rank=rank, size=size, max=list)
-    method = SimpleNamespace(prepare=prepare, loss=SimpleNamespace(needs=()))
+    source = SimpleNamespace(prepare=prepare, loss=SimpleNamespace(needs=()))
     budget = Budget(100, num_ranks=size)
     return SimpleNamespace(
-        method=method, num_steps=3, ranks=ranks, budget=budget, policy=PackPolicy(), roles=()
+        source=source, num_steps=3, ranks=ranks, budget=budget, policy=PackPolicy(), roles=()
     )
 
 
@@ -44,9 +43,9 @@ def prepare(step: int) -> list[Tree]:
 
 
 def expected(step: int, rank: int = 0, size: int = 1) -> list[str]:
-    album = Expecting()
-    Lookahead(cast(Album, album))(step, cast(Trainer, job_of(rank, size)))
-    return album.names
+    image_store = Expecting()
+    Lookahead(image_store.expect)(step, cast(Trainer, job_of(rank, size)))
+    return image_store.names
 
 
 def test_a_step_and_the_next_are_expected_in_this_order() -> None:
@@ -76,13 +75,13 @@ def test_whatever_is_planned_is_expected(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_step_that_is_expected_is_not_planned_again() -> None:
     planned: list[int] = []
     trainer: Any = SimpleNamespace(
-        method=SimpleNamespace(prepare=lambda step: planned.append(step) or prepare(step)),
+        source=SimpleNamespace(prepare=lambda step: planned.append(step) or prepare(step)),
         num_steps=3,
         ranks=SimpleNamespace(rank=0, size=1),
         budget=Budget(100),
         policy=PackPolicy(),
     )
-    lookahead = Lookahead(cast(Album, Expecting()))
+    lookahead = Lookahead(Expecting().expect)
     for step in (2, 3):
         lookahead(step, cast(Trainer, trainer))
     assert planned == [2, 3]

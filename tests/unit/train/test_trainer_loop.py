@@ -55,7 +55,7 @@ class TwoTerms(Loss):
 def prepared(place: Path, **keys: Any) -> Trainer:
     """A trainer on TREES without monitors, clipping or update."""
     built, _ = make(place, **{"optim__clip_grad_norm": None, **keys})
-    built.trainer.method, built.trainer.monitors = Fixed(TREES), ()
+    built.trainer.source, built.trainer.monitors = Fixed(TREES), ()
     return built.trainer
 
 
@@ -104,7 +104,7 @@ def test_any_split_gives_the_same_step(loss: Any, tmp_path: Path) -> None:
     found = []
     for tokens in (8192, 40, 10):
         trainer = prepared(tmp_path / str(tokens), batch__tokens_per_microbatch=tokens)
-        trainer.method = Fixed(TREES, loss)
+        trainer.source = Fixed(TREES, loss)
         found.append((train_step(trainer, 1), parameters_of(trainer.scorer)))
     for report, after in found[1:]:
         assert len(report.scored) > len(found[0][0].scored)
@@ -117,7 +117,7 @@ def test_any_split_gives_the_same_step(loss: Any, tmp_path: Path) -> None:
 
 def test_every_term_has_its_own_denominator(tmp_path: Path) -> None:
     trainer = prepared(tmp_path)
-    trainer.method = Fixed(TREES, TwoTerms())
+    trainer.source = Fixed(TREES, TwoTerms())
     report = train_step(trainer, 1)
     (scored,) = report.scored
     sums = TwoTerms()(scored.scores, scored.packed).terms
@@ -138,7 +138,7 @@ def test_a_step_without_trees_changes_no_weight_and_no_state_of_the_optimizer(
         parameters_of(trainer.scorer),
         copy.deepcopy(trainer.optimizer.state_dict()["state"]),
     )
-    trainer.method, trainer.loss = Fixed([]), 0.5
+    trainer.source, trainer.loss = Fixed([]), 0.5
     trainer.done = trainer.followed = 1
     told: list[dict[str, Any]] = []
     trainer.emit = lambda kind, **fields: told.append(fields)
@@ -157,7 +157,7 @@ def test_the_held_out_loss_of_the_same_samples_is_that_of_the_step(tmp_path: Pat
     trainer = prepared(tmp_path, batch__tokens_per_microbatch=40)
     events: list[dict[str, Any]] = []
     trainer.emit = lambda kind, **fields: events.append(fields)
-    trainer.method = Fixed(TREES, TwoTerms())
+    trainer.source = Fixed(TREES, TwoTerms())
     held_out = HeldOut(singles(SAMPLES), trainer)(0)["loss"]
     assert held_out == pytest.approx(train_step(trainer, 1).loss, rel=1e-12)
     assert events[0]["num_samples"] == len(SAMPLES)

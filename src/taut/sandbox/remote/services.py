@@ -114,7 +114,7 @@ class Client:
             remedy = (
                 f"expected the key in {self._key_name} to be accepted; correct it"
                 if self._key_name
-                else "expected a service that needs no key; set remote.key"
+                else "expected a service that needs no key; set remote.api_key_env"
             )
             raise SandboxError(f"{message}; {remedy}")
         if answer.status == 413:

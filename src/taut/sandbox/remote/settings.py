@@ -33,7 +33,7 @@ class Remote:
     https://api.e2b.app, MORPH_BASE_URL or https://cloud.morph.so/api. Several Piston servers take turns."""
     machines: str | None = None
     """E2B: URL at which machines are reached. By default E2B_SANDBOX_URL, or the address that E2B gives each one."""
-    key: str | None = None
+    api_key_env: str | None = None
     """Environment variable with the key. By default E2B_API_KEY or MORPH_API_KEY, and none for Piston."""
     image: str | None = None
     """Piston: version of its Python package, * by default. E2B: template, code-interpreter-v1 by default. Morph:
@@ -73,14 +73,22 @@ class Remote:
     def urls(self) -> tuple[str, ...]:
         """URLs of the API. Raises ConfigError if neither the settings nor the environment name one."""
         if self.addresses:
-            return tuple(read_url(it, "remote.addresses", "remote.key") for it in self.addresses)
+            return tuple(
+                read_url(it, "remote.addresses", "remote.api_key_env") for it in self.addresses
+            )
         if self.service == "e2b":
             named = os.environ.get("E2B_API_URL")
-            return (read_url(named or f"https://api.{e2b_domain()}", "E2B_API_URL", "remote.key"),)
+            return (
+                read_url(
+                    named or f"https://api.{e2b_domain()}", "E2B_API_URL", "remote.api_key_env"
+                ),
+            )
         if self.service == "morph":
             named = os.environ.get("MORPH_BASE_URL")
             return (
-                read_url(named or "https://cloud.morph.so/api", "MORPH_BASE_URL", "remote.key"),
+                read_url(
+                    named or "https://cloud.morph.so/api", "MORPH_BASE_URL", "remote.api_key_env"
+                ),
             )
         found = [it.strip() for it in os.environ.get("PISTON_ENDPOINTS", "").split(",")]
         if not any(found):
@@ -88,18 +96,18 @@ class Remote:
                 "remote.service is piston, and neither remote.addresses nor the environment variable PISTON_ENDPOINTS "
                 "is set; expected URLs as in http://127.0.0.1:2000/api/v2; set one of them"
             )
-        return tuple(read_url(it, "PISTON_ENDPOINTS", "remote.key") for it in found if it)
+        return tuple(read_url(it, "PISTON_ENDPOINTS", "remote.api_key_env") for it in found if it)
 
     def machines_url(self) -> str | None:
         """The one address of all of E2B's machines; None: E2B gives each its own."""
         named = self.machines or os.environ.get("E2B_SANDBOX_URL")
-        return read_url(named, "remote.machines", "remote.key") if named else None
+        return read_url(named, "remote.machines", "remote.api_key_env") if named else None
 
     def secret(self) -> tuple[str | None, str | None]:
         """The environment variable that holds the key, and the key. Raises ConfigError if it is not set."""
         assert self.service is not None, "asked where there is a service"
-        name = self.key or KEYS[self.service]
-        return name, read_secret(name, "remote.key")
+        name = self.api_key_env or KEYS[self.service]
+        return name, read_secret(name, "remote.api_key_env")
 
 
 HERE = Remote()

@@ -37,6 +37,39 @@ EVIDENCE_SHOWN = 3
 
 STYLES = {"passed": "green", "warning": "yellow", "failed": "red", "skipped": "yellow"}
 
+COUNTED = ("loss", "seconds", "num_tokens", "num_tokens_unshared", "num_targets")
+"""Fields of each step that the summary uses."""
+
+ROLLED = ("reward", "rewarded", "completions", "stopped", "tokens_mean")
+"""What a line shows of a rollout."""
+
+SUMMARISED = ("loss", "eval_loss", "model", "divergence", "reason")
+"""Fields of the end that the summary shows, and the reason of an early one, given by what stopped the run."""
+
+WIDTH = 60
+"""Characters shown of an answer and of what was expected."""
+
+NOT_SHOWN = ("kind", "time", "step")
+
+HEADLINES = (
+    "rewards/accuracy",
+    "rewards/margin",
+    "z0",
+    "accuracy",
+    "score/margin",
+    "score/error",
+    "divergence",
+)
+"""Metrics shown next to the loss in a step's line and in the summary."""
+
+
+class Part(NamedTuple):
+    """A part of a step's line."""
+
+    text: str
+    rank: int
+    """Where the line is too long, parts with the highest rank are left out first."""
+
 
 class ConsoleReport:
     """The sink that prints."""
@@ -54,26 +87,13 @@ class ConsoleReport:
         self._start_checks: list[Event] = []
         self._progress: Progress | None = None
         self._task: TaskID | None = None
-        self._shows = {
-            "start": self._show_start,
-            "check": self._show_check,
-            "step": self._show_step,
-            "rollout": self._keep_rollout,
-            "budget": self._show_budget,
-            "eval": self._show_eval,
-            "best": self._show_best,
-            "warning": self._show_warning,
-            "checkpoint": self._show_checkpoint,
-            "resume": self._show_resume,
-            "end": self._show_end,
-        }
 
     def __call__(self, event: Event) -> None:
         if event["kind"] == "check" and event.get("part"):
             self._start_checks.append(event)
             return
         self._show_start_checks()
-        self._shows[event["kind"]](event)
+        getattr(self, f"_show_{event['kind']}")(event)
         if self._printer.failure is not None:
             why = self._printer.failure.strerror
             raise ReportLost(f"stdout cannot be written: {why}; nothing more is printed")
@@ -96,28 +116,32 @@ class ConsoleReport:
     def _show_start(self, event: Event) -> None:
         self._num_steps = event.get("num_steps")
         self._print_rows(event.get("decisions", ()))
-        for what in ("model", "data"):
-            if event.get(what):
-                self._print(
-                    f"{what}  {event[what]}{trained_text(event) if what == 'model' else ''}"
-                )
+        if event.get("model"):
+            trained, total = event.get("num_trained"), event.get("num_parameters")
+            size = ""
+            if trained and total:
+                part = "all" if trained == total else f"{trained:,} ({trained / total:.2%})"
+                size = f": {total:,} parameters, {part} trained"
+            self._print(f"model  {event['model']}{size}")
+        if event.get("data"):
+            self._print(f"data  {event['data']}")
         for what in ("dropped", "cut"):
-            self._show_incidents(what, event.get(what, ()))
-
-    def _show_incidents(self, what: str, lines: Sequence[str]) -> None:
-        for line in lines[:LINES_SHOWN]:
-            self._print(f"{what}  {line}", "yellow")
-        if len(lines) > LINES_SHOWN:
-            self._print(
-                f"{what}  and {len(lines) - LINES_SHOWN:,} more: see events.jsonl", "yellow"
-            )
+            lines = event.get(what, ())
+            for line in lines[:LINES_SHOWN]:
+                self._print(f"{what}  {line}", "yellow")
+            if len(lines) > LINES_SHOWN:
+                more = f"and {len(lines) - LINES_SHOWN:,} more: see events.jsonl"
+                self._print(f"{what}  {more}", "yellow")
 
     def _show_step(self, event: Event) -> None:
         self._seconds.append(event["seconds"])
         if not event.get("skipped"):
             self._steps.append({key: event[key] for key in COUNTED})
-        step = event["step"]
-        parts = step_parts(event, self._time_left(step), self._rollouts)
+        step, left = event["step"], None
+        if self._num_steps is not None:
+            seconds = statistics.fmean(self._seconds) * (self._num_steps - step)
+            left = timedelta(seconds=round(seconds))
+        parts = step_parts(event, left, self._rollouts)
         if self._console.is_terminal:
             self._draw(step, parts)
         elif step % self._every == 0 or step == self._num_steps or len(self._steps) == 1:
@@ -140,15 +164,9 @@ class ConsoleReport:
         text = line_of(parts, self._console.width - BAR - count - 2)
         self._progress.update(self._task, completed=step, description=text)
 
-    def _keep_rollout(self, event: Event) -> None:
+    def _show_rollout(self, event: Event) -> None:
         """Remember a rollout for the lines of the steps that train on it."""
         self._rollouts.append({key: event[key] for key in ROLLED if key in event})
-
-    def _time_left(self, step: int) -> timedelta | None:
-        if self._num_steps is None:
-            return None
-        seconds = statistics.fmean(self._seconds) * (self._num_steps - step)
-        return timedelta(seconds=round(seconds))
 
     def _show_start_checks(self) -> None:
         """The checks before training: each warning, and the number of the others. None of them failed."""
@@ -178,9 +196,20 @@ class ConsoleReport:
 
     def _show_eval(self, event: Event) -> None:
         self._evals.append(event)
-        self._print(f"eval  after step {event['step']}: {eval_text(event)}")
+        fields = {}
+        for key, value in event.items():
+            if key.endswith(("_low", "_high")) and key.rpartition("_")[0] in event:
+                continue  # a bound of another field's interval
+            low, high = event.get(f"{key}_low"), event.get(f"{key}_high")
+            fields[key] = (
+                value if low is None else f"{number(value)} [{number(low)}, {number(high)}]"
+            )
+        self._print(f"eval  after step {event['step']}: {fields_text(fields)}")
         for sample in event.get("samples", ()):
-            self._print(f"      {sample_text(sample)}")
+            mark = {"stop": "", "length": " (cut)"}.get(sample["finish_reason"], " (failed)")
+            answer = " ".join(sample["text"].split())[:WIDTH]
+            wanted = " | ".join(sample["references"])[:WIDTH]
+            self._print(f"      {answer!r}{mark}  for {wanted!r}  ({sample['place']})")
 
     def _show_best(self, event: Event) -> None:
         self._best = event
@@ -209,8 +238,10 @@ class ConsoleReport:
         rows = summary(self._steps, self._evals, self._rollouts) if self._steps else []
         if event.get("divergence"):
             rows.append(("divergence", f"may have diverged: {event['divergence']}"))
-        if event.get("stop"):
-            rows.append(("stops", stops_text(event["stop"])))
+        if stop := event.get("stop"):  # a warning event has the details
+            wanted = "" if stop["cause"] is None else f", expected {stop['wanted']:.0%}"
+            text = f"{stop['ended']} of {stop['asked']} answers ended by themselves{wanted}"
+            rows.append(("stops", text))
         if event.get("model"):
             rows.append(("model", event["model"]))
         if self._best is not None:
@@ -225,56 +256,21 @@ class ConsoleReport:
             self._print(rest)
 
 
-COUNTED = ("loss", "seconds", "num_tokens", "num_tokens_unshared", "num_targets")
-"""Fields of each step that the summary uses."""
-
-ROLLED = ("reward", "rewarded", "completions", "stopped", "tokens_mean")
-"""What a line shows of a roll-out."""
-
-SUMMARISED = ("loss", "eval_loss", "model", "divergence", "reason")
-"""Fields of the end that the summary shows, and the reason of an early one, given by what stopped the run."""
-
-WIDTH = 60
-"""Characters shown of an answer and of what was expected."""
-
-NOT_SHOWN = ("kind", "time", "step")
-
-HEADLINES = (
-    "rewards/accuracy",
-    "rewards/margin",
-    "z0",
-    "accuracy",
-    "score/margin",
-    "score/error",
-    "divergence",
-)
-"""Metrics shown next to the loss in a step's line and in the summary."""
-
-
-def trained_text(event: Event) -> str:
-    """The number of parameters, and the trained part."""
-    trained, total = event.get("num_trained"), event.get("num_parameters")
-    if not trained or not total:
-        return ""
-    part = "all" if trained == total else f"{trained:,} ({trained / total:.2%})"
-    return f": {total:,} parameters, {part} trained"
-
-
-class Part(NamedTuple):
-    """A part of a step's line."""
-
-    text: str
-    rank: int
-    """Where the line is too long, parts with the highest rank are left out first."""
-
-
 def step_parts(event: Event, left: timedelta | None, rollouts: Sequence[Event]) -> list[Part]:
-    """The parts of a step's line, in order."""
-    generated = rollout_parts(rollouts[-1]) if rollouts else []
+    """The parts of a step's line, in order. The step trains on the last of ``rollouts``."""
+    parts = []
+    rollout = rollouts[-1] if rollouts else {}
+    if "reward" in rollout:
+        is_complete = rollout.get("rewarded") == rollout.get("completions")
+        of = "" if is_complete else f" ({rollout['rewarded']} of {rollout['completions']})"
+        parts.append(Part(f"reward {rollout['reward']:.3f}{of}", 2))
+    if "stopped" in rollout:
+        parts.append(Part(f"ends {rollout['stopped']:.0%}", 4))
+        parts.append(Part(f"{rollout['tokens_mean']:.0f} tokens", 7))
     if event.get("skipped"):
-        return [*generated, Part("skipped: no completion has a reward", 0)]
+        return [*parts, Part("skipped: no completion has a reward", 0)]
     speed = event["num_tokens_unshared"] / max(event["seconds"], 1e-9)
-    parts = [*generated, Part(f"loss {event['loss']:.4f}", 0)]
+    parts.append(Part(f"loss {event['loss']:.4f}", 0))
     parts += [
         Part(f"{key.split('/')[-1]} {event[key]:.3g}", 3) for key in HEADLINES if key in event
     ]
@@ -288,20 +284,10 @@ def step_parts(event: Event, left: timedelta | None, rollouts: Sequence[Event]) 
     if event["num_tokens"] < event["num_tokens_unshared"]:
         shared = not_computed(event["num_tokens"], event["num_tokens_unshared"])
         parts.append(Part(f"{shared} of tokens shared", 9))
-    return [*parts, Part(f"{memory_bytes(event) / 1e9:.1f} GB", 10)]
-
-
-def rollout_parts(rollout: Event) -> list[Part]:
-    """The rollout's parts in the line of a step that trains on it."""
-    parts = []
-    if "reward" in rollout:
-        is_whole = rollout.get("rewarded") == rollout.get("completions")
-        over = "" if is_whole else f" ({rollout['rewarded']} of {rollout['completions']})"
-        parts.append(Part(f"reward {rollout['reward']:.3f}{over}", 2))
-    if "stopped" in rollout:
-        parts.append(Part(f"ends {rollout['stopped']:.0%}", 4))
-        parts.append(Part(f"{rollout['tokens_mean']:.0f} tokens", 7))
-    return parts
+    unit = 1 if sys.platform == "darwin" else 1024
+    of_process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    memory = event.get("memory_bytes") or of_process  # of a GPU, or of this process
+    return [*parts, Part(f"{memory / 1e9:.1f} GB", 10)]
 
 
 def line_of(parts: Sequence[Part], width: int | None = None) -> str:
@@ -314,13 +300,6 @@ def line_of(parts: Sequence[Part], width: int | None = None) -> str:
     return line
 
 
-def memory_bytes(event: Event) -> int:
-    """The peak memory: the event's (on a GPU), or this process's."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    of_process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return int(event.get("memory_bytes") or of_process)
-
-
 def not_computed(num_tokens: int, num_tokens_unshared: int) -> str:
     """The percentage of tokens in shared prefixes, which are computed once."""
     return f"{1 - num_tokens / num_tokens_unshared:.0%}"
@@ -331,43 +310,6 @@ def number(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
-def sample_text(sample: Event) -> str:
-    """An answer of an evaluation in one line."""
-    mark = {"stop": "", "length": " (cut)"}.get(sample["finish_reason"], " (failed)")
-    wanted = " | ".join(sample["references"])
-    text = " ".join(sample["text"].split())
-    return f"{text[:WIDTH]!r}{mark}  for {wanted[:WIDTH]!r}  ({sample['place']})"
-
-
-def measured(event: Event) -> list[str]:
-    """The metrics of an evaluation that the summary shows."""
-    has_interval = [key for key in event if f"{key}_low" in event]
-    return [key for key in ("loss", *HEADLINES, *has_interval, "stopped") if key in event]
-
-
-def eval_text(event: Event) -> str:
-    """The metrics of an evaluation, each with its interval if it has one."""
-    fields = {
-        key: f"{number(value)} [{number(event[f'{key}_low'])}, {number(event[f'{key}_high'])}]"
-        if f"{key}_low" in event
-        else value
-        for key, value in event.items()
-        if not is_bound(key, event)
-    }
-    return fields_text(fields)
-
-
-def is_bound(key: str, event: Event) -> bool:
-    """Whether a field is a bound of another's interval."""
-    return any(key.endswith(end) and key.removesuffix(end) in event for end in ("_low", "_high"))
-
-
-def stops_text(stop: Event) -> str:
-    """The result of the stop check; a warning event has the details."""
-    text = f"{stop['ended']} of {stop['asked']} answers ended by themselves"
-    return text if stop["cause"] is None else f"{text}, expected {stop['wanted']:.0%}"
 
 
 def fields_text(event: Event) -> str:
@@ -398,8 +340,13 @@ def summary(
             rows.append(("reward", f"{rewards[0]:.4f} at first, {rewards[-1]:.4f} at last"))
         ends = [rollout["stopped"] for rollout in rollouts if "stopped" in rollout]
         change = f": {ends[0]:.0%} ended by themselves, then {ends[-1]:.0%}" if ends else ""
-        rows.append(("roll-outs", f"{len(rollouts):,}{change}"))
-    for name in dict.fromkeys(key for event in evals for key in measured(event)):
+        rows.append(("rollouts", f"{len(rollouts):,}{change}"))
+    names: dict[str, None] = {}
+    for event in evals:
+        has_interval = [key for key in event if f"{key}_low" in event]
+        shown = ("loss", *HEADLINES, *has_interval, "stopped")
+        names |= dict.fromkeys(key for key in shown if key in event)
+    for name in names:
         values = [event[name] for event in evals if event.get(name) is not None]
         title = "held-out loss" if name == "loss" else f"held-out {name}"
         rows.append((title, " -> ".join(f"{value:.4f}" for value in values)))

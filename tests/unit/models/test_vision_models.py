@@ -12,11 +12,11 @@ from tests.vision_models import tiny_vlm, vision_config
 from tests.vision_samples import Drawn, Handle, Seeing
 from transformers import AutoModelForSequenceClassification
 
-from taut.attention.select import PREFIX, select
 from taut.data.packing import pack
 from taut.errors import ModelError
 from taut.evals.contract import facts_of
 from taut.models import architecture, load
+from taut.models.attention_backends import PREFIX, select
 from taut.models.load import (
     checkpoint_dtype,
     load_config,

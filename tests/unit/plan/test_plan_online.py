@@ -1,4 +1,4 @@
-"""What runs that generate are foretold: their training, with completions as long as they may be."""
+"""What runs that generate are predicted: their training, with completions as long as they may be."""
 
 from __future__ import annotations
 
@@ -77,16 +77,16 @@ def test_what_is_learned_of_a_group_is_what_is_planned(
 
 
 def test_what_is_replayed_is_planned(model: Path, tmp_path: Path) -> None:
-    run, inputs = opened(model, tmp_path, "grpo", **{"rollout.replay": 7})
+    run, inputs = opened(model, tmp_path, "grpo", **{"rollout.replay_groups": 7})
     work = workload(run, inputs, 1)
     assert len(work.supply.trees) == 3 * (2 + 7)
-    young = {"rollout.replay": 7, "rollout.max_staleness": 2, "steps": 1}
+    young = {"rollout.replay_groups": 7, "rollout.max_staleness": 2, "steps": 1}
     run, inputs = opened(model, tmp_path, "grpo", **young)
     assert len(workload(run, inputs, 1).supply.trees) == 2 + 2 * 2
 
 
 def test_answers_that_are_good_enough_are_planned(model: Path, tmp_path: Path) -> None:
-    keys = {"best_of_n.keep": 3, "best_of_n.at_least": 2.0}
+    keys = {"best_of_n.keep": 3, "best_of_n.min_reward": 2.0}
     run, inputs = opened(model, tmp_path, "best_of_n", **keys)
     assert {len(tree.samples) for tree in workload(run, inputs, 1).supply.trees} == {3}
 

@@ -26,7 +26,7 @@ from taut.models.lora import LoraConfig, apply_lora
 from taut.train.distributed import Ranks
 from taut.types import Completion
 
-LORA = LoraConfig(rank=2, train_rows="never")
+LORA = LoraConfig(rank=2, train_token_rows="never")
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def test_an_adapter_alone_goes_under_a_name_of_its_own(folder: str) -> None:
 
 
 def test_what_vllm_loads_no_adapter_of_goes_whole(folder: str) -> None:
-    model = apply_lora(tiny(), LoraConfig(rank=2, dora=True, train_rows="never"))
+    model = apply_lora(tiny(), LoraConfig(rank=2, dora=True, train_token_rows="never"))
     with following(WeightServer(has=("full", "adapter")), trained(model), folder=folder) as engine:
         assert sync_of(engine).mode == "full"
     with (
@@ -192,7 +192,7 @@ def test_a_server_that_answers_from_other_weights_is_found_by_its_log_probs(fold
             engine.update(1)
     with (
         following(WeightServer(model=tiny(seed=5), is_stale=True), trained(model)) as engine,
-        pytest.raises(EngineError, match=r"weights after step 0: .*log-prob"),
+        pytest.raises(EngineError, match=r"weights after step 0: .*logprob"),
     ):
         engine.update(0)
 
@@ -238,11 +238,11 @@ def test_a_server_that_was_started_again_gets_the_same_weights(folder: str, way:
         change(model)
         engine.update(1)
         change(model, seed=2)  # what is in training now is not what was pushed
-        pushed = sync_of(engine).asked.log_probs(sync_of(engine).name, np.arange(3, 12))
+        pushed = sync_of(engine).server.log_probs(sync_of(engine).name, np.arange(3, 12))
         server.restart()
         engine.generate([prompt("a", 1, 20)], GREEDY)
         assert sync_of(engine).restarts == 1
-        again = sync_of(engine).asked.log_probs(sync_of(engine).name, np.arange(3, 12))
+        again = sync_of(engine).server.log_probs(sync_of(engine).name, np.arange(3, 12))
         assert np.array_equal(again, pushed)
         engine.generate([prompt("a", 1, 20)], GREEDY)
         assert sync_of(engine).restarts == 1

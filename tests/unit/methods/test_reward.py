@@ -26,25 +26,27 @@ def keys(place: Path, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "more", [{"tokens__add": ["<|new|>"]}, {"lora__train_rows": "always"}], ids=str
+    "more", [{"tokens__add": ["<|new|>"]}, {"lora__train_token_rows": "always"}], ids=str
 )
 def test_rows_train_beside_adapters(more: dict[str, Any], place: Path) -> None:
     built = make(keys(place, lora__rank=2, **more))
     trained = [name for name, p in built.scorer.named_parameters() if p.requires_grad]
     assert [name for name in trained if "embed_tokens" in name]
-    assert [it.value for it in built.decisions if it.name == "lora.train_rows"] == [
+    assert [it.value for it in built.decisions if it.name == "lora.train_token_rows"] == [
         "1 of model.embed_tokens"
     ]
 
 
 def test_a_row_that_could_not_train_is_refused(place: Path) -> None:
     with pytest.raises(ModelError, match=r"<\|new\|>: added by tokens\.add; its row is frozen"):
-        make(keys(place, lora__rank=2, lora__train_rows="never", tokens__add=["<|new|>"]))
+        make(keys(place, lora__rank=2, lora__train_token_rows="never", tokens__add=["<|new|>"]))
 
 
 def test_it_cannot_be_asked_to_stop(place: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^stop\.required=true .*: a reward model writes no"):
-        train(keys(place, stop__required=True))
+    with pytest.raises(
+        ConfigError, match=r"^stop_check\.required=true .*: a reward model writes no"
+    ):
+        train(keys(place, stop_check__required=True))
 
 
 def test_the_best_is_no_model_that_will_answer(place: Path) -> None:

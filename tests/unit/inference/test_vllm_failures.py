@@ -210,7 +210,7 @@ def test_closing_ends_what_is_under_way() -> None:
 def test_the_key_comes_from_the_environment_and_is_never_shown(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = replace(CONFIG, {"key": "TAUT_TEST_KEY"})
+    config = replace(CONFIG, {"api_key_env": "TAUT_TEST_KEY"})
     monkeypatch.setenv("TAUT_TEST_KEY", "s3cret")
     with caplog.at_level(logging.DEBUG):
         with opened(FakeServer(key="s3cret"), config) as engine:
@@ -218,7 +218,7 @@ def test_the_key_comes_from_the_environment_and_is_never_shown(
             assert "s3cret" not in repr(engine)
         monkeypatch.setenv("TAUT_TEST_KEY", "wr0ng")
         with (
-            pytest.raises(EngineError, match=r"HTTP 401 .+Incorrect.+server.key") as caught,
+            pytest.raises(EngineError, match=r"HTTP 401 .+Incorrect.+server.api_key_env") as caught,
             opened(FakeServer(key="s3cret"), config),
         ):
             pytest.fail("opened")
@@ -228,8 +228,8 @@ def test_the_key_comes_from_the_environment_and_is_never_shown(
 
 def test_a_key_that_is_not_set_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TAUT_TEST_KEY", raising=False)
-    config = replace(CONFIG, {"key": "TAUT_TEST_KEY"})
-    found = r"server\.key=TAUT_TEST_KEY: no environment variable"
+    config = replace(CONFIG, {"api_key_env": "TAUT_TEST_KEY"})
+    found = r"server\.api_key_env=TAUT_TEST_KEY: no environment variable"
     with pytest.raises(ConfigError, match=found), opened(FakeServer(), config):
         pytest.fail("opened")
 
@@ -241,7 +241,7 @@ def test_a_url_is_one(url: str) -> None:
 
 
 def test_a_key_in_the_url_is_refused_and_not_shown() -> None:
-    with pytest.raises(ConfigError, match=r"server\.key") as caught:
+    with pytest.raises(ConfigError, match=r"server\.api_key_env") as caught:
         ServerEngine.open("http://me:s3cret@x/v1", CONFIG, tiny_tokenizer(), [7], 64)
     assert "s3cret" not in str(caught.value)
 

@@ -54,7 +54,7 @@ def held() -> Iterator[threading.Event]:
 
 def pushing(server: FakeServer, **keys: Any) -> ServerEngine:
     """An engine whose server follows an adapter."""
-    model = apply_lora(tiny(), LoraConfig(rank=2, train_rows="never"))
+    model = apply_lora(tiny(), LoraConfig(rank=2, train_token_rows="never"))
     change(model)
     config = replace(CONFIG, keys)
     engine = ServerEngine.open(server.url, config, tiny_tokenizer(), [7], 64)
@@ -86,7 +86,7 @@ def test_an_adapter_that_stays_though_it_was_unloaded_ends_the_push() -> None:
         server.has = ()
         assert engine.sync is not None
         with pytest.raises(EngineError, match=r"HTTP 404 from .*unload_lora_adapter"):
-            engine.sync.asked.unload_adapter(engine.sync.name)
+            engine.sync.server.unload_adapter(engine.sync.name)
         engine.close()
 
 
@@ -114,9 +114,12 @@ def test_messages_name_the_keys_of_the_run_that_meets_them(section: str) -> None
 
     assert f"set {section}server.name" in said(FakeServer(names=("x", "y")), EngineError)
     assert f"expected {section}server.name=z;" in said(FakeServer(), EngineError, name="z")
-    assert f"; set {section}server.key to" in said(FakeServer(key="secret"), EngineError)
-    missing = said(FakeServer(), ConfigError, key="TAUT_TEST_NONE")
-    assert missing.startswith(f"{section}server.key=") and f"remove {section}server.key" in missing
+    assert f"; set {section}server.api_key_env to" in said(FakeServer(key="secret"), EngineError)
+    missing = said(FakeServer(), ConfigError, api_key_env="TAUT_TEST_NONE")
+    assert (
+        missing.startswith(f"{section}server.api_key_env=")
+        and f"remove {section}server.api_key_env" in missing
+    )
     gone = said(FakeServer(faults=lambda body, count: Fault(hangs_up=True)), EngineError)
     assert f"set {section}server.timeout or {section}server.retries, then" in gone
     with opened(FakeServer(max_model_len=9), section=section) as engine:

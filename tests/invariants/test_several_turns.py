@@ -11,12 +11,12 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from tests.unit.rl.test_environment import Scripted, row_of
 from torch import Tensor
 
-from taut.attention.select import PREFIX
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.data.render import Renderer
 from taut.data.tool_calls import ToolCall
 from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine
+from taut.models.attention_backends import PREFIX
 from taut.models.precision import compute_context
 from taut.models.scorer import Scorer
 from taut.rl.environment import EnvironmentConfig, Step, World

@@ -21,9 +21,9 @@ from PIL import Image
 from torch import Tensor
 
 from taut.errors import DataError, OutputError, PictureError
-from taut.vision import image_store as album_file
+from taut.vision import image_store as image_store_file
 from taut.vision.content import ImageRef, ImagesConfig
-from taut.vision.image_store import Album, Handle, LruCache, Workers
+from taut.vision.image_store import Handle, ImageStore, LruCache, Workers
 from taut.vision.placeholders import Shape
 
 
@@ -49,13 +49,13 @@ class Plain:
         return "plain"
 
 
-def album_of(directory: Path, depends_on_count: bool = False, **images: Any) -> Album:
-    return Album(Plain(depends_on_count), ImagesConfig(**images), directory / "media")
+def store_of(directory: Path, depends_on_count: bool = False, **images: Any) -> ImageStore:
+    return ImageStore(Plain(depends_on_count), ImagesConfig(**images), directory / "media")
 
 
-def made(album: Album) -> list[tuple[int, int]]:
-    assert isinstance(album.processor, Plain)
-    return album.processor.made
+def made(image_store: ImageStore) -> list[tuple[int, int]]:
+    assert isinstance(image_store.processor, Plain)
+    return image_store.processor.made
 
 
 def paint(path: Path, colour: str = "red", size: tuple[int, int] = (6, 4)) -> ImageRef:
@@ -63,46 +63,48 @@ def paint(path: Path, colour: str = "red", size: tuple[int, int] = (6, 4)) -> Im
     return ImageRef("file", str(path))
 
 
-def handle(album: Album, ref: ImageRef, place: str = "a.jsonl:3") -> Handle:
-    seen = album.see(ref, place)
-    return album.picture(seen.source, seen.digest, 1, place)
+def handle(image_store: ImageStore, ref: ImageRef, place: str = "a.jsonl:3") -> Handle:
+    seen = image_store.see(ref, place)
+    return image_store.picture(seen.source, seen.digest, 1, place)
 
 
-def done_within(album: Album, times: int) -> None:
+def done_within(image_store: ImageStore, times: int) -> None:
     """Wait until nothing is left to be made ahead, and so many pictures were made."""
-    assert album._workers is not None
+    assert image_store._workers is not None
     end = time.monotonic() + 5
-    while (len(made(album)) < times or not album._workers._jobs.empty()) and time.monotonic() < end:
+    while (
+        len(made(image_store)) < times or not image_store._workers._jobs.empty()
+    ) and time.monotonic() < end:
         time.sleep(0.001)
 
 
 class TestSeeing:
     def test_a_file(self, tmp_path: Path) -> None:
         path = tmp_path / "cat.png"
-        seen = album_of(tmp_path, max_pixels=6).see(paint(path), "a:1")
+        seen = store_of(tmp_path, max_pixels=6).see(paint(path), "a:1")
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         assert seen == (digest, str(path), 3, 2)
-        assert album_of(tmp_path).shape(seen, 1).num_tokens == 3
+        assert store_of(tmp_path).shape(seen, 1).num_tokens == 3
 
     def test_a_relative_path_is_made_absolute(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         paint(tmp_path / "cat.png")
         monkeypatch.chdir(tmp_path)
-        assert album_of(tmp_path).see(ImageRef("file", "cat.png"), "a:1").source == str(
+        assert store_of(tmp_path).see(ImageRef("file", "cat.png"), "a:1").source == str(
             tmp_path / "cat.png"
         )
 
     def test_bytes_become_a_file(self, tmp_path: Path) -> None:
         content = Path(paint(tmp_path / "cat.png").value).read_bytes()  # type: ignore[arg-type]
-        album = album_of(tmp_path)
-        blob = Path(album.see(ImageRef("bytes", content), "a:1").source)
+        image_store = store_of(tmp_path)
+        blob = Path(image_store.see(ImageRef("bytes", content), "a:1").source)
         assert blob.parent == tmp_path / "media" and blob.read_bytes() == content
         stamp = blob.stat().st_mtime_ns
-        assert album_of(tmp_path).see(ImageRef("bytes", content), "a:1").source == str(blob)
+        assert store_of(tmp_path).see(ImageRef("bytes", content), "a:1").source == str(blob)
         assert blob.stat().st_mtime_ns == stamp
         blob.write_bytes(content[:9])  # half of it: a disk that was full, once
-        album_of(tmp_path).see(ImageRef("bytes", content), "a:1")
+        store_of(tmp_path).see(ImageRef("bytes", content), "a:1")
         assert blob.read_bytes() == content
         assert [path.name for path in blob.parent.iterdir()] == [blob.name]
 
@@ -116,42 +118,44 @@ class TestSeeing:
             asked.append(str(ref.value))
             return content
 
-        monkeypatch.setattr(album_file, "encoded", fetched)
+        monkeypatch.setattr(image_store_file, "encoded", fetched)
         ref = ImageRef("url", "https://example.org/cat.png")
-        first, again = (album_of(tmp_path, allow_urls=True).see(ref, "a:1") for _ in range(2))
+        first, again = (store_of(tmp_path, allow_urls=True).see(ref, "a:1") for _ in range(2))
         assert first == again and Path(first.source).read_bytes() == content
         assert asked == [ref.value]
         Path(first.source).unlink()
-        assert album_of(tmp_path, allow_urls=True).see(ref, "a:1") == first
+        assert store_of(tmp_path, allow_urls=True).see(ref, "a:1") == first
         assert len(asked) == 2
 
     def test_what_was_fetched_is_refused_too_where_addresses_are(self, tmp_path: Path) -> None:
         with pytest.raises(
             PictureError, match=r"^a:1: the picture https://example.org/cat.png is at"
         ):
-            album_of(tmp_path).see(ImageRef("url", "https://example.org/cat.png"), "a:1")
+            store_of(tmp_path).see(ImageRef("url", "https://example.org/cat.png"), "a:1")
 
     def test_the_same_is_read_once_until_it_changes(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        album, looked = album_of(tmp_path), []
-        look = Album._look
-        monkeypatch.setattr(Album, "_look", lambda me, ref: looked.append(ref) or look(me, ref))
+        image_store, looked = store_of(tmp_path), []
+        look = ImageStore._look
+        monkeypatch.setattr(
+            ImageStore, "_look", lambda me, ref: looked.append(ref) or look(me, ref)
+        )
         ref = paint(tmp_path / "cat.png")
-        first = album.see(ref, "a:1")
-        assert album.see(ref, "a:2") == first and len(looked) == 1
+        first = image_store.see(ref, "a:1")
+        assert image_store.see(ref, "a:2") == first and len(looked) == 1
         paint(tmp_path / "cat.png", size=(9, 9))
-        assert album.see(ref, "a:3").width == 9 and len(looked) == 2
+        assert image_store.see(ref, "a:3").width == 9 and len(looked) == 2
 
     def test_a_fault_names_each_row_and_is_found_once(self, tmp_path: Path) -> None:
-        album = album_of(tmp_path)
+        image_store = store_of(tmp_path)
         (tmp_path / "cat.png").write_bytes(b"\x89PNG but no more")
         for place in ("a:1", "a:2"):
             with pytest.raises(PictureError, match=f"^{place}: the picture .*cat.png is "):
-                album.see(ImageRef("file", str(tmp_path / "cat.png")), place)
+                image_store.see(ImageRef("file", str(tmp_path / "cat.png")), place)
         with pytest.raises(PictureError, match=r"^a:3: there is no file .*dog\.png"):
-            album.see(ImageRef("file", str(tmp_path / "dog.png")), "a:3")
-        assert paint(tmp_path / "dog.png") and album.see(
+            image_store.see(ImageRef("file", str(tmp_path / "dog.png")), "a:3")
+        assert paint(tmp_path / "dog.png") and image_store.see(
             ImageRef("file", str(tmp_path / "dog.png")), "a:3"
         )
 
@@ -159,43 +163,43 @@ class TestSeeing:
         (tmp_path / "media").write_text("in the way")
         content = Path(paint(tmp_path / "cat.png").value).read_bytes()  # type: ignore[arg-type]
         with pytest.raises(OutputError, match=r"media/[0-9a-f]+ cannot be written: .* data\.cache"):
-            album_of(tmp_path).see(ImageRef("bytes", content), "a:1")
+            store_of(tmp_path).see(ImageRef("bytes", content), "a:1")
 
 
 class TestHandles:
     def test_they_are_equal_where_their_tensors_are(self, tmp_path: Path) -> None:
-        album, ref = album_of(tmp_path), paint(tmp_path / "cat.png")
+        image_store, ref = store_of(tmp_path), paint(tmp_path / "cat.png")
         copy = ImageRef("file", str(tmp_path / "copy.png"))
         (tmp_path / "copy.png").write_bytes((tmp_path / "cat.png").read_bytes())
-        one, other = handle(album, ref, "a:1"), handle(album, copy, "b:2")
+        one, other = handle(image_store, ref, "a:1"), handle(image_store, copy, "b:2")
         assert one == other and hash(one) == hash(other) and one.digest == other.digest
         assert int(one.digest[:7], 16) >= 0
-        assert one != handle(album, paint(tmp_path / "dog.png", "blue"))
-        assert (one.source, one.content) == (ref.value, album.see(ref, "").digest)
+        assert one != handle(image_store, paint(tmp_path / "dog.png", "blue"))
+        assert (one.source, one.content) == (ref.value, image_store.see(ref, "").digest)
 
     def test_what_a_digest_depends_on(self, tmp_path: Path) -> None:
         def digest(depends_on_count: bool, num_pictures: int, **images: Any) -> str:
-            album = album_of(tmp_path, depends_on_count, **images)
-            return album.picture("cat.png", "00" * 32, num_pictures, "a:1").digest
+            image_store = store_of(tmp_path, depends_on_count, **images)
+            return image_store.picture("cat.png", "00" * 32, num_pictures, "a:1").digest
 
         assert digest(False, 1) == digest(False, 2) == digest(False, 1, workers=1, limit_pixels=9)
         assert digest(True, 1) != digest(True, 2)
         assert digest(False, 1) != digest(False, 1, max_pixels=9)
 
     def test_the_identity_follows_what_may_be_refused(self, tmp_path: Path) -> None:
-        plain = album_of(tmp_path).identity()
-        assert plain == album_of(tmp_path, workers=1, memory_bytes=0).identity()
+        plain = store_of(tmp_path).identity()
+        assert plain == store_of(tmp_path, workers=1, memory_bytes=0).identity()
         for images in (
             {"max_pixels": 9},
             {"limit_pixels": 9},
             {"allow_urls": True},
             {"max_bytes": 9},
         ):
-            assert plain != album_of(tmp_path, **images).identity()
+            assert plain != store_of(tmp_path, **images).identity()
 
     def test_a_file_that_changed_or_went(self, tmp_path: Path) -> None:
-        album = album_of(tmp_path)
-        picture = handle(album, paint(tmp_path / "cat.png"))
+        image_store = store_of(tmp_path)
+        picture = handle(image_store, paint(tmp_path / "cat.png"))
         paint(tmp_path / "cat.png", "blue")
         with pytest.raises(
             PictureError, match=r"^a.jsonl:3: the picture .*cat.png was changed since"
@@ -214,16 +218,17 @@ class TestHandles:
             def tensors(self, image: Image.Image, num_pictures: int) -> Mapping[str, Tensor]:
                 raise DataError("too narrow")
 
-        album = Album(Choosy(), ImagesConfig(), tmp_path)
+        image_store = ImageStore(Choosy(), ImagesConfig(), tmp_path)
         with pytest.raises(PictureError, match=r"^a.jsonl:3: too narrow$"):
-            handle(album, paint(tmp_path / "cat.png")).tensors()
+            handle(image_store, paint(tmp_path / "cat.png")).tensors()
 
 
 class TestKeeping:
     def test_memory_is_bounded(self, tmp_path: Path) -> None:
-        album = album_of(tmp_path, memory_bytes=2 * 72)
+        image_store = store_of(tmp_path, memory_bytes=2 * 72)
         pictures = [
-            handle(album, paint(tmp_path / f"{it}.png", it)) for it in ("red", "blue", "green")
+            handle(image_store, paint(tmp_path / f"{it}.png", it))
+            for it in ("red", "blue", "green")
         ]
         for index in (
             0,
@@ -234,17 +239,17 @@ class TestKeeping:
             1,
         ):  # the blue one is the longest unused when the green one comes
             pictures[index].tensors()
-            assert album._ready.weight <= 2 * 72
-        assert len(made(album)) == 4
+            assert image_store._ready.weight <= 2 * 72
+        assert len(made(image_store)) == 4
         assert (
-            album_of(tmp_path, memory_bytes=0)
+            store_of(tmp_path, memory_bytes=0)
             .picture(pictures[0].source, pictures[0].content, 1, "a:1")
             .tensors()
         )
 
     def test_it_is_the_same_however_it_came(self, tmp_path: Path) -> None:
         ref = paint(tmp_path / "cat.png", "green")
-        with_memory, without = album_of(tmp_path), album_of(tmp_path, memory_bytes=0)
+        with_memory, without = store_of(tmp_path), store_of(tmp_path, memory_bytes=0)
         ahead = handle(with_memory, ref)
         with_memory.expect([ahead])
         done_within(with_memory, 1)
@@ -255,15 +260,15 @@ class TestKeeping:
         assert len(made(with_memory)) == 1
 
     def test_what_is_wrong_is_told_when_it_is_asked_for(self, tmp_path: Path) -> None:
-        album = album_of(tmp_path)
-        picture = handle(album, paint(tmp_path / "cat.png"))
+        image_store = store_of(tmp_path)
+        picture = handle(image_store, paint(tmp_path / "cat.png"))
         (tmp_path / "cat.png").unlink()
-        album.expect([picture, picture])
-        done_within(album, 0)
-        album.close()
+        image_store.expect([picture, picture])
+        done_within(image_store, 0)
+        image_store.close()
         with pytest.raises(PictureError, match=r"^a.jsonl:3: there is no file"):
             picture.tensors()
-        album.close()
+        image_store.close()
 
     def test_two_that_ask_at_once_do_it_once(self) -> None:
         kept: LruCache[str] = LruCache(9, len)
@@ -352,15 +357,18 @@ class TestKeeping:
         subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
 
     def test_a_forked_process_waits_for_no_thread_of_its_parent(self, tmp_path: Path) -> None:
-        album = album_of(tmp_path)
-        picture = handle(album, paint(tmp_path / "cat.png"))
-        album.expect([picture])
-        done_within(album, 1)
-        with album._ready._lock, warnings.catch_warnings():  # held by a thread the child has not
+        image_store = store_of(tmp_path)
+        picture = handle(image_store, paint(tmp_path / "cat.png"))
+        image_store.expect([picture])
+        done_within(image_store, 1)
+        with (
+            image_store._ready._lock,
+            warnings.catch_warnings(),
+        ):  # held by a thread the child has not
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
             if child == 0:
                 signal.alarm(5)
                 os._exit(0 if picture.tensors() else 1)
         assert os.waitpid(child, 0)[1] == 0
-        album.close()
+        image_store.close()

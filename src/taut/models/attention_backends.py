@@ -20,17 +20,18 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
-from taut.attention import flex, reference, varlen
+from taut.attention import kernels, reference
 from taut.attention.decode import Decoding
 from taut.attention.layout import Call, Layout, read_call
 from taut.errors import AttentionError
+from taut.models.architecture import head_sizes
 
 Attend = Callable[[Tensor, Tensor, Tensor, Layout, Call], Tensor]
 
 BACKENDS: dict[str, Attend] = {
     "reference": reference.attend,
-    "varlen": varlen.attend,
-    "flex": flex.attend,
+    "varlen": kernels.varlen,
+    "flex": kernels.flex,
 }
 """name -> function. Every entry is held to the invariants in tests/invariants."""
 
@@ -78,17 +79,6 @@ def select(
             ]
             return Chosen(name, "; ".join(["the fastest exact kernel here", *passed]))
     return Chosen("reference", f"varlen: {obstacles['varlen']}; flex: {obstacles['flex']}")
-
-
-def head_sizes(config: PreTrainedConfig) -> list[int]:
-    """The size of a head in each layer of a language model; Gemma 4 has larger ones in layers with full attention."""
-    layers = (
-        config.per_layer_config if config.is_heterogeneous else [config] * config.num_hidden_layers
-    )
-    return [
-        getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-        for layer in layers
-    ]
 
 
 def _obstacle(
