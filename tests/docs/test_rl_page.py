@@ -44,5 +44,5 @@ def test_every_number_of_a_roll_out_is_told() -> None:
         TELLING[TELLING.index("def rollout_event") : TELLING.index("def best_and_worst")],
     )
     assert len(names) > 20
-    shown = set(re.findall(r"`([\w*]+)`", PAGE[PAGE.index("## What is told") :]))
+    shown = set(re.findall(r"`([\w*]+)`", PAGE[PAGE.index("## What is reported") :]))
     assert [n for n in names if n not in shown and f"{n.partition('_')[0]}_*" not in shown] == []

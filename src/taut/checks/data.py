@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, islice
 from typing import Any, NamedTuple, TypeAlias
@@ -48,9 +48,6 @@ SHOWN = 4
 
 # -- records, as the files have them
 
-RECORDS = 2000
-"""Records of a split that are looked at, the first of each source."""
-
 
 class Record(NamedTuple):
     """A row as its file has it."""
@@ -76,7 +73,7 @@ def records(session: Session) -> list[Record]:
         named = sources(session.run.data, split, session.run.row_kind)
         for source, columns in named:
             opened = open_source(source)
-            for line, value in islice(opened.attempts(), RECORDS // len(named) + 1):
+            for line, value in islice(opened.attempts(), 2000 // len(named) + 1):
                 if not isinstance(value, DataError):
                     place = f"{opened.path}:{line}"
                     first.append(Record(split, opened.path, place, value, columns))
@@ -253,10 +250,10 @@ def every_column_that_matters_is_read(session: Session) -> Finding:
             remedy=REMEDY_BY_FORMAT["tools" if name == "tools" else kind].format(name)
             + ", or name it in data.ignore_keys if it is not to be used",
         )
-    kinds = " and ".join(Counter(one.how.format for one in read))
+    kinds = " and ".join(Counter(row.how.format for row in read))
     if session.is_generated:
         return passed(f"{kinds}; rewards read the other columns", len(read), "rows")
-    counts = Counter(name for one in read for name in one.how.unread)
+    counts = Counter(name for row in read for name in row.how.unread)
     notes = [f"not read: {name}, in {times:,} rows" for name, times in counts.most_common(SHOWN)]
     left = f"{len(counts)} columns are not read" if counts else "every column is read"
     return passed(f"{kinds}; {left}", len(read), "rows", notes)
@@ -293,9 +290,6 @@ def _preferences_not_read(read: Sequence[ReadRecord]) -> Finding | None:
 
 # -- rows
 
-MOST_ROWS = 200_000
-"""Rows of a source that are gone through once there is an error."""
-
 
 @check("data.rows", after=["template.targets"])
 def every_row_becomes_a_sample(session: Session) -> Finding:
@@ -324,7 +318,7 @@ def every_row_becomes_a_sample(session: Session) -> Finding:
         for split in _splits(session):
             for source, columns in sources(config, split, session.run.row_kind):
                 attempts = attempt_rows(open_source(source), columns, renderer, limits)
-                for attempt in islice(attempts, MOST_ROWS):
+                for attempt in islice(attempts, 200_000):
                     number += 1
                     if attempt.error:
                         reason = str(attempt.error).partition("; ")[0]
@@ -383,7 +377,7 @@ def exchanges(session: Session) -> list[Exchange]:
 
     pairs = []
     if isinstance(session.train, PromptSet):
-        for asked in session.train.asked:
+        for asked in session.train.prompt_rows:
             prompt = "" if isinstance(asked.prompt, str) else words(asked.prompt)
             for reference in asked.references[:1]:
                 pairs.append(Exchange(asked.place, prompt or str(asked.prompt), reference))
@@ -401,12 +395,8 @@ def exchanges(session: Session) -> list[Exchange]:
 # -- the words of all rows, gone through once
 
 TEXT_ROWS = 200_000
-CHARACTERS = 400_000_000
-"""Of a split, beyond which no further row is read."""
-WHITE_SPACE = b" \t\n\r\v\f"
 ALLOWED = bytes(sorted({*range(256)} - {*range(32)} - {127} | {*b"\t\n\r"}))
 """All bytes but the control characters that no text has."""
-REPLACED = "\ufffd"
 UNDECODED = "a character that could not be decoded"
 MISREAD = "a wrong encoding"
 CONTROLS = "a control character"
@@ -458,7 +448,7 @@ def texts(session: Session) -> dict[str, Texts]:
     for split in _splits(session):
         places, exact, normal, broken = list[str](), list[int](), list[int](), list[BrokenText]()
         named = sources(session.run.data, split, session.run.row_kind)
-        room, is_whole = CHARACTERS, True
+        room, is_whole = 400_000_000, True  # characters, beyond which no further row is read
         for source, columns in named:
             opened, number = open_source(source), 0
             read_columns: dict[tuple[str, ...], list[str]] = {}
@@ -481,7 +471,7 @@ def texts(session: Session) -> dict[str, Texts]:
                 places.append(place)
                 exact.append(hash(joined))
                 folded = joined.casefold().encode("utf-8", "surrogatepass")
-                normal.append(hash(folded.translate(None, WHITE_SPACE)))
+                normal.append(hash(folded.translate(None, b" \t\n\r\v\f")))
                 if problem := broken_in(words):
                     broken.append(BrokenText(place, *problem))
         exact_S, normal_S = np.array(exact, dtype=np.int64), np.array(normal, dtype=np.int64)
@@ -509,8 +499,8 @@ def broken_in(words: list[str]) -> tuple[str, str] | None:
         return text[max(0, start - 15) : stop + 15]
 
     for text in words:
-        if REPLACED in text:
-            at = text.index(REPLACED)
+        if "\ufffd" in text:
+            at = text.index("\ufffd")
             return UNDECODED, excerpt(text, at, at + 1)
         if text.isascii():
             if text.encode().translate(None, ALLOWED) and (match := CONTROL.search(text)):
@@ -660,7 +650,7 @@ def tokens_are_those_of_the_text(session: Session) -> Finding:
         )
     if fault := _broken_characters(session) or _escaped_texts(first_rows(session)):
         return fault
-    broken = [one for split in texts(session).values() for one in split.broken]
+    broken = [text for split in texts(session).values() for text in split.broken]
     notes = [f"{len(broken):,} rows have broken characters"] if broken else []
     notes += _broken_examples(broken)
     if num_unknown:
@@ -679,14 +669,14 @@ def tokens_are_those_of_the_text(session: Session) -> Finding:
 def _broken_characters(session: Session) -> Finding | None:
     """Characters lost or doubled by a wrong encoding in many rows of the training data; or any in some rows."""
     train = texts(session)["train"]
-    every = [one for split in texts(session).values() for one in split.broken]
+    every = [text for split in texts(session).values() for text in split.broken]
     num_every = sum(len(split.places) for split in texts(session).values())
-    misread = [one for one in train.broken if one.what != CONTROLS]
+    misread = [text for text in train.broken if text.what != CONTROLS]
     is_many = len(misread) > BROKEN * len(train.places)
     broken, number = (misread, len(train.places)) if is_many else (every, num_every)
     if not is_many and len(broken) <= 0.001 * number:
         return None
-    kinds = " or ".join(dict.fromkeys(one.what for one in broken))
+    kinds = " or ".join(dict.fromkeys(text.what for text in broken))
     says, unit = f"{len(broken):,} of {number:,} rows have {kinds}", f"of {number:,} rows"
     if is_many:
         return failed(
@@ -706,9 +696,11 @@ def _broken_characters(session: Session) -> Finding | None:
 
 def _broken_examples(broken: Sequence[BrokenText]) -> list[str]:
     """The first row of each different excerpt: one broken document may be in many rows."""
-    first = {one.excerpt: one for one in reversed(broken)}
-    different = [one for one in broken if first[one.excerpt] is one]
-    return [f"{short_place(one.place)}: {one.excerpt!r} ({one.what})" for one in different[:SHOWN]]
+    first = {text.excerpt: text for text in reversed(broken)}
+    different = [text for text in broken if first[text.excerpt] is text]
+    return [
+        f"{short_place(text.place)}: {text.excerpt!r} ({text.what})" for text in different[:SHOWN]
+    ]
 
 
 def _escaped_texts(rows: Sequence[Row]) -> Finding | None:
@@ -740,10 +732,7 @@ def _escaped_texts(rows: Sequence[Row]) -> Finding | None:
 
 MISSING = {"nan", "null", "undefined", "<na>", "[object object]"}
 """What programs write for a value that is not there."""
-PLACEHOLDERS = {*MISSING, "none", "n/a", "-", "?", "..."}
-"""The same, and words that are an answer if others are there too."""
-WITHOUT = "no targets"
-"""The reason of a row that data.without_targets=drop left out."""
+WITHOUT = "no targets"  # why data.without_targets=drop left a row out
 
 
 @check("data.targets", after=["data.rows"])
@@ -754,12 +743,12 @@ def most_rows_have_something_to_learn(session: Session) -> Finding:
     """
     skip_if(session.is_generated, GENERATED)
     report, look, pairs = session.train.report, flat_train(session), exchanges(session)
-    without = [one for one in report.dropped if one.reason == WITHOUT]
+    without = [row for row in report.dropped if row.reason == WITHOUT]
     if 2 * len(without) > report.num_rows:
         return failed(
             f"{len(without):,} of {report.num_rows:,} rows have nothing to learn and were dropped",
             measured=(len(without), f"of {report.num_rows:,} rows"),
-            evidence=[one.place for one in without[:SHOWN]],
+            evidence=[row.place for row in without[:SHOWN]],
             remedy="see that rows have assistant turns that are learned (roles, train: false, data.targets); what "
             "data.without_targets=drop leaves out is most of the data",
         )
@@ -769,49 +758,47 @@ def most_rows_have_something_to_learn(session: Session) -> Finding:
     answers = [pair.answer.strip() for pair in pairs]
     missing = [pair for pair in pairs if pair.answer.strip().lower() in MISSING]
     fewest = 4  # one answer for fewer rows says nothing
-    if len(pairs) >= fewest and all(answer.lower() in PLACEHOLDERS for answer in answers):
+    # the last five are answers if others are there too
+    placeholders = {*MISSING, "none", "n/a", "-", "?", "..."}
+    if len(pairs) >= fewest and all(answer.lower() in placeholders for answer in answers):
         missing = pairs
 
-    def no_answer(tell: Callable[..., Finding], remedy: str) -> Finding:
-        return tell(
-            f"{empty.size:,} of {look.num_samples:,} samples have no answer but its end",
-            measured=(int(empty.size), f"of {look.num_samples:,} samples"),
-            evidence=[look.name(int(number)) for number in empty[:SHOWN]],
-            remedy=remedy,
-        )
+    def about(same: Sequence[Exchange]) -> dict[str, Any]:
+        """The finding about rows with one answer."""
+        answer = cut_end(same[0].answer.strip(), 20)
+        return {
+            "says": f"{len(same):,} of {len(pairs):,} answers are {answer}",
+            "measured": (len(same), f"of {len(pairs):,} rows"),
+            "evidence": [pair.place for pair in same[:SHOWN]],
+        }
 
-    def one_answer(tell: Callable[..., Finding], same: list[Exchange], remedy: str) -> Finding:
-        return tell(
-            f"{len(same):,} of {len(pairs):,} answers are {cut_end(same[0].answer.strip(), 20)}",
-            measured=(len(same), f"of {len(pairs):,} rows"),
-            evidence=[one.place for one in same[:SHOWN]],
-            remedy=remedy,
-        )
-
+    about_empty: dict[str, Any] = {
+        "says": f"{empty.size:,} of {look.num_samples:,} samples have no answer but its end",
+        "measured": (int(empty.size), f"of {look.num_samples:,} samples"),
+        "evidence": [look.name(int(number)) for number in empty[:SHOWN]],
+    }
     if 2 * empty.size > look.num_samples:
-        return no_answer(
-            failed,
+        remedy = (
             "the model would learn to say nothing; see what the answers are, and what the template writes of them "
-            "(taut show)",
+            "(taut show)"
         )
+        return failed(**about_empty, remedy=remedy)
     by_program = "a program wrote it where there was no value; remove these rows"
     if 2 * len(missing) > len(pairs):
         remedy = f"{by_program}, or name the right column in data.columns"
-        return one_answer(failed, missing, remedy)
+        return failed(**about(missing), remedy=remedy)
     if missing:
-        return one_answer(warned, missing, by_program)
+        return warned(**about(missing), remedy=by_program)
     if empty.size:
-        return no_answer(
-            warned, "remove these rows, or the model learns to say nothing to some prompts"
-        )
+        remedy = "remove these rows, or the model learns to say nothing to some prompts"
+        return warned(**about_empty, remedy=remedy)
     common, times = Counter(answers).most_common(1)[0] if answers else ("", 0)
     if common and times >= fewest and times > 0.9 * len(pairs):
-        return one_answer(
-            warned,
-            [pair for pair in pairs if pair.answer.strip() == common],
-            "see that the answer's column is the right one (data.columns); a model that says the same to "
-            "everything has the lowest loss on these rows",
+        remedy = (
+            "see that the answer's column is the right one (data.columns); a model that says the same to everything "
+            "has the lowest loss on these rows"
         )
+        return warned(**about([p for p in pairs if p.answer.strip() == common]), remedy=remedy)
     share = int(look.is_target_T.sum()) / look.ids_T.size
     notes = [f"{len(without):,} rows without targets were dropped"] if without else []
     says = f"{share:.0%} of tokens are targets{look.looked_at}"
@@ -826,8 +813,8 @@ def most_samples_are_kept_whole(session: Session) -> Finding:
     was cut has lost the place where it ends.
     """
     report, config = session.train.report, session.run.data
-    dropped = [one for one in report.dropped if one.reason != WITHOUT]
-    cut = [one for one in report.cut if one.targets_lost]
+    dropped = [row for row in report.dropped if row.reason != WITHOUT]
+    cut = [row for row in report.cut if row.targets_lost]
     is_split = config.too_long == "split"
     are_documents = all(isinstance(row, Document) for row in first_rows(session))
     lost = [*dropped, *([] if are_documents else cut)]
@@ -835,15 +822,15 @@ def most_samples_are_kept_whole(session: Session) -> Finding:
     num_lost = len(lost)
     if session.run.compares_answers:
         number, unit = report.num_rows, "rows"
-        num_lost = len({re.sub(r"#\d+$", "", one.place) for one in lost})
-    targets_lost = sum(one.targets_lost for one in (*dropped, *cut))
+        num_lost = len({re.sub(r"#\d+$", "", row.place) for row in lost})
+    targets_lost = sum(row.targets_lost for row in (*dropped, *cut))
     share = targets_lost / (report.num_targets + targets_lost)
     if 2 * num_lost > number:
         what = "were dropped for their length" if len(dropped) >= len(cut) else "lost their end"
         return failed(
             f"{num_lost:,} of {number:,} {unit} {what}",
             measured=(num_lost, f"of {number:,} {unit}"),
-            evidence=[f"{one.place}: {one.reason}" for one in lost[:SHOWN]],
+            evidence=[f"{row.place}: {row.reason}" for row in lost[:SHOWN]],
             remedy=f"{share:.1%} of what is to be learned is gone; raise data.max_length, or lower data.min_length",
         )
     if not report.dropped and not report.cut:
@@ -856,11 +843,6 @@ def most_samples_are_kept_whole(session: Session) -> Finding:
 
 
 # -- micro-batches
-
-MOST_STEPS, MOST_TOKENS = 5, 100_000
-"""Steps that are laid out, the first whatever its tokens."""
-COUNTED_STEPS = 2_000
-"""Steps whose samples are counted."""
 
 
 @check("data.packing", after=["model.trains"])
@@ -878,9 +860,10 @@ def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
     assert isinstance(source, Offline | Online)
     wrong: list[str] = []
     order = replace(source.order, origin=START)
-    num_steps = min(COUNTED_STEPS, order.num_steps(1.0))
+    most_counted = 2_000
+    num_steps = min(most_counted, order.num_steps(1.0))
     stepped = [index for step in range(1, num_steps + 1) for index in order.step(step, 1.0)]
-    is_whole = len(stepped) >= order.epoch_size or num_steps < COUNTED_STEPS
+    is_whole = len(stepped) >= order.epoch_size or num_steps < most_counted
     for indices, least in ((order.epoch(0), 1), (np.asarray(stepped), int(is_whole))):
         times = np.bincount(indices, minlength=order.weights.size)
         is_wrong = (times > np.ceil(order.weights)) | (times < least * np.floor(order.weights))
@@ -890,13 +873,13 @@ def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
             wrong.append(f"{name} is seen {times[index]} times an epoch, its weight is {weight:g}")
     begin = source.order.origin.step + 1 if isinstance(source, Offline) else 1
     plans: list[StepPlan] = []
-    for step in range(begin, min(begin + MOST_STEPS - 1, last) + 1):
+    for step in range(begin, min(begin + 4, last) + 1):
         trees = source.prepare(step) if isinstance(source, Offline) else session.trees
         packs = lay_out(trees, session.trainer.budget, session.trainer.policy)
         wrong += _wrong_in_step(trees, packs, session.trainer.budget)
         plans.append(step_plan(step, trees, packs))
         num_planned = sum(plan.unshared for plan in plans)
-        if wrong or not isinstance(source, Offline) or num_planned > MOST_TOKENS:
+        if wrong or not isinstance(source, Offline) or num_planned > 100_000:
             break
     if wrong:
         return failed(

@@ -21,12 +21,6 @@ from taut.run.setup import Built
 from taut.train import random_state
 from taut.train.log.events import to_json
 
-EVIDENCE_SHOWN = 3
-"""Lines of evidence in the error that stops a run."""
-
-SEVERITY = {"failed": 0, "warning": 1}
-"""Of the findings of several ranks the first of the worst stands for all."""
-
 
 class Answered(NamedTuple):
     """A check and its finding."""
@@ -57,18 +51,18 @@ class Examination:
 
     @property
     def failures(self) -> list[Answered]:
-        return [one for one in self.answered if one.finding.outcome == "failed"]
+        return [answered for answered in self.answered if answered.finding.outcome == "failed"]
 
     @property
     def warnings(self) -> list[Answered]:
-        return [one for one in self.answered if one.finding.outcome == "warning"]
+        return [answered for answered in self.answered if answered.finding.outcome == "warning"]
 
     @property
     def seconds(self) -> float:
-        return sum(one.seconds for one in self.answered)
+        return sum(answered.seconds for answered in self.answered)
 
     def count(self, outcome: Outcome) -> int:
-        return sum(one.finding.outcome == outcome for one in self.answered)
+        return sum(answered.finding.outcome == outcome for answered in self.answered)
 
 
 def examine(
@@ -100,7 +94,8 @@ def examine(
         else:
             finding, missing = _ask(name, check, session)
         by_rank: list[Finding] = session.ranks.gather(finding)
-        finding = min(by_rank, key=lambda one: SEVERITY.get(one.outcome, len(SEVERITY)))
+        # the first of the worst stands for all
+        finding = min(by_rank, key=lambda other: {"failed": 0, "warning": 1}.get(other.outcome, 2))
         if finding.outcome == "failed" or cause:
             causes[name] = cause or name
         seconds = time.perf_counter() - began
@@ -142,10 +137,12 @@ def before_training(built: Built) -> Examination | None:
         return None
     examination = examine(Session.of(built))
     failures = []
-    for one in examination.failures:
-        shown = "; ".join(one.finding.evidence[:EVIDENCE_SHOWN])
+    for answered in examination.failures:
+        shown = "; ".join(answered.finding.evidence[:3])
         evidence = f" ({shown})" if shown else ""
-        failures.append(f"{one.name}: {one.finding.says}{evidence}; {one.finding.remedy}")
+        failures.append(
+            f"{answered.name}: {answered.finding.says}{evidence}; {answered.finding.remedy}"
+        )
     if failures:
         raise CheckFailed(" | ".join(failures))
     return examination

@@ -21,7 +21,7 @@ from taut.data.packing import ALONE, pack
 from taut.data.render import Renderer
 from taut.data.stop_tokens import described
 from taut.errors import ModelError, TautError
-from taut.evals.stopping import Asked, StopCheckConfig, prepare
+from taut.evals.stopping import StopCheckConfig, StopPrompt, prepare
 from taut.inference.engine import Sampling
 from taut.io.temporary import TemporaryFolder
 from taut.methods.inputs import engine_of
@@ -67,7 +67,7 @@ def the_end_of_answers_is_a_target(session: Session) -> Finding:
     if session.run.row_kind != "sft":  # each answer of a row is a sample of its own
         num_whole = total - len(report.cut)
     if not number or 2 * number < num_whole:
-        evidence = [f"{one.place}: cut, {one.reason}" for one in report.cut[:SHOWN]]
+        evidence = [f"{row.place}: cut, {row.reason}" for row in report.cut[:SHOWN]]
         remedy = "raise data.max_length, or set data.too_long to drop or split"
         if not report.cut:
             names = described(stops, session.renderer.template)[0]
@@ -88,11 +88,6 @@ def the_end_of_answers_is_a_target(session: Session) -> Finding:
     return passed(says, number, unit, [f"{len(report.cut):,} were cut before their end"])
 
 
-PROMPTS = 16
-CHARACTERS = 100_000
-"""Of all prompts together, but for the first."""
-
-
 @check("stop.saved", after=["data.rows"])
 def a_server_renders_the_same_tokens(session: Session) -> Finding:
     """Does a server that loads the saved tokenizer and template feed the model the same tokens?
@@ -101,8 +96,8 @@ def a_server_renders_the_same_tokens(session: Session) -> Finding:
     does. The first rows' prompts are rendered with it.
     """
     prompts: list[tuple[Row, Ids]] = []
-    room = CHARACTERS
-    for row in session.rows[:PROMPTS]:
+    room = 100_000  # characters of all prompts together, but for the first
+    for row in session.rows[:16]:
         try:
             ids = _prompt_ids(row, session.renderer)
         except TautError:
@@ -244,9 +239,8 @@ def untrained_turn_ends_train(session: Session) -> Finding:
     return passed(says, len(untrained), "untrained ends", list(untrained.values()))
 
 
-BASELINE_PROMPTS, BASELINE_TOKENS = 8, 32
-LIKELY, UNLIKELY = 0.5, 0.05
-"""Of another end: its mean probability where answers end, and at most inside them and of the stop set's own."""
+UNLIKELY = 0.05
+"""The most that another end may have as mean probability inside answers, and the stop set's own ends where they end."""
 
 
 @check(
@@ -264,15 +258,15 @@ def the_untrained_model_has_no_other_end(session: Session) -> Finding:
     """
     skip_if(session.is_scalar, NO_GENERATION)
     data = session.train if session.eval is None else session.eval
-    config = StopCheckConfig(prompts=BASELINE_PROMPTS, max_new_tokens=BASELINE_TOKENS)
+    config = StopCheckConfig(prompts=8, max_new_tokens=32)
     make_engine = engine_of(session.inputs, session.built.models, session.ranks)
     check = prepare(config, data, session.stops.ids, make_engine, session.trainer, session.run.seed)
     if check.engine is None:
         return skipped(check.obstacle.partition(";")[0])
-    sampling = Sampling(max_new_tokens=BASELINE_TOKENS, seed=session.run.seed)
-    answers = check.engine.generate([one.prompt for one in check.asked], sampling)
+    sampling = Sampling(max_new_tokens=config.max_new_tokens, seed=session.run.seed)
+    answers = check.engine.generate([question.prompt for question in check.prompts], sampling)
     number = sum(answer.finish_reason == "stop" for answer in answers)
-    other = _other_end(session, check.asked)
+    other = _other_end(session, check.prompts)
     if other is not None:
         index, probability = other
         token = session.inputs.token(index)
@@ -289,7 +283,7 @@ def the_untrained_model_has_no_other_end(session: Session) -> Finding:
     return passed("answers that end before training", number, f"of {len(answers)}")
 
 
-def _other_end(session: Session, asked: Sequence[Asked]) -> tuple[int, float] | None:
+def _other_end(session: Session, asked: Sequence[StopPrompt]) -> tuple[int, float] | None:
     """The special token that the model puts where answers end, and only there, and its mean probability there."""
     tokenizer, stops = session.tokenizer, session.stops.ids
     added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -297,13 +291,13 @@ def _other_end(session: Session, asked: Sequence[Asked]) -> tuple[int, float] | 
     if not specials:
         return None
     at_ends, inside = [], []
-    for one in asked:
-        if one.reference is None:  # a prompt without a known answer
+    for question in asked:
+        if question.reference is None:  # a prompt without a known answer
             return None
-        begin = int(one.prompt.ids_T.size)
-        at_N = np.arange(max(1, begin), one.reference.num_tokens)
+        begin = int(question.prompt.ids_T.size)
+        at_N = np.arange(max(1, begin), question.reference.num_tokens)
         weight_N = np.ones(at_N.size)
-        packed = pack([replace(one.reference, target_at_N=at_N, weight_N=weight_N)], ALONE)
+        packed = pack([replace(question.reference, target_at_N=at_N, weight_N=weight_N)], ALONE)
         with session.inference():
             logits = session.scorer.target_logits(packed).float()
         probability_NS = logits.softmax(-1)[:, [*specials, *stops]].cpu()
@@ -313,6 +307,6 @@ def _other_end(session: Session, asked: Sequence[Asked]) -> tuple[int, float] | 
     if not inside_S.numel() or float(end_S[len(specials) :].sum()) > UNLIKELY:
         return None
     best = int(end_S[: len(specials)].argmax())
-    if float(end_S[best]) < LIKELY or float(inside_S[:, best].mean()) > UNLIKELY:
+    if float(end_S[best]) < 0.5 or float(inside_S[:, best].mean()) > UNLIKELY:
         return None
     return specials[best], float(end_S[best])

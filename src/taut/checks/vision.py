@@ -24,9 +24,6 @@ from taut.models import architecture
 from taut.types import Picture, Sample
 from taut.vision import tower
 
-SAMPLES = 4
-TOKENS = 768
-"""Of all samples with pictures of different sizes, but for the first."""
 SHOWN = 3
 
 
@@ -46,7 +43,7 @@ def _samples_of_all_sizes(session: Session) -> list[Sample]:
         new_sizes = {(media.stop - media.start, media.grid) for media in sample.media} - sizes
         if not new_sizes:
             continue
-        if chosen and (len(chosen) == SAMPLES or num_tokens([*chosen, sample]) > TOKENS):
+        if chosen and (len(chosen) == 4 or num_tokens([*chosen, sample]) > 768):
             break
         sizes |= new_sizes
         chosen.append(sample)
@@ -89,7 +86,7 @@ def pictures_are_numbered_as_the_library_does(session: Session) -> Finding:
     other_end = replace_tokens(
         session, first, [first.num_tokens - 1], f"{first.id} with another end"
     )
-    samples = {one.id: one for one in (first, *others, other_end, session.pair[1])}
+    samples = {sample.id: sample for sample in (first, *others, other_end, session.pair[1])}
     backbone = architecture.decoder(session.model)
     number_by_library: Any = getattr(backbone, "get_rope_index", None)
     alone: dict[str, Tensor] = {}  # [1, T] or [3, T]
@@ -164,7 +161,7 @@ class StandIn:
 
 def _with_stand_ins(sample: Sample) -> Sample:
     """The same with stand-ins for all its pictures."""
-    media = tuple(replace(one, picture=StandIn(one.picture)) for one in sample.media)
+    media = tuple(replace(shown, picture=StandIn(shown.picture)) for shown in sample.media)
     return replace(sample, id=f"{sample.id} with other pictures", media=media)
 
 
@@ -175,7 +172,7 @@ class Swap(NamedTuple):
     neighbour: Sample | None
     """None: the model packs nothing."""
     after_picture: tuple[Tensor, Tensor]
-    """Of the sample's targets after its first picture."""
+    """The numbers of the sample's targets after its first picture."""
     of_neighbour: tuple[Tensor, Tensor]
     all_after: Tensor
     """All of the sample with other pictures."""
@@ -191,7 +188,7 @@ def _swaps(session: Session) -> list[Swap]:
         if not sample.media:
             continue
         other = _with_stand_ins(sample)
-        order = [other if one.id == sample.id else one for one in session.pair]
+        order = [other if original.id == sample.id else original for original in session.pair]
         after = session.numbers(order if is_packed else [other])
         is_later = sample.target_at_N >= sample.media[0].stop
         after_picture = before[sample.id][is_later], after[other.id][is_later]
@@ -208,7 +205,7 @@ def _swaps(session: Session) -> list[Swap]:
 def another_picture_changes_the_answer(session: Session) -> Finding:
     """Does another picture change what the model says after it?
 
-    Log-probs that are equal to the last bit mean that the model answers without having seen the picture. How much they
+    Logprobs that are equal to the last bit mean that the model answers without having seen the picture. How much they
     change says nothing yet: that is what training is for.
     """
     _require_pictures(session)

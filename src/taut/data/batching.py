@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Annotated, NamedTuple, overload
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from taut.config import configclass
-from taut.data.dataset import Dataset
-from taut.data.images import uncut, within
+from taut.data.dataset import Dataset, Samples
+from taut.data.images import outside, uncut, within
 from taut.data.packing import PackPolicy, pack, prefix_order, shared_prefixes
 from taut.data.packing import common_prefix as common_prefix_of
 from taut.errors import ConfigError
@@ -283,12 +283,6 @@ def samples_of(trees: Sequence[Tree]) -> list[Sample]:
     return [sample for tree in trees for sample in tree.samples]
 
 
-def imbalance(ranks: Sequence[Sequence[Microbatch]], budget: Budget) -> float:
-    """Largest predicted cost of a rank, divided by the mean."""
-    costs = [sum(_piece(samples_of(trees), budget).cost for trees in rank) for rank in ranks]
-    return max(costs) / (sum(costs) / len(costs))
-
-
 def layouts(trees: Microbatch, policy: PackPolicy, tokens: int) -> list[Packed]:
     """The layouts of one planned micro-batch: one, or several within the budget where prefixes are not shared.
 
@@ -419,10 +413,7 @@ class Rows:
                 replace(image, start=image.start + begin, stop=image.stop + begin)
                 for image in within(other.media, first, stop)
             ]
-            is_target = np.arange(ids_T.size) >= begin
-            for image in images:
-                is_target[image.start : image.stop] = False
-            at_N = np.flatnonzero(is_target)
+            at_N = begin + np.flatnonzero(outside(images, ids_T.size)[begin:])
             media = (*within(sample.media, 0, begin), *images)
             name = f"{sample.id} with the answer of {other.id}"
             spliced = Sample(name, ids_T, at_N, np.ones(at_N.size), media, values=sample.values)
@@ -450,7 +441,7 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class Good(Sequence[Sample]):
+class Good(Samples):
     """The good answer of each row: of compared answers the best, the first of equals."""
 
     rows: Rows
@@ -458,13 +449,7 @@ class Good(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def sample(self, index: int) -> Sample:
         samples = self.rows.samples(index)
         return max(samples, key=lambda sample: sample.values.get("preference", 0.0))
 

@@ -362,7 +362,24 @@ class SourcePart:
         return f"{self.path}:{line}#{part}" if part else f"{self.path}:{line}"
 
 
-class Dataset(Sequence[Sample]):
+class Samples(Sequence[Sample]):
+    """Samples by index or slice; a subclass has ``__len__`` and ``sample``."""
+
+    def sample(self, index: int) -> Sample:
+        """The sample number ``index``, counted from the end if below 0. Raises IndexError beyond the last."""
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return [self.sample(i) for i in range(*index.indices(len(self)))]
+        return self.sample(index)
+
+
+class Dataset(Samples):
     """Samples by index, in the order of sources and rows."""
 
     def __init__(
@@ -391,13 +408,7 @@ class Dataset(Sequence[Sample]):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def sample(self, index: int) -> Sample:
         part, offset = self._locate(index)
         return part.sample(offset)
 

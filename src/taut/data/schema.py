@@ -29,7 +29,7 @@ Does not tokenise, and does not compare answers: ``render.py`` finds equal answe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -57,6 +57,7 @@ from taut.data.messages import (
     refuse_media_with_text,
     split_at_marks,
     text_of,
+    typed,
 )
 from taut.errors import ConfigError, DataError
 from taut.vision.content import ImagesConfig
@@ -239,10 +240,7 @@ def recognise(record: object, place: str, columns: Columns) -> Recognised:
 
 def renamed(record: object, place: str, columns: Columns) -> dict[str, Any]:
     """The record under taut's names for its columns, nulls left out."""
-    if not isinstance(record, dict):
-        raise DataError(
-            f"{place}: the row is {shown(record)}; expected an object with named columns"
-        )
+    record = typed(record, dict, f"{place}: the row", "an object with named columns")
     taken = set(columns.mapping.values())
     named = {key: value for key, value in record.items() if key not in taken and value is not None}
     for ours, theirs in columns.mapping.items():
@@ -317,21 +315,15 @@ def _unfit(fault: str, named: Mapping[str, Any], kind: Kind) -> DataError:
 
 def read_any(record: object, place: str, columns: Columns) -> AnyRow:
     """Validate one record of a file as a row of the kind ``columns.kind``."""
-    reader = _RecordReader(record, place, columns)
-    if columns.kind == "preference":
-        return reader.read_preference()
-    if columns.kind == "unpaired":
-        return reader.read_unpaired()
-    if columns.kind == "scored":
-        return reader.read_scored()
-    if columns.kind == "stepwise":
-        return reader.read_stepwise()
-    return reader.read_prompt() if columns.kind == "prompt" else reader.read_row()
-
-
-def read_row(record: object, place: str, columns: Columns) -> Row:
-    """Validate one record of a file as a row of SFT."""
-    return _RecordReader(record, place, columns).read_row()
+    readers: dict[Kind, Callable[[_RecordReader], AnyRow]] = {
+        "sft": _RecordReader.read_row,
+        "preference": _RecordReader.read_preference,
+        "unpaired": _RecordReader.read_unpaired,
+        "scored": _RecordReader.read_scored,
+        "stepwise": _RecordReader.read_stepwise,
+        "prompt": _RecordReader.read_prompt,
+    }
+    return readers[columns.kind](_RecordReader(record, place, columns))
 
 
 def read_prompt(record: object, place: str, columns: Columns) -> Conversation | Document:
@@ -419,11 +411,9 @@ class _RecordReader:
     def _alpaca_prompt(self) -> list[Message]:
         """One user message of instruction, newline, input; earlier exchanges from ``history``."""
         messages = self._system()
-        history = parse_if_text(self.named.get("history") or [], self._at("history"))
-        if not isinstance(history, list):
-            raise DataError(
-                f"{self._at('history')} is {shown(history)}; expected a list of [question, answer]"
-            )
+        history = read_list(
+            self.named.get("history") or [], self._at("history"), "a list of [question, answer]"
+        )
         for index, exchange in enumerate(history):
             where = self._at(f"history[{index}]")
             if not isinstance(exchange, list) or len(exchange) != 2:
@@ -433,9 +423,7 @@ class _RecordReader:
                 _message("assistant", read_text(exchange[1], f"{where}[1]")),
             ]
         question = self._text("instruction")
-        extra = self.named.get("input", "")
-        if not isinstance(extra, str):
-            raise DataError(f"{self._at('input')} is {shown(extra)}; expected a string")
+        extra = typed(self.named.get("input", ""), str, self._at("input"), "a string")
         question = f"{question}\n{extra}" if extra.strip() else question
         return [*messages, _message("user", question)]
 
@@ -449,9 +437,7 @@ class _RecordReader:
 
     def _system(self) -> list[Message]:
         """The system column as a message. An empty one means none, as these data sets mean it."""
-        system = self.named.get("system", "")
-        if not isinstance(system, str):
-            raise DataError(f"{self._at('system')} is {shown(system)}; expected a string")
+        system = typed(self.named.get("system", ""), str, self._at("system"), "a string")
         return [_message("system", system)] if system.strip() else []
 
     def _messages_of(self, value: object, column: str) -> object:
@@ -492,26 +478,31 @@ class _RecordReader:
                 f"{self.place}: the row has chosen and rejected, and {lists[0]} with {grades[0]}; expected one of "
                 f"them; name the others in {self.columns.prefix}ignore_keys"
             )
-        values: dict[str, tuple[float, ...]]
-        if is_pair:
-            answers = {name: self.named[name] for name in PAIR}
-            values = {"preference": (1.0, 0.0), "margin": (self._margin(), 0.0)}
-        elif lists or grades:
-            answers, values = self._graded_list(lists, grades)
-        else:
+        if not (is_pair or lists or grades):
             raise self._lacks_columns("chosen and rejected, or answers and scores", PAIR)
-        return Answers(self.place, self._answers(answers), values)
-
-    def _graded_list(
-        self, lists: Sequence[str], grades: Sequence[str]
-    ) -> tuple[dict[str, Any], dict[str, tuple[float, ...]]]:
-        """A list of answers by name, and their values. The highest score is the best, and the lowest rank."""
+        if is_pair:
+            # how much better the chosen answer is: the margin, else the difference of the scores, else 0
+            margin, scores = 0.0, []
+            if "margin" in self.named:
+                margin = read_number(self.named["margin"], self._at("margin"))
+            else:
+                for names in (CHOSEN_SCORES, REJECTED_SCORES):
+                    present = [name for name in names if name in self.named]
+                    if len(present) > 1:
+                        raise DataError(
+                            f"{self.place}: the row has {' and '.join(present)}; expected one of them; name the other "
+                            f"in {self.columns.prefix}ignore_keys"
+                        )
+                    scores += [read_number(self.named[name], self._at(name)) for name in present]
+                margin = scores[0] - scores[1] if len(scores) == 2 else 0.0
+            pair = self._answers({name: self.named[name] for name in PAIR})
+            return Answers(self.place, pair, {"preference": (1.0, 0.0), "margin": (margin, 0.0)})
         for present, known in ((lists, ANSWER_LISTS), (grades, GRADES)):
             if len(present) != 1:
-                names = ", ".join(known)
-                has = " and ".join(present) or f"none of {names}"
+                expected = ", ".join(known)
+                has = " and ".join(present) or f"none of {expected}"
                 raise DataError(
-                    f"{self.place}: the row has {has}; expected one of {names}; set {self.columns.prefix}columns"
+                    f"{self.place}: the row has {has}; expected one of {expected}; set {self.columns.prefix}columns"
                 )
         column, grade = lists[0], grades[0]
         answers = read_list(self.named[column], self._at(column))
@@ -525,26 +516,13 @@ class _RecordReader:
                 f"{self.place}: {column} has {len(answers)} and {grade} {len(numbers)}; expected as many of both, at "
                 "least two"
             )
-        named_answers = {f"{column}[{index}]": answer for index, answer in enumerate(answers)}
-        if grade == "ranks":
-            preference = tuple(-rank for rank in numbers)
-            return named_answers, {"preference": preference, "margin": (0.0,) * len(numbers)}
-        return named_answers, {"preference": numbers, "margin": numbers}
-
-    def _margin(self) -> float:
-        """How much better the chosen answer is: the margin, else the difference of the scores, else 0."""
-        if "margin" in self.named:
-            return read_number(self.named["margin"], self._at("margin"))
-        scores = []
-        for names in (CHOSEN_SCORES, REJECTED_SCORES):
-            present = [name for name in names if name in self.named]
-            if len(present) > 1:
-                raise DataError(
-                    f"{self.place}: the row has {' and '.join(present)}; expected one of them; name the other in "
-                    f"{self.columns.prefix}ignore_keys"
-                )
-            scores += [read_number(self.named[name], self._at(name)) for name in present]
-        return scores[0] - scores[1] if len(scores) == 2 else 0.0
+        rows = self._answers({f"{column}[{index}]": item for index, item in enumerate(answers)})
+        if grade == "scores":
+            return Answers(self.place, rows, {"preference": numbers, "margin": numbers})
+        preference = tuple(-rank for rank in numbers)  # the lowest rank is the best
+        return Answers(
+            self.place, rows, {"preference": preference, "margin": (0.0,) * len(numbers)}
+        )
 
     def read_unpaired(self) -> Answers:
         if "label" in self.named:
@@ -779,27 +757,24 @@ def _as_messages(value: object, where: str) -> object:
         return messages
     if "from" not in first or "role" in first:
         return messages
-    converted = [_from_sharegpt(turn, f"{where}[{i}]") for i, turn in enumerate(messages)]
-    return [message for message in converted if message != _message("system", "")]
-
-
-def _from_sharegpt(turn: object, where: str) -> Message:
-    if not isinstance(turn, dict):
-        raise DataError(f"{where} is {shown(turn)}; expected an object with from and value")
-    speaker = turn.get("from")
-    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
-        hint = did_you_mean(speaker, SHAREGPT_ROLES) if isinstance(speaker, str) else ""
-        raise DataError(
-            f"{where}.from is {shown(speaker)}; expected one of {', '.join(SHAREGPT_ROLES)}{hint}"
-        )
-    value = turn.get("value")
-    if not isinstance(value, str):
-        raise DataError(f"{where}.value is {shown(value)}; expected a string")
-    rest = {key: item for key, item in turn.items() if key not in ("from", "value")}
-    message: Message = {**_message(SHAREGPT_ROLES[speaker], value), **rest}
-    if speaker == "function_call":
-        calls = parse_if_text(value, f"{where}.value")
-        calls = calls if isinstance(calls, list) else [calls]
-        message["content"] = ""
-        message["tool_calls"] = [read_call(call, f"{where}.value") for call in calls]
-    return message
+    converted: list[Message] = []
+    for index, turn in enumerate(messages):
+        at = f"{where}[{index}]"
+        turn = typed(turn, dict, at, "an object with from and value")
+        speaker = turn.get("from")
+        if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+            hint = did_you_mean(speaker, SHAREGPT_ROLES) if isinstance(speaker, str) else ""
+            raise DataError(
+                f"{at}.from is {shown(speaker)}; expected one of {', '.join(SHAREGPT_ROLES)}{hint}"
+            )
+        text = typed(turn.get("value"), str, f"{at}.value", "a string")
+        rest = {key: item for key, item in turn.items() if key not in ("from", "value")}
+        message: Message = {**_message(SHAREGPT_ROLES[speaker], text), **rest}
+        if speaker == "function_call":
+            calls = parse_if_text(text, f"{at}.value")
+            calls = calls if isinstance(calls, list) else [calls]
+            message["content"] = ""
+            message["tool_calls"] = [read_call(call, f"{at}.value") for call in calls]
+        if message != _message("system", ""):
+            converted.append(message)
+    return converted

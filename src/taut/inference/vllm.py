@@ -1,15 +1,15 @@
 """The engine behind an OpenAI-compatible /v1/completions endpoint that takes and returns token ids (vLLM).
 
 Ids are those the server sampled; text is decoded here and never tokenised again. A server that returns no ids, or that
-reads another prompt than was sent, is refused. Each completion is a request of its own with a seed of its own, so
-neither batch nor order changes its stream; greedy or not, batching may still change the last bits of a log-prob.
+reads another prompt than was sent, is refused. Each completion is a separate request with a separate seed, so neither
+batch nor order changes its stream; greedy or not, batching may still change the last bits of a logprob.
 
-The stop set is sent with every request, and the server's own stops stay in force. A completion that the server ends
-by a token outside the stop set, or does not end by one inside it, is an error: served to others, the model would stop
-elsewhere. ``unaided`` tells the server no stop token, to see where it stops by itself.
+The stop set is sent with every request, and the server's own stops stay active. A completion that the server ends with
+a token outside the stop set, or continues past a token inside it, is an error: served to others, the model would stop
+elsewhere. ``unaided`` sends no stop token, to see where the server stops by itself.
 
-A server reports one kind of log-probability. Opening asks which: with top_k=1 at temperature 2 the policy's is 0 and
-the model's own is what it is at temperature 1. Filled is what follows from that:
+A server reports one kind of logprob. ``open`` finds out which: with top_k=1 at temperature 2 the policy's logprob is 0,
+and the model's is that at temperature 1. The kind decides which fields of a completion have values:
 
     kind         logp_N (policy)                        logp_one_N (temperature 1)
     raw          the value if plain, 0 if greedy        the value
@@ -45,29 +45,29 @@ from taut.inference.engine import (
 )
 from taut.inference.vllm_client import (
     ABOVE_ZERO,
+    PUSHED,
     Answer,
-    Asked,
     Endpoint,
     LogProbs,
+    Models,
     Rendered,
+    VllmServer,
     checked,
     no_ids,
     parsed,
-    served_card,
 )
 from taut.inference.weight_sync import PROBE, PROBE_TOKENS, Sync, SyncConfig, Trained, how_to_start
-from taut.types import Completion, FinishReason, FloatArray, Prompt
+from taut.types import Completion, FinishReason, Prompt
 
 COOLEST = 0.01
 """vLLM raises temperatures between 0 and this one to it without telling the client."""
 PROBES = ("The", "In", "1")
-"""Texts whose continuation shows the kind of log-probs; the first after which the model is in doubt decides."""
+"""Texts whose continuation shows the kind of logprobs; the first after which the model is in doubt decides."""
 DOUBT = -0.1
-"""A log-prob of the most likely token below this shows doubt."""
+"""A logprob of the most likely token below this shows doubt."""
 SAME = 0.02
-"""Two log-probs of one token as close as this are the same, 16-bit rounding included."""
+"""Two logprobs of one token as close as this are the same, 16-bit rounding included."""
 
-Outcome: TypeAlias = tuple[dict[tuple[str, int], Completion], EngineError | None]
 Kind: TypeAlias = Literal["raw", "processed", "unknown", "none"]
 
 
@@ -100,13 +100,13 @@ class ServerEngine:
     name: str
     """The model's name there."""
     kind: Kind
-    """Which log-probs the server returns."""
+    """Which logprobs the server returns."""
     model_context: int | None
     served_context: int | None
-    """What the server allows, where it says so."""
+    """The server's max_model_len, if it reports one."""
     sends_stops: bool = True
     sync: Sync | None = None
-    """Where its weights follow those in training."""
+    """Set if its weights follow those in training."""
 
     @classmethod
     def open(
@@ -119,9 +119,9 @@ class ServerEngine:
         *,
         section: str = "rollout.",
     ) -> ServerEngine:
-        """The engine at ``url`` for the model that tokenizer, stop set and context are those of.
+        """The engine at ``url`` for the model with this tokenizer, stop set and context.
 
-        ``section``: of the configuration, where ``url`` and ``config`` come from; by default a training's.
+        ``section``: the configuration's section with ``url`` and ``config``; by default that of a training run.
         """
         endpoint = Endpoint(
             url,
@@ -132,7 +132,23 @@ class ServerEngine:
             section=section,
         )
         try:
-            card = served_card(endpoint, config.name)
+            served = parsed(Models, endpoint.ask("models")).data
+            cards = [card for card in served if card.id == config.name or PUSHED not in card.id]
+            names = ", ".join(card.id for card in cards) or "none"
+            if config.name is not None:
+                card = next((card for card in cards if card.id == config.name), None)
+            else:
+                card = cards[0] if len(cards) == 1 else None
+            if card is None and config.name is None:
+                raise EngineError(
+                    f"server: {endpoint.url} serves {len(cards)} models ({names}); expected one, or to be told which; "
+                    f"set {section}server.name"
+                )
+            if card is None:
+                raise EngineError(
+                    f"server: {endpoint.url} serves {names}; expected {section}server.name={config.name}; set it to a "
+                    "name that is served"
+                )
             texts = Texts(tokenizer, stop_ids)
             engine = cls(endpoint, texts, config, card.id, "none", context, card.max_model_len)
             return replace(engine, kind=engine._probe())
@@ -146,9 +162,9 @@ class ServerEngine:
         self.endpoint.close()
 
     def follow(self, trained: Trained) -> ServerEngine:
-        """The same endpoint, whose weights become those of a model in training at each ``update``.
+        """The same endpoint, which gets the weights of a model in training at each ``update``.
 
-        The first one is to come before anything is generated. Raises EngineError for a server that takes no weights.
+        ``update`` must precede the first ``generate``. Raises EngineError for a server whose weights cannot be changed.
         """
         root = Endpoint(
             self.endpoint.url.removesuffix("/v1"),
@@ -159,11 +175,11 @@ class ServerEngine:
             section=self.endpoint.section,
             patience=["server.sync.timeout"],
         )
-        asked = Asked(self.endpoint, root, self.name)
+        server = VllmServer(self.endpoint, root, self.name)
         ids = self.texts.tokenizer(PROBE, add_special_tokens=False)["input_ids"][:PROBE_TOKENS]
         most = None if self.context is None else self.context - 1
         try:
-            sync = Sync(asked, trained, self.config.sync, np.asarray(ids[:most], dtype=np.int64))
+            sync = Sync(server, trained, self.config.sync, np.asarray(ids[:most], dtype=np.int64))
         except BaseException:
             root.close()
             raise
@@ -181,19 +197,19 @@ class ServerEngine:
     @property
     def context(self) -> int | None:
         """Tokens prompt and completion may have together."""
-        limits = [c for c in (self.model_context, self.served_context) if c is not None]
-        return min(limits, default=None)
+        limits = (self.model_context, self.served_context)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def decisions(self) -> list[Decision]:
-        """What the server settled."""
+        """The served model and the kind of its logprobs."""
         named = "as asked" if self.config.name is not None else "the only model it serves"
         kind = "what it answers at temperature 1 and at 2 with top_k=1"
         key = f"{self.endpoint.section}server.name"
         return [Decision(key, self.name, named), Decision("server log-probs", self.kind, kind)]
 
     def unaided(self) -> ServerEngine:
-        """The same endpoint, told no stop token: it ends a completion where it does so for everybody."""
+        """The same endpoint, which is sent no stop token and ends completions as it does for other clients."""
         return replace(self, sends_stops=False)
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -213,37 +229,30 @@ class ServerEngine:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, on_done: OnDone | None = None
     ) -> list[Completion]:
-        """See ``Engine``. Raises EngineError when the endpoint fails, once ``on_done`` has had all that is done.
+        """See ``Engine``. Raises EngineError when the endpoint fails, after ``on_done`` got all finished completions.
 
-        Where the weights follow a training under several ranks, prompts are dealt out and the list is whole on all;
-        ``on_done`` hears of this rank's only.
+        Where the weights follow a training under several ranks, the prompts are divided and all ranks get the whole
+        list; ``on_done`` gets this rank's completions only.
         """
         self._require_possible(prompts, sampling)
         if self.sync is None:
             done, failure = self._generate(prompts, sampling, on_done)
-        else:
-            done, failure = self._generate_together(self.sync, prompts, sampling, on_done)
+        else:  # this rank's share, then all ranks' results, of weights that are known before and after
+            ranks = self.sync.trained.ranks
+            self.sync.hold()
+            share = self._generate(prompts[ranks.rank :: ranks.size], sampling, on_done)
+            results = ranks.gather(share)
+            done = {key: completion for some, _ in results for key, completion in some.items()}
+            failure = next((failure for _, failure in results if failure is not None), None)
+            if failure is None:
+                self.sync.require_kept()
         if failure is not None:
             raise failure
         return [done[prompt.id, index] for prompt in prompts for index in range(sampling.n)]
 
-    def _generate_together(
-        self, sync: Sync, prompts: Sequence[Prompt], sampling: Sampling, on_done: OnDone | None
-    ) -> Outcome:
-        """This rank's share, then everybody's; of weights that are known before and after."""
-        ranks = sync.trained.ranks
-        sync.hold()
-        outcomes = ranks.gather(
-            self._generate(prompts[ranks.rank :: ranks.size], sampling, on_done)
-        )
-        failure = next((failure for _, failure in outcomes if failure is not None), None)
-        if failure is None:
-            sync.require_kept()
-        return {key: one for done, _ in outcomes for key, one in done.items()}, failure
-
     def _generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, on_done: OnDone | None
-    ) -> Outcome:
+    ) -> tuple[dict[tuple[str, int], Completion], EngineError | None]:
         """The completions by prompt and index, and the failure that left some out."""
         jobs = iter([(prompt, index) for prompt in prompts for index in range(sampling.n)])
         under_way: dict[Future[Any], tuple[Prompt, int]] = {}
@@ -273,7 +282,7 @@ class ServerEngine:
         return done, failure
 
     def _require_possible(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        """Refuse what the server would do otherwise than asked, without a word."""
+        """Refuse what the server would silently do otherwise."""
         if 0 < sampling.temperature < COOLEST:
             raise ConfigError(
                 f"sampling.temperature={sampling.temperature:g} is below {COOLEST:g}, which vLLM raises it to; "
@@ -294,7 +303,7 @@ class ServerEngine:
     def _body(
         self, prompt: Prompt, index: int, sampling: Sampling, num_logprobs: int = 0
     ) -> dict[str, Any]:
-        """A request. Everything is set: what is not would come from the server's own defaults."""
+        """A request. Every setting is sent: a missing one would be the server's default."""
         body = {
             "model": self.name if self.sync is None else self.sync.name,
             "prompt": prompt.ids_T.tolist(),
@@ -327,20 +336,29 @@ class ServerEngine:
             return Completion(prompt.id, index, nothing, None, None, "error", error=f"{refused}")
         ids, values = checked(choice, prompt)
         reason, error = self._ending(choice.finish_reason, ids, prompt, sampling)
-        logp, logp_one = self._log_probs(values, len(ids), sampling)
-        text = self.texts.text(ids, sampling.stop)
-        ids_N = np.asarray(ids, dtype=np.int64)
-        done = Completion(prompt.id, index, ids_N, logp, logp_one, reason, text, error)
-        return done if self.sync is None else replace(done, version=self.sync.version)
+        # by the table above
+        plain = values if sampling.is_plain else None
+        logp = values if self.kind == "processed" else plain
+        completion = Completion(
+            prompt_id=prompt.id,
+            index=index,
+            ids_N=np.asarray(ids, dtype=np.int64),
+            logp_N=np.zeros(len(ids)) if sampling.temperature == 0 else logp,
+            logp_one_N=values if self.kind == "raw" else plain,
+            finish_reason=reason,
+            text=self.texts.text(ids, sampling.stop),
+            error=error,
+        )
+        return completion if self.sync is None else replace(completion, version=self.sync.version)
 
     def _ending(
-        self, said: str | None, ids: list[int], prompt: Prompt, sampling: Sampling
+        self, reported: str | None, ids: list[int], prompt: Prompt, sampling: Sampling
     ) -> tuple[FinishReason, str | None]:
-        """Why a completion ended, by its ids; what the server says must agree."""
+        """Why a completion ended, by its ids, and an error where the server's, ``reported``, differs."""
         stop_ids, wanted = self.texts.stop_ids, room(prompt, sampling, self.model_context)
-        if said not in ("stop", "length") or not ids:
+        if reported not in ("stop", "length") or not ids:
             return "error", (
-                f"the server ended it with finish_reason={said} after {len(ids)} tokens; expected stop or length"
+                f"the server ended it with finish_reason={reported} after {len(ids)} tokens; expected stop or length"
             )
         passed = next((index for index in ids[:-1] if index in stop_ids), None)
         if passed is not None:
@@ -350,7 +368,7 @@ class ServerEngine:
             )
         if ids[-1] in stop_ids:
             return "stop", None
-        if said == "stop":
+        if reported == "stop":
             text = self.texts.text(ids)
             if any(stop in text for stop in sampling.stop):
                 return "stop", None
@@ -367,22 +385,13 @@ class ServerEngine:
     def _shown(self, index: int) -> str:
         return f"token {index} ({self.texts.tokenizer.convert_ids_to_tokens(index)})"
 
-    def _log_probs(
-        self, values: FloatArray | None, length: int, sampling: Sampling
-    ) -> tuple[FloatArray | None, FloatArray | None]:
-        """(under the policy, under temperature 1), by the table above."""
-        is_greedy = sampling.temperature == 0
-        known = values if sampling.is_plain else None
-        logp = np.zeros(length) if is_greedy else values if self.kind == "processed" else known
-        return logp, values if self.kind == "raw" else known
-
     def _probe(self) -> Kind:
-        """Which log-probs the server returns."""
+        """Which logprobs the server returns."""
         for text in PROBES:
             ids = self.texts.tokenizer(text, add_special_tokens=False)["input_ids"]
             prompt = Prompt(f"probe {text}", np.asarray(ids, dtype=np.int64), max_new_tokens=1)
-            plain = self._asked(prompt, Sampling())
-            forced = self._asked(prompt, Sampling(temperature=2.0, top_k=1))
+            plain = self._one_token(prompt, Sampling())
+            forced = self._one_token(prompt, Sampling(temperature=2.0, top_k=1))
             if plain is None or forced is None or not plain.top_logprobs:
                 return "none"
             best = max((plain.top_logprobs[0] or {}).values(), default=0.0)
@@ -394,8 +403,8 @@ class ServerEngine:
             return "processed" if value is not None and abs(value) < ABOVE_ZERO else "unknown"
         return "unknown"
 
-    def _asked(self, prompt: Prompt, sampling: Sampling) -> LogProbs | None:
-        """The log-probs of a one-token answer, the most likely token's among them."""
+    def _one_token(self, prompt: Prompt, sampling: Sampling) -> LogProbs | None:
+        """The logprobs of a one-token answer, the most likely token's among them."""
         answer = self.endpoint.ask("completions", self._body(prompt, 0, sampling, num_logprobs=1))
         choice = parsed(Answer, answer).choices[0]
         checked(choice, prompt)

@@ -17,12 +17,12 @@ controlled by these endpoints:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import httpx2
 import numpy as np
@@ -34,12 +34,9 @@ from taut.io import http
 from taut.types import FloatArray, IntArray, Prompt
 
 MAX_BYTES = 2**27
-"""Bytes an answer may have, decompressed: a token with its log-prob takes about a hundred."""
+"""Bytes an answer may have, decompressed: a token with its logprob takes about a hundred."""
 SHOWN = 300
 """Characters of a server's own message that are repeated."""
-
-Read: TypeAlias = Callable[[str, http.Answer], Any]
-"""What is made of a place's answer."""
 
 
 class Endpoint:
@@ -67,25 +64,27 @@ class Endpoint:
         self._thread = http.ClientThread()
 
     def close(self) -> None:
-        """End it, and whatever is still under way."""
+        """End the thread and all requests under way."""
         self._thread.close()
 
     def start(self, path: str, body: dict[str, Any] | None = None) -> Future[Any]:
-        """The future answer to a POST of ``body``, or to a GET without one."""
-        return self._thread.start(self._send, path, body, self._json)
+        """The future answer to a POST of ``body``, or to a GET without ``body``."""
+        return self._thread.start(self._send, path, body, is_json=True)
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The same, waited for."""
         return _awaited(self.start(path, body))
 
     def tell(self, path: str, body: dict[str, Any], within: float | None = None) -> None:
-        """POST, and wait for success whatever the answer says. Raises TimeoutError after ``within`` seconds."""
-        _awaited(self._thread.start(self._send, path, body, self._nothing), within)
+        """POST, and wait for success; the answer's body is not read. Raises TimeoutError after ``within`` seconds."""
+        _awaited(self._thread.start(self._send, path, body, is_json=False), within)
 
     async def _send(
-        self, client: httpx2.AsyncClient, path: str, body: dict[str, Any] | None, read: Read
+        self, client: httpx2.AsyncClient, path: str, body: dict[str, Any] | None, *, is_json: bool
     ) -> Any:
+        """The answer's JSON, or None unless ``is_json``."""
         place = f"{self.url}/{path}"
+        endpoint = f"set {self.section}url to an OpenAI-compatible endpoint, as in http://127.0.0.1:8000/v1"
         try:
             answer = await http.request_again(
                 client,
@@ -107,48 +106,40 @@ class Endpoint:
         except http.Refused as error:
             raise EngineError(
                 f"server: {place} answered {self._safe(str(error))}; expected an uncompressed answer of at most "
-                f"{MAX_BYTES:,} bytes; set {self.section}url to an OpenAI-compatible endpoint, as in "
-                "http://127.0.0.1:8000/v1"
+                f"{MAX_BYTES:,} bytes; {endpoint}"
             ) from None
-        return read(place, answer)
-
-    def _json(self, place: str, answer: http.Answer) -> Any:
-        self._nothing(place, answer)
+        if not answer.is_success:
+            refusal = f"server: HTTP {answer.status} from {place}: {self._message(answer)}"
+            if answer.status in (401, 403):
+                raise EngineError(
+                    f"{refusal}; expected to be let in; set {self.section}server.api_key_env to the name of the "
+                    "environment variable with the key"
+                )
+            if 400 <= answer.status < 500 and answer.status not in (404, 405):
+                raise RequestRefused(refusal)
+            raise EngineError(
+                f"{refusal}; expected an OpenAI-compatible endpoint; set {self.section}url as in "
+                "http://127.0.0.1:8000/v1"
+            )
+        if not is_json:
+            return None
         try:
             return answer.json()
         except ValueError:
             raise EngineError(
-                f"server: {place} answered {self._shown(answer.text)!r}; expected JSON; set {self.section}url to "
-                "an OpenAI-compatible endpoint, as in http://127.0.0.1:8000/v1"
+                f"server: {place} answered {self._shown(answer.text)!r}; expected JSON; {endpoint}"
             ) from None
 
-    def _nothing(self, place: str, answer: http.Answer) -> None:
-        """Raise for an answer that is a refusal."""
-        status = answer.status
-        if answer.is_success:
-            return
-        found = f"server: HTTP {status} from {place}: {self._message(answer)}"
-        if status in (401, 403):
-            raise EngineError(
-                f"{found}; expected to be let in; set {self.section}server.api_key_env to the name of the "
-                "environment variable with the key"
-            )
-        if 400 <= status < 500 and status not in (404, 405):
-            raise RequestRefused(found)
-        raise EngineError(
-            f"{found}; expected an OpenAI-compatible endpoint; set {self.section}url as in http://127.0.0.1:8000/v1"
-        )
-
     def _message(self, answer: http.Answer) -> str:
-        """What the server says of its refusal."""
+        """The server's own message in a refusal."""
         try:
-            said = answer.json()
+            message = answer.json()
         except ValueError:
-            said = answer.text
+            message = answer.text
         for name in ("error", "message", "detail"):
-            if isinstance(said, dict) and said.get(name):
-                said = said[name]
-        return self._shown(str(said))
+            if isinstance(message, dict) and message.get(name):
+                message = message[name]
+        return self._shown(str(message))
 
     def _shown(self, text: str) -> str:
         line = " ".join(self._safe(text).split())
@@ -166,11 +157,11 @@ def _awaited(future: Future[Any], within: float | None = None) -> Any:
 
 
 ABOVE_ZERO = 1e-4
-"""How far rounding may lift a log-prob above 0."""
+"""How far rounding may lift a logprob above 0."""
 BELOW_ALL = -9999.0
 """What vLLM writes for minus infinity, which no sampled token has."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
-"""A server's log-prob further than this (nats) from taut's own in float32 is another model's, by the server's dtype.
+"""A server's logprob further than this (nats) from taut's own in float32 is another model's, by the server's dtype.
 Measured with vLLM 0.32 on a CPU, SmolLM2-135M-Instruct: 4.7e-5 and 0.33 at most (greedy: 0.17; docs/serving.md);
 kernels differ elsewhere."""
 
@@ -196,6 +187,7 @@ class Choice(BaseModel):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     logprobs: LogProbs | None = None
+    prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
 
 
 class Answer(BaseModel):
@@ -207,6 +199,7 @@ class Rendered(BaseModel):
 
 
 def parsed(kind: type[T], answer: Any) -> T:
+    """A response as ``kind``. Raises EngineError for any other."""
     try:
         return kind.model_validate(answer, strict=True)
     except ValidationError as error:
@@ -219,7 +212,7 @@ def parsed(kind: type[T], answer: Any) -> T:
 
 
 def checked(choice: Choice, prompt: Prompt) -> tuple[list[int], FloatArray | None]:
-    """The ids of a completion and their log-probs, if there are any."""
+    """The ids of a completion, and their logprobs or None."""
     if choice.token_ids is None:
         raise no_ids("token_ids")
     sent = prompt.ids_T.tolist()
@@ -233,12 +226,12 @@ def checked(choice: Choice, prompt: Prompt) -> tuple[list[int], FloatArray | Non
     values = np.array(choice.logprobs.token_logprobs, dtype=np.float64)
     if values.size != len(choice.token_ids):
         raise EngineError(
-            f"{prompt.id}: the server returned {values.size} log-probs for {len(choice.token_ids)} tokens; "
+            f"{prompt.id}: the server returned {values.size} logprobs for {len(choice.token_ids)} tokens; "
             "expected one each; serve the model with vLLM"
         )
     if not ((values > BELOW_ALL) & (values <= ABOVE_ZERO)).all():
         raise EngineError(
-            f"{prompt.id}: the server returned {values.max():g} as a log-prob; expected at most 0; start vLLM with "
+            f"{prompt.id}: the server returned {values.max():g} as a logprob; expected at most 0; start vLLM with "
             "--logprobs-mode raw_logprobs"
         )
     return choice.token_ids, values
@@ -252,29 +245,37 @@ def no_ids(what: str) -> EngineError:
 
 
 EMPTYING = 5
-"""How often a server is asked to empty its prefix cache: what has just ended may hold a block for a moment."""
+"""Attempts to empty the prefix cache: a request that has just ended may hold a block for a moment."""
 PAUSE = 0.2
-"""Seconds between."""
+"""Seconds between the attempts."""
 PUSHED = "-taut-"
-"""In the names of adapters that were pushed; a killed run leaves its last one behind."""
+"""Part of the names of adapters that were pushed; a killed run leaves its last adapter on the server."""
 LEAVING = 5.0
-"""Seconds that a server is given to unload the last adapter."""
+"""Seconds that a server has to unload the last adapter."""
+
+R = TypeVar("R")
 
 
-class Held(BaseModel):
-    """What a worker says it has."""
+class WorkerState(BaseModel):
+    """The process and the weights of a worker, as taut's extension reports them."""
 
     start: str
-    """Of its process: another one after a restart."""
+    """Identifies the process: another value after a restart."""
     version: int
-    """Of what it loaded last; -1: nothing."""
+    """Version of the weights loaded last; -1: none."""
     folder: str
-    """Where that lay, under a name that no other push had."""
+    """Their folder, a name that no other push had."""
     dtype: str
 
+    @property
+    def origin(self) -> str:
+        return (
+            f"of version {self.version} ({self.folder})" if self.folder else "it was started with"
+        )
 
-class Report(BaseModel):
-    """What a worker says of one of its parameters."""
+
+class ParameterReport(BaseModel):
+    """A worker's checksum of one of its parameters."""
 
     name: str
     parts: list[str]
@@ -285,24 +286,14 @@ class Report(BaseModel):
     """None where it could not be read."""
 
 
-class _Failed(BaseModel):
+class _LoadResult(BaseModel):
     error: str | None = None
 
 
-class _Reports(BaseModel):
-    found: list[Report]
+class _Results(BaseModel, Generic[R]):
+    """The result of a method of taut's extension on each worker."""
 
-
-class _Results(BaseModel):
-    results: list[Any]
-
-
-class _Choice(BaseModel):
-    prompt_logprobs: list[dict[str, dict[str, Any]] | None]
-
-
-class _Probed(BaseModel):
-    choices: Annotated[list[_Choice], Field(min_length=1, max_length=1)]
+    results: list[R]
 
 
 class _Emptied(BaseModel):
@@ -310,35 +301,35 @@ class _Emptied(BaseModel):
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A server, by its two addresses."""
+class VllmServer:
+    """A vLLM server, by its two addresses."""
 
     openai: Endpoint
-    """Where it answers as OpenAI's does, /v1."""
+    """The OpenAI-compatible endpoint, /v1."""
     root: Endpoint
-    """Where vLLM's own questions go, with the time that loading weights may take."""
+    """The root for vLLM's own requests, with the time limit for loading weights."""
     base: str
     """The model's name there."""
 
-    def held(self) -> list[Held]:
-        """What each worker has."""
-        return [parsed(Held, result) for result in self._call("taut_held")]
+    def workers(self) -> list[WorkerState]:
+        """The state of each worker."""
+        return parsed(_Results[WorkerState], self._call("taut_held")).results
 
     def load(self, folder: Path, version: int) -> None:
         """Have every worker load a folder's weights."""
-        for result in self._call("taut_load", folder=str(folder), version=version):
-            error = parsed(_Failed, result).error
-            if error is not None:
+        answer = self._call("taut_load", folder=str(folder), version=version)
+        for result in parsed(_Results[_LoadResult], answer).results:
+            if result.error is not None:
                 raise EngineError(
-                    f"server: it {error}; expected to see the files that were written there and be allowed to read "
-                    "them; set rollout.server.sync.folder to a folder that both see under one name and that its user "
-                    "may read, or run it as the user who trains (docs/weights.md)"
+                    f"server: it {result.error}; expected to see the files that were written there and be allowed to "
+                    "read them; set rollout.server.sync.folder to a folder that both see under one name and that its "
+                    "user may read, or run it as the user who trains (docs/weights.md)"
                 )
 
-    def checksums(self, folder: Path) -> list[list[Report]]:
-        """What each worker says of its parameters."""
-        results = self._call("taut_checksums", folder=str(folder))
-        return [parsed(_Reports, {"found": result}).found for result in results]
+    def checksums(self, folder: Path) -> list[list[ParameterReport]]:
+        """Each worker's reports on its parameters."""
+        answer = self._call("taut_checksums", folder=str(folder))
+        return parsed(_Results[list[ParameterReport]], answer).results
 
     def load_adapter(self, name: str, folder: Path) -> None:
         """Load an adapter under a unique name. vLLM refuses a name that is sent again because its response was lost."""
@@ -352,7 +343,7 @@ class Asked:
                 ) from None
 
     def unload_adapter(self, name: str) -> None:
-        """Once it is gone, vLLM knows no such name."""
+        """Unload an adapter; no error where the server has no adapter of this name."""
         try:
             self.openai.tell("unload_lora_adapter", {"lora_name": name})
         except EngineError:
@@ -360,19 +351,19 @@ class Asked:
                 raise
 
     def leave(self, name: str) -> None:
-        """Unload an adapter, if that is soon done."""
+        """Unload an adapter if that takes less than ``LEAVING`` seconds."""
         with suppress(EngineError, TimeoutError):
             self.root.tell("v1/unload_lora_adapter", {"lora_name": name}, LEAVING)
 
     def dtype(self) -> str:
-        """What it computes in, as far as taut's extension is there to say; else unknown."""
+        """The dtype the server computes in; unknown without taut's extension."""
         try:
-            return self.held()[0].dtype
+            return self.workers()[0].dtype
         except EngineError:
             return "unknown"
 
     def takes_adapters(self) -> bool:
-        """Whether adapters can be loaded while it runs; an empty request is refused where they can."""
+        """Whether the server loads adapters while it runs. One that does refuses an empty request."""
         try:
             self.openai.tell("load_lora_adapter", {})
         except RequestRefused:
@@ -382,25 +373,25 @@ class Asked:
         return True
 
     def serves(self, name: str) -> bool:
-        """Whether it answers for a model of this name."""
+        """Whether the server lists a model of this name."""
         return any(card.id == name for card in parsed(Models, self.openai.ask("models")).data)
 
     def empty_prefix_cache(self) -> None:
-        """Forget keys and values of the old weights."""
+        """Empty the cache of keys and values, which are those of the old weights."""
         for _ in range(EMPTYING):
             if parsed(_Emptied, self.root.ask("reset_prefix_cache", {})).success:
                 return
             time.sleep(PAUSE)
         raise EngineError(
             "server: its prefix cache cannot be emptied while requests are under way; expected none while weights are "
-            "pushed; let nobody else ask this server"
+            "pushed; let no other client send requests to this server"
         )
 
     def log_probs(self, name: str, ids_T: IntArray) -> FloatArray:
-        """What it says of every id but the first."""
+        """The server's logprob of every id but the first, [T - 1]."""
         body = {"model": name, "prompt": ids_T.tolist(), "max_tokens": 1, "temperature": 0}
-        body |= {"prompt_logprobs": 0}
-        places = parsed(_Probed, self.openai.ask("completions", body)).choices[0].prompt_logprobs
+        answer = self.openai.ask("completions", {**body, "prompt_logprobs": 0})
+        places = parsed(Answer, answer).choices[0].prompt_logprobs or []
         try:
             values = [
                 float((place or {})[f"{index}"]["logprob"])
@@ -413,27 +404,6 @@ class Asked:
             ) from None
         return np.array(values)
 
-    def _call(self, method: str, **values: Any) -> list[Any]:
-        """What each worker answers to a method of taut's extension."""
-        body = {"method": method, "kwargs": values}
-        return parsed(_Results, self.root.ask("collective_rpc", body)).results
-
-
-def served_card(endpoint: Endpoint, name: str | None) -> Card:
-    """The model to be asked."""
-    served = parsed(Models, endpoint.ask("models")).data
-    cards = [card for card in served if card.id == name or PUSHED not in card.id]
-    names, key = ", ".join(card.id for card in cards) or "none", f"{endpoint.section}server.name"
-    if name is None and len(cards) == 1:
-        return cards[0]
-    for card in cards:
-        if card.id == name:
-            return card
-    if name is None:
-        raise EngineError(
-            f"server: {endpoint.url} serves {len(cards)} models ({names}); expected one, or to be told which; "
-            f"set {key}"
-        )
-    raise EngineError(
-        f"server: {endpoint.url} serves {names}; expected {key}={name}; set it to a name that is served"
-    )
+    def _call(self, method: str, **values: Any) -> Any:
+        """The answer of all workers to a call of a method of taut's extension."""
+        return self.root.ask("collective_rpc", {"method": method, "kwargs": values})

@@ -31,7 +31,8 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,18 +49,337 @@ from transformers.core_model_loading import revert_weight_conversion
 from taut.config import configclass, home_path
 from taut.data.packing import pack
 from taut.errors import EngineError, OutputError, TautError
-from taut.inference import worker
-from taut.inference.vllm_client import PUSHED, TOLERANCE, Asked, Held, Report
+from taut.inference import worker as worker_package
+from taut.inference.vllm_client import PUSHED, TOLERANCE, ParameterReport, VllmServer, WorkerState
 from taut.inference.worker.taut_worker import checksum
 from taut.io.temporary import MEMORY, PRIVATE, TemporaryFolder
 from taut.models.lora import is_adapted, plain_model, save_adapter
-from taut.models.scorer import Scorer
+from taut.models.scorer import Scorer, evaluating
 from taut.train import distributed
 from taut.train.distributed import Ranks
 from taut.types import FloatArray, IntArray, Sample
 
+PROBE = "The quick brown fox jumps over the lazy dog. 12 x 3.5 = 42, so: what comes next?"
+"""The text whose logprobs server and model must agree on."""
+PROBE_TOKENS = 32
 FILE_BYTES = 2 * 2**30
-"""About how much goes into one file: as much is copied at a time."""
+"""Approximate size of a file of weights; the CPU holds a copy of this size."""
+
+T = TypeVar("T")
+Mode = Literal["full", "adapter"]
+
+
+@configclass
+class SyncConfig:
+    """How a server's weights follow those in training."""
+
+    mode: Literal["auto", "full", "adapter"] = "auto"
+    """What is pushed. full: every weight, adapters merged. adapter: only the LoRA adapter. auto: the adapter where one
+    is trained and the server can load it, else every weight."""
+    folder: str | None = None
+    """A folder with room for the weights that this process and the server both see. By default one in /dev/shm that
+    only the user who trains can read. Users who can read a folder named here can read the weights, unless every user
+    can write in it."""
+    timeout: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds a server may take to load them."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Measurements that show that a push arrived."""
+
+    version: int
+    mode: Mode
+    num_bytes: int
+    seconds: float
+    num_equal: int
+    """Tensors of which the server reported the same checksum."""
+    unread: tuple[str, ...]
+    """Tensors without a checksum from the server: only the logprobs prove them."""
+    largest_error: float
+    """Largest difference (nats) of the server's logprobs of the probe from the training model's."""
+    largest_change: float
+    """Largest change (nats) of the server's logprobs of the probe by the push."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The weights and logprobs of the model in training. All ranks call the methods together."""
+
+    scorer: Scorer
+    ranks: Ranks
+    dtype: torch.dtype
+    """The dtype of its forward pass."""
+    compute: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def state(self) -> dict[str, torch.Tensor] | None:
+        """Every tensor under the model's own names; None except on the writer."""
+        return distributed.full_state_dict(self.scorer.model, self.ranks)
+
+    def log_probs(self, ids_T: IntArray) -> FloatArray:
+        """The logprob of every id but the first, [T - 1]."""
+        at_N = np.arange(1, ids_T.size)
+        packed = pack([Sample("probe", ids_T, at_N, np.ones(at_N.size))])
+        with torch.no_grad(), evaluating(self.scorer), self.compute():
+            logp_N: FloatArray = (
+                self.scorer(packed.to(self.scorer.device)).logp_N.double().cpu().numpy()
+            )
+        return logp_N
+
+
+@dataclass(frozen=True)
+class _Push:
+    """The last push, on the writer only."""
+
+    version: int
+    name: str
+    """The model name that requests use."""
+    folder: Path
+    dtype: str
+    logp_N: FloatArray
+    """The server's logprobs of the probe after the push."""
+    workers: list[WorkerState]
+    """The state each worker must report until the next push; empty without the worker extension."""
+    checksums: list[list[ParameterReport]]
+
+
+class Sync:
+    """Pushes weights to one server and remembers the last push. Every rank has a Sync and calls it together with the
+    others; only the writer's talks to the server. ``close`` removes the files.
+    """
+
+    def __init__(
+        self, server: VllmServer, trained: Trained, config: SyncConfig, probe_T: IntArray
+    ) -> None:
+        """Raises EngineError, with the command that starts another, for a server whose weights cannot be changed."""
+        self.server, self.trained, self.config, self.probe_T = server, trained, config, probe_T
+        self.name = server.base
+        """The model name that requests use."""
+        self.proof: Proof | None = None
+        """Proof of the last push."""
+        self.restarts = 0
+        """How often a restarted server got the last push again."""
+        self.mode: Mode = _together(trained.ranks, self._choose_mode)
+        self._folder = Folder(config.folder) if trained.ranks.is_writer else None
+        self._dtype = server.dtype() if trained.ranks.is_writer else "unknown"
+        self._count = 0
+        self._last: _Push | None = None
+
+    def close(self) -> None:
+        if self._last is not None and self.mode == "adapter":
+            self.server.leave(self._last.name)
+        self.server.root.close()
+        if self._folder is not None:
+            self._folder.close()
+
+    @property
+    def version(self) -> int:
+        """The step of the server's weights; 0 before the first push."""
+        return 0 if self.proof is None else self.proof.version
+
+    def push(self, version: int) -> Proof:
+        """Send the weights in training to the server and prove it. Raises EngineError where they did not arrive."""
+        state, expected_N = self.trained.state(), self.trained.log_probs(self.probe_T)
+        self._count += 1
+        try:
+            proof, self.name = _together(
+                self.trained.ranks, lambda: self._push(version, state or {}, expected_N)
+            )
+        except EngineError as error:
+            raise EngineError(f"weights after step {version}: {error}") from None
+        self.proof = proof
+        return proof
+
+    def hold(self) -> None:
+        """Before generation: check that the server has the last push; push it again to a server that was restarted."""
+        self.restarts += _together(self.trained.ranks, self._hold)
+
+    def require_kept(self) -> None:
+        """After generation: raise EngineError unless the same process still has the same weights."""
+
+        def check() -> None:
+            if self._last is not None and not self._has(self._last):
+                raise EngineError(
+                    "server: it was started again while it answered, and lost the weights it was given; its answers "
+                    "may be of others and are not used; run the same command again with resume=true"
+                )
+
+        _together(self.trained.ranks, check)
+
+    def _choose_mode(self) -> Mode:
+        server, wanted, model = self.server, self.config.mode, self.trained.scorer.model
+        obstacle = None
+        if not is_adapted(model):
+            obstacle = "the model itself is trained"
+        else:
+            (settings,) = model.peft_config.values()  # type: ignore[operator]
+            for name, what in (
+                ("use_dora", "DoRA"),
+                ("modules_to_save", "modules trained in full (lora.modules_to_save)"),
+                (
+                    "trainable_token_indices",
+                    "trained rows of the embedding (lora.train_token_rows)",
+                ),
+            ):
+                if obstacle is None and getattr(settings, name, None):
+                    obstacle = f"vLLM loads no adapter with {what}"
+        if wanted == "adapter" and obstacle is not None:
+            raise EngineError(
+                f"rollout.server.sync.mode=adapter, and {obstacle}; expected a plain LoRA adapter; set it to full"
+            )
+        if wanted != "full" and obstacle is None and server.takes_adapters():
+            return "adapter"
+        if wanted != "adapter" and server.dtype() != "unknown":
+            return "full"
+        needs = "adapters" if wanted == "adapter" else "weights"
+        raise EngineError(
+            f"server: {server.openai.url} takes no {needs} while it runs; expected vLLM with taut's worker extension, "
+            f"or for a LoRA adapter with runtime loading; {how_to_start(server.base)}"
+        )
+
+    def _push(
+        self, version: int, state: Mapping[str, Tensor], expected_N: FloatArray
+    ) -> tuple[Proof, str]:
+        """Push as the writer; the proof, and the model name for requests."""
+        assert self._folder is not None
+        start = time.monotonic()
+        server, model, last = self.server, self.trained.scorer.model, self._last
+        before_N = server.log_probs(server.base, self.probe_T) if last is None else last.logp_N
+        folder = self._folder.new(f"{version}-{self._count}")  # a path that never was before
+        name, dtype, num_equal = server.base, self._dtype, 0
+        checksums: list[list[ParameterReport]] = []
+        unread: list[str] = []
+        if self.mode == "full":
+            self._folder.keep_only(folder)  # the folder needs room for one push only
+            workers = server.workers()
+            dtype = workers[0].dtype
+            tensors = checkpoint_tensors(model, state)
+            num_bytes = write(tensors, getattr(torch, dtype), folder)
+            self._folder.share(folder)
+            workers, checksums = self._load(version, folder, workers)
+            num_equal, unread = require_arrived(tensors, getattr(torch, dtype), checksums)
+        else:  # under a new name and path, so that nothing cached of another version is used
+            save_adapter(model, folder, dict(state))
+            self._folder.share(folder)
+            num_bytes = sum(file.stat().st_size for file in folder.iterdir())
+            name = f"{server.base}{PUSHED}{folder.parent.name.rpartition('-')[2]}-{folder.name}"
+            workers = self._workers()
+            server.load_adapter(name, folder)
+            if last is not None and server.serves(last.name):
+                server.unload_adapter(last.name)
+        logp_N = server.log_probs(name, self.probe_T)
+        self._require_same(logp_N, expected_N, None if last is None else before_N, dtype)
+        self._last = _Push(version, name, folder, dtype, logp_N, workers, checksums)
+        self._folder.keep_only(folder)
+        proof = Proof(
+            version=version,
+            mode=self.mode,
+            num_bytes=num_bytes,
+            seconds=time.monotonic() - start,
+            num_equal=num_equal,
+            unread=tuple(unread),
+            largest_error=float(np.abs(logp_N - expected_N).max()),
+            largest_change=float(np.abs(logp_N - before_N).max()),
+        )
+        return proof, name
+
+    def _load(
+        self, version: int, folder: Path, workers: Sequence[WorkerState]
+    ) -> tuple[list[WorkerState], list[list[ParameterReport]]]:
+        """Have the server load the files and empty its prefix cache; what its workers must report from now on, and
+        their checksums. ``workers``: their state before.
+        """
+        self.server.load(folder, version)
+        self.server.empty_prefix_cache()
+        loaded = {"version": version, "folder": str(folder)}
+        workers = [worker.model_copy(update=loaded) for worker in workers]
+        return workers, self.server.checksums(folder)
+
+    def _require_same(
+        self, logp_N: FloatArray, expected_N: FloatArray, old_N: FloatArray | None, dtype: str
+    ) -> None:
+        """Raise EngineError unless the server's logprobs of the probe, ``logp_N``, are those of the model in training.
+        ``old_N``: those after the last push.
+        """
+        narrow = {dtype, str(self.trained.dtype).removeprefix("torch.")} - {"float32", "float64"}
+        limit = TOLERANCE["bfloat16" if narrow else "float32"]
+        far = np.abs(logp_N - expected_N)
+        at = int(far.argmax())
+        if far[at] <= limit:
+            return
+        is_old = old_N is not None and np.abs(logp_N - old_N).max() == 0
+        what = "as before the push: it keeps the old weights" if is_old else "of another model"
+        raise EngineError(
+            f"server: logprob {logp_N[at]:.4f} for id {self.probe_T[at + 1]} of the probe, {what}; expected "
+            f"{expected_N[at]:.4f} by the model in training (to within {limit:g}); serve the model that is trained, "
+            "and let no other client push to it"
+        )
+
+    def _hold(self) -> int:
+        """How often the last push was sent again: 0 or 1."""
+        last = self._last
+        if last is None or self._has(last):
+            return 0
+        workers = self._workers()
+        if self.mode == "adapter":
+            self.server.load_adapter(last.name, last.folder)
+        else:
+            workers, checksums = self._load(last.version, last.folder, workers)
+            if checksums != last.checksums:
+                raise EngineError(
+                    "server: started again, it shows other checksums for the same weights; expected the same model in "
+                    f"the same dtype ({last.dtype}); start it as before"
+                )
+        self._last = replace(last, workers=workers)
+        logp_N = self.server.log_probs(last.name, self.probe_T)
+        self._require_same(logp_N, last.logp_N, None, last.dtype)
+        return 1
+
+    def _has(self, last: _Push) -> bool:
+        """Whether the server still has the last push, on the same base; False after a restart."""
+        workers = self._workers()
+        if [worker.start for worker in workers] != [worker.start for worker in last.workers]:
+            return False
+        for worker, expected in zip(workers, last.workers, strict=True):
+            if worker != expected:
+                raise EngineError(
+                    f"server: it holds weights {worker.origin}; expected those {expected.origin}, which it had at this "
+                    "run's last push; let no other client push to it"
+                )
+        return self.mode == "full" or self.server.serves(last.name)
+
+    def _workers(self) -> list[WorkerState]:
+        """The state of each worker; empty without the worker extension."""
+        return [] if self._dtype == "unknown" else self.server.workers()
+
+
+def _together(ranks: Ranks, work: Callable[[], T]) -> T:
+    """The result of ``work`` on the writer, returned or raised on every rank."""
+    outcome: T | TautError | None = None
+    if ranks.is_writer:
+        try:
+            outcome = work()
+        except TautError as error:
+            outcome = error
+    shared = ranks.gather(outcome)[0]
+    if isinstance(shared, TautError):
+        raise shared
+    result: T = shared
+    return result
+
+
+def how_to_start(name: str) -> str:
+    """The command line of a server whose weights can be changed."""
+    place = Path(worker_package.__file__).parent
+    serve = (
+        f"vllm serve DIR --served-model-name {name} --logprobs-mode processed_logprobs "
+        "--host 127.0.0.1"
+    )
+    return (
+        f"start it with VLLM_SERVER_DEV_MODE=1 PYTHONPATH={shlex.quote(str(place))} {serve} --worker-extension-cls "
+        f"taut_worker.TautWorker; for adapters alone VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 {serve} --enable-lora "
+        "--max-lora-rank RANK (docs/weights.md)"
+    )
 
 
 class Folder:
@@ -67,13 +387,14 @@ class Folder:
 
     def __init__(self, place: str | None) -> None:
         """Raises OutputError where it cannot be made."""
-        parent = home_path(place) if place is not None else _memory()
+        memory = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
+        parent = memory if place is None else home_path(place)
         try:
             parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-            found = parent.stat()
-            is_prepared = place is not None and not found.st_mode & stat.S_IWOTH
-            self._mode = PRIVATE | (found.st_mode & 0o055 if is_prepared else 0)
-            self._group = found.st_gid if is_prepared else None
+            status = parent.stat()
+            is_prepared = place is not None and not status.st_mode & stat.S_IWOTH
+            self._mode = PRIVATE | (status.st_mode & 0o055 if is_prepared else 0)
+            self._group = status.st_gid if is_prepared else None
             self._folder = TemporaryFolder("weights", parent, self._mode)
             self.path = self._folder.path
             self._share(self.path, self._mode)
@@ -87,14 +408,14 @@ class Folder:
         self._folder.close()
 
     def new(self, name: str) -> Path:
-        """An empty folder in it."""
-        made = self.path / name
-        shutil.rmtree(made, ignore_errors=True)
-        made.mkdir(mode=PRIVATE)
-        return made
+        """Make an empty folder in it."""
+        path = self.path / name
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(mode=PRIVATE)
+        return path
 
     def share(self, pushed: Path) -> None:
-        """Let those read a folder of ``new`` and its files who may read the place that the user prepared."""
+        """Let users who may read the place that the user prepared read a folder of ``new`` and its files."""
         for file in pushed.iterdir():
             self._share(file, self._mode & 0o666)
         self._share(pushed, self._mode)
@@ -114,26 +435,32 @@ class Folder:
 def checkpoint_tensors(
     model: nn.Module, state: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """The model's weights by their names in a checkpoint, adapters merged; what is tied comes once.
+    """The model's weights by their names in a checkpoint, adapters merged, tied tensors once.
 
     ``state``: the whole weights under ``model``'s own names, where ``model`` holds shards.
     """
     with torch.no_grad():
         plain = plain_model(model, state)
         once = {name for name, _ in plain.named_parameters()}
-        shared = {name for name, _ in plain.named_parameters(remove_duplicate=False)} - once
-        every = plain.state_dict()
-        own = {name: tensor for name, tensor in every.items() if name not in shared}
+        tied = {name for name, _ in plain.named_parameters(remove_duplicate=False)} - once
+        own = {name: tensor for name, tensor in plain.state_dict().items() if name not in tied}
         return dict(revert_weight_conversion(plain, own))
 
 
 def write(tensors: Mapping[str, Tensor], dtype: torch.dtype, folder: Path) -> int:
-    """Write tensors into files; how many bytes they are. Raises OutputError where there is no room."""
-    num_bytes = 0
+    """Write tensors into files of about ``FILE_BYTES``; the number of bytes. Raises OutputError without room."""
+    waiting = deque(tensors.items())
+    num_files = num_bytes = 0
     try:
-        for number, some in enumerate(_batches(tensors, dtype)):
-            num_bytes += sum(tensor.nbytes for tensor in some.values())
-            save_file(some, folder / f"weights-{number:04}.safetensors")
+        while waiting:
+            batch: dict[str, Tensor] = {}
+            batch_bytes = 0
+            while waiting and batch_bytes < FILE_BYTES:
+                name, tensor = waiting.popleft()
+                batch[name] = served(tensor, dtype)
+                batch_bytes += batch[name].nbytes
+            save_file(batch, folder / f"weights-{num_files:04}.safetensors")
+            num_files, num_bytes = num_files + 1, num_bytes + batch_bytes
     except (OSError, SafetensorError) as error:
         raise OutputError(
             f"rollout.server.sync.folder: {folder} cannot be written: {error}; expected room for the model's weights; "
@@ -143,404 +470,42 @@ def write(tensors: Mapping[str, Tensor], dtype: torch.dtype, folder: Path) -> in
 
 
 def served(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor as it is sent: on the CPU, numbers in the server's dtype."""
+    """A tensor as it is sent: on the CPU, floating-point numbers in the server's dtype."""
     tensor = tensor.detach()
     return tensor.to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
 
 
 def require_arrived(
-    tensors: Mapping[str, Tensor], dtype: torch.dtype, workers: Sequence[Sequence[Report]]
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    workers: Sequence[Sequence[ParameterReport]],
 ) -> tuple[int, list[str]]:
-    """How many tensors the server has to the bit, and the names of those it cannot show.
+    """How many tensors the server has bit for bit, and the names of those it cannot read.
 
-    ``workers``: the reports of each. A parameter is whole on every worker, or in shards that add up. Raises
-    EngineError for one that is neither, and where the server shows none at all.
+    ``workers``: the reports of each worker. A parameter is whole on every worker, or in shards whose checksums add up.
+    Raises EngineError for a parameter that is neither, and where the server reports no checksum at all.
     """
-    by_name: dict[str, list[Report]] = {}
+    by_name: dict[str, list[ParameterReport]] = {}
     for report in (report for reports in workers for report in reports):
         by_name.setdefault(report.name, []).append(report)
-    shown: set[str] = set()
+    proven: set[str] = set()
     for name, reports in by_name.items():
-        found = [int(r.checksum, 16) for r in reports if r.checksum is not None]
-        parts = reports[0].parts
-        if not parts or len(found) < len(reports):
+        sums = [int(report.checksum, 16) for report in reports if report.checksum is not None]
+        parts, columns = reports[0].parts, reports[0].columns
+        if not parts or len(sums) < len(reports):
             continue
-        wanted = sum(_part(tensors[part], dtype, reports[0].columns) for part in parts) % 2**64
-        if sum(found) % 2**64 != wanted and any(value != wanted for value in found):
+        sent = [tensors[part] if columns is None else tensors[part][:, columns] for part in parts]
+        expected = sum(checksum(served(tensor, dtype)) for tensor in sent) % 2**64
+        if sum(sums) % 2**64 != expected and any(value != expected for value in sums):
             raise EngineError(
-                f"server: {name} ({', '.join(parts)}) has checksum {found[0]:016x}; expected {wanted:016x}, that of "
+                f"server: {name} ({', '.join(parts)}) has checksum {sums[0]:016x}; expected {expected:016x}, that of "
                 "the weights just pushed; the server holds other weights: start it from the model that is trained, "
-                "and let nobody else push to it"
+                "and let no other client push to it"
             )
-        shown.update(parts)
-    if not shown:
+        proven.update(parts)
+    if not proven:
         raise EngineError(
             f"server: it shows a checksum of none of the {len(tensors)} tensors just pushed; expected most of them; "
             "serve the model that is trained, with the worker extension of this version of taut"
         )
-    return len(shown), [name for name in tensors if name not in shown]
-
-
-def _part(tensor: Tensor, dtype: torch.dtype, columns: list[int] | None) -> int:
-    sent = served(tensor if columns is None else tensor[:, columns], dtype)
-    return checksum(sent)
-
-
-def _batches(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-    batch: dict[str, Tensor] = {}
-    num_bytes = 0
-    for name, tensor in tensors.items():
-        batch[name] = served(tensor, dtype)
-        num_bytes += batch[name].nbytes
-        if num_bytes >= FILE_BYTES:
-            yield batch
-            batch, num_bytes = {}, 0
-    if batch:
-        yield batch
-
-
-def _memory() -> Path:
-    return MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
-
-
-PROBE = "The quick brown fox jumps over the lazy dog. 12 x 3.5 = 42, so: what comes next?"
-"""The text whose log-probs server and model must agree on."""
-PROBE_TOKENS = 32
-
-T = TypeVar("T")
-Mode = Literal["full", "adapter"]
-
-
-@configclass
-class SyncConfig:
-    """How a server's weights follow those in training."""
-
-    mode: Literal["auto", "full", "adapter"] = "auto"
-    """What is pushed. full: every weight, adapters merged. adapter: only the LoRA adapter. auto: the adapter where one
-    is trained and the server can load it, else every weight."""
-    folder: str | None = None
-    """A folder with room for the weights that this process and the server both see. By default one in /dev/shm that
-    only the user who trains can read. Whoever can read a folder named here can read the weights, unless every user can
-    write in it."""
-    timeout: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds a server may take to load them."""
-
-
-@dataclass(frozen=True)
-class Proof:
-    """What showed that a push arrived."""
-
-    version: int
-    mode: Mode
-    num_bytes: int
-    seconds: float
-    num_equal: int
-    """Tensors of which the server showed the same checksum."""
-    unread: tuple[str, ...]
-    """Tensors of which it could show none: their proof is the log-probs alone."""
-    largest_error: float
-    """Nats between the server's log-probs of the probe and the training model's own, at most."""
-    largest_change: float
-    """Nats by which the push changed the server's log-probs of the probe, at most."""
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The model in training, as far as its weights and log-probs go. Every rank asks it together."""
-
-    scorer: Scorer
-    ranks: Ranks
-    dtype: torch.dtype
-    """What it computes in."""
-    compute: Callable[[], AbstractContextManager[Any]] = nullcontext
-
-    def state(self) -> dict[str, torch.Tensor] | None:
-        """Every tensor under the model's own names; None but on the writer."""
-        return distributed.full_state_dict(self.scorer.model, self.ranks)
-
-    def log_probs(self, ids_T: IntArray) -> FloatArray:
-        """Of every id but the first."""
-        at_N = np.arange(1, ids_T.size)
-        packed = pack([Sample("probe", ids_T, at_N, np.ones(at_N.size))])
-        was_training = self.scorer.training
-        self.scorer.eval()
-        try:
-            with torch.no_grad(), self.compute():
-                logp_N = self.scorer(packed.to(self.scorer.device)).logp_N
-        finally:
-            self.scorer.train(was_training)
-        found: FloatArray = logp_N.double().cpu().numpy()
-        return found
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """What the server was given last. The writer's alone."""
-
-    version: int
-    name: str
-    """What requests name for it."""
-    folder: Path
-    dtype: str
-    said_N: FloatArray
-    """What the server said of the probe afterwards."""
-    held: list[Held]
-    """What each worker is to say it has, until the next push; none where no extension is there to say it."""
-    checksums: list[list[Report]]
-
-
-class Sync:
-    """Pushes to one server, and remembers what was pushed. Every rank has one and calls it together with the others;
-    the writer's alone talks to the server. ``close`` removes the files.
-    """
-
-    def __init__(
-        self, asked: Asked, trained: Trained, config: SyncConfig, probe_T: IntArray
-    ) -> None:
-        """Raises EngineError for a server that takes no weights, and says how to start one that does."""
-        self.asked, self.trained, self.config, self.probe_T = asked, trained, config, probe_T
-        self.name = asked.base
-        """What requests are to name."""
-        self.proof: Proof | None = None
-        """Of the last push."""
-        self.restarts = 0
-        """How often the server had lost what it was given, and got it again."""
-        self.mode: Mode = _together(trained.ranks, self._choose)
-        self._folder = Folder(config.folder) if trained.ranks.is_writer else None
-        self._dtype = asked.dtype() if trained.ranks.is_writer else "unknown"
-        self._count = 0
-        self._sent: _Sent | None = None
-
-    def close(self) -> None:
-        if self._sent is not None and self.mode == "adapter":
-            self.asked.leave(self._sent.name)
-        self.asked.root.close()
-        if self._folder is not None:
-            self._folder.close()
-
-    @property
-    def version(self) -> int:
-        """The step after which the server's weights are; 0 before the first push."""
-        return 0 if self.proof is None else self.proof.version
-
-    def push(self, version: int) -> Proof:
-        """Make the server's weights those in training, and prove it. Raises EngineError where they did not arrive."""
-        state, expected_N = self.trained.state(), self.trained.log_probs(self.probe_T)
-        self._count += 1
-        try:
-            proof, self.name = _together(
-                self.trained.ranks, lambda: self._push(version, state or {}, expected_N)
-            )
-        except EngineError as error:
-            raise EngineError(f"weights after step {version}: {error}") from None
-        self.proof = proof
-        return proof
-
-    def hold(self) -> None:
-        """Before generation: the server must have what was pushed. Started again, it gets it once more."""
-        self.restarts += _together(self.trained.ranks, self._hold)
-
-    def require_kept(self) -> None:
-        """After that: it must be the same process with the same weights still."""
-        _together(self.trained.ranks, self._require_kept)
-
-    def _choose(self) -> Mode:
-        asked, wanted, model = self.asked, self.config.mode, self.trained.scorer.model
-        obstacle = adapter_obstacle(model)
-        if wanted == "adapter" and obstacle is not None:
-            raise EngineError(
-                f"rollout.server.sync.mode=adapter, and {obstacle}; expected a plain LoRA adapter; set it to full"
-            )
-        if wanted != "full" and obstacle is None and asked.takes_adapters():
-            return "adapter"
-        if wanted != "adapter" and asked.dtype() != "unknown":
-            return "full"
-        needs = "adapters" if wanted == "adapter" else "weights"
-        raise EngineError(
-            f"server: {asked.openai.url} takes no {needs} while it runs; expected vLLM with taut's worker extension, "
-            f"or for a LoRA adapter with runtime loading; {how_to_start(asked.base)}"
-        )
-
-    def _push(
-        self, version: int, state: Mapping[str, Tensor], expected_N: FloatArray
-    ) -> tuple[Proof, str]:
-        assert self._folder is not None
-        began = time.monotonic()
-        last, asked = self._sent, self.asked
-        before_N = asked.log_probs(asked.base, self.probe_T) if last is None else last.said_N
-        folder = self._folder.new(f"{version}-{self._count}")  # a path that never was before
-        if self.mode == "full":
-            self._folder.keep_only(folder)  # there need be room for one push alone
-            sent, num_bytes, arrived = self._push_full(version, state, folder)
-        else:
-            sent, num_bytes, arrived = self._push_adapter(version, state, folder), 0, (0, [])
-            num_bytes = sum(file.stat().st_size for file in folder.iterdir())
-        said_N = asked.log_probs(sent.name, self.probe_T)
-        old_N = None if last is None else before_N
-        self._require_same(said_N, expected_N, old_N, sent.dtype)
-        self._sent = replace(sent, said_N=said_N)
-        self._folder.keep_only(folder)
-        proof = Proof(
-            version=version,
-            mode=self.mode,
-            num_bytes=num_bytes,
-            seconds=time.monotonic() - began,
-            num_equal=arrived[0],
-            unread=tuple(arrived[1]),
-            largest_error=float(np.abs(said_N - expected_N).max()),
-            largest_change=float(np.abs(said_N - before_N).max()),
-        )
-        return proof, sent.name
-
-    def _push_full(
-        self, version: int, state: Mapping[str, Tensor], folder: Path
-    ) -> tuple[_Sent, int, tuple[int, list[str]]]:
-        held = self.asked.held()
-        dtype = getattr(torch, held[0].dtype)
-        tensors = checkpoint_tensors(self.trained.scorer.model, state)
-        num_bytes = write(tensors, dtype, folder)
-        assert self._folder is not None
-        self._folder.share(folder)
-        checksums = self._load(version, folder)
-        arrived = require_arrived(tensors, dtype, checksums)
-        now = {"version": version, "folder": str(folder)}
-        held = [one.model_copy(update=now) for one in held]
-        sent = _Sent(version, self.asked.base, folder, held[0].dtype, np.empty(0), held, checksums)
-        return sent, num_bytes, arrived
-
-    def _load(self, version: int, folder: Path) -> list[list[Report]]:
-        """Have the server load files and forget what it computed with the old; the checksums of what it then has."""
-        self.asked.load(folder, version)
-        self.asked.empty_prefix_cache()
-        return self.asked.checksums(folder)
-
-    def _push_adapter(self, version: int, state: Mapping[str, Tensor], folder: Path) -> _Sent:
-        """Under a name and a path of its own, so that nothing kept of another version is taken for it."""
-        save_adapter(self.trained.scorer.model, folder, dict(state))
-        assert self._folder is not None
-        self._folder.share(folder)
-        name = f"{self.asked.base}{PUSHED}{folder.parent.name.rpartition('-')[2]}-{folder.name}"
-        held = self._held()
-        self.asked.load_adapter(name, folder)
-        if self._sent is not None and self.asked.serves(self._sent.name):
-            self.asked.unload_adapter(self._sent.name)
-        return _Sent(version, name, folder, self._dtype, np.empty(0), held, [])
-
-    def _require_same(
-        self, said_N: FloatArray, wanted_N: FloatArray, old_N: FloatArray | None, dtype: str
-    ) -> None:
-        """The server's log-probs of the probe must be those of the model in training. ``old_N``: of the push before."""
-        trained = str(self.trained.dtype).removeprefix("torch.")
-        limit = max(_tolerance(dtype), _tolerance(trained))
-        far = np.abs(said_N - wanted_N)
-        at = int(far.argmax())
-        if far[at] <= limit:
-            return
-        kept = old_N is not None and np.abs(said_N - old_N).max() == 0
-        what = "as before the push: it keeps the old weights" if kept else "of another model"
-        raise EngineError(
-            f"server: log-prob {said_N[at]:.4f} for id {self.probe_T[at + 1]} of the probe, {what}; expected "
-            f"{wanted_N[at]:.4f} by the model in training (to within {limit:g}); serve the model that is trained, and "
-            "let nobody else push to it"
-        )
-
-    def _hold(self) -> int:
-        sent = self._sent
-        if sent is None or self._has(sent):
-            return 0
-        held = self._held()
-        if self.mode == "adapter":
-            self.asked.load_adapter(sent.name, sent.folder)
-        else:
-            now = {"version": sent.version, "folder": str(sent.folder)}
-            held = [one.model_copy(update=now) for one in held]
-            checksums = self._load(sent.version, sent.folder)
-            if checksums != sent.checksums:
-                raise EngineError(
-                    "server: started again, it shows other checksums for the same weights; expected the same model in "
-                    f"the same dtype ({sent.dtype}); start it as before"
-                )
-        self._sent = replace(sent, held=held)
-        said_N = self.asked.log_probs(sent.name, self.probe_T)
-        self._require_same(said_N, sent.said_N, None, sent.dtype)
-        return 1
-
-    def _require_kept(self) -> None:
-        if self._sent is not None and not self._has(self._sent):
-            raise EngineError(
-                "server: it was started again while it answered, and lost the weights it was given; its answers may be "
-                "of others and are not used; run the same command again with resume=true"
-            )
-
-    def _has(self, sent: _Sent) -> bool:
-        """Whether the server has it still, on the same base; False after a restart."""
-        held = self._held()
-        if [one.start for one in held] != [one.start for one in sent.held]:
-            return False
-        for one, due in zip(held, sent.held, strict=True):
-            if one != due:
-                raise EngineError(
-                    f"server: it holds weights {_origin(one)}; expected those {_origin(due)}, which it had at this "
-                    "run's last push; let nobody else push to it"
-                )
-        return self.mode == "full" or self.asked.serves(sent.name)
-
-    def _held(self) -> list[Held]:
-        """What each worker has; nothing where no extension is there to say it."""
-        return [] if self._dtype == "unknown" else self.asked.held()
-
-
-def _together(ranks: Ranks, work: Callable[[], T]) -> T:
-    """What ``work`` gives on the writer, or raises there, on every rank."""
-    outcome: T | TautError | None = None
-    if ranks.is_writer:
-        try:
-            outcome = work()
-        except TautError as error:
-            outcome = error
-    said = ranks.gather(outcome)[0]
-    if isinstance(said, TautError):
-        raise said
-    result: T = said
-    return result
-
-
-def how_to_start(name: str) -> str:
-    """The command line of a server that takes weights."""
-    place = Path(worker.__file__).parent
-    serve = (
-        f"vllm serve DIR --served-model-name {name} --logprobs-mode processed_logprobs "
-        "--host 127.0.0.1"
-    )
-    return (
-        f"start it with VLLM_SERVER_DEV_MODE=1 PYTHONPATH={shlex.quote(str(place))} {serve} --worker-extension-cls "
-        f"taut_worker.TautWorker; for adapters alone VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 {serve} --enable-lora "
-        "--max-lora-rank RANK (docs/weights.md)"
-    )
-
-
-def _origin(held: Held) -> str:
-    return f"of version {held.version} ({held.folder})" if held.folder else "it was started with"
-
-
-def adapter_obstacle(model: nn.Module) -> str | None:
-    """Why what is trained cannot go to vLLM as an adapter; None where it can."""
-    if not is_adapted(model):
-        return "the model itself is trained"
-    (settings,) = model.peft_config.values()  # type: ignore[operator]
-    for name, what in (
-        ("use_dora", "DoRA"),
-        ("modules_to_save", "modules trained whole beside it (lora.modules_to_save)"),
-        (
-            "trainable_token_indices",
-            "rows of the embedding trained beside it (lora.train_token_rows)",
-        ),
-    ):
-        if getattr(settings, name, None):
-            return f"vLLM loads no adapter with {what}"
-    return None
-
-
-def _tolerance(dtype: str) -> float:
-    narrow = TOLERANCE["bfloat16"]
-    return TOLERANCE["float32"] if dtype in ("float32", "float64") else narrow
+    return len(proven), [name for name in tensors if name not in proven]

@@ -1,4 +1,4 @@
-"""Rejection sampling (RAFT, arXiv 2304.06767): the best of several answers to a prompt, learned as they are."""
+"""Rejection sampling (RAFT, arXiv 2304.06767): fine-tuning on the best of several answers to a prompt."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from taut.train.optim import DefaultRates
 
 @configclass
 class BestOfNConfig:
-    """Which answers are learned."""
+    """The choice of answers to train on."""
 
     keep: Annotated[int, Field(ge=1)] = 1
-    """How many of a prompt's answers, the best first."""
+    """Number of answers to keep per prompt, the best first."""
     min_reward: float | None = None
-    """The reward an answer must have to be learned; None: any."""
+    """Minimum reward of an answer; None: any."""
     overlong: Literal["drop", "keep"] = "drop"
-    """drop: completions that were cut are not learned. keep: they are candidates like the others, and the model learns
-    to run on where one is chosen."""
+    """drop: leave out truncated completions. keep: they are candidates like the others; where one is chosen, the model
+    learns not to stop."""
 
 
 class Best(Credit):
-    """Rejection sampling: of each group the best answers that are good enough and, unless cut ones are kept, whole."""
+    """Rejection sampling: the best answers of each group with a sufficient reward; truncated ones only if kept."""
 
     needs_one = True
 
@@ -74,12 +74,12 @@ class Best(Credit):
         candidates = [t for t in trajectories if not (drops_cut and t.is_cut)]
         if not candidates:
             return (
-                f"all {len(trajectories)} completions of a roll-out were cut, and best_of_n.overlong=drop leaves those "
+                f"all {len(trajectories)} completions of a rollout were cut, and best_of_n.overlong=drop leaves those "
                 "out; expected some that end; raise rollout.max_new_tokens, or set best_of_n.overlong=keep"
             )
         best = max(trajectory.reward for trajectory in candidates)
         return (
-            f"no answer of a roll-out has a reward of best_of_n.min_reward={self.config.min_reward:g}; the best has "
+            f"no answer of a rollout has a reward of best_of_n.min_reward={self.config.min_reward:g}; the best has "
             f"{best:g}; expected some; lower it, raise rollout.n, or take easier prompts"
         )
 

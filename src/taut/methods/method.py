@@ -47,8 +47,7 @@ from taut.models.noise import NoiseConfig
 from taut.models.reward_model import NewHead
 from taut.models.tokens import TokensConfig
 from taut.rewards import files_of
-from taut.rewards.in_process import files_read
-from taut.rewards.registry import RewardSpec
+from taut.rewards.registry import RewardSpec, files_read
 from taut.train.checkpoint import CheckpointConfig
 from taut.train.distributed import Ranks
 from taut.train.log import LogConfig
@@ -286,11 +285,6 @@ class RunConfig:
     def compares_answers(self) -> bool:
         """Whether the answers of a row are compared with each other, and so stay in one micro-batch."""
         return self.row_kind == "preference"
-
-    @property
-    def couples_samples(self) -> bool:
-        """Whether the loss compares samples of a step, which then have to share a forward."""
-        return self.compares_answers
 
     def longest_sample(self, config: PreTrainedConfig) -> int:
         """The largest number of tokens in a sample."""

@@ -13,7 +13,7 @@ from typing import ClassVar
 from taut.config import Decision, configclass, home_path
 from taut.data.batching import START, Cursor, Order
 from taut.data.dataset import Dataset, Split
-from taut.data.prompts import Asking, PromptRow, PromptSet, load_prompt_set
+from taut.data.prompts import PromptRow, PromptSet, load_prompt_set
 from taut.data.render import Renderer
 from taut.data.schema import Kind
 from taut.errors import ConfigError, DataError, EngineError
@@ -29,9 +29,8 @@ from taut.methods.inputs import Inputs, Language, MayChange, Models, Plan
 from taut.methods.method import RunConfig
 from taut.methods.reference import ReferenceConfig
 from taut.models.load import context_length
-from taut.rewards.in_process import files_read, require_judgeable
 from taut.rewards.panel import Panel, PanelConfig, open_panel
-from taut.rewards.registry import RewardSpec, files_of
+from taut.rewards.registry import RewardSpec, files_of, files_read, require_judgeable
 from taut.rl.advantages import Credit
 from taut.rl.environment import EnvironmentPool, open_environments
 from taut.rl.monitors import RolloutMonitor, RolloutMonitorConfig
@@ -146,8 +145,8 @@ class OnlineMethod(RunConfig):
     def load_data(
         self, split: Split, renderer: Renderer, language: Language, *, looks_again: bool = True
     ) -> Dataset:
-        asking = Asking(self.longest_sample(language.config), self.rollout.reference)
-        return load_prompt_set(self.data, split, renderer, asking)
+        longest = self.longest_sample(language.config)
+        return load_prompt_set(self.data, split, renderer, longest, self.rollout.reference)
 
     def questions(self, data: Dataset) -> Sequence[Prompt]:
         assert isinstance(data, PromptSet)
@@ -200,7 +199,7 @@ class OnlineMethod(RunConfig):
         ranks: Ranks,
     ) -> RolloutWorker:
         """Open engine, rewards and environment. Raises TautError if one of them cannot be used; every rank calls it."""
-        config, credit, asked = self.rollout, source.credit, source.prompts.asked
+        config, credit, asked = self.rollout, source.credit, source.prompts.prompt_rows
         require_judgeable(self.rewards, ranks.size, ahead=config.asynchronous)
         prompts = [row.as_prompt() for row in asked]
         if config.engine == "server":
@@ -360,7 +359,7 @@ class OnlineMethod(RunConfig):
     def decisions(self) -> list[Decision]:
         if not self.rollout.environment.is_on or not self.data.eval:
             return super().decisions
-        reason = "they are judged without rollout.environment, which answers roll-outs alone"
+        reason = "they are judged without rollout.environment, which answers rollouts alone"
         value = "asked" if self.eval.answers.rewards else "not asked"
         decision = Decision("held-out answers", value, f"eval.answers.rewards; {reason}")
         return [*super().decisions, decision]
@@ -369,7 +368,7 @@ class OnlineMethod(RunConfig):
         rollout = self.rollout
         number = self.batch.samples_per_step * rollout.minibatches
         return (
-            f"{counted(num_steps, 'steps')}, {rollout.updates} on each roll-out: {counted(number, 'prompts')}, "
+            f"{counted(num_steps, 'steps')}, {rollout.updates} on each rollout: {counted(number, 'prompts')}, "
             f"{counted(rollout.n, 'completions')} each, of at most {counted(rollout.grows, 'tokens')}"
         )
 

@@ -215,7 +215,7 @@ def _rollout_trees(source: Online, config: PreTrainedConfig, number: int) -> lis
     """The trees of a rollout."""
     draw = np.random.default_rng([source.seed, number])
     context, vocabulary = context_length(config), int(config.get_text_config().vocab_size)
-    rows = distinct([source.prompts.asked[index] for index in source.order.step(number + 1)])
+    rows = distinct([source.prompts.prompt_rows[index] for index in source.order.step(number + 1)])
     groups, scores = [], {}
     for row in rows:
         size = source.config.grows

@@ -73,7 +73,7 @@ class Traced:
     """The memory of a micro-batch on one device with the whole model."""
 
     histories: tuple[History, ...]
-    """Of the whole model, or with two smaller numbers of layers. Without the optimizer's state."""
+    """The histories of the whole model, or with two smaller numbers of layers. Without the optimizer's state."""
     depths: tuple[int, ...]
     """The number of layers of each history."""
     num_layers: int

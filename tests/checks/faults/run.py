@@ -22,7 +22,7 @@ from taut.models.precision import ChosenDtype
 from taut.run import setup
 from taut.train import optim
 
-# -- what was asked is not in force
+# -- settings that are not applied
 
 
 @fault("run.in_force", says="freeze *.mlp.*: asked frozen")

@@ -19,7 +19,7 @@ from taut.data.messages import (
     read_content,
     text_of,
 )
-from taut.data.schema import Answers, Columns, Stepwise, read_any, read_prompt, read_row
+from taut.data.schema import Answers, Columns, Stepwise, best_row, read_any, read_prompt
 from taut.data.sources import Source, open_source
 from taut.errors import DataError, PictureError
 from taut.vision.content import ImageRef, ImagesConfig, png_of
@@ -46,7 +46,7 @@ def file(name: str) -> dict[str, Any]:
 
 
 def read(record: dict[str, Any], **columns: Any) -> Conversation:
-    row = read_row(record, "d.jsonl:7", Columns(**columns))
+    row = best_row(read_any(record, "d.jsonl:7", Columns(**columns)))
     assert isinstance(row, Conversation)
     return row
 

@@ -204,10 +204,10 @@ def test_no_log_probs_are_none() -> None:
 @pytest.mark.parametrize(
     ("values", "found"),
     [
-        ([3.5] * 4, "returned 3.5 as a log-prob"),
+        ([3.5] * 4, "returned 3.5 as a logprob"),
         ([-1.0, None, -1.0, -1.0], "returned nan"),
         ([-9999.0] * 4, "returned -9999"),
-        ([-1.0], "1 log-probs for 4 tokens"),
+        ([-1.0], "1 logprobs for 4 tokens"),
     ],
 )
 def test_what_is_no_log_prob_is_refused(values: list[float | None], found: str) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tests.fake_weight_sync import Worker
 from torch import Tensor, nn
 
-from taut.inference.vllm_client import Report
+from taut.inference.vllm_client import ParameterReport
 from taut.inference.weight_sync import require_arrived
 from taut.inference.worker import taut_worker
 from taut.inference.worker.taut_worker import NUM_COLUMNS, checksum, columns
@@ -75,8 +75,10 @@ def tensors() -> dict[str, Tensor]:
     }
 
 
-def told(model: nn.Module, folder: Path) -> list[Report]:
-    return [Report.model_validate(one) for one in Worker(model).taut_checksums(str(folder))]
+def told(model: nn.Module, folder: Path) -> list[ParameterReport]:
+    return [
+        ParameterReport.model_validate(one) for one in Worker(model).taut_checksums(str(folder))
+    ]
 
 
 def test_every_tensor_is_read_where_the_model_keeps_it(

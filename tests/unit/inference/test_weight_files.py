@@ -16,7 +16,7 @@ from torch import Tensor
 
 from taut.errors import EngineError, OutputError
 from taut.inference import weight_sync
-from taut.inference.vllm_client import Report
+from taut.inference.vllm_client import ParameterReport
 from taut.inference.weight_sync import Folder, checkpoint_tensors, require_arrived, write
 from taut.inference.worker.taut_worker import TautWorker, checksum
 from taut.models.lora import LoraConfig, apply_lora
@@ -24,8 +24,12 @@ from taut.models.lora import LoraConfig, apply_lora
 FLOAT = torch.float32
 
 
-def report(name: str, value: Tensor, *parts: str, columns: list[int] | None = None) -> Report:
-    return Report(name=name, parts=list(parts), columns=columns, checksum=f"{checksum(value):016x}")
+def report(
+    name: str, value: Tensor, *parts: str, columns: list[int] | None = None
+) -> ParameterReport:
+    return ParameterReport(
+        name=name, parts=list(parts), columns=columns, checksum=f"{checksum(value):016x}"
+    )
 
 
 # Tensors
@@ -100,7 +104,7 @@ def test_one_bit_is_enough_and_its_tensor_is_named() -> None:
 
 def test_what_cannot_be_read_is_said_to_be_unread() -> None:
     q, k = torch.randn(4, 6), torch.randn(2, 6)
-    unread = Report(name="k", parts=["k"], columns=None, checksum=None)
+    unread = ParameterReport(name="k", parts=["k"], columns=None, checksum=None)
     assert require_arrived({"q": q, "k": k}, FLOAT, [[report("q", q, "q"), unread]]) == (1, ["k"])
 
 

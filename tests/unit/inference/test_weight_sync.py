@@ -192,7 +192,7 @@ def test_a_server_that_answers_from_other_weights_is_found_by_its_log_probs(fold
             engine.update(1)
     with (
         following(WeightServer(model=tiny(seed=5), is_stale=True), trained(model)) as engine,
-        pytest.raises(EngineError, match=r"weights after step 0: .*log-prob"),
+        pytest.raises(EngineError, match=r"weights after step 0: .*logprob"),
     ):
         engine.update(0)
 
@@ -238,11 +238,11 @@ def test_a_server_that_was_started_again_gets_the_same_weights(folder: str, way:
         change(model)
         engine.update(1)
         change(model, seed=2)  # what is in training now is not what was pushed
-        pushed = sync_of(engine).asked.log_probs(sync_of(engine).name, np.arange(3, 12))
+        pushed = sync_of(engine).server.log_probs(sync_of(engine).name, np.arange(3, 12))
         server.restart()
         engine.generate([prompt("a", 1, 20)], GREEDY)
         assert sync_of(engine).restarts == 1
-        again = sync_of(engine).asked.log_probs(sync_of(engine).name, np.arange(3, 12))
+        again = sync_of(engine).server.log_probs(sync_of(engine).name, np.arange(3, 12))
         assert np.array_equal(again, pushed)
         engine.generate([prompt("a", 1, 20)], GREEDY)
         assert sync_of(engine).restarts == 1

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.checks.faults.rollout import generating, sums
 from tests.checks.planting import Place
-from tests.checks.test_judged import answers
+from tests.checks.test_compared_answers import answers
 from tests.checks.test_planted import told
 from tests.fake_executors import serving
 from tests.tiny_models import save_tiny

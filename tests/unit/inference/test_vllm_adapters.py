@@ -86,7 +86,7 @@ def test_an_adapter_that_stays_though_it_was_unloaded_ends_the_push() -> None:
         server.has = ()
         assert engine.sync is not None
         with pytest.raises(EngineError, match=r"HTTP 404 from .*unload_lora_adapter"):
-            engine.sync.asked.unload_adapter(engine.sync.name)
+            engine.sync.server.unload_adapter(engine.sync.name)
         engine.close()
 
 
