@@ -9,14 +9,14 @@ import pytest
 
 
 def slow_except(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
-    """The cases for ``pytest.mark.parametrize``, all but those in ``quick`` marked slow. A tuple is a case of several
-    arguments.
+    """The cases for ``pytest.mark.parametrize``, all but those in ``quick`` marked slow. A plain tuple is a case of
+    several arguments.
     """
     listed = list(cases)
     assert all(case in listed for case in quick), "each quick case must be one of the cases"
     return [
         pytest.param(
-            *(case if isinstance(case, tuple) else (case,)),
+            *(case if type(case) is tuple else (case,)),
             marks=() if case in quick else pytest.mark.slow,
         )
         for case in listed

@@ -1,15 +1,15 @@
-"""TOML and dotted overrides -> a frozen tree of dataclasses, or one line that says what is wrong. Knows no component.
+"""TOML and dotted overrides -> a frozen tree of dataclasses, or an error of one line. Knows no component.
 
 A configuration is a class made with ``configclass``; classes nest. ``load`` reads a TOML file and sets ``a.b=value`` on
 top; ``from_mapping`` does the same with Python values. Both refuse unknown keys, values of another kind than the
 field's, and keys that are set twice. Values are checked, never rewritten.
 
-The value of an override is TOML (``1e-4``, ``true``, ``[1, 2]``); what is not TOML, or is of no kind that the field
-takes, is taken as text (``out=1`` is a directory called 1). ``none`` unsets an optional field. The texts of a list need
+The value of an override is TOML (``1e-4``, ``true``, ``[1, 2]``); a value that is not TOML, or of no kind that the
+field takes, is text (``out=1`` is a directory called 1). ``none`` unsets an optional field. The texts of a list need
 no quotes, which a shell would remove (``lora.targets=[q_proj,v_proj]``).
 
-``explain`` turns pydantic's errors into one line: unknown keys first, with the nearest known one (or the one that does
-what it does in another framework), then values of another kind, then missing keys. Keys and values are shown short.
+``explain`` turns pydantic's errors into one line: unknown keys first, with the nearest known key (or the key with
+the function of another framework's), then values of another kind, then missing keys. Keys and values are shortened.
 
 Imports errors and io.files only.
 """
@@ -58,9 +58,9 @@ IS_TRAINING = "optim.learning_rate"
 """The key by which a command that trains is recognised."""
 
 ERRORS_SHOWN = 3
-"""How many mistakes one message names."""
+"""Mistakes in one message."""
 SHOWN = 80
-"""Characters of a key or a value that a message has room for."""
+"""Characters of a key or a value in a message."""
 
 EXPECTED = {
     "bool_type": "true or false",
@@ -238,56 +238,48 @@ RENAMED = {
 """Keys and tables of earlier versions -> their names now; ``*`` stands for any table. They are refused; the error gives
 the new name."""
 
-_PACKED = (
-    "batches are always packed, without padding, and samples do not see each other; batch.tokens_per_microbatch is "
-    "the size of a micro-batch"
-)
-_QUANTISED = "a quantised base model (QLoRA) cannot be trained; lora.rank trains an adapter over the model as it is"
-_SHARDED = (
-    "start the command with torchrun --nproc-per-node N -m taut ...: weights, gradients and optimizer are sharded "
-    "over the ranks"
-)
-_UNSPLIT = (
-    "torchrun shards over all ranks; there is no tensor, pipeline, expert or sequence parallelism"
-)
-_READ_AHEAD = "rows are tokenised once and read ahead of training; there is nothing to set"
-_METHOD = "the command says what is trained: taut sft, taut dpo, taut grpo, ..."
-_HEAD = "the output head runs in chunks over the targets only; there is nothing to switch on"
-_SERVED = (
-    "vLLM runs as a server with settings of its own; rollout.engine=server rollout.url=... uses it"
-)
-_UPLOAD = "nothing is uploaded; upload the directory out/model when the run is finished"
-
 INSTEAD = {
     name: sentence
     for sentence, names in {
-        _PACKED: (
+        (
+            "batches are always packed, without padding, and samples do not see each other; "
+            "batch.tokens_per_microbatch is the size of a micro-batch"
+        ): (
             "group_by_length neat_packing pack_dataset packing packing_samples packing_strategy pad_to_max_length "
             "padding padding_free sample_packing use_dynamic_bsz use_remove_padding"
         ),
-        _QUANTISED: (
+        "a quantised base model (QLoRA) cannot be trained; lora.rank trains an adapter over the model as it is": (
             "bnb_4bit_compute_dtype bnb_4bit_quant_type load_in_4bit load_in_8bit quant_bits quant_method "
             "quantization quantization_bit quantization_config"
         ),
-        _SHARDED: (
+        (
+            "start the command with torchrun --nproc-per-node N -m taut ...: weights, gradients and optimizer are "
+            "sharded over the ranks"
+        ): (
             "accelerate_config ddp_backend deepspeed fsdp fsdp_config nnodes nproc_per_node num_gpus num_processes "
             "zero_stage"
         ),
-        _UNSPLIT: (
+        "torchrun shards over all ranks; there is no tensor, pipeline, expert or sequence parallelism": (
             "context_parallel_size expert_model_parallel_size pipeline_model_parallel_size ring_attn_size "
             "sequence_parallel sequence_parallel_size tensor_model_parallel_size tensor_parallel_size "
             "ulysses_sequence_parallel_size"
         ),
-        _READ_AHEAD: (
+        "rows are tokenised once and read ahead of training; there is nothing to set": (
             "dataloader_num_workers dataloader_pin_memory dataset_num_proc num_proc num_workers "
             "preprocessing_num_workers streaming"
         ),
-        _METHOD: "do_predict do_train rlhf_type stage task trainer trainer_type",
-        _HEAD: "cut_cross_entropy enable_liger_kernel liger_kernel use_liger use_liger_kernel",
-        _SERVED: (
+        "the command says what is trained: taut sft, taut dpo, taut grpo, ...": (
+            "do_predict do_train rlhf_type stage task trainer trainer_type"
+        ),
+        "the output head runs in chunks over the targets only; there is nothing to switch on": (
+            "cut_cross_entropy enable_liger_kernel liger_kernel use_liger use_liger_kernel"
+        ),
+        "vLLM runs as a server with settings of its own; rollout.engine=server rollout.url=... uses it": (
             "gpu_memory_utilization vllm_gpu_memory_utilization vllm_max_model_len vllm_tensor_parallel_size"
         ),
-        _UPLOAD: "hub_model_id hub_strategy push_to_hub",
+        "nothing is uploaded; upload the directory out/model when the run is finished": (
+            "hub_model_id hub_strategy push_to_hub"
+        ),
         "the optimizer is AdamW: optim.beta1, optim.beta2, optim.eps, optim.weight_decay": (
             "optim_type optimizer optimizer_type use_8bit_adam"
         ),
@@ -302,13 +294,13 @@ INSTEAD = {
         ),
         "write it into the chat template (data.template)": "chat_template_kwargs enable_thinking",
         "the end tokens are derived from the chat template; 'taut show' prints them": "eos_token pad_token",
-        "roll-outs are drawn from the whole distribution (rollout.temperature); eval.answers.sampling has the keys of "
+        "rollouts are drawn from the whole distribution (rollout.temperature); eval.answers.sampling has the keys of "
         "held-out answers": "min_p top_k top_p",
         "torch.compile is not used": "compile torch_compile",
     }.items()
     for name in names.split()
 }
-"""Names of other frameworks without a key here -> what there is instead."""
+"""Names of other frameworks without a key here -> the alternative."""
 
 
 def explain(
@@ -318,8 +310,9 @@ def explain(
     places: tuple[str, str],
     keys: Sequence[str],
 ) -> str:
-    """The mistakes in ``tree``. ``places``: where the keys in ``assigned`` come from, and where the others do;
-    ``keys``: those there are."""
+    """The mistakes in ``tree``. ``places``: the origin of the keys in ``assigned``, and of the others; ``keys``: those
+    of the configuration.
+    """
     found: dict[KeyPath, list[Any]] = {}
     for detail in error.errors(include_url=False):
         found.setdefault(_path_of(detail, tree), []).append(detail)
@@ -331,13 +324,11 @@ def explain(
     }
     lines = []
     for path, details in deepest.items():
-        is_assigned = any(path[: len(given)] == given for given in assigned)
-        of_table = [given for given in sorted(assigned) if given[: len(path)] == path]
+        is_assigned = any(path[: len(key)] == key for key in assigned)
+        of_table = [key for key in sorted(assigned) if key[: len(path)] == path]
         if of_table and details[0]["type"] == "unexpected_keyword_argument":
-            path, is_assigned = (
-                of_table[0],
-                True,
-            )  # the whole key, not the unknown table that it names
+            # The whole key, not the unknown table that it names.
+            path, is_assigned = of_table[0], True
         lines.append(_explain_one(path, details, places[0 if is_assigned else 1], keys))
     lines.sort(key=lambda line: ("unknown" not in line, "is missing" in line))
     more = len(lines) - ERRORS_SHOWN
@@ -345,7 +336,7 @@ def explain(
 
 
 def first_problem(error: pydantic.ValidationError) -> str:
-    """The first mistake in what a program wrote, as ``random[0].torch: found 5; expected a string``."""
+    """The first mistake in a file that a program wrote, as ``random[0].torch: found 5; expected a string``."""
     detail = error.errors(include_url=False)[0]
     where = f"{key_text(detail['loc'])}: " if detail["loc"] else ""
     if detail["type"] == "missing":
@@ -381,7 +372,7 @@ def _short(text: str) -> str:
 
 
 def _path_of(detail: Any, tree: Any) -> KeyPath:
-    """Where an error is in ``tree``: pydantic's location without the names of union branches."""
+    """The path of an error in ``tree``: pydantic's location without the names of union branches."""
     path: list[str | int] = []
     for part in detail["loc"]:
         is_index = isinstance(tree, list | tuple) and isinstance(part, int)
@@ -457,7 +448,9 @@ def configclass(cls: type[T]) -> type[T]:
 
 
 class Decision(NamedTuple):
-    """What taut chose where the configuration leaves a choice, and why: printed at the start, kept in the run log."""
+    """A setting that taut chose because the configuration leaves it open, with the reason. Printed at the start, and in
+    the run log.
+    """
 
     name: str
     value: str
@@ -465,7 +458,7 @@ class Decision(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One key of a configuration, for people."""
+    """One key of a configuration, for documentation."""
 
     key: str
     type: str
@@ -487,7 +480,7 @@ def load(cls: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
 
 
 def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: Path | None = None) -> T:
-    """The same from Python values: nested mappings, dotted keys and configclass instances, mixed as you like."""
+    """The same from Python values: nested mappings, dotted keys and configclass instances, in any mixture."""
     place = "in the arguments"
     assignments = list(_flatten(cls, mapping, ()))
     return _build(
@@ -496,7 +489,7 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: Path | None = N
 
 
 def replace(config: T, mapping: Mapping[str, Any]) -> T:
-    """A configuration with other values for some keys, given as to ``from_mapping``."""
+    """A configuration with other values for some keys, which are as in ``from_mapping``."""
     cls, place = type(config), "in the arguments"
     return _build(cls, to_dict(config), list(_flatten(cls, mapping, ())), (place, place))
 
@@ -510,20 +503,20 @@ def override(config: T, overrides: Sequence[str]) -> T:
 
 
 def restore(cls: type[T], saved: Mapping[str, Any], place: str) -> T:
-    """The configuration that ``to_dict`` gave, from where it was kept: ``place`` is for mistakes in it."""
+    """The configuration of a mapping from ``to_dict``. ``place``: its origin, for errors."""
     return _build(cls, dict(saved), [], (place, place))
 
 
 def home_path(text: str | os.PathLike[str]) -> Path:
-    """The path of a text, ``~`` being the home of the user. ``~name`` is a file's name like any other: neither whether
-    there is such a user nor where his home is can be learned by it.
+    """The path of a text; ``~`` is the user's home. ``~name`` is an ordinary file name, so that it does not reveal
+    whether a user exists, or where their home is.
     """
     path = Path(text)
     return path.expanduser() if path.parts[:1] == ("~",) else path
 
 
 def user_path(text: str, key: str) -> Path:
-    """The path that a key names, ``~`` expanded, whether or not anything is there."""
+    """The path in a key, with ``~`` expanded, whether or not it exists."""
     try:
         path = home_path(text)
         path.exists()
@@ -557,7 +550,7 @@ def read_url(text: str, key: str, secret_key: str) -> str:
 
 
 def read_secret(variable: str | None, key: str) -> str | None:
-    """The secret in the environment variable that ``key`` names; None where it names none. No message contains it."""
+    """The secret in the environment variable named by ``key``; None where it names none. No message contains it."""
     if variable is None:
         return None
     secret = os.environ.get(variable, "").strip()
@@ -592,7 +585,7 @@ def describe(cls: type[Any]) -> list[Row]:
 
 
 def type_name(annotation: Any) -> str:
-    """A type as it is written in TOML's words: ``integer | none``."""
+    """A type in TOML's words: ``integer | none``."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return type_name(arguments[0])
@@ -615,7 +608,7 @@ def _build(
     assignments: Sequence[Assignment],
     places: tuple[str, str],
 ) -> T:
-    """``places``: where the assignments come from, and where the tree does."""
+    """``places``: the origins of the assignments, and of the tree."""
     _require_disjoint(cls, [assignment.path for assignment in assignments], places[0])
     tree = _plain(tree, (), places[1])
     for path, value in assignments:
@@ -633,7 +626,7 @@ def _place(path: Path | None) -> str:
 
 
 def read_toml(path: Path | None) -> dict[str, Any]:
-    """What a file says, unchecked; nothing without one."""
+    """The content of a TOML file, unchecked; empty without a path."""
     if path is None:
         return {}
     try:
@@ -659,7 +652,7 @@ def read_toml(path: Path | None) -> dict[str, Any]:
 
 
 def _line_not_held(text: str) -> int:
-    """Which line has what Python cannot hold, such as an integer of 5,000 digits: tomllib does not say."""
+    """The line with a value that Python cannot hold, such as an integer of 5,000 digits: tomllib does not report it."""
     lines = text.split("\n")
 
     def is_in_first(count: int) -> bool:
@@ -696,14 +689,14 @@ def _parse_value(annotation: Any, raw: str) -> Any:
     if set(parsed) != {"value"}:
         return raw
     value = parsed["value"]
-    # Where a list would do too, a malformed one is told as a list and not taken for a text.
+    # Where the field also takes a list, a malformed list is reported as a list, not taken as text.
     may_be_text = annotation in (str, str | None) or not isinstance(value, list | dict)
     is_text = may_be_text and not _accepts(annotation, value) and _accepts(annotation, raw)
     return raw if is_text else value
 
 
 def _bare_items(raw: str) -> list[str]:
-    """The texts of ``[a,b]``; none where one has a character that may mean something else than itself."""
+    """The texts of ``[a,b]``; empty where a text has a character with another meaning in TOML."""
     inside = re.fullmatch(r"\s*\[([^][{}()\"'=\\]*)\]\s*", raw)
     items = [item.strip() for item in inside[1].split(",")] if inside else []
     if items and not items[-1]:
@@ -723,7 +716,7 @@ def _accepts(annotation: Any, value: Any) -> bool:
 
 
 def _plain(value: Any, path: KeyPath, place: str) -> Any:
-    """A value in JSON's words. Raises ConfigError, with the key, for what a configuration cannot hold."""
+    """A value in JSON's types. Raises ConfigError, with the key, for a value that a configuration cannot hold."""
     if len(path) > DEEPEST:
         raise ConfigError(
             f"found '{key_text(path)}' {place}, nested deeper than {DEEPEST}; "
@@ -866,12 +859,12 @@ ALIASES_OF_DTYPES = {
     "f64": "float64",
     "double": "float64",
 }
-"""What a compute dtype is called elsewhere."""
+"""Names of compute dtypes elsewhere -> here."""
 HALF_DTYPES = ("float16", "fp16", "f16", "half")
 
 
 def read_dtype(name: object) -> object:
-    """A compute dtype by the name it has here. Raises ValueError for float16, in which taut does not compute."""
+    """The name of a compute dtype here. Raises ValueError for float16, in which taut does not compute."""
     plain = name.removeprefix("torch.") if isinstance(name, str) else name
     if plain in HALF_DTYPES:
         raise ValueError(

@@ -103,11 +103,11 @@ class AttentionError(ModelError):
 
 
 class EngineError(TautError):
-    """An endpoint that cannot be reached, or that cannot be relied on."""
+    """An endpoint that cannot be reached, or gives wrong answers."""
 
 
 class RequestRefused(EngineError):
-    """A request that an endpoint refuses (4xx); its state may well be sound."""
+    """A request that an endpoint refuses (4xx), while others may succeed."""
 
 
 class UserCodeError(TautError):
@@ -166,7 +166,5 @@ class Interrupted(TautError):
 
 
 def install_extra(name: str) -> str:
-    """What to run for an optional library, as docs/install.md has it: taut is installed from its own directory, and is
-    not in a package index.
-    """
+    """The command that installs an optional library, as in docs/install.md. taut is installed from its directory."""
     return f"in the directory of taut run: pip install -c constraints.txt -e '.[{name}]'"

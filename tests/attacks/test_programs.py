@@ -317,6 +317,7 @@ def test_the_table_is_as_large_as_it_is_said_to_be() -> None:
     assert len({attack.name for attack in ATTACKS}) == len(ATTACKS)
 
 
+@pytest.mark.slow
 def test_without_a_wall_the_table_finds_what_gets_through() -> None:
     runner = Runner(Column(NO_WALL, "root"))
     try:

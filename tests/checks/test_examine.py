@@ -38,12 +38,12 @@ def asking(give: Callable[[], Finding]) -> Callable[[Session], Finding]:
 
 
 def sound() -> Finding:
-    return passed("log-probs are equal", 0.0, "nats", ["the reference is a copy"])
+    return passed("logprobs are equal", 0.0, "nats", ["the reference is a copy"])
 
 
 def faulty() -> Finding:
     return failed(
-        "log-probs differ by 2 nats",
+        "logprobs differ by 2 nats",
         measured=(2.0, "nats"),
         evidence=["train.jsonl:1, token 3"],
         remedy="load the reference from the model that training starts with",
@@ -260,7 +260,7 @@ def test_a_check_of_a_later_method_is_asked_reported_and_in_the_json(
         "name": LATER,
         "question": "Is the reference the policy at step 0?",
         "outcome": "failed",
-        "says": "log-probs differ by 2 nats",
+        "says": "logprobs differ by 2 nats",
         "number": 2.0,
         "unit": "nats",
         "evidence": ["train.jsonl:1, token 3"],
@@ -297,11 +297,11 @@ def test_a_failed_check_stops_the_run_before_anything_is_written(
 ) -> None:
     place.patch.setitem(CHECKS, LATER, Check(asking(faulty)))
     out = place.directory / "out"
-    with pytest.raises(CheckFailed, match=f"^{LATER}: log-probs differ .*token 3.*; load the ref"):
+    with pytest.raises(CheckFailed, match=f"^{LATER}: logprobs differ .*token 3.*; load the ref"):
         sft(model, train, out, steps=2)
     keys = {**QUIET, "model": model, "data.train": train, "out": out, "steps": 2}
     assert main(["sft", *words_of(keys)]) == 1
-    assert capsys.readouterr().err.startswith(f"taut: error: {LATER}: log-probs differ")
+    assert capsys.readouterr().err.startswith(f"taut: error: {LATER}: logprobs differ")
     assert not out.exists()
 
 
@@ -312,7 +312,7 @@ def test_a_failed_check_leaves_the_run_that_is_gone_on_with_as_it_was(
     sft(model, train, out, steps=2, checkpoint__every=2)
     before = (out / "events.jsonl").read_bytes()
     place.patch.setitem(CHECKS, LATER, Check(asking(faulty)))
-    with pytest.raises(CheckFailed, match="log-probs differ"):
+    with pytest.raises(CheckFailed, match="logprobs differ"):
         sft(model, train, out, steps=4, checkpoint__every=2, resume=True)
     assert (out / "events.jsonl").read_bytes() == before
 
@@ -333,7 +333,7 @@ def test_each_answer_is_an_event(model: Path, train: Path, place: Place) -> None
         "outcome": "passed",
         "value": 0.0,
         "unit": "nats",
-        "detail": "log-probs are equal",
+        "detail": "logprobs are equal",
         "notes": ["the reference is a copy"],
     }
     assert {key: found[LATER][key] for key in wanted} == wanted

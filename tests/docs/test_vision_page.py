@@ -17,7 +17,7 @@ from tests.vision_templates import LLAVA_ONEVISION
 from taut.config import describe
 from taut.data.messages import Conversation
 from taut.data.render import Renderer, render_any
-from taut.data.schema import Columns, read_any, read_row
+from taut.data.schema import Columns, best_row, read_any
 from taut.errors import RenderError
 from taut.vision.content import FORMATS, ImagesConfig
 from taut.vision.image_store import ImageStore
@@ -56,11 +56,11 @@ def test_every_row_of_the_page_is_read_with_all_its_pictures(tmp_path: Path) -> 
 
 def test_what_the_page_shows_is_what_is_read(tmp_path: Path) -> None:
     using = renderer("qwen2_5_vl", tmp_path)
-    first = read_row(ROWS[0], "vision.md:1", Columns(folder=str(tmp_path)))
+    first = best_row(read_any(ROWS[0], "vision.md:1", Columns(folder=str(tmp_path))))
     (sample,) = using.render(first)
     (media,) = sample.media
     assert f"[0.png: {media.stop - media.start} tokens]" in PAGE
-    film = read_row(ROWS[-1], "vision.md:7", Columns(folder=str(tmp_path)))
+    film = best_row(read_any(ROWS[-1], "vision.md:7", Columns(folder=str(tmp_path))))
     assert isinstance(film, Conversation)
     said = [part.get("text") for part in film.messages[0]["content"]]
     assert [word for word in said if word] == ["<0.0 seconds>", "<0.5 seconds>", "What moves?"]
@@ -77,7 +77,7 @@ def test_the_page_names_every_family_setting_and_format() -> None:
 
 
 def test_llava_asks_as_it_was_taught_with_the_template_and_as_published(tmp_path: Path) -> None:
-    row = read_row(ROWS[0], "vision.md:1", Columns(folder=str(tmp_path)))
+    row = best_row(read_any(ROWS[0], "vision.md:1", Columns(folder=str(tmp_path))))
     assert isinstance(row, Conversation)
     given = renderer("llava_onevision", tmp_path, TEMPLATE.read_text(encoding="utf-8"))
     (sample,) = given.render(row)

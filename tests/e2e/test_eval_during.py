@@ -242,6 +242,7 @@ def test_what_is_asked_is_an_input_that_overwriting_must_not_delete(go: Go, tmp_
     assert own.exists()
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_what_one_does(
     model: Path, train: Path, held_out: Path, go: Go, tmp_path: Path
 ) -> None:

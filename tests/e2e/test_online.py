@@ -266,6 +266,7 @@ def reward_server() -> Iterator[str]:
             thread.join()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_a_reward_server_at_another_address(model: Path, tmp_path: Path) -> None:
     def rewards(url: str) -> list[dict[str, Any]]:
         return [{"name": "reward_server", "options": {"url": url}}]

@@ -1,6 +1,6 @@
 """Every method whose rows are judged: it trains, its model is what was trained, and it is gone on with to the last bit.
 
-What the numbers mean is tested with the losses; two ranks in tests/invariants/test_ranks_judged.py.
+What the numbers mean is tested with the losses; two ranks in tests/invariants/test_ranks_preference_and_reward.py.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from torch import Tensor
 from taut.data.packing import ALONE, pack
 from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine
+from taut.methods.inputs import engine_of
 from taut.models import attention_backends
 from taut.models.scorer import Scorer
-from taut.run.setup import engine_of
 from taut.train.trainer import Trainer, train_step
 from taut.types import Completion, Prompt, Sample
 

@@ -230,7 +230,7 @@ def _library_numbers(
     has_mask: bool = False,
     uses_cache: bool = False,
 ) -> Tensor:
-    """Log-probs of the last sample's targets, or scores at their predictors, as the library computes them."""
+    """Logprobs of the last sample's targets, or scores at their predictors, as the library computes them."""
     packed = pack(samples, ALONE).to(session.ranks.device)
     ids, backbone = packed.ids_T, architecture.decoder(session.model)
     keywords: dict[str, Any] = {"use_cache": uses_cache}
@@ -264,14 +264,14 @@ def library_kernel(session: Session, kernel: str) -> Iterator[None]:
 
 
 def library_numbers(session: Session, sample: Sample) -> Tensor:
-    """A sample alone by the library's own path: log-probs, or scores where it is read."""
+    """A sample alone by the library's own path: logprobs, or scores where it is read."""
     compute = library_scalars if session.is_scalar else library_logps
     return compute(session.scorer.model, sample, session.ranks.device)
 
 
 @check("attention.packed", after=["attention.positions", "attention.library"])
 def packed_agrees_with_alone_by_the_library(session: Session) -> Finding:
-    """Does a packed sample have the log-probs it has alone, by the library's own attention?
+    """Does a packed sample have the logprobs it has alone, by the library's own attention?
 
     What training computes (taut's attention, packed), for a sample that follows another.
     """

@@ -42,10 +42,6 @@ from taut.errors import RenderError
 from taut.io.console import counted
 from taut.types import Sample
 
-TURNS = 4
-"""Learned turns of a conversation that are looked at."""
-CHARACTERS = 300_000
-"""Of all renderings together, but for the first row."""
 ROWS = 16
 """Rows that are decoded or rendered as samples."""
 SHOWN = 3
@@ -100,7 +96,7 @@ class Rendered:
 
     chats: tuple[Chat, ...]
     turns: tuple[Turn, ...]
-    """Of all chats; a prompt with its completion is one too."""
+    """The turns of all chats; a prompt with its completion is one too."""
     refused: tuple[RenderError, ...]
     """Why the template does not take a conversation, for each that it refuses."""
     documents: tuple[Text, ...]
@@ -115,7 +111,7 @@ def rendered(session: Session) -> Rendered:
     turns: list[Turn] = []
     refused: list[RenderError] = []
     documents: list[Text] = []
-    room = CHARACTERS
+    room = 300_000  # characters of all renderings together, but for the first row
     for row in session.rows:
         if isinstance(row, Conversation):
             try:
@@ -147,7 +143,7 @@ def rendered(session: Session) -> Rendered:
 def _rendered_chat(row: Conversation, template: Template) -> Chat:
     whole = template.apply(row.messages, row.tools, row.place)
     turns = []
-    for index in [index for index in row.learned if index][-TURNS:]:
+    for index in [index for index in row.learned if index][-4:]:  # turns that are looked at
         place = f"{short_place(row.place)}: messages[{index}]"
         before, with_answer = row.messages[:index], row.messages[: index + 1]
         placed = whole.pictures
@@ -235,8 +231,6 @@ def the_template_takes_the_rows(session: Session) -> Finding:
 
 MARK = re.compile(r"<\|\w+\|>|<(?:start|end)_of_turn>|\[/?INST\]")
 """How templates write who speaks and where turns end."""
-COMPARED = 4000
-"""Characters of a row in which the first difference is looked for."""
 
 
 @check("template.lossless", after=["template.takes"])
@@ -277,7 +271,7 @@ def the_tokenizer_keeps_the_text(session: Session) -> Finding:
 
 def _becomes(text: str, decoded: str) -> str:
     """The first words that are lost, before and after."""
-    left, right = text[:COMPARED], decoded[:COMPARED]
+    left, right = text[:4000], decoded[:4000]
     for kind, i, j, k, m in difflib.SequenceMatcher(
         None, left, right, autojunk=False
     ).get_opcodes():

@@ -48,9 +48,6 @@ SHOWN = 4
 
 # -- records, as the files have them
 
-RECORDS = 2000
-"""Records of a split that are looked at, the first of each source."""
-
 
 class Record(NamedTuple):
     """A row as its file has it."""
@@ -76,7 +73,7 @@ def records(session: Session) -> list[Record]:
         named = sources(session.run.data, split, session.run.row_kind)
         for source, columns in named:
             opened = open_source(source)
-            for line, value in islice(opened.attempts(), RECORDS // len(named) + 1):
+            for line, value in islice(opened.attempts(), 2000 // len(named) + 1):
                 if not isinstance(value, DataError):
                     place = f"{opened.path}:{line}"
                     first.append(Record(split, opened.path, place, value, columns))
@@ -293,9 +290,6 @@ def _preferences_not_read(read: Sequence[ReadRecord]) -> Finding | None:
 
 # -- rows
 
-MOST_ROWS = 200_000
-"""Rows of a source that are gone through once there is an error."""
-
 
 @check("data.rows", after=["template.targets"])
 def every_row_becomes_a_sample(session: Session) -> Finding:
@@ -324,7 +318,7 @@ def every_row_becomes_a_sample(session: Session) -> Finding:
         for split in _splits(session):
             for source, columns in sources(config, split, session.run.row_kind):
                 attempts = attempt_rows(open_source(source), columns, renderer, limits)
-                for attempt in islice(attempts, MOST_ROWS):
+                for attempt in islice(attempts, 200_000):
                     number += 1
                     if attempt.error:
                         reason = str(attempt.error).partition("; ")[0]
@@ -383,7 +377,7 @@ def exchanges(session: Session) -> list[Exchange]:
 
     pairs = []
     if isinstance(session.train, PromptSet):
-        for asked in session.train.asked:
+        for asked in session.train.prompt_rows:
             prompt = "" if isinstance(asked.prompt, str) else words(asked.prompt)
             for reference in asked.references[:1]:
                 pairs.append(Exchange(asked.place, prompt or str(asked.prompt), reference))
@@ -401,12 +395,8 @@ def exchanges(session: Session) -> list[Exchange]:
 # -- the words of all rows, gone through once
 
 TEXT_ROWS = 200_000
-CHARACTERS = 400_000_000
-"""Of a split, beyond which no further row is read."""
-WHITE_SPACE = b" \t\n\r\v\f"
 ALLOWED = bytes(sorted({*range(256)} - {*range(32)} - {127} | {*b"\t\n\r"}))
 """All bytes but the control characters that no text has."""
-REPLACED = "\ufffd"
 UNDECODED = "a character that could not be decoded"
 MISREAD = "a wrong encoding"
 CONTROLS = "a control character"
@@ -458,7 +448,7 @@ def texts(session: Session) -> dict[str, Texts]:
     for split in _splits(session):
         places, exact, normal, broken = list[str](), list[int](), list[int](), list[BrokenText]()
         named = sources(session.run.data, split, session.run.row_kind)
-        room, is_whole = CHARACTERS, True
+        room, is_whole = 400_000_000, True  # characters, beyond which no further row is read
         for source, columns in named:
             opened, number = open_source(source), 0
             read_columns: dict[tuple[str, ...], list[str]] = {}
@@ -481,7 +471,7 @@ def texts(session: Session) -> dict[str, Texts]:
                 places.append(place)
                 exact.append(hash(joined))
                 folded = joined.casefold().encode("utf-8", "surrogatepass")
-                normal.append(hash(folded.translate(None, WHITE_SPACE)))
+                normal.append(hash(folded.translate(None, b" \t\n\r\v\f")))
                 if problem := broken_in(words):
                     broken.append(BrokenText(place, *problem))
         exact_S, normal_S = np.array(exact, dtype=np.int64), np.array(normal, dtype=np.int64)
@@ -509,8 +499,8 @@ def broken_in(words: list[str]) -> tuple[str, str] | None:
         return text[max(0, start - 15) : stop + 15]
 
     for text in words:
-        if REPLACED in text:
-            at = text.index(REPLACED)
+        if "\ufffd" in text:
+            at = text.index("\ufffd")
             return UNDECODED, excerpt(text, at, at + 1)
         if text.isascii():
             if text.encode().translate(None, ALLOWED) and (match := CONTROL.search(text)):
@@ -740,10 +730,7 @@ def _escaped_texts(rows: Sequence[Row]) -> Finding | None:
 
 MISSING = {"nan", "null", "undefined", "<na>", "[object object]"}
 """What programs write for a value that is not there."""
-PLACEHOLDERS = {*MISSING, "none", "n/a", "-", "?", "..."}
-"""The same, and words that are an answer if others are there too."""
-WITHOUT = "no targets"
-"""The reason of a row that data.without_targets=drop left out."""
+WITHOUT = "no targets"  # why data.without_targets=drop left a row out
 
 
 @check("data.targets", after=["data.rows"])
@@ -769,7 +756,9 @@ def most_rows_have_something_to_learn(session: Session) -> Finding:
     answers = [pair.answer.strip() for pair in pairs]
     missing = [pair for pair in pairs if pair.answer.strip().lower() in MISSING]
     fewest = 4  # one answer for fewer rows says nothing
-    if len(pairs) >= fewest and all(answer.lower() in PLACEHOLDERS for answer in answers):
+    # the last five are answers if others are there too
+    placeholders = {*MISSING, "none", "n/a", "-", "?", "..."}
+    if len(pairs) >= fewest and all(answer.lower() in placeholders for answer in answers):
         missing = pairs
 
     def no_answer(tell: Callable[..., Finding], remedy: str) -> Finding:
@@ -857,11 +846,6 @@ def most_samples_are_kept_whole(session: Session) -> Finding:
 
 # -- micro-batches
 
-MOST_STEPS, MOST_TOKENS = 5, 100_000
-"""Steps that are laid out, the first whatever its tokens."""
-COUNTED_STEPS = 2_000
-"""Steps whose samples are counted."""
-
 
 @check("data.packing", after=["model.trains"])
 def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
@@ -874,13 +858,14 @@ def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
     positions, targets, weights and values, read back along what each token sees. Compared answers are in one
     micro-batch. None has more tokens than the budget, except for one sample, or one row of compared answers, alone.
     """
-    method, last = session.trainer.source, session.trainer.num_steps
-    assert isinstance(method, Offline | Online)
+    source, last = session.trainer.source, session.trainer.num_steps
+    assert isinstance(source, Offline | Online)
     wrong: list[str] = []
-    order = replace(method.order, origin=START)
-    num_steps = min(COUNTED_STEPS, order.num_steps(1.0))
+    order = replace(source.order, origin=START)
+    most_counted = 2_000
+    num_steps = min(most_counted, order.num_steps(1.0))
     stepped = [index for step in range(1, num_steps + 1) for index in order.step(step, 1.0)]
-    is_whole = len(stepped) >= order.epoch_size or num_steps < COUNTED_STEPS
+    is_whole = len(stepped) >= order.epoch_size or num_steps < most_counted
     for indices, least in ((order.epoch(0), 1), (np.asarray(stepped), int(is_whole))):
         times = np.bincount(indices, minlength=order.weights.size)
         is_wrong = (times > np.ceil(order.weights)) | (times < least * np.floor(order.weights))
@@ -888,15 +873,15 @@ def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
             first = session.train.rows[index] if session.run.compares_answers else index
             name, weight = session.train.sample_id(int(first)), order.weights[index]
             wrong.append(f"{name} is seen {times[index]} times an epoch, its weight is {weight:g}")
-    begin = method.order.origin.step + 1 if isinstance(method, Offline) else 1
+    begin = source.order.origin.step + 1 if isinstance(source, Offline) else 1
     plans: list[StepPlan] = []
-    for step in range(begin, min(begin + MOST_STEPS - 1, last) + 1):
-        trees = method.prepare(step) if isinstance(method, Offline) else session.trees
+    for step in range(begin, min(begin + 4, last) + 1):
+        trees = source.prepare(step) if isinstance(source, Offline) else session.trees
         packs = lay_out(trees, session.trainer.budget, session.trainer.policy)
         wrong += _wrong_in_step(trees, packs, session.trainer.budget)
         plans.append(step_plan(step, trees, packs))
         num_planned = sum(plan.unshared for plan in plans)
-        if wrong or not isinstance(method, Offline) or num_planned > MOST_TOKENS:
+        if wrong or not isinstance(source, Offline) or num_planned > 100_000:
             break
     if wrong:
         return failed(

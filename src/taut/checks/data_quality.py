@@ -21,6 +21,7 @@ from taut.checks.data import (
     Hashes,
     exchanges,
     flat,
+    flat_train,
     hash_with_pictures,
     texts,
 )
@@ -196,10 +197,6 @@ def is_copying(pairs: list[Exchange]) -> bool:
 
 
 GRAM = 13
-EVAL_TOKENS, EVAL_SAMPLES = 200_000, 2_000
-TRAIN_TOKENS = 1_000_000
-CANDIDATES = 20_000
-"""Training samples that are compared id by id, at most."""
 
 
 @check("data.overlap", after=["data.rows"])
@@ -215,7 +212,7 @@ def eval_is_not_trained_on(session: Session) -> Finding:
     """
     if session.eval is None:
         return skipped("there is no data.eval")
-    look = flat(session.eval, EVAL_TOKENS, EVAL_SAMPLES)
+    look = flat(session.eval, tokens=200_000, samples=2_000)
     train, held_out = texts(session)["train"], texts(session)["eval"]
     is_known = np.isin(held_out.normal_S, train.normal_S)
     known_places = {held_out.places[number] for number in np.flatnonzero(is_known)}
@@ -232,7 +229,7 @@ def eval_is_not_trained_on(session: Session) -> Finding:
             evidence=names,
             remedy="hold out rows that are not trained on, or unset eval.best",
         )
-    is_similar = is_equal | similar_samples(flat(session.train, TRAIN_TOKENS), look)
+    is_similar = is_equal | similar_samples(flat_train(session), look)
     num_similar = int(is_similar.sum())
     says = f"{num_equal:,} equal, {num_similar:,} mostly in data.train{look.looked_at}"
     if num_equal > 0.01 * look.num_samples:
@@ -269,7 +266,7 @@ def equal_samples(train: Dataset, look: Flat) -> NDArray[np.bool_]:
         candidates += (chosen[np.isin(keys, np.unique(keys_S))] + first).tolist()
         first += part_lengths.size
     is_equal = np.zeros(lengths_S.size, dtype=bool)
-    for index in candidates[:CANDIDATES]:
+    for index in candidates[:20_000]:
         sample = train[index]
         shown = [(media.start, int(media.picture.content[:16], 16)) for media in sample.media]
         seen_T = hash_with_pictures(sample.ids_T, shown)
@@ -331,18 +328,13 @@ def _grams(look: Flat) -> tuple[Hashes, IntArray]:
 
 # -- labels of judged answers
 
-PAIR_ROWS = 10_000
-"""Rows that are looked at."""
-BIASED = 0.6
-"""The low end of the share of pairs of which length alone predicts the label, from which on it is a warning."""
-
 
 @once
 def pair_report(session: Session) -> PairReport:
     """What the training data say about their own labels."""
     starts = session.train.rows
     num_rows = len(starts) - 1
-    chosen = np.unique(np.linspace(0, num_rows - 1, min(num_rows, PAIR_ROWS)).astype(np.int64))
+    chosen = np.unique(np.linspace(0, num_rows - 1, min(num_rows, 10_000)).astype(np.int64))
     pairs = []
     for index in chosen.tolist():
         row = session.train[int(starts[index]) : int(starts[index + 1])]
@@ -412,9 +404,9 @@ def pairs_do_not_contradict_each_other(session: Session) -> Finding:
 
 
 def is_biased(lengths: Lengths) -> bool:
-    """Whether length alone predicts clearly more than half of the labels."""
+    """Whether length alone predicts clearly more than half of the labels: 60% at the low end of the interval."""
     low, high = wilson_interval(lengths.num_longer, lengths.num_unequal)
-    return max(low, 1 - high) > BIASED
+    return max(low, 1 - high) > 0.6
 
 
 def length_bias(lengths: Lengths) -> str:

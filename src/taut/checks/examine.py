@@ -21,12 +21,6 @@ from taut.run.setup import Built
 from taut.train import random_state
 from taut.train.log.events import to_json
 
-EVIDENCE_SHOWN = 3
-"""Lines of evidence in the error that stops a run."""
-
-SEVERITY = {"failed": 0, "warning": 1}
-"""Of the findings of several ranks the first of the worst stands for all."""
-
 
 class Answered(NamedTuple):
     """A check and its finding."""
@@ -100,7 +94,8 @@ def examine(
         else:
             finding, missing = _ask(name, check, session)
         by_rank: list[Finding] = session.ranks.gather(finding)
-        finding = min(by_rank, key=lambda one: SEVERITY.get(one.outcome, len(SEVERITY)))
+        # the first of the worst stands for all
+        finding = min(by_rank, key=lambda one: {"failed": 0, "warning": 1}.get(one.outcome, 2))
         if finding.outcome == "failed" or cause:
             causes[name] = cause or name
         seconds = time.perf_counter() - began
@@ -143,7 +138,7 @@ def before_training(built: Built) -> Examination | None:
     examination = examine(Session.of(built))
     failures = []
     for one in examination.failures:
-        shown = "; ".join(one.finding.evidence[:EVIDENCE_SHOWN])
+        shown = "; ".join(one.finding.evidence[:3])
         evidence = f" ({shown})" if shown else ""
         failures.append(f"{one.name}: {one.finding.says}{evidence}; {one.finding.remedy}")
     if failures:

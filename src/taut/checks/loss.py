@@ -53,7 +53,7 @@ from taut.train.monitors import STEADY_TARGETS, TOLERANCE
 from taut.train.trainer import Scored, Trainer, add_gradients
 from taut.types import Sample, Scores
 
-# -- what is in force before the first step
+# -- before the first step
 
 
 @check("loss.dtype", after=["model.noise", "model.head"])
@@ -62,8 +62,8 @@ def every_tensor_is_in_its_dtype(session: Session) -> Finding:
 
     What is updated, RoPE's frequencies, and every matrix product of a forward:
 
-        float64, float32    parameters, products and log-probs are in it
-        bfloat16            parameters, RoPE and log-probs in float32, products in bfloat16 under autocast
+        float64, float32    parameters, products and logprobs are in it
+        bfloat16            parameters, RoPE and logprobs in float32, products in bfloat16 under autocast
 
     A product in a narrower dtype than was asked for is a silent cast; its layer is named.
     """
@@ -106,7 +106,7 @@ def every_tensor_is_in_its_dtype(session: Session) -> Finding:
             measured=(number, f"of {total} products"),
             evidence=[lines[key] for key in narrow_products[:3]]
             or [f"{many} are in {dtype_name(output_dtype)}"],
-            remedy=f"dtype={dtype_name(asked)} is not in force there; remove the cast in the model's code, or set "
+            remedy=f"dtype={dtype_name(asked)} is not applied there; remove the cast in the model's code, or set "
             "dtype=bfloat16 if that is what you want",
         )
     num_asked = sum(count for (_, dtype), count in products.items() if dtype == asked)
@@ -115,7 +115,7 @@ def every_tensor_is_in_its_dtype(session: Session) -> Finding:
             f"no product of the model is in {dtype_name(asked)}",
             measured=(0, f"of {total} products"),
             evidence=[*lines.values()][:3],
-            remedy=f"dtype={dtype_name(asked)} is not in force; set dtype=float32, and please report the model",
+            remedy=f"dtype={dtype_name(asked)} is not applied; set dtype=float32, and please report the model",
         )
     wider = Counter(where.rpartition(".")[2] for where, dtype in products if dtype != asked)
     kinds = ", ".join(f"{count} {name}" for name, count in wider.most_common(3))
@@ -209,7 +209,7 @@ def embedding_and_head_are_tied_as_configured(session: Session) -> Finding:
 def a_new_adapter_changes_nothing(session: Session) -> Finding:
     """Does a new adapter change nothing before it has learned?
 
-    The pair's log-probs with it and with all of it switched off.
+    The pair's logprobs with it and with all of it switched off.
     """
     skip_if(not is_adapted(session.scorer.model), "there is no adapter")
     if session.run.lora.adapter is not None:
@@ -389,7 +389,7 @@ def every_gradient_is_finite(session: Session) -> Finding:
 def linear_weights_are_the_derivative(session: Session) -> Finding:
     """Is the gradient that is formed in the forward that of the reported loss?
 
-    A loss that is linear in log-probs gives its weights beforehand, and the head forms the gradient from them alone.
+    A loss that is linear in logprobs gives its weights beforehand, and the head forms the gradient from them alone.
     They must be the derivative of the loss that is reported.
     """
     loss = session.trainer.source.loss
@@ -525,7 +525,7 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
     """Is the first step's loss the one that its samples alone give?
 
     Three comparisons with the samples themselves: the targets and weights of the micro-batches; the loss from the
-    step's own log-probs (a reward model's scores), to the last digits; those with the samples alone through the
+    step's own logprobs (a reward model's scores), to the last digits; those with the samples alone through the
     library's own attention and head.
 
     Cross entropy is summed here again. Another loss is taken at its word, on all samples in one list: the question is
@@ -589,7 +589,7 @@ def _loss_of(
 
 
 def _summed(session: Session, scored: list[Scored]) -> dict[str, Any]:
-    """Sample id -> its targets, weights and log-probs (or scores) in the micro-batches of all ranks."""
+    """Sample id -> its targets, weights and logprobs (or scores) in the micro-batches of all ranks."""
     mine: dict[str, list[Any]] = {}
     for packed, scores in scored:
         values, row_of = scores.logp_N.cpu(), packed.row_N

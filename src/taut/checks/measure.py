@@ -3,7 +3,7 @@ and weights that are put back after a check trained them.
 
 The first step is the loop's own function with the run's own budget, policy, precision and noise, on a small batch. Its
 gradients are deleted again; only the norm of each tensor's stays. While the model runs, a hook on the backbone computes
-each target's log-prob in the plainest way, from all logits of its predictor, for ``model.head`` to compare.
+each target's logprob in the plainest way, from all logits of its predictor, for ``model.head`` to compare.
 
 Two gradients of the same loss are compared tensor by tensor:
 
@@ -56,7 +56,7 @@ def largest_gap(left: Tensor, right: Tensor) -> tuple[float, int]:
 
 def drift(left: Tensor, right: Tensor) -> float:
     """The mean difference, as the first step's monitor takes it: rounding hardly moves it if tokens are many, and
-    single log-probs differ by a quarter of a nat in bfloat16.
+    single logprobs differ by a quarter of a nat in bfloat16.
     """
     if not left.numel():
         return 0.0
@@ -230,7 +230,7 @@ def most_different_gradient(
 
 @dataclass
 class HeadOutput:
-    """The log-probs of a micro-batch's targets, [N], and the hidden states they were computed from."""
+    """The logprobs of a micro-batch's targets, [N], and the hidden states they were computed from."""
 
     packed: Packed
     hidden_ND: Tensor

@@ -93,7 +93,7 @@ def one_update_moves_the_weights_downhill(session: Session) -> Finding:
         return failed(
             f"the gradient has a norm of {length:.4g} after it was clipped to {clip:g}",
             measured=(length, ""),
-            remedy="optim.clip_grad_norm is not in force; please report this",
+            remedy="optim.clip_grad_norm is not applied; please report this",
         )
     if not num_changed:
         return failed(
@@ -119,23 +119,8 @@ def one_update_moves_the_weights_downhill(session: Session) -> Finding:
     return passed(says, before - after, "nats less", notes)
 
 
-TOKENS, SAMPLES = 96, 4
-FIRST_RATE, RATE_FACTORS = 0.25, (1.0, 8.0, 0.125)
-"""The first learning rate, to be divided by the hidden size (wider models take smaller ones); and the next ones to try.
-"""
-STEPS = 60
-PART, LITTLE = 0.1, 0.1
+BY_HEART = 0.1
 """Learned by heart: a loss below this part of the first, or below so many nats."""
-PART_IF_BOUNDED = 0.86
-"""The same if something is frozen: a frozen head, above all with a scale or softcap, bounds how sure one can be. And
-for losses on compared answers, or with a teacher, who is not sure either.
-"""
-PART_IN_ORDER = 0.99
-"""The same if all answers are in order as well."""
-ORDER_METRICS = ("rewards/accuracy", "accuracy")
-"""Metrics of how many answers are in order."""
-WINDOW, SLOW = 10, 0.8
-"""A rate is given up when the loss is still above this part of what it was so many steps ago."""
 
 
 @check("fit.overfit", part="full", after=["loss.splits"])
@@ -161,14 +146,27 @@ def a_few_samples_are_learned_by_heart(session: Session) -> Finding:
         return skipped("the shortest rows are all good, or all bad: alone they teach nothing")
     is_whole = all(p.requires_grad for p in session.scorer.model.parameters())
     is_bounded = not is_whole or session.run.loss_has_floor
-    part = PART_IF_BOUNDED if is_bounded else PART
+    # a frozen head, above all with a scale or softcap, bounds how sure one can be; a teacher is not sure either
+    part = 0.86 if is_bounded else BY_HEART
     hidden_size = session.language.config.get_text_config().hidden_size
+    trained_tensors = session.trainer.trained
     curves: dict[float, list[float]] = {}
-    is_learned = False
     with weights_put_back(session) as copies:
-        for rate in (FIRST_RATE / hidden_size * factor for factor in RATE_FACTORS):
-            curves[rate], is_learned = _loss_curve(session, trees, rate, part)
-            if is_learned:
+        for factor in (0.25, 2.0, 0.03125):
+            rate = factor / hidden_size  # wider models take smaller ones
+            optimizer = torch.optim.AdamW(trained_tensors, rate, betas=(0.9, 0.95), weight_decay=0)
+            curve = curves[rate] = []
+            for step in range(1, 61):
+                session.trainer.optimizer.zero_grad(set_to_none=True)
+                report = add_gradients(session.trainer, trees, step)
+                curve.append(report.loss)
+                is_stuck = step > 10 and not curve[-1] < 0.8 * curve[-11]
+                if is_stuck or not math.isfinite(curve[-1]):
+                    break
+                if _is_learned(session, report, curve, BY_HEART):
+                    break
+                optimizer.step()
+            if is_learned := _is_learned(session, report, curve, part):
                 break
             restore_weights(session, copies)
     if not is_learned:
@@ -217,40 +215,21 @@ def _consistent_trees(trees: Sequence[Tree]) -> list[Tree]:
         others = [sample for one in chosen for sample in one.samples]
         is_new = not any(contradict(one, other) for one in tree.samples for other in others)
         together = [*others, *tree.samples]
-        fits = num_tokens(together) <= TOKENS and len(together) <= SAMPLES
+        fits = num_tokens(together) <= 96 and len(together) <= 4
         if is_new and (fits or not chosen):
             chosen.append(tree)
     return chosen
 
 
-def _loss_curve(
-    session: Session, trees: list[Tree], rate: float, part: float
-) -> tuple[list[float], bool]:
-    """The loss before each update, until the samples are learned, it is stuck, or STEPS are over; and whether they are
-    learned.
-    """
-    trainer = session.trainer
-    optimizer = torch.optim.AdamW(trainer.trained, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
-    curve: list[float] = []
-    for step in range(1, STEPS + 1):
-        trainer.optimizer.zero_grad(set_to_none=True)
-        report = add_gradients(trainer, trees, step)
-        curve.append(report.loss)
-        is_stuck = step > WINDOW and not curve[-1] < SLOW * curve[-1 - WINDOW]
-        if is_stuck or not math.isfinite(curve[-1]) or _is_learned(session, report, curve, PART):
-            break
-        optimizer.step()
-    return curve, _is_learned(session, report, curve, part)
-
-
 def _is_learned(session: Session, report: StepReport, curve: list[float], part: float) -> bool:
     """Whether the loss is low enough, or all answers are in order and it has fallen."""
     if session.run.row_kind == "sft":
-        return curve[-1] < max(part * curve[0], LITTLE)
+        return curve[-1] < max(part * curve[0], BY_HEART)
     if curve[-1] < part * curve[0] or curve[-1] == 0.0:
         return True
-    in_order = [report.metrics[name] for name in ORDER_METRICS if name in report.metrics]
-    return in_order == [1.0] and curve[-1] < PART_IN_ORDER * curve[0]
+    names = ("rewards/accuracy", "accuracy")
+    in_order = [report.metrics[name] for name in names if name in report.metrics]
+    return in_order == [1.0] and curve[-1] < 0.99 * curve[0]
 
 
 def _drawn(curve: list[float]) -> str:

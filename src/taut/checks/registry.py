@@ -39,11 +39,11 @@ class Finding:
     number: float | None = None
     """What was measured."""
     unit: str = ""
-    """Of the number: "nats", "tokens", "of 128 rows"."""
+    """The unit of the number: "nats", "tokens", "of 128 rows"."""
     evidence: tuple[str, ...] = ()
-    """Of a failure or a warning: the sample, the token, the layer, one a line."""
+    """For a failure or a warning: the sample, the token, the layer, one a line."""
     remedy: str = ""
-    """Of a failure or a warning: what to do."""
+    """For a failure or a warning: what to do."""
     notes: tuple[str, ...] = ()
     """Details of an answer that asks nothing of the user, one a line."""
 

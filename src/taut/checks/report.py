@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from taut.checks.examine import Answered, Examination
-from taut.checks.registry import Finding, Outcome
+from taut.checks.registry import Outcome
 from taut.io.console import counted
 
 SCHEMA = "taut.check/2"
@@ -23,8 +23,6 @@ SCHEMA = "taut.check/2"
 STYLES = {"passed": "green", "warning": "bold yellow", "failed": "bold red", "skipped": "dim"}
 FINDINGS = ("failed", "warning")
 """Outcomes that ask something of the user."""
-WIDTHS = (7, 21, 17)
-"""Of outcome, name and number; the rest is for the text."""
 
 
 def show_row(console: Console, answered: Answered) -> None:
@@ -34,15 +32,20 @@ def show_row(console: Console, answered: Answered) -> None:
     if answered.cause is not None or answered.is_left_out:
         return
     table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
-    for width in WIDTHS:
+    for width in (7, 21, 17):  # of outcome, name and number; the rest is for the text
         table.add_column(width=width, overflow="fold")
     table.add_column(overflow="fold")
     finding = answered.finding
     style = STYLES[finding.outcome]
+    number = ""
+    if finding.number is not None and finding.outcome != "skipped":
+        is_whole = float(finding.number).is_integer() and abs(finding.number) < 1e15
+        digits = f"{finding.number:,.0f}" if is_whole else f"{finding.number:.3g}"
+        number = f"{digits} {finding.unit.removesuffix('s') if digits == '1' else finding.unit}"
     table.add_row(
         Text(finding.outcome, style),
         Text(answered.name, style if finding.outcome in FINDINGS else "bold"),
-        Text("" if finding.outcome == "skipped" else number_with_unit(finding)),
+        Text(number.rstrip()),
         Text(finding.says, style if finding.outcome != "passed" else ""),
     )
     lines = [Text(line, "dim") for line in (*finding.evidence, *finding.notes)]
@@ -79,17 +82,6 @@ def counts(examination: Examination) -> str:
     parts.append(f"{number['passed']} passed")
     parts += [f"{number['skipped']} skipped"] if number["skipped"] else []
     return ", ".join(parts)
-
-
-def number_with_unit(finding: Finding) -> str:
-    if finding.number is None:
-        return ""
-    number = finding.number
-    text = (
-        f"{number:,.0f}" if float(number).is_integer() and abs(number) < 1e15 else f"{number:.3g}"
-    )
-    unit = finding.unit.removesuffix("s") if text == "1" else finding.unit
-    return f"{text} {unit}".rstrip()
 
 
 def as_json(examination: Examination, about: dict[str, Any]) -> dict[str, Any]:

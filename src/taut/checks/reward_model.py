@@ -20,14 +20,12 @@ from taut.models.self_test import library_attention
 from taut.types import Sample
 from taut.vision import tower
 
-SAMPLES, TOKENS = 4, 192
-
 
 def _scored_samples(session: Session) -> list[Sample]:
     """A few samples of the batch, as they are scored: at the end, or at the end of each step."""
     chosen: list[Sample] = []
     for sample in session.tree_samples:
-        fits = num_tokens([*chosen, sample]) <= TOKENS and len(chosen) < SAMPLES
+        fits = num_tokens([*chosen, sample]) <= 192 and len(chosen) < 4
         if fits or len(chosen) < 2:
             chosen.append(sample)
     return chosen
@@ -47,9 +45,9 @@ def a_score_does_not_depend_on_the_batch(session: Session) -> Finding:
     ids_T = np.concatenate([longest.ids_T, longest.ids_T[is_text(longest)]])
     longer = replace(longest, id=f"{longest.id} twice", ids_T=ids_T, group=-1)
     batches: list[tuple[str, list[Sample], PackPolicy]] = [
-        ("beside others", samples, ALONE),
-        ("beside the same, turned round", samples[::-1], ALONE),
-        ("beside a longer one", [longer, *samples], ALONE),
+        ("with others", samples, ALONE),
+        ("with the same in reverse order", samples[::-1], ALONE),
+        ("with a longer one", [longer, *samples], ALONE),
     ]
     if session.trainer.policy.share_prefixes:
         sharing = PackPolicy(min_saved_tokens=1)
@@ -68,7 +66,7 @@ def a_score_does_not_depend_on_the_batch(session: Session) -> Finding:
                     )
     if worst > session.tolerance:
         return failed(
-            f"a score changes by {worst:.3g} with what is beside it",
+            f"a score changes by {worst:.3g} with the rest of the batch",
             measured=(worst, "points"),
             evidence=[where, f"at most {session.tolerance:g} is rounding in {session.dtype}"],
             remedy="scores are read at another sample's token; set batch.share_prefixes=false, and please report this",

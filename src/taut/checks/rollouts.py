@@ -1,7 +1,7 @@
-"""Roll-outs: engine, rewards and environment of a run that generates, and the engine of evaluations.
+"""Rollouts: engine, rewards and environment of a run that generates, and the engine of evaluations.
 
 Engine, rewards and environment are opened as the run opens them. The engine in this process is asked for a small
-roll-out in the quick part. A server is asked by checks of the full part alone: it has to be sent the weights first.
+rollout in the quick part. A server is asked by checks of the full part alone: it has to be sent the weights first.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine
 from taut.inference.vllm import ServerEngine
 from taut.losses import advantages
+from taut.methods.inputs import engine_of
 from taut.rewards import Panel, Score, Verdict
 from taut.rewards.user import UserReward
 from taut.rewards.verifier import Judged
@@ -36,7 +37,6 @@ from taut.rl.advantages import judged_trajectories
 from taut.rl.online import Online
 from taut.rl.rollout import Group, Roller, scored
 from taut.rl.sampler import Trajectory
-from taut.run.setup import engine_of
 from taut.train.monitors import TOLERANCE
 from taut.types import Completion, FloatArray, Media, Prompt, Sample
 
@@ -44,7 +44,7 @@ SHOWN = 3
 """Lines of evidence."""
 NONE_GENERATED = "the run generates nothing to learn from"
 
-# -- what roll-outs are made with
+# -- what rollouts are made with
 
 
 def _online(session: Session) -> Online:
@@ -139,7 +139,7 @@ def turns_are_joined_as_the_template_joins_them(session: Session) -> Finding:
     if world is None:
         return skipped("no environment answers: a path has one turn")
     assert isinstance(session.train, PromptSet)
-    rows = [row for row in session.train.asked[:8] if row.references]
+    rows = [row for row in session.train.prompt_rows[:8] if row.references]
     turns = [(row.place, row.references[0].strip()) for row in rows]
     turns = turns or [("a stand-in", "an answer, and more of it")]
     rewritten, reply = [], {"role": "user", "content": "Go on."}
@@ -163,8 +163,6 @@ def turns_are_joined_as_the_template_joins_them(session: Session) -> Finding:
 
 # -- rewards
 
-REWARD_ROWS = 16
-"""Rows looked at: a reward may take its time, and is asked some four times a row."""
 TOTAL = "the total"
 
 
@@ -179,7 +177,7 @@ class Marks(NamedTuple):
     """Whether it is a bug that it gives no number at all."""
     right: list[tuple[PromptRow, float]]
     others: list[float]
-    """Of the answers of another row."""
+    """The same for the answers of another row."""
     empty: list[float]
     errors: list[str]
 
@@ -194,7 +192,7 @@ class Graded(NamedTuple):
     row: PromptRow
     right: list[Verdict]
     others: list[Verdict]
-    """Of the answers of another row."""
+    """The same for the answers of another row."""
     empty: Verdict
 
 
@@ -223,7 +221,7 @@ def rewards_know_right_answers(session: Session) -> Finding:
         panel, train = roller(session).panel, session.train
         assert panel is not None and isinstance(train, PromptSet)
         max_errors = _online(session).guard.config.max_errors
-        findings.append(judge_rewards(panel, train.asked, max_errors, "", num_tokens))
+        findings.append(judge_rewards(panel, train.prompt_rows, max_errors, "", num_tokens))
     if evaluated.rewards:
         answering = _answering(session)
         assert answering.panel is not None
@@ -262,7 +260,8 @@ def judge_rewards(
     ``key``: the table of the configuration that has ``rewards``; "" is the run itself, in which the total counts.
     ``num_tokens``: how many tokens an answer has.
     """
-    rows = [row for row in rows if row.references][:REWARD_ROWS]
+    # a reward may take its time, and is asked some four times a row
+    rows = [row for row in rows if row.references][:16]
     if not rows:
         return skipped("no row has a reference answer")
     answers, counts = [], []
@@ -398,11 +397,7 @@ def _reward_fault(marks: Marks, num_rows: int, max_errors: float, setting: str) 
     )
 
 
-# -- a small roll-out
-
-PROMPTS, COMPLETIONS, TOKENS = 2, 3, 8
-UNLIKELY = -14.0
-"""log-probability (one in a million) below which equal completions are not by chance."""
+# -- a small rollout
 
 
 @once
@@ -414,12 +409,12 @@ def _small_rollout(session: Session) -> list[Group]:
     skip_if(own.config.engine == "server", "a server is asked by engine.logps, in the full part")
     config = replace(
         own.config,
-        n=max(2, min(own.config.n, COMPLETIONS)),
-        max_new_tokens=min(own.config.max_new_tokens, TOKENS),
+        n=max(2, min(own.config.n, 3)),
+        max_new_tokens=min(own.config.max_new_tokens, 8),
         dynamic_sampling_rounds=0,
     )
     small = replace(own, config=config, panel=None, is_judged=False, needs_one=False)
-    return list(small.roll(0, range(min(PROMPTS, len(own.prompts)))).groups)
+    return list(small.roll(0, range(min(2, len(own.prompts)))).groups)
 
 
 @check(
@@ -429,7 +424,7 @@ def _small_rollout(session: Session) -> list[Group]:
 def each_group_answers_one_prompt(session: Session) -> Finding:
     """Does each group have the answers to one prompt, each drawn by itself and compared with the others?
 
-    A small roll-out, group by group, and the advantages it would have if the first answer of each group were the good
+    A small rollout, group by group, and the advantages it would have if the first answer of each group were the good
     one. That all answers to a prompt are the same has a probability, that of the engine's own draws: it tells a stream
     that is used twice from a model that is sure.
     """
@@ -464,7 +459,7 @@ def each_group_answers_one_prompt(session: Session) -> Finding:
                 same.append(f"{name} is another completion of it once more")
     counts = Counter(group.row.id for group in groups)
     wrong += [f"{name} has two groups" for name, times in counts.items() if times > 1][:1]
-    if chance < UNLIKELY:
+    if chance < -14.0:  # one in a million: not by chance
         wrong += same
     wrong = wrong or _wrong_advantages(session, groups)
     if wrong:
@@ -580,7 +575,7 @@ class Sampled(NamedTuple):
 
 @once
 def sampled(session: Session) -> Sampled:
-    """The answers to the run's first prompts, of the engine that roll-outs use, or else evaluations. A check that needs
+    """The answers to the run's first prompts, of the engine that rollouts use, or else evaluations. A check that needs
     them is skipped where there are none.
 
     A run that generates is asked at its own temperature, with its own ends; a server is sent the weights before.
@@ -616,7 +611,7 @@ def sampled(session: Session) -> Sampled:
 
 
 def _sampling(session: Session) -> Sampling:
-    """Every token can be drawn: from the model's own distribution, or as the run's roll-outs are."""
+    """Every token can be drawn: from the model's own distribution, or as the run's rollouts are."""
     drawn = session.run.sampling(session.run.seed)
     return replace(drawn, n=min(2, drawn.n), max_new_tokens=min(NEW_TOKENS, drawn.max_new_tokens))
 
@@ -624,7 +619,7 @@ def _sampling(session: Session) -> Sampling:
 def _trainer_logps(
     session: Session, prompts: Sequence[Prompt], answers: Sequence[Completion]
 ) -> list[tuple[Sample, FloatArray]]:
-    """Prompts with their answers as ids, and the trainer's log-probs of the answers' tokens."""
+    """Prompts with their answers as ids, and the trainer's logprobs of the answers' tokens."""
     prompt_of = {prompt.id: prompt for prompt in prompts}
     paths = []
     for completion in answers:
@@ -651,9 +646,9 @@ def _engine_limit(session: Session, engine: LocalEngine | ServerEngine) -> float
     after=["attention.shared", "loss.dtype", "loss.tied", "loss.adapter_start"],
 )
 def engine_and_trainer_agree(session: Session) -> Finding:
-    """Do engine and trainer agree on the log-probs of what is sampled?
+    """Do engine and trainer agree on the logprobs of what is sampled?
 
-    The engine's log-probs of the tokens it drew, against the scorer on prompt and completion, token in, token out. The
+    The engine's logprobs of the tokens it drew, against the scorer on prompt and completion, token in, token out. The
     mean over all tokens is compared, which rounding hardly moves. A ratio of the two is a part of every gradient of a
     method that learns from its own completions; for others it shows that what is evaluated is what trains.
     """
@@ -662,7 +657,7 @@ def engine_and_trainer_agree(session: Session) -> Finding:
     if refused:
         return failed(
             f"the engine fails on {len(refused)} of {len(answers)} completions",
-            evidence=[f"{one.prompt_id}: {one.error or 'no log-probs'}" for one in refused[:SHOWN]],
+            evidence=[f"{one.prompt_id}: {one.error or 'no logprobs'}" for one in refused[:SHOWN]],
             remedy="see what the engine, or the server's log, says of it",
         )
     gaps = []
@@ -692,7 +687,7 @@ def engine_and_trainer_agree(session: Session) -> Finding:
                 "stop_check.prompts=0, or engine=server elsewhere, and please report this"
             )
         return failed(
-            f"the engine's log-probs are {mean:.3g} nats a token off those of the trainer (at most {limit:g} is "
+            f"the engine's logprobs are {mean:.3g} nats a token off those of the trainer (at most {limit:g} is "
             "rounding)",
             measured=(mean, "nats a token"),
             evidence=[f"{where}: engine and trainer differ by {worst:.3g}"],
@@ -737,13 +732,10 @@ def the_same_seed_gives_the_same_completions(session: Session) -> Finding:
     names = {prompt.id for prompt in half}
     lines = changed([one for one in answers if one.prompt_id in names], fewer)
     if len(lines) > 1:
-        return fault(lines, len(fewer), "asked beside fewer others")
-    return passed("the same when asked again, and beside fewer others", len(answers), "completions")
+        return fault(lines, len(fewer), "asked with fewer others")
+    return passed("the same when asked again, and with fewer others", len(answers), "completions")
 
 
-MOVES = (0.1, 0.5, 2.0)
-"""Standard deviations of the move, in those of a tensor; if all its values are alike (a new adapter's), in SPREAD."""
-SPREAD = 0.1
 SEEN = 10.0
 """A difference of so many times rounding is seen."""
 
@@ -752,7 +744,7 @@ SEEN = 10.0
 def the_engine_draws_from_updated_weights(session: Session) -> Finding:
     """After an update, does the engine draw from the new weights?
 
-    All that trains is moved far, as no step would, and the engine is told. What it then draws is scored twice: by the
+    All that trains is moved far, as no step would, and the engine updated. What it then draws is scored twice: by the
     moved weights, with which it has to agree, and by those put back. An engine with weights of its own, or adapters
     that it never gets, agrees with the latter. The move grows until the two can be told from each other.
     """
@@ -760,7 +752,7 @@ def the_engine_draws_from_updated_weights(session: Session) -> Finding:
     engine, prompts, _ = sampled(session)
     limit = _engine_limit(session, engine)
     try:
-        for move in MOVES:
+        for move in (0.1, 0.5, 2.0):  # of a tensor's spread, or of 0.1 if all its values are alike
             generator = torch.Generator().manual_seed(session.run.seed)
             with weights_put_back(session) as copies:
                 shard_weights(session)
@@ -769,7 +761,7 @@ def the_engine_draws_from_updated_weights(session: Session) -> Finding:
                         part = local(parameter)
                         spread = float(part.float().std()) if part.numel() > 1 else 0.0
                         noise = torch.randn(part.shape, generator=generator)
-                        noise *= move * (spread or SPREAD)
+                        noise *= move * (spread or 0.1)
                         part.add_(noise.to(part.device, part.dtype))
                 engine.update(1)
                 answers = engine.generate(prompts, _sampling(session))
@@ -792,7 +784,7 @@ def the_engine_draws_from_updated_weights(session: Session) -> Finding:
             f"after an update the engine is {off_new:.3g} nats a token off the new weights, {off_old:.3g} off the old",
             measured=(off_new, "nats a token"),
             evidence=[f"at most {limit:g} is rounding; weights moved by {move:g} of their spread"],
-            remedy="roll-outs would be of weights that never change; set rollout.engine=local, or look at what the "
+            remedy="rollouts would be of weights that never change; set rollout.engine=local, or look at what the "
             "server was sent, and please report this",
         )
     skip_if(off_old <= SEEN * limit, "no update makes a difference that is more than rounding")

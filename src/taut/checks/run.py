@@ -1,4 +1,4 @@
-"""The run: whether what was asked is in force on what was built, its steps, its output directory, the saved model."""
+"""The run: whether the settings are applied to what was built, its steps, its output directory, the saved model."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from taut.train.run_dir import CHECKPOINTS, WRITTEN, complete, require_usable
 from taut.types import Tree
 from taut.vision.processors import open_processor
 
-# -- what was asked and what is in force
+# -- settings
 
 
 class Setting(NamedTuple):
-    """A key, what was asked and what is found, in words: in force if both are the same."""
+    """A key, what was asked and what is found, in words: applied if both are the same."""
 
     key: str
     asked: str
@@ -70,16 +70,16 @@ FROZEN_DECISION = "frozen"
 
 @check("run.in_force", after=["loss.reached"])
 def what_was_asked_is_in_force(session: Session) -> Finding:
-    """Is everything the run asks for in force on what was built?
+    """Are all settings of the run applied to what was built?
 
     Modules, parameters, optimizer and trainer are looked at, and no log or configuration of the library's if the thing
-    itself can be looked at. What was set aside with a recorded decision is in force as decided, and is noted.
+    itself can be looked at. What was set aside with a recorded decision is applied as decided, and is noted.
     """
     settings = [*_computation(session), *_trained(session), *_adapters(session)]
     wrong = [setting for setting in settings if setting.found != setting.asked]
     if wrong:
         return failed(
-            f"{wrong[0].key} is not in force",
+            f"{wrong[0].key} is not applied",
             measured=(len(wrong), f"of {len(settings)} settings"),
             evidence=[str(setting) for setting in wrong[:6]],
             remedy="the run would not be the one asked for; remove the setting, and please report this",
@@ -245,15 +245,9 @@ def _asked_of_adapters(session: Session) -> dict[str, Any]:
     """What the run asks for, or the settings of the adapter that it continues."""
     config = session.run.lora
     if config.adapter is None:
-        return {
-            "rank": config.rank,
-            "alpha": float(2 * config.rank if config.alpha is None else config.alpha),
-            "rslora": config.rslora,
-            "dora": config.dora,
-            "dropout": config.dropout,
-            "targets": config.targets,
-            "modules_to_save": config.modules_to_save,
-        }
+        alpha = float(2 * config.rank if config.alpha is None else config.alpha)
+        names = ("rank", "rslora", "dora", "dropout", "targets", "modules_to_save")
+        return {"alpha": alpha, **{name: getattr(config, name) for name in names}}
     saved = read_json(home_path(config.adapter) / "adapter_config.json")
     return {
         "rank": saved["r"],
@@ -439,7 +433,7 @@ def the_saved_model_is_the_one_in_memory(session: Session) -> Finding:
     """Is the model that is saved and loaded again the one in memory, adapters merged?
 
     It is saved as it would be at the end, into a temporary directory, and compared as at the end of each run: every
-    weight bit for bit, log-probs merged and reloaded. The description of how pictures are processed is read again too.
+    weight bit for bit, logprobs merged and reloaded. The description of how pictures are processed is read again too.
     Adapters begin as nothing at all, so that a merge that loses them would not show: they are moved meanwhile, then put
     back.
     """

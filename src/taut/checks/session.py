@@ -53,16 +53,12 @@ NUM_ROWS = 64
 """Rows that checks of the template look at."""
 PROBE_TOKENS = 64
 """Tokens of each of the two samples that are perturbed."""
-SHORT_TOKENS = 16
-"""Tokens of the sample for checks that need only a few."""
 BATCH_TOKENS = 192
 """Tokens of the samples in a forward and a backward."""
-LIMITS = {torch.float64: 1e-7, torch.float32: 2e-3, torch.bfloat16: 0.5}
-"""Largest rounding difference of a log-prob (nats), by compute dtype, between two ways through the head."""
 EXACT = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
-"""The same between two micro-batches of one shape: a row of a product does not depend on what other rows hold."""
-AFTER_PICTURE = 8
-"""Tokens that are kept after a picture, if there are so many."""
+"""Largest rounding difference of a logprob (nats), by compute dtype, between two micro-batches of one shape: a row of a
+product does not depend on what other rows hold.
+"""
 GENERATED = "what is learned is generated"
 """Why a run that generates is not asked about the answers in its data."""
 
@@ -77,7 +73,7 @@ class Quantity(NamedTuple):
     unit: str
 
 
-LOGPS = Quantity("a log-prob", "log-probs", "nats")
+LOGPS = Quantity("a logprob", "logprobs", "nats")
 SCORES = Quantity("a score", "scores", "points")
 
 
@@ -242,12 +238,6 @@ class Session:
         return Built(run, inputs, models, trainer)
 
     @property
-    def adapted_decisions(self) -> list[Decision]:
-        """Decisions about adapters, rows that train, freezing, packing and sharing."""
-        before = {decision.name for decision in (*self.inputs.decisions, *self.loaded.decisions)}
-        return [decision for decision in self.built.decisions if decision.name not in before]
-
-    @property
     def trainer(self) -> Trainer:
         return self.built.trainer
 
@@ -290,11 +280,6 @@ class Session:
     def dtype(self) -> torch.dtype:
         """The compute dtype."""
         return self.loaded.dtype.dtype
-
-    @property
-    def limit(self) -> float:
-        """Largest difference of a log-prob (nats) that is rounding."""
-        return LIMITS[self.dtype]
 
     @property
     def tolerance(self) -> float:
@@ -343,7 +328,7 @@ class Session:
     @property
     def short_sample(self) -> Sample:
         """The first tokens of the pair's first sample."""
-        return beginning(self.pair[0], SHORT_TOKENS)
+        return beginning(self.pair[0], 16)
 
     @property
     def _rows(self) -> Rows:
@@ -387,7 +372,7 @@ class Session:
     def numbers(
         self, samples: Sequence[Sample], policy: PackPolicy = ALONE, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        """Sample id -> the log-probs of its targets (a reward model: its scores where it is read), from one packed
+        """Sample id -> the logprobs of its targets (a reward model: its scores where it is read), from one packed
         forward, without gradient and without noise.
         """
         packed = pack(list(samples), policy)
@@ -462,7 +447,7 @@ def beginning(sample: Sample, most: int) -> Sample:
     start, stop = 0, max(2, most)
     if sample.media:
         start = max(0, sample.media[0].start - stop // 2)
-        stop = max(start + stop, sample.media[0].stop + AFTER_PICTURE)
+        stop = max(start + stop, sample.media[0].stop + 8)
     ids_T, media = cut_out(sample, start, stop)
     if ids_T.size == 1:
         ids_T = np.repeat(ids_T, 2)

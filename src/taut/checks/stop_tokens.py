@@ -13,7 +13,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from taut.attention.layout import Layout
 from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import GENERATED, Session
 from taut.data.chat_template import Ids, Text, common_length
@@ -25,10 +24,11 @@ from taut.errors import ModelError, TautError
 from taut.evals.stopping import StopCheckConfig, StopPrompt, prepare
 from taut.inference.engine import Sampling
 from taut.io.temporary import TemporaryFolder
+from taut.methods.inputs import engine_of
 from taut.models.load import load_tokenizer, quiet_library
 from taut.models.save import generation_to_save
 from taut.models.tokens import require_trained, untrained_rows
-from taut.run.setup import engine_of, rows_to_train
+from taut.run.setup import rows_to_train
 
 SHOWN = 3
 NO_GENERATION = "a reward model generates nothing"
@@ -88,11 +88,6 @@ def the_end_of_answers_is_a_target(session: Session) -> Finding:
     return passed(says, number, unit, [f"{len(report.cut):,} were cut before their end"])
 
 
-PROMPTS = 16
-CHARACTERS = 100_000
-"""Of all prompts together, but for the first."""
-
-
 @check("stop.saved", after=["data.rows"])
 def a_server_renders_the_same_tokens(session: Session) -> Finding:
     """Does a server that loads the saved tokenizer and template feed the model the same tokens?
@@ -101,8 +96,8 @@ def a_server_renders_the_same_tokens(session: Session) -> Finding:
     does. The first rows' prompts are rendered with it.
     """
     prompts: list[tuple[Row, Ids]] = []
-    room = CHARACTERS
-    for row in session.rows[:PROMPTS]:
+    room = 100_000  # characters of all prompts together, but for the first
+    for row in session.rows[:16]:
         try:
             ids = _prompt_ids(row, session.renderer)
         except TautError:
@@ -244,9 +239,8 @@ def untrained_turn_ends_train(session: Session) -> Finding:
     return passed(says, len(untrained), "untrained ends", list(untrained.values()))
 
 
-BASELINE_PROMPTS, BASELINE_TOKENS = 8, 32
-LIKELY, UNLIKELY = 0.5, 0.05
-"""Of another end: its mean probability where answers end, and at most inside them and of the stop set's own."""
+UNLIKELY = 0.05
+"""The most that another end may have as mean probability inside answers, and the stop set's own ends where they end."""
 
 
 @check(
@@ -264,12 +258,12 @@ def the_untrained_model_has_no_other_end(session: Session) -> Finding:
     """
     skip_if(session.is_scalar, NO_GENERATION)
     data = session.train if session.eval is None else session.eval
-    config = StopCheckConfig(prompts=BASELINE_PROMPTS, max_new_tokens=BASELINE_TOKENS)
+    config = StopCheckConfig(prompts=8, max_new_tokens=32)
     make_engine = engine_of(session.inputs, session.built.models, session.ranks)
     check = prepare(config, data, session.stops.ids, make_engine, session.trainer, session.run.seed)
     if check.engine is None:
         return skipped(check.obstacle.partition(";")[0])
-    sampling = Sampling(max_new_tokens=BASELINE_TOKENS, seed=session.run.seed)
+    sampling = Sampling(max_new_tokens=config.max_new_tokens, seed=session.run.seed)
     answers = check.engine.generate([one.prompt for one in check.prompts], sampling)
     number = sum(answer.finish_reason == "stop" for answer in answers)
     other = _other_end(session, check.prompts)
@@ -304,13 +298,8 @@ def _other_end(session: Session, asked: Sequence[StopPrompt]) -> tuple[int, floa
         at_N = np.arange(max(1, begin), one.reference.num_tokens)
         weight_N = np.ones(at_N.size)
         packed = pack([replace(one.reference, target_at_N=at_N, weight_N=weight_N)], ALONE)
-        last_T = None if packed.last_T is None else packed.last_T.numpy()
-        layout = Layout(packed.reach_T.numpy(), last_T, session.ranks.device)
-        packed = packed.to(session.ranks.device)
         with session.inference():
-            logits = session.scorer.next_logits(
-                packed.ids_T, packed.position_ids, layout, packed.predictor_N, packed.media
-            ).float()
+            logits = session.scorer.target_logits(packed).float()
         probability_NS = logits.softmax(-1)[:, [*specials, *stops]].cpu()
         at_ends.append(probability_NS[-1])
         inside.append(probability_NS[:-1])
@@ -318,6 +307,6 @@ def _other_end(session: Session, asked: Sequence[StopPrompt]) -> tuple[int, floa
     if not inside_S.numel() or float(end_S[len(specials) :].sum()) > UNLIKELY:
         return None
     best = int(end_S[: len(specials)].argmax())
-    if float(end_S[best]) < LIKELY or float(inside_S[:, best].mean()) > UNLIKELY:
+    if float(end_S[best]) < 0.5 or float(inside_S[:, best].mean()) > UNLIKELY:
         return None
     return specials[best], float(end_S[best])

@@ -24,9 +24,6 @@ from taut.models import architecture
 from taut.types import Picture, Sample
 from taut.vision import tower
 
-SAMPLES = 4
-TOKENS = 768
-"""Of all samples with pictures of different sizes, but for the first."""
 SHOWN = 3
 
 
@@ -46,7 +43,7 @@ def _samples_of_all_sizes(session: Session) -> list[Sample]:
         new_sizes = {(media.stop - media.start, media.grid) for media in sample.media} - sizes
         if not new_sizes:
             continue
-        if chosen and (len(chosen) == SAMPLES or num_tokens([*chosen, sample]) > TOKENS):
+        if chosen and (len(chosen) == 4 or num_tokens([*chosen, sample]) > 768):
             break
         sizes |= new_sizes
         chosen.append(sample)
@@ -175,7 +172,7 @@ class Swap(NamedTuple):
     neighbour: Sample | None
     """None: the model packs nothing."""
     after_picture: tuple[Tensor, Tensor]
-    """Of the sample's targets after its first picture."""
+    """The numbers of the sample's targets after its first picture."""
     of_neighbour: tuple[Tensor, Tensor]
     all_after: Tensor
     """All of the sample with other pictures."""
@@ -208,7 +205,7 @@ def _swaps(session: Session) -> list[Swap]:
 def another_picture_changes_the_answer(session: Session) -> Finding:
     """Does another picture change what the model says after it?
 
-    Log-probs that are equal to the last bit mean that the model answers without having seen the picture. How much they
+    Logprobs that are equal to the last bit mean that the model answers without having seen the picture. How much they
     change says nothing yet: that is what training is for.
     """
     _require_pictures(session)

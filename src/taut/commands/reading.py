@@ -59,8 +59,6 @@ def columns_of(
         settings.ignore_keys,
         prefix="",
         folder=folder_of(source, images.folder, "images.folder"),
-        fps=images.fps,
-        max_frames=images.max_frames,
         images=images,
         apply_chat_template=settings.apply_chat_template,
         **options,

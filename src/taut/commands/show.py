@@ -102,7 +102,7 @@ def _print(run: RunConfig, inputs: Inputs, ranks: Ranks, console: Console) -> No
 def _prompts(data: PromptSet, tokenizer: PreTrainedTokenizerBase) -> Iterator[Text]:
     """The first prompts with their reference answers."""
     marks = Marks("", "", "", "\n")
-    for sample, row in zip(data[:NUM_SAMPLES], data.asked, strict=False):
+    for sample, row in zip(data[:NUM_SAMPLES], data.prompt_rows, strict=False):
         answers = ", ".join(shown(text) for text in row.references) or "no right answer"
         yield Text(f"\n{row.id}: {counted(sample.num_tokens, 'tokens')}; {answers}", "bold")
         prompt_only = replace(sample, target_at_N=np.empty(0, dtype=np.int64), weight_N=np.empty(0))

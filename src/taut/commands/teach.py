@@ -31,7 +31,7 @@ from taut.io.console import counted
 from taut.io.terminal import Terminal
 from taut.methods.method import RunConfig
 from taut.methods.teacher import require_context
-from taut.models.architecture import head
+from taut.models.architecture import head, run_backbone
 from taut.models.attention_backends import select
 from taut.models.load import context_length, load_config, load_model
 from taut.models.precision import compute_context, resolve_dtype
@@ -189,7 +189,7 @@ def _top_logprobs(
         samples = data[group.start : group.stop]
         packed = pack(samples, policy)
         with torch.no_grad(), compute_context(teacher.dtype, teacher.scorer.device):
-            moved, hidden_TD = teacher.scorer.hidden(packed)
+            moved, hidden_TD = run_backbone(teacher.scorer.model, packed)
             hidden_ND = hidden_TD.index_select(0, moved.predictor_N)
             listed = likeliest(hidden_ND, head(teacher.scorer.model), config.top, num_ids)
         ids_Nk, logp_Nk = (tensor.cpu().numpy() for tensor in listed)

@@ -49,14 +49,14 @@ from taut.evals.during import (
 )
 from taut.evals.stopping import StopCheck, Stops, prepare, unasked
 from taut.io import temporary
-from taut.methods.inputs import Inputs, Plan
+from taut.methods.inputs import Inputs, Plan, engine_of
 from taut.methods.method import RunConfig
 from taut.rewards.in_process import require_judgeable
 from taut.run.fingerprint import TOLERANCE, identity_of, moved_servers, require_same
 from taut.run.inputs import load_inputs
 from taut.run.reference_cache import keep_reference
 from taut.run.save import answer_for_best, choose_goldens, save_best, save_model
-from taut.run.setup import Built, build, engine_of
+from taut.run.setup import Built, build
 from taut.train import checkpoint, distributed
 from taut.train.checkpoint import Checkpoints, Memory, Saved
 from taut.train.distributed import Ranks

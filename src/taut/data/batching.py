@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Annotated, NamedTuple, overload
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from taut.config import configclass
-from taut.data.dataset import Dataset
+from taut.data.dataset import Dataset, Samples
 from taut.data.images import uncut, within
 from taut.data.packing import PackPolicy, pack, prefix_order, shared_prefixes
 from taut.data.packing import common_prefix as common_prefix_of
@@ -206,7 +206,13 @@ def prefix_groups(samples: Sequence[Sample], min_tokens: int) -> IntArray:
     while runs:
         start, stop = runs.pop()
         shortest = min(common[start + 1 : stop], default=0)
-        inner = _runs_above(common, start, stop, shortest + min_tokens)
+        # maximal runs of two or more inside it that share min_tokens more
+        inner, at = [], start
+        for index in range(start + 1, stop + 1):
+            if index == stop or common[index] < shortest + min_tokens:
+                if index - at > 1:
+                    inner.append((at, index))
+                at = index
         if inner:
             runs.extend(inner)
         elif shortest >= min_tokens:
@@ -215,17 +221,6 @@ def prefix_groups(samples: Sequence[Sample], min_tokens: int) -> IntArray:
     alone = group_of < 0
     group_of[alone] = np.arange(num_groups, num_groups + int(alone.sum()))
     return group_of
-
-
-def _runs_above(common: list[int], start: int, stop: int, least: int) -> list[tuple[int, int]]:
-    """Maximal runs of two or more neighbours inside [start, stop) that share at least ``least`` tokens."""
-    runs, at = [], start
-    for i in range(start + 1, stop + 1):
-        if i == stop or common[i] < least:
-            if i - at > 1:
-                runs.append((at, i))
-            at = i
-    return runs
 
 
 class CostModel(NamedTuple):
@@ -269,27 +264,23 @@ def assign(trees: Sequence[Tree], budget: Budget) -> list[list[Microbatch]]:
     assert not (atoms and budget.one_sample), "samples that run one at a time cannot be coupled"
     total = sum(piece.cost for piece in atoms) + _piece(pool, budget).cost
     best: list[list[Piece]] = []
+    least = np.inf
     for share in (1.0, 0.5, 0.25) if budget.num_ranks > 1 else (np.inf,):
         pieces = atoms + _pieces(pool, budget, max_cost=share * total / budget.num_ranks)
-        ranks = _balance(pieces, budget.num_ranks)
-        largest, best_largest = (
-            max((sum(piece.cost for piece in rank) for rank in division), default=np.inf)
-            for division in (ranks, best)
-        )
-        if largest < 0.97 * best_largest:
-            best = ranks
+        ranks: list[list[Piece]] = [[] for _ in range(budget.num_ranks)]
+        loads = [0.0] * budget.num_ranks
+        for piece in sorted(pieces, key=lambda piece: -piece.cost):
+            rank = loads.index(min(loads))  # the largest first, to the least loaded rank
+            ranks[rank].append(piece)
+            loads[rank] += piece.cost
+        if max(loads) < 0.97 * least:
+            best, least = ranks, max(loads)
     return [_fill(pieces, budget) for pieces in best]
 
 
 def samples_of(trees: Sequence[Tree]) -> list[Sample]:
     """The samples of trees."""
     return [sample for tree in trees for sample in tree.samples]
-
-
-def imbalance(ranks: Sequence[Sequence[Microbatch]], budget: Budget) -> float:
-    """Largest predicted cost of a rank, divided by the mean."""
-    costs = [sum(_piece(samples_of(trees), budget).cost for trees in rank) for rank in ranks]
-    return max(costs) / (sum(costs) / len(costs))
 
 
 def layouts(trees: Microbatch, policy: PackPolicy, tokens: int) -> list[Packed]:
@@ -344,17 +335,6 @@ def _pieces(pool: Sequence[Sample], budget: Budget, max_cost: float) -> list[Pie
         cut = min(range(1, len(run)), key=lambda i: (shared[run[i]], abs(i - middle)))
         todo += [run[cut:], run[:cut]]
     return done
-
-
-def _balance(pieces: Sequence[Piece], num_ranks: int) -> list[list[Piece]]:
-    """Pieces for each rank: the largest first, to the rank with the least cost so far."""
-    ranks: list[list[Piece]] = [[] for _ in range(num_ranks)]
-    loads = [0.0] * num_ranks
-    for piece in sorted(pieces, key=lambda piece: -piece.cost):
-        rank = loads.index(min(loads))
-        ranks[rank].append(piece)
-        loads[rank] += piece.cost
-    return ranks
 
 
 def _fill(pieces: Sequence[Piece], budget: Budget) -> list[Microbatch]:
@@ -418,12 +398,29 @@ class Rows:
 
     def mismatched(self, indices: Sequence[int], max_length: int) -> list[Tree]:
         """Each sample's prompt with the answer of the sample after it, cut at ``max_length`` tokens: KTO's reference
-        point is taken over these. A sample that comes after itself takes the answer of the next one in the data.
+        point is taken over these. A sample that comes after itself takes the answer of the next one in the data. Every
+        token of the answer is a target, except those of images (of a question inside it).
         """
         trees = []
         for index, following in zip(indices, [*indices[1:], indices[0]], strict=True):
-            other = (index + 1) % len(self.data) if index == following else following
-            trees.append(Tree((_spliced(self.data[index], self.data[other], max_length),)))
+            other_index = (index + 1) % len(self.data) if index == following else following
+            sample, other = self.data[index], self.data[other_index]
+            begin, first = int(sample.target_at_N[0]), int(other.target_at_N[0])
+            longest = first + max(1, max_length - begin)
+            stop = min(other.num_tokens, uncut(other.media, longest))
+            ids_T = np.concatenate([sample.ids_T[:begin], other.ids_T[first:stop]])
+            images = [
+                replace(image, start=image.start + begin, stop=image.stop + begin)
+                for image in within(other.media, first, stop)
+            ]
+            is_target = np.arange(ids_T.size) >= begin
+            for image in images:
+                is_target[image.start : image.stop] = False
+            at_N = np.flatnonzero(is_target)
+            media = (*within(sample.media, 0, begin), *images)
+            name = f"{sample.id} with the answer of {other.id}"
+            spliced = Sample(name, ids_T, at_N, np.ones(at_N.size), media, values=sample.values)
+            trees.append(Tree((spliced,)))
         return trees
 
     def prefix_groups(self, min_tokens: int) -> IntArray:
@@ -447,7 +444,7 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class Good(Sequence[Sample]):
+class Good(Samples):
     """The good answer of each row: of compared answers the best, the first of equals."""
 
     rows: Rows
@@ -455,36 +452,9 @@ class Good(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def sample(self, index: int) -> Sample:
         samples = self.rows.samples(index)
         return max(samples, key=lambda sample: sample.values.get("preference", 0.0))
-
-
-def _spliced(sample: Sample, other: Sample, max_length: int) -> Sample:
-    """The prompt of one sample and the answer of another, each with its images. Every token of the answer is a target,
-    except those of images (of a question inside it).
-    """
-    begin, first = int(sample.target_at_N[0]), int(other.target_at_N[0])
-    longest = first + max(1, max_length - begin)
-    stop = min(other.num_tokens, uncut(other.media, longest))
-    ids_T = np.concatenate([sample.ids_T[:begin], other.ids_T[first:stop]])
-    images = [
-        replace(image, start=image.start + begin, stop=image.stop + begin)
-        for image in within(other.media, first, stop)
-    ]
-    is_target = np.arange(ids_T.size) >= begin
-    for image in images:
-        is_target[image.start : image.stop] = False
-    at_N = np.flatnonzero(is_target)
-    media = (*within(sample.media, 0, begin), *images)
-    name = f"{sample.id} with the answer of {other.id}"
-    return Sample(name, ids_T, at_N, np.ones(at_N.size), media, values=sample.values)
 
 
 # -- sizes of a step

@@ -441,8 +441,21 @@ def require_sound(arrays: Mapping[str, NDArray[Any]]) -> None:
             _require_offsets(arrays, f"{kind}.offsets", f"{kind}.source", None)
             if len(arrays[f"{kind}.stamp"]) != len(arrays[f"{kind}.offsets"]) - 1:
                 raise ValueError(f"{kind}.stamp does not have one entry for each source")
-    if "media.offsets" in arrays:
-        _require_media(arrays, num_samples)
+    if "media.offsets" not in arrays:
+        return
+    _require_offsets(arrays, "media.offsets", "media.at", num_samples)
+    num_pictures = len(arrays["picture.content"])
+    sizes = {name: len(arrays[name]) for name in ("media.grid", "media.picture")}
+    if set(sizes.values()) != {len(arrays["media.at"])}:
+        raise ValueError(f"media.at has {len(arrays['media.at'])} entries; found {sizes}")
+    if {len(arrays["picture.company"]), len(arrays["picture.offsets"]) - 1} != {num_pictures}:
+        raise ValueError(f"picture.content has {num_pictures} entries, other arrays not")
+    numbers, at = arrays["media.picture"], arrays["media.at"]
+    lengths = np.repeat(np.diff(arrays["offsets"]), np.diff(arrays["media.offsets"]))
+    is_picture = (numbers >= 0) & (numbers < num_pictures)
+    is_inside = (at[:, 0] >= 0) & (at[:, 0] < at[:, 1]) & (at[:, 1] <= lengths)
+    if not (is_picture & is_inside).all():
+        raise ValueError("media has a picture that is not there, or a place outside its sample")
 
 
 def _require_offsets(
@@ -472,19 +485,3 @@ def _require_within(
         is_inside = (positions >= first) & (positions < lengths[sample])
         if not (is_inside & (is_ascending | ~is_next)).all():
             raise ValueError(f"{name} has a position outside its sample, or out of order")
-
-
-def _require_media(arrays: Mapping[str, NDArray[Any]], num_samples: int) -> None:
-    _require_offsets(arrays, "media.offsets", "media.at", num_samples)
-    num_pictures = len(arrays["picture.content"])
-    sizes = {name: len(arrays[name]) for name in ("media.grid", "media.picture")}
-    if set(sizes.values()) != {len(arrays["media.at"])}:
-        raise ValueError(f"media.at has {len(arrays['media.at'])} entries; found {sizes}")
-    if {len(arrays["picture.company"]), len(arrays["picture.offsets"]) - 1} != {num_pictures}:
-        raise ValueError(f"picture.content has {num_pictures} entries, other arrays not")
-    numbers, at = arrays["media.picture"], arrays["media.at"]
-    lengths = np.repeat(np.diff(arrays["offsets"]), np.diff(arrays["media.offsets"]))
-    is_picture = (numbers >= 0) & (numbers < num_pictures)
-    is_inside = (at[:, 0] >= 0) & (at[:, 0] < at[:, 1]) & (at[:, 1] <= lengths)
-    if not (is_picture & is_inside).all():
-        raise ValueError("media has a picture that is not there, or a place outside its sample")

@@ -12,14 +12,14 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jinja2
 
@@ -68,6 +68,19 @@ class Text:
     is_rendering: bool
     pictures: tuple[Placed, ...] = field(default=(), compare=False)
     """The images that words in it stand for, in order. They do not change the ids."""
+
+
+class Probe(NamedTuple):
+    """An answer to PROBE's question, as a template writes it."""
+
+    prompt: Text
+    row: Text
+    ids: Ids
+    """The ids of ``row``."""
+    start: int
+    """Start of the answer in ``ids``."""
+    end: int
+    """Position of the token that ends it."""
 
 
 class Template:
@@ -196,8 +209,25 @@ class Template:
             {key: value for key, value in message.items() if value is not None}
             for message in messages
         ]
-        if self._has_own_rendering:
-            return self._write_by_own_code(present, tools, named, is_prompt, switches)
+        from transformers import PreTrainedTokenizerBase as Library
+
+        if type(self.tokenizer).apply_chat_template is not Library.apply_chat_template:
+            # a tokenizer with its own way of rendering: trust_remote_code allows its code to run here
+            try:
+                render: Any = self.tokenizer.apply_chat_template
+                return str(
+                    render(
+                        present,
+                        tools=list(tools) or None,
+                        chat_template=named,
+                        tokenize=False,
+                        add_generation_prompt=is_prompt,
+                        **switches,
+                    )
+                )
+            except CODE_FAILURES as error:
+                reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+                raise processes.FunctionFailed(reason) from None
         variables = {**self.tokenizer.special_tokens_map, **switches}
         try:
             text: str = processes.call(
@@ -214,37 +244,6 @@ class Template:
                 f"give another template with {self.key}=FILE"
             ) from None
         return text
-
-    @cached_property
-    def _has_own_rendering(self) -> bool:
-        """Whether the tokenizer's class, which may come with the model, has its own way of rendering."""
-        from transformers import PreTrainedTokenizerBase as Library
-
-        return type(self.tokenizer).apply_chat_template is not Library.apply_chat_template
-
-    def _write_by_own_code(
-        self,
-        messages: list[Message],
-        tools: Sequence[Tool],
-        template: str | None,
-        is_prompt: bool,
-        switches: Mapping[str, Any],
-    ) -> str:
-        """``write`` for a tokenizer with its own way of rendering. trust_remote_code allows its code to run here."""
-        try:
-            text = self.tokenizer.apply_chat_template(
-                messages,
-                tools=list(tools) or None,
-                chat_template=template,
-                tokenize=False,
-                add_generation_prompt=is_prompt,
-                **switches,
-            )
-        except CODE_FAILURES as error:
-            raise processes.FunctionFailed(
-                (str(error).splitlines() or [""])[0] or type(error).__name__
-            ) from None
-        return str(text)
 
     @property
     def _source(self) -> str:
@@ -338,6 +337,18 @@ class Template:
                 f"expected {self.quoted(self.stop_ids)}; correct it or give one with {self.key}=FILE"
             )
         return end
+
+    def probe(self, answer: Message, tools: Sequence[Tool]) -> Probe | None:
+        """``answer`` to PROBE's question; None where the template does not take it."""
+        try:
+            prompt = self.apply(PROBE[:1], tools, "the probe", is_prompt=True)
+            row = self.apply((*PROBE[:1], answer), tools, "the probe")
+            ids_of = self.encode([prompt, row])
+            start = common_length(ids_of[prompt], ids_of[row])
+            end = self.end_of_turn(ids_of[row], start, "the probe")
+        except RenderError:
+            return None
+        return Probe(prompt, row, ids_of[row], start, end)
 
     def _last_end(self, ids: Ids, start: int, ends: set[int]) -> int | None:
         """The position of the last of ``ends`` from ``start`` on, if only white space follows it."""

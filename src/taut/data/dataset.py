@@ -27,7 +27,7 @@ from pydantic import Field
 from taut.config import configclass, user_path
 from taut.data import cache
 from taut.data.images import in_batches
-from taut.data.messages import Conversation, Row, RowForm, form_of, images_of
+from taut.data.messages import FORM_OF, Conversation, Row, RowForm, images_of
 from taut.data.render import (
     Incident,
     Limits,
@@ -117,8 +117,6 @@ def sources(config: DataConfig, split: Split, kind: Kind = "sft") -> list[tuple[
                 kind=kind,
                 step_separator=config.step_separator,
                 folder=folder_of(source, config.images.folder, "data.images.folder"),
-                fps=config.images.fps,
-                max_frames=config.images.max_frames,
                 images=config.images,
                 apply_chat_template=bool(config.apply_chat_template),
             ),
@@ -247,7 +245,7 @@ def tokenise(opened: Opened, columns: Columns, limits: Limits, renderer: Rendere
                 builder.is_fleeting = True
                 continue
             assert row is not None, "a row without an error was read"
-            builder.forms[form_of(best_row(row))] += 1
+            builder.forms[FORM_OF[type(best_row(row))]] += 1
             builder.add(number, place, attempt.samples)
             builder.incidents += [
                 replace(incident, place=f"{number}{incident.place[len(place) :]}")
@@ -364,7 +362,24 @@ class SourcePart:
         return f"{self.path}:{line}#{part}" if part else f"{self.path}:{line}"
 
 
-class Dataset(Sequence[Sample]):
+class Samples(Sequence[Sample]):
+    """Samples by index or slice; a subclass has ``__len__`` and ``sample``."""
+
+    def sample(self, index: int) -> Sample:
+        """The sample number ``index``, counted from the end if below 0. Raises IndexError beyond the last."""
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return [self.sample(i) for i in range(*index.indices(len(self)))]
+        return self.sample(index)
+
+
+class Dataset(Samples):
     """Samples by index, in the order of sources and rows."""
 
     def __init__(
@@ -393,13 +408,7 @@ class Dataset(Sequence[Sample]):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def sample(self, index: int) -> Sample:
         part, offset = self._locate(index)
         return part.sample(offset)
 
@@ -507,17 +516,22 @@ def load_dataset(
         )
         times_seen[source.path] += 1
         times = times_seen[source.path]
-        part = SourcePart(
-            source.path if times == 1 else f"{source.path}({times})",
-            source.weight,
-            key,
-            entry,
-            opened.path,
-            opened.stamps,
-            renderer.image_store,
-        )
-        _require_used(part, split, kind)
-        parts.append(part)
+        label, weight = source.path if times == 1 else f"{source.path}({times})", source.weight
+        if split == "eval" and weight != 1:
+            raise ConfigError(
+                f"data.eval: {label} has weight {weight:g}; expected none: held-out samples count once each; remove "
+                "the weight"
+            )
+        is_compared = kind == "preference"
+        count = len(entry.row_offsets()) - 1 if is_compared else len(entry.arrays["line"])
+        if round(weight * count) == 0:
+            nouns = "rows" if is_compared else "samples"
+            raise ConfigError(
+                f"data.train: weight {weight:g} gives none of the {count} {nouns} of {label} to an epoch; expected at "
+                "least one; raise the weight, or leave the source out"
+            )
+        stamps, image_store = opened.stamps, renderer.image_store
+        parts.append(SourcePart(label, weight, key, entry, opened.path, stamps, image_store))
     return Dataset(parts, decisions, is_cached)
 
 
@@ -539,30 +553,14 @@ def _require_fitting(config: DataConfig, kind: Kind) -> None:
         )
 
 
-def _require_used(part: SourcePart, split: str, kind: Kind) -> None:
-    """Refuse a weight of held-out data, and one that leaves a source out."""
-    is_compared = kind == "preference"
-    count = len(part.entry.row_offsets()) - 1 if is_compared else len(part.entry.arrays["line"])
-    if split == "eval" and part.weight != 1:
-        raise ConfigError(
-            f"data.eval: {part.path} has weight {part.weight:g}; expected none: held-out samples count "
-            "once each; remove the weight"
-        )
-    if round(part.weight * count) == 0:
-        nouns = "rows" if is_compared else "samples"
-        raise ConfigError(
-            f"data.train: weight {part.weight:g} gives none of the {count} {nouns} of {part.path} "
-            "to an epoch; expected at least one; raise the weight, or leave the source out"
-        )
-
-
 def _key(
     opened: Opened, columns: Columns, limits: Limits, identity: str, *, has_images: bool
 ) -> str:
     """The hash of everything that a source's samples depend on."""
     parts = [CACHE_VERSION, opened.digest, identity, repr(columns), repr(limits)]
     if has_images:
-        parts += [columns.folder, str(Path.cwd())]
+        frames = columns.images.fps, columns.images.max_frames
+        parts += [*frames, columns.folder, str(Path.cwd())]
     if columns.apply_chat_template:
         parts.append("apply_chat_template")
     if columns.kind != "sft":

@@ -148,20 +148,17 @@ def find_flips(pairs: Sequence[PairIds], seed: int = 0) -> Flips:
     if fit.high - fit.low > WIDEST:
         reason = f"the rate may be anything from {fit.low:.0%} to {fit.high:.0%}"
         return Flips(num, accuracy, None, fit.low, fit.high, reason=reason)
-    suspects = _suspects(pairs, margin, fit) if fit.low > 0 else ()
-    return Flips(num, accuracy, fit.rate, fit.low, fit.high, suspects)
-
-
-def _suspects(pairs: Sequence[PairIds], margin: FloatArray, fit: _Lapse) -> tuple[Suspect, ...]:
+    if fit.low <= 0:
+        return Flips(num, accuracy, fit.rate, fit.low, fit.high)
     right = _sigmoid(fit.slope * margin)
     flipped = fit.low * (1 - right)
     confidence = flipped / (flipped + (1 - fit.low) * right)
-    order = np.argsort(-confidence, kind="stable")
-    return tuple(
+    suspects = tuple(
         Suspect(pairs[at].place, float(confidence[at]))
-        for at in order.tolist()
+        for at in np.argsort(-confidence, kind="stable").tolist()
         if confidence[at] >= CONFIDENT
     )
+    return Flips(num, accuracy, fit.rate, fit.low, fit.high, suspects)
 
 
 def _unseen_margins(pairs: Sequence[PairIds], seed: int) -> FloatArray:
@@ -358,7 +355,9 @@ def examine_pairs(pairs: Sequence[PairIds], seed: int = 0) -> PairReport:
     distinct: list[int] = []
     differences: list[int] = []
     for index, pair in enumerate(pairs):
-        prompt, chosen, rejected = (_digest(ids) for ids in pair[1:])
+        prompt, chosen, rejected = (
+            blake2b(ids.tobytes(), digest_size=16).digest() for ids in pair[1:]
+        )
         if chosen == rejected:
             identical.append(pair.place)
             continue
@@ -390,7 +389,3 @@ def _lengths(difference: IntArray) -> Lengths:
     mean = float(difference.mean())
     spread = float(np.sqrt(np.square(difference, dtype=np.float64).mean()))
     return Lengths(longer, shorter, mean, mean / spread)
-
-
-def _digest(ids: IntArray) -> bytes:
-    return blake2b(ids.tobytes(), digest_size=16).digest()

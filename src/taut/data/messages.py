@@ -33,7 +33,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -92,11 +92,11 @@ RowForm: TypeAlias = Literal["conversation", "completion", "document"]
 """Whether a row goes through the chat template (a conversation) or is plain text."""
 
 
-def form_of(row: Row) -> RowForm:
-    """Which of the three a row is."""
-    if isinstance(row, Conversation):
-        return "conversation"
-    return "completion" if isinstance(row, Completion) else "document"
+FORM_OF: dict[type[Row], RowForm] = {
+    Conversation: "conversation",
+    Completion: "completion",
+    Document: "document",
+}
 
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -132,14 +132,10 @@ class MediaOptions(NamedTuple):
 
     folder: str = ""
     """Folder that relative paths are tried in first, before the working directory."""
-    fps: float = 2.0
-    """Frames taken per second of a video file."""
-    max_frames: int = 64
-    """Largest number of frames of a video; of a longer file so many are taken, evenly spread."""
     prefix: str = "data."
     """Prefix of the settings in the configuration, for messages."""
     images: ImagesConfig = ImagesConfig()
-    """Limits of videos, and of images in memory."""
+    """Frames of videos, and the limits of videos and of images in memory."""
 
 
 DEFAULT_MEDIA = MediaOptions()
@@ -193,7 +189,26 @@ def _read_message(
         hint = did_you_mean(role, ROLES) if isinstance(role, str) else ""
         value = shown(role) if "role" in item else "missing"
         raise DataError(f"{where}.role is {value}; expected system, user, assistant or tool{hint}")
-    _check_keys(item, role, where)
+    for key in item:
+        if key in MEDIA:
+            raise DataError(
+                f"{where} has {key}; expected pictures as parts of its content, or in a column of the "
+                "row; sound is not supported"
+            )
+        if key in ("weight", "loss_weight", "loss", "mask"):
+            raise DataError(
+                f"{where} has {key!r}; expected train; write train: false for a turn not to be learned"
+            )
+        if key not in MESSAGE_KEYS:
+            hint = did_you_mean(key, MESSAGE_KEYS) or "; remove it, or name it in data.ignore_keys"
+            raise DataError(
+                f"{where} has the unknown key {shown(key)}; expected role, content, train{hint}"
+            )
+        if key not in KEYS_OF_ROLE[role] and key not in ("role", "content", "train"):
+            owner = next(name for name in ROLES if key in KEYS_OF_ROLE[name])
+            raise DataError(
+                f"{where} has {key} on a {role} message; expected it on {owner} messages only"
+            )
     content = read_content(item.get("content"), where, role, media, ignore)
     message: Message = {"role": role, "content": content}
     for key in sorted(KEYS_OF_ROLE[role] & item.keys()):
@@ -222,29 +237,6 @@ def _read_message(
             f"{where}.train is true on a {role} message; expected it on assistant messages only"
         )
     return message, train
-
-
-def _check_keys(item: Message, role: str, where: str) -> None:
-    for key in item:
-        if key in MEDIA:
-            raise DataError(
-                f"{where} has {key}; expected pictures as parts of its content, or in a column of the "
-                "row; sound is not supported"
-            )
-        if key in ("weight", "loss_weight", "loss", "mask"):
-            raise DataError(
-                f"{where} has {key!r}; expected train; write train: false for a turn not to be learned"
-            )
-        if key not in MESSAGE_KEYS:
-            hint = did_you_mean(key, MESSAGE_KEYS) or "; remove it, or name it in data.ignore_keys"
-            raise DataError(
-                f"{where} has the unknown key {shown(key)}; expected role, content, train{hint}"
-            )
-        if key not in KEYS_OF_ROLE[role] and key not in ("role", "content", "train"):
-            owner = next(name for name in ROLES if key in KEYS_OF_ROLE[name])
-            raise DataError(
-                f"{where} has {key} on a {role} message; expected it on {owner} messages only"
-            )
 
 
 def read_tools(value: object, place: str) -> tuple[Tool, ...]:
@@ -339,23 +331,6 @@ def read_number(value: object, where: str) -> float:
     if not abs(number) <= sys.float_info.max:
         raise DataError(f"{where} is {shown(value)}; expected a finite number")
     return float(number)
-
-
-def read_label(value: object, where: str) -> float:
-    """True or false, or their text as CSV files have it."""
-    texts = {"true": True, "false": False}
-    label = texts.get(value.strip().lower()) if isinstance(value, str) else value
-    if not isinstance(label, bool):
-        raise DataError(f"{where} is {shown(value)}; expected true (a good answer) or false")
-    return float(label)
-
-
-def read_fraction(value: object, where: str) -> float:
-    """True, false, or a number from 0 to 1."""
-    number = float(value) if isinstance(value, bool) else read_number(value, where)
-    if not 0 <= number <= 1:
-        raise DataError(f"{where} is {shown(value)}; expected true, false or a number from 0 to 1")
-    return number
 
 
 # -- content with images
@@ -500,34 +475,31 @@ def _read_value(value: object, where: str, media: MediaOptions) -> ImageRef:
             ) from None
     if isinstance(value, bytes | bytearray):
         return _encoded_image(bytes(value), where)
-    if isinstance(value, str | Path) and str(value):
-        return _read_address(str(value), where, media)
-    raise DataError(
-        f"{where} is {shown(value)}; expected a picture: a path, an address, a data URL, bytes or a PIL picture"
-    )
-
-
-def _read_address(value: str, where: str, media: MediaOptions) -> ImageRef:
-    if value[:8].lower().startswith(("http://", "https://")):
-        return ImageRef("url", value)
-    if value.startswith("data:"):
-        if not value.partition(",")[0].endswith(";base64"):
-            raise PictureError(f"{where} is the data URL {shown(value)}; expected one in base64")
-        return _decode_base64(value, where)
-    if value.startswith("file:"):
-        value = unquote(re.sub(r"^file:(//(localhost(?=/))?)?", "", value))
-    elif re.match(r"\w+://", value):
+    if not isinstance(value, str | Path) or not str(value):
+        raise DataError(
+            f"{where} is {shown(value)}; expected a picture: a path, an address, a data URL, bytes or a PIL picture"
+        )
+    address = str(value)
+    if address[:8].lower().startswith(("http://", "https://")):
+        return ImageRef("url", address)
+    if address.startswith("data:"):
+        if not address.partition(",")[0].endswith(";base64"):
+            raise PictureError(f"{where} is the data URL {shown(address)}; expected one in base64")
+        return _decode_base64(address, where)
+    if address.startswith("file:"):
+        address = unquote(re.sub(r"^file:(//(localhost(?=/))?)?", "", address))
+    elif re.match(r"\w+://", address):
         raise PictureError(
-            f"{where} is at {ImageRef('url', value).name}; expected a path, or an address of http or https; fetch it "
+            f"{where} is at {ImageRef('url', address).name}; expected a path, or an address of http or https; fetch it "
             "first"
         )
     try:
-        path = home_path(value)
+        path = home_path(address)
         is_elsewhere = not (media.folder / path).exists() and path.exists()
     except (OSError, ValueError, RuntimeError):  # too long, with a zero byte, or of an unknown user
         raise PictureError(
-            f"{where} is {shown(value)}, which can be no path; expected a path, an address or a data URL; base64 alone "
-            'goes under its own key: {"type": "image", "base64": ...}'
+            f"{where} is {shown(address)}, which can be no path; expected a path, an address or a data URL; base64 "
+            'alone goes under its own key: {"type": "image", "base64": ...}'
         ) from None
     return ImageRef("file", str(path if is_elsewhere else media.folder / path))
 
@@ -558,29 +530,24 @@ def _read_video(part: Mapping[str, Any], where: str, media: MediaOptions) -> Seq
         part = {**{key: value for key, value in part.items() if key != "video"}, **inner}
     times = {key: part[key] for key in TIMES if part.get(key) is not None}
     rest = {key: value for key, value in part.items() if key not in TIMES}
-    frames = rest.get("video")
-    if isinstance(frames, list | tuple):
-        _read_object({**rest, "video": b" "}, where, media)  # refuses other keys
-        return _read_frames(frames, times, where, media)
-    if "timestamps" in times:
-        raise DataError(
-            f"{where} has timestamps next to a file; expected them next to a list of frames; remove them"
-        )
-    fps = _read_seconds(times.get("fps", media.fps), f"{where}.fps", least=1e-3)
-    file = _read_object(rest, where, media)
-    try:
-        return frames_of(file, fps, media.max_frames, where, media.images)
-    except PictureError as error:
-        raise PictureError(str(error).replace("data.images.", f"{media.prefix}images.")) from None
-
-
-def _read_frames(
-    values: Sequence[Any], times: Mapping[str, Any], where: str, media: MediaOptions
-) -> list[Frame]:
+    values = rest.get("video")
+    if not isinstance(values, list | tuple):
+        if "timestamps" in times:
+            raise DataError(
+                f"{where} has timestamps next to a file; expected them next to a list of frames; remove them"
+            )
+        fps = _read_seconds(times.get("fps", media.images.fps), f"{where}.fps", least=1e-3)
+        file = _read_object(rest, where, media)
+        try:
+            return frames_of(file, fps, media.images.max_frames, where, media.images)
+        except PictureError as error:
+            reason = str(error).replace("data.images.", f"{media.prefix}images.")
+            raise PictureError(reason) from None
+    _read_object({**rest, "video": b" "}, where, media)  # refuses other keys
     num = len(values)
-    if not 0 < num <= media.max_frames:
+    if not 0 < num <= media.images.max_frames:
         raise DataError(
-            f"{where} has {num} frames; expected 1 to {media.max_frames}; give fewer, or raise "
+            f"{where} has {num} frames; expected 1 to {media.images.max_frames}; give fewer, or raise "
             f"{media.prefix}images.max_frames"
         )
     if len(times) != 1:
@@ -615,20 +582,6 @@ def _read_seconds(value: object, where: str, least: float) -> float:
 # -- images in columns of the row
 
 
-def drop_ignored_media(
-    named: dict[str, Any], place: str, ignored: Collection[str], prefix: str
-) -> dict[str, Any]:
-    """The row without the ignored columns of images. Audio is refused."""
-    kept = {name: it for name, it in named.items() if name not in MEDIA or name not in ignored}
-    for name in SOUNDS:
-        if kept.get(name):
-            raise DataError(
-                f"{place}: the row has {name}; expected text and pictures: sound is not supported; remove it, or name "
-                f"the column in {prefix}ignore_keys"
-            )
-    return kept
-
-
 def refuse_media_with_text(named: Mapping[str, Any], place: str, prefix: str) -> None:
     """Refuse images next to a plain text, which has no places for them."""
     for name in (*PICTURES, *VIDEOS):
@@ -653,26 +606,45 @@ def place_media(
     ``read_conversation`` to refuse; values are read there too.
     """
     columns = {
-        "image": _media_column(row, PICTURES, place),
-        "video": _media_column(row, VIDEOS, place),
+        kind: _media_column(row, names, place)
+        for kind, names in (("image", PICTURES), ("video", VIDEOS))
     }
     if not any(columns.values()) or not isinstance(messages, list):
         return messages
     messages = [_with_places(message) for message in messages]
-    places = [part for message in messages for part in _parts(message) if _is_place(part)]
-    has_media = any(
-        isinstance(part, dict) and part.get("type") in MEDIA
-        for message in messages
-        for part in _parts(message)
-    )
+    parts = [part for message in messages for part in _parts(message)]
+    places = [part for part in parts if _is_place(part)]
+    has_media = any(isinstance(part, dict) and part.get("type") in MEDIA for part in parts)
     if not needs_marks and not has_media:
-        places = [{"type": kind} for kind, column in columns.items() if column for _ in column[1]]
-        messages = _put_before_first_question(messages, places)
-        places = [part for message in messages for part in _parts(message) if _is_place(part)]
-    supply = {
-        kind: iter(_in_order([it for it in places if it["type"] == kind], column, kind, place))
-        for kind, column in columns.items()
-    }
+        roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
+        first = roles.index("user") if "user" in roles else None
+        text = None if first is None else messages[first].get("content")
+        if first is not None and isinstance(text, str):
+            places = [
+                {"type": kind} for kind, column in columns.items() if column for _ in column[1]
+            ]
+            content = [*places, {"type": "text", "text": text}]
+            messages[first] = {**messages[first], "content": content}
+    supply: dict[str, Iterator[Any]] = {}
+    for kind, column in columns.items():
+        name, values = column or (f"{kind}s", [])
+        wanted = [
+            part["index"] if isinstance(part.get("index"), int) else number
+            for number, part in enumerate(part for part in places if part["type"] == kind)
+        ]
+        if sorted(set(wanted)) != list(range(len(values))):
+            num = len(set(wanted))
+            num = max(wanted) + 1 if num == len(values) else num
+            raise DataError(
+                f"{place}: {name} has {len(values)} and the messages have {num} places for them; expected as many: a "
+                f'<{kind}>, or a part {{"type": "{kind}"}} without a value, for each; correct the row'
+            )
+        for index, value in enumerate(values):
+            if value is None or value == {}:
+                raise PictureError(
+                    f"{place}: {name}[{index}] is null; expected what is in its place; remove the row or fill it in"
+                )
+        supply[kind] = iter([values[index] for index in wanted])
     return [
         {
             **message,
@@ -687,36 +659,35 @@ def place_media(
     ]
 
 
-def remove_marks(text: str) -> str:
-    """The text without the marks of images."""
-    return text_of([part for part in _split_at_marks(text) if part["type"] == "text"])
-
-
 def _media_column(
     row: Mapping[str, Any], names: Sequence[str], place: str
 ) -> tuple[str, list[Any]] | None:
-    """The name and the values of the column that is present; None where there is none."""
-    columns = {name: _list_of_media(row[name], name, place) for name in names if name in row}
+    """The name and the values of the column that is present; None where there is none.
+
+    A column has one value or several; CSV files have several as JSON. A list in ``video`` is the frames of one video.
+    """
+    columns: dict[str, list[Any]] = {}
+    for name in names:
+        if name not in row:
+            continue
+        value = row[name]
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            try:
+                value = read_json(value)
+            except ValueError as error:
+                raise DataError(
+                    f"{place}: {name} begins with [ but is not JSON ({error}); expected a path, or a list as JSON"
+                ) from None
+        if isinstance(value, list | tuple) and not (value and name == "video"):
+            columns[name] = list(value)
+        else:
+            columns[name] = [] if value is None or value in ("", {}) else [value]
     filled = [name for name, values in columns.items() if values]
     if len(filled) > 1:
         raise DataError(
             f"{place}: the row has {' and '.join(filled)}; expected one of them; name the other in data.ignore_keys"
         )
     return next(((name, columns[name]) for name in (*filled, *columns)), None)
-
-
-def _list_of_media(value: Any, name: str, place: str) -> list[Any]:
-    """One value or several; CSV files have several as JSON. A list in ``video`` is the frames of one video."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = read_json(value)
-        except ValueError as error:
-            raise DataError(
-                f"{place}: {name} begins with [ but is not JSON ({error}); expected a path, or a list as JSON"
-            ) from None
-    if isinstance(value, list | tuple) and not (value and name == "video"):
-        return list(value)
-    return [] if value is None or value in ("", {}) else [value]
 
 
 def _parts(message: Any) -> list[Any]:
@@ -740,11 +711,11 @@ def _with_places(message: Any) -> Any:
         is_text = isinstance(part, dict) and part.get("type") == "text"
         text = part.get("text") if is_text else part
         has_mark = isinstance(text, str) and re.search(_MARK, text)
-        parts += _split_at_marks(text) if has_mark else [part]
+        parts += split_at_marks(text) if has_mark else [part]
     return {**message, "content": parts}
 
 
-def _split_at_marks(text: str) -> list[Part]:
+def split_at_marks(text: str) -> list[Part]:
     """The parts of a text with marks."""
     leading = _LEADING.match(text)
     assert leading is not None, "the pattern matches the empty text"
@@ -761,43 +732,3 @@ def _split_at_marks(text: str) -> list[Part]:
         for piece in pieces
         if piece
     ]
-
-
-def _put_before_first_question(messages: list[Any], places: Sequence[Part]) -> list[Any]:
-    """The messages with these places before the first user's text; without any where its content is no text."""
-    for index, message in enumerate(messages):
-        if isinstance(message, dict) and message.get("role") == "user":
-            text = message.get("content")
-            if isinstance(text, str):
-                content = [*places, {"type": "text", "text": text}]
-                messages = [
-                    *messages[:index],
-                    {**message, "content": content},
-                    *messages[index + 1 :],
-                ]
-            break
-    return messages
-
-
-def _in_order(
-    places: Sequence[Part], column: tuple[str, list[Any]] | None, kind: str, where: str
-) -> list[Any]:
-    """The value that comes into each place."""
-    name, values = column or (f"{kind}s", [])
-    wanted = [
-        part["index"] if isinstance(part.get("index"), int) else number
-        for number, part in enumerate(places)
-    ]
-    if sorted(set(wanted)) != list(range(len(values))):
-        num = len(set(wanted))
-        num = max(wanted) + 1 if num == len(values) else num
-        raise DataError(
-            f"{where}: {name} has {len(values)} and the messages have {num} places for them; expected as many: a "
-            f'<{kind}>, or a part {{"type": "{kind}"}} without a value, for each; correct the row'
-        )
-    for index, value in enumerate(values):
-        if value is None or value == {}:
-            raise PictureError(
-                f"{where}: {name}[{index}] is null; expected what is in its place; remove the row or fill it in"
-            )
-    return [values[index] for index in wanted]

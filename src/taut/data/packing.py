@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from taut.types import IntArray, Media, Packed, Sample, depth_of
+from taut.types import IntArray, Packed, Sample, depth_of
 from taut.vision.placeholders import positions_of
 
 
@@ -44,12 +44,34 @@ def pack(samples: Sequence[Sample], policy: PackPolicy = PackPolicy()) -> Packed
     """Lay samples out as one micro-batch; rows are in the order of the layout."""
     order, shared = shared_prefixes(samples, policy)
     ordered = [samples[index] for index in order]
+    num_tokens = sum(sample.num_tokens for sample in samples) - sum(shared)
+    ids_T = np.empty(num_tokens, dtype=np.int64)
+    reach_T = np.full(num_tokens, num_tokens, dtype=np.int64)
+    indices: list[IntArray] = []
+    """The flat index of every token of every sample."""
+    path: IntArray = np.empty(0, dtype=np.int64)
+    at = 0
+    for sample, prefix in zip(ordered, shared, strict=True):  # depth first
+        new_tokens = np.arange(at, at + sample.num_tokens - prefix)
+        reach_T[path[prefix:]] = at
+        path = np.concatenate([path[:prefix], new_tokens])
+        ids_T[path] = sample.ids_T
+        indices.append(path)
+        at += new_tokens.size
+    # an image at its place in the layout; a shared one once
+    media = tuple(
+        replace(image, start=int(index_T[image.start]), stop=int(index_T[image.stop - 1]) + 1)
+        for sample, index_T, prefix in zip(ordered, indices, shared, strict=True)
+        for image in sample.media
+        if image.start >= prefix
+    )
+    last_T = None
+    if any(image.is_two_way for image in media):
+        last_T = torch.arange(num_tokens)
+        for image in media:
+            if image.is_two_way:
+                last_T[image.start : image.stop] = image.stop - 1
     better_P, worse_P = _pairs(ordered)
-    indices, reach_T = _lay_out([sample.num_tokens for sample in ordered], shared)
-    ids_T = np.empty(reach_T.size, dtype=np.int64)
-    for sample, index_T in zip(ordered, indices, strict=True):
-        ids_T[index_T] = sample.ids_T
-    media = _media(ordered, indices, shared)
     return Packed(
         ids_T=torch.from_numpy(ids_T),
         reach_T=torch.from_numpy(reach_T),
@@ -80,7 +102,7 @@ def pack(samples: Sequence[Sample], policy: PackPolicy = PackPolicy()) -> Packed
         },
         better_P=better_P,
         worse_P=worse_P,
-        last_T=_last(media, reach_T.size),
+        last_T=last_T,
         media=media,
         spans=() if any(shared) else tuple((int(i[0]), int(i[-1]) + 1) for i in indices),
     )
@@ -100,7 +122,23 @@ def shared_prefixes(samples: Sequence[Sample], policy: PackPolicy) -> tuple[list
         return list(range(len(samples))), [0] * len(samples)
     order = prefix_order(samples)
     common = [0] + [common_prefix(samples[left], samples[right]) for left, right in pairwise(order)]
-    return order, _worthwhile(common, policy.min_saved_tokens)
+    # lower each common prefix to the deepest branching point that saves enough: in a run of samples whose shortest
+    # common prefix is m, sharing the tokens between the branching point above and m saves (samples - 1) * (m - above)
+    kept = [0] * len(common)
+    runs = [(0, len(common), 0)]
+    while runs:
+        start, stop, above = runs.pop()
+        if stop - start < 2:
+            continue
+        shortest = min(common[start + 1 : stop])
+        if (stop - start - 1) * (shortest - above) >= policy.min_saved_tokens:
+            above = shortest
+        cuts = [i for i in range(start + 1, stop) if common[i] == shortest]
+        for i in cuts:
+            kept[i] = above
+        bounds = [start, *cuts, stop]
+        runs.extend((left, right, above) for left, right in pairwise(bounds))
+    return order, kept
 
 
 def prefix_order(samples: Sequence[Sample]) -> list[int]:
@@ -132,45 +170,6 @@ def common_prefix(left: Sample, right: Sample) -> int:
     return int(differs.argmax()) if differs.any() else size
 
 
-def _worthwhile(common: list[int], min_saved: int) -> list[int]:
-    """Lower each neighbour's common prefix to the deepest branching point that saves enough.
-
-    ``common[i]`` belongs to samples i - 1 and i. In a run of samples whose shortest common prefix is m, sharing the
-    tokens between the branching point above and m saves (samples - 1) * (m - above).
-    """
-    kept = [0] * len(common)
-    runs = [(0, len(common), 0)]
-    while runs:
-        start, stop, above = runs.pop()
-        if stop - start < 2:
-            continue
-        shortest = min(common[start + 1 : stop])
-        if (stop - start - 1) * (shortest - above) >= min_saved:
-            above = shortest
-        cuts = [i for i in range(start + 1, stop) if common[i] == shortest]
-        for i in cuts:
-            kept[i] = above
-        bounds = [start, *cuts, stop]
-        runs.extend((left, right, above) for left, right in pairwise(bounds))
-    return kept
-
-
-def _lay_out(lengths: list[int], shared: list[int]) -> tuple[list[IntArray], IntArray]:
-    """Depth-first layout: the flat index of every token of every sample, and the reach of every token."""
-    num_tokens = sum(lengths) - sum(shared)
-    reach_T = np.full(num_tokens, num_tokens, dtype=np.int64)
-    indices: list[IntArray] = []
-    path: IntArray = np.empty(0, dtype=np.int64)
-    at = 0
-    for length, prefix in zip(lengths, shared, strict=True):
-        new_tokens = np.arange(at, at + length - prefix)
-        reach_T[path[prefix:]] = at
-        path = np.concatenate([path[:prefix], new_tokens])
-        indices.append(path)
-        at += new_tokens.size
-    return indices, reach_T
-
-
 def _positions(samples: list[Sample], indices: list[IntArray], reach_T: IntArray) -> Tensor:
     """The depth, or [3, T] where images are numbered in three dimensions."""
     depth_T = depth_of(reach_T)
@@ -182,29 +181,6 @@ def _positions(samples: list[Sample], indices: list[IntArray], reach_T: IntArray
         if sample_positions is not None:
             positions[:, index_T] = sample_positions
     return torch.from_numpy(positions)
-
-
-def _media(
-    ordered: Sequence[Sample], indices: Sequence[IntArray], shared: Sequence[int]
-) -> tuple[Media, ...]:
-    """The images at their places in the layout; a shared one once."""
-    return tuple(
-        replace(image, start=int(index_T[image.start]), stop=int(index_T[image.stop - 1]) + 1)
-        for sample, index_T, prefix in zip(ordered, indices, shared, strict=True)
-        for image in sample.media
-        if image.start >= prefix
-    )
-
-
-def _last(media: Sequence[Media], num_tokens: int) -> Tensor | None:
-    """For each token the last token of its two-way block, or itself; None: there is no such block."""
-    if not any(image.is_two_way for image in media):
-        return None
-    last_T = torch.arange(num_tokens)
-    for image in media:
-        if image.is_two_way:
-            last_T[image.start : image.stop] = image.stop - 1
-    return last_T
 
 
 def _reads(sample: Sample) -> IntArray:

@@ -150,12 +150,12 @@ def load_prompts(
         renderer.template.pictures.look((row.place, row.messages) for row in batch)
         for row in batch:
             try:
-                text = _render(row, renderer)
+                with_files, text = _render(row, renderer)
             except PictureError as error:
                 leave_out(row.place, error)
                 continue
+            rows.append(with_files)
             texts.append(text)
-            rows.append(_with_files(row, text))
     if not rows and not left_out:
         raise DataError(
             f"{opened.path}: the file has no rows; expected at least one; check the path"
@@ -163,10 +163,12 @@ def load_prompts(
     known = REFERENCES if columns.kind in PLAIN else ()
     references = [_references(row, reference, needs_reference, known) for row in rows]
     ids_of = renderer.template.encode(texts)
+    own_ids = [row.columns.get("id") for row in rows]
+    names = [str(name) for name in own_ids if isinstance(name, str | int) and _is_text(str(name))]
+    if not len(names) == len(rows) == len(set(names)):
+        names = [row.place for row in rows]
     prompts = []
-    for row, name, text, (answers, column) in zip(
-        rows, _names(rows), texts, references, strict=True
-    ):
+    for row, name, text, (answers, column) in zip(rows, names, texts, references, strict=True):
         ids_T = _ids(row.place, text, ids_of[text], renderer)
         prompts.append(
             PromptRow(
@@ -214,10 +216,11 @@ def _read(record: Any, place: str, columns: Columns) -> _Unrendered:
     return _Unrendered(place, messages, answer, record, row.tools)
 
 
-def _render(row: _Unrendered, renderer: Renderer) -> Text:
+def _render(row: _Unrendered, renderer: Renderer) -> tuple[_Unrendered, Text]:
+    """The row with each image of its prompt as a file, and its text."""
     template = renderer.template
     if isinstance(row.prompt, str):
-        return template.plain(row.prompt, row.place)
+        return row, template.plain(row.prompt, row.place)
     text = template.apply(row.prompt, row.tools, row.place, is_prompt=True)
     for tool in row.tools:
         name = tool["function"]["name"]
@@ -226,27 +229,16 @@ def _render(row: _Unrendered, renderer: Renderer) -> Text:
                 f"{row.place}: tools has {shown(name)}, which the chat template does not write; expected a template "
                 f"that does; remove it from the row or give another one with {template.key}=FILE"
             )
-    return text
-
-
-def _with_files(row: _Unrendered, text: Text) -> _Unrendered:
-    """The row with each image of its prompt as a file."""
     if not text.pictures:
-        return row
+        return row, text
     images = iter([ImageRef("file", image.picture.source) for image in text.pictures])
-    messages = tuple(
-        {
-            **message,
-            "content": [
-                {**part, "image": next(images)} if part["type"] == "image" else part
-                for part in message["content"]
-            ],
-        }
-        if isinstance(message["content"], list)
-        else message
-        for message in row.messages
-    )
-    return replace(row, prompt=messages)
+    messages = []
+    for message in row.prompt:
+        if isinstance(parts := message["content"], list):
+            content = [{**p, "image": next(images)} if p["type"] == "image" else p for p in parts]
+            message = {**message, "content": content}
+        messages.append(message)
+    return replace(row, prompt=tuple(messages)), text
 
 
 def _references(
@@ -303,14 +295,6 @@ def _is_text(text: str) -> bool:
     return bool(text.strip()) and not has_surrogate
 
 
-def _names(rows: Sequence[_Unrendered]) -> list[str]:
-    """The rows' own ids where all have one and no two are equal; else their places."""
-    ids = [row.columns.get("id") for row in rows]
-    names = [str(name) for name in ids if isinstance(name, str | int) and _is_text(str(name))]
-    are_unique = len(names) == len(rows) == len(set(names))
-    return names if are_unique else [row.place for row in rows]
-
-
 def _ids(place: str, text: Text, ids: Ids, renderer: Renderer) -> IntArray:
     """The ids as a prompt: without the end token that some tokenizers put after each text."""
     eos, bos = renderer.tokenizer.eos_token_id, renderer.tokenizer.bos_token_id
@@ -332,16 +316,6 @@ def _ids(place: str, text: Text, ids: Ids, renderer: Renderer) -> IntArray:
 # -- data sets of prompts
 
 
-@dataclass(frozen=True)
-class Asking:
-    """How prompts are read, in addition to ``data``."""
-
-    max_length: int
-    """Largest number of tokens of a prompt."""
-    reference: str | None = None
-    """The column with the right answer; by default answers, answer, ..., or the last assistant message."""
-
-
 class PromptReport(DataReport):
     """Counts of prompts; what is learned does not exist yet."""
 
@@ -352,28 +326,36 @@ class PromptReport(DataReport):
 
 
 class PromptSet(Dataset):
-    """Prompts by index, in the order of sources and rows; ``asked`` has the rows themselves, index for index."""
+    """Prompts by index, in the order of sources and rows; ``prompt_rows`` has the rows themselves, index for index."""
 
-    def __init__(self, parts: Sequence[SourcePart], asked: Sequence[PromptRow]) -> None:
+    def __init__(self, parts: Sequence[SourcePart], rows: Sequence[PromptRow]) -> None:
         super().__init__(parts, [f"{part.path}: read as prompts" for part in parts])
         self.report = PromptReport(**vars(self.report))
-        self.asked = list(asked)
+        self.prompt_rows = list(rows)
 
     def prompts(self) -> list[Prompt]:
         """The prompts as an engine takes them."""
-        return [Prompt(row.place, row.ids_T, media=row.media) for row in self.asked]
+        return [Prompt(row.place, row.ids_T, media=row.media) for row in self.prompt_rows]
 
     def questions(self) -> Iterator[Row]:
         """The prompts as rows whose answer, which does not exist yet, is to be learned."""
-        for row in self.asked:
+        for row in self.prompt_rows:
             if isinstance(row.prompt, str):
                 yield Completion(row.place, row.prompt, "")
             else:
                 yield Conversation(row.place, row.prompt, learned=(len(row.prompt),))
 
 
-def load_prompt_set(config: DataConfig, split: Split, renderer: Renderer, how: Asking) -> PromptSet:
-    """The prompts of ``config.train`` or ``config.eval``. Raises DataError for a row that is none."""
+def load_prompt_set(
+    config: DataConfig,
+    split: Split,
+    renderer: Renderer,
+    max_length: int,
+    reference: str | None = None,
+) -> PromptSet:
+    """The prompts of ``config.train`` or ``config.eval``, of at most ``max_length`` tokens. ``reference``: the column
+    with the right answer. Raises DataError for a row that is no prompt.
+    """
     _require_fitting(config)
     parts: list[SourcePart] = []
     asked: list[PromptRow] = []
@@ -382,7 +364,7 @@ def load_prompt_set(config: DataConfig, split: Split, renderer: Renderer, how: A
         opened = open_source(source)
         unread: list[Incident] = []
         left_out = unread if image_store is not None and image_store.images.bad == "drop" else None
-        rows = load_prompts(source, renderer, columns, reference=how.reference, left_out=left_out)
+        rows = load_prompts(source, renderer, columns, reference=reference, left_out=left_out)
         if not rows:
             first = unread[0]
             raise DataError(
@@ -392,11 +374,11 @@ def load_prompt_set(config: DataConfig, split: Split, renderer: Renderer, how: A
         incidents = [replace(it, place=it.place.rpartition(":")[2]) for it in unread]
         kept = []
         for row in rows:
-            if row.ids_T.size <= how.max_length:
+            if row.ids_T.size <= max_length:
                 kept.append(row)
                 continue
             size = counted(row.ids_T.size, "tokens")
-            reason = f"{size}, and a prompt may have {how.max_length:,}"
+            reason = f"{size}, and a prompt may have {max_length:,}"
             if config.too_long == "error":
                 raise DataError(
                     f"{row.place}: the prompt has {reason}; expected fewer; raise data.max_length, or set "
@@ -405,7 +387,7 @@ def load_prompt_set(config: DataConfig, split: Split, renderer: Renderer, how: A
             incidents.append(Incident(row.place.rpartition(":")[2], "dropped", reason))
         if not kept:
             raise DataError(
-                f"{opened.path}: none of its {counted(len(rows), 'prompts')} has at most {how.max_length} tokens; "
+                f"{opened.path}: none of its {counted(len(rows), 'prompts')} has at most {max_length} tokens; "
                 "expected some; raise data.max_length"
             )
         incidents.sort(key=lambda incident: int(incident.place))
@@ -417,7 +399,9 @@ def load_prompt_set(config: DataConfig, split: Split, renderer: Renderer, how: A
         asked += kept
     prompts = PromptSet(parts, asked)
     if len({row.id for row in asked}) < len(asked):  # files that number their rows alike
-        prompts.asked = [replace(r, id=prompts.sample_id(index)) for index, r in enumerate(asked)]
+        prompts.prompt_rows = [
+            replace(r, id=prompts.sample_id(index)) for index, r in enumerate(asked)
+        ]
     return prompts
 
 

@@ -208,16 +208,34 @@ class Renderer:
                 lambda ids_of: [self._finish_completion(row, ids_of[prompt], ids_of[whole])],
             )
         document = self.template.plain(row.text, row.place)
-        return _Draft(
-            (document,), lambda ids_of: [self._finish_document(row.place, ids_of[document])]
-        )
+
+        def finish(ids_of: IdsOf) -> list[Sample]:
+            ids = self._with_eos(ids_of[document], row.place)
+            return [self._sample(row.place, ids, range(1, len(ids)))]
+
+        return _Draft((document,), finish)
 
     def _draft_conversation(self, row: Conversation) -> _Draft:
         placed = self.template.pictures.place(row.messages, row.tools, row.place)
         full = self.template.apply(row.messages, row.tools, row.place, placed=placed)
         turns = [self._draft_turn(row, index, full) for index in self._turns_to_render(row)]
         texts = [full, *(text for turn in turns for text in (turn.prompt, turn.row))]
-        _check_nothing_ignored(row, full, turns)
+        # what the template leaves out of the text would make the samples differ from the row
+        wanted = [("tools", tool["function"]["name"], full) for tool in row.tools]
+        for index, message in enumerate(row.messages):
+            for call in message.get("tool_calls", ()):
+                wanted.append((f"messages[{index}].tool_calls", call["function"]["name"], full))
+        for turn in turns:
+            message = row.messages[turn.index]
+            for key in ("reasoning_content", "reasoning", "thinking"):
+                thought = message.get(key, "").strip()
+                wanted.append((f"messages[{turn.index}].{key}", thought, turn.row))
+        for where, words, text in wanted:
+            if words not in text.text:
+                raise RenderError(
+                    f"{row.place}: {where} has {shown(words)}, which the chat template does not write; expected a "
+                    "template that does; remove it from the row or give another one with data.template=FILE"
+                )
         finish = self._finish_all if self.targets == "all" else self._finish_turns
         return _Draft(tuple(texts), lambda ids_of: finish(row, full, turns, ids_of))
 
@@ -245,10 +263,6 @@ class Renderer:
             return _Turn(index, prompt, full)
         seen = row.messages[: index + 1]
         return _Turn(index, prompt, self.template.apply(seen, row.tools, place, placed=placed))
-
-    def _finish_document(self, place: str, ids: Ids) -> Sample:
-        ids = self._with_eos(ids, place)
-        return self._sample(place, ids, range(1, len(ids)))
 
     def _finish_completion(self, row: Completion, prompt: Ids, ids: Ids) -> Sample:
         if prompt[-1:] == [self.tokenizer.eos_token_id] and ids[: len(prompt)] != prompt:
@@ -348,24 +362,6 @@ class Renderer:
         return Sample(name, ids_T, at, np.ones(at.size), media)
 
 
-def _check_nothing_ignored(row: Conversation, full: Text, turns: Sequence[_Turn]) -> None:
-    """Refuse a template that leaves out tools, calls or reasoning: the samples would differ from the row."""
-    wanted = [("tools", tool["function"]["name"], full) for tool in row.tools]
-    for index, message in enumerate(row.messages):
-        for call in message.get("tool_calls", ()):
-            wanted.append((f"messages[{index}].tool_calls", call["function"]["name"], full))
-    for turn in turns:
-        message = row.messages[turn.index]
-        for key in ("reasoning_content", "reasoning", "thinking"):
-            wanted.append((f"messages[{turn.index}].{key}", message.get(key, "").strip(), turn.row))
-    for where, words, text in wanted:
-        if words not in text.text:
-            raise RenderError(
-                f"{row.place}: {where} has {shown(words)}, which the chat template does not write; expected a template "
-                "that does; remove it from the row or give another one with data.template=FILE"
-            )
-
-
 # -- rows of any kind
 
 
@@ -445,7 +441,22 @@ def _finish_judged(
             )
     answers = [sample for (sample,) in rendered]
     if isinstance(row, Answers) and len(answers) > 1 and isinstance(row.answers[0], Document):
-        answers = _learn_after_common(row.place, answers, renderer)
+        # whole texts: their common beginning is the prompt, and the rest is learned
+        lists = [sample.ids_T.tolist() for sample in answers]
+        start = min(common_length(lists[0], ids) for ids in lists[1:])
+        common = renderer.tokenizer.decode(lists[0][:start], skip_special_tokens=True)
+        if not str(common).strip():
+            raise RenderError(
+                f"{row.place}: the answers are texts that have no beginning in common, and there is no prompt; "
+                "expected a prompt that each begins with, or one in a column of its own; name it with "
+                "data.columns='{prompt = \"...\"}'"
+            )
+        for index, (sample, ids) in enumerate(zip(answers, lists, strict=True)):
+            # of equal texts the last token stays a target: ``fit_any`` refuses them
+            first = max(min(start, len(ids) - 1), 1)
+            renderer.require_none_inside(ids[first:-1], ids[-1], sample.id)
+            at = np.arange(first, len(ids))
+            answers[index] = replace(sample, target_at_N=at, weight_N=np.ones(at.size))
     for index, sample in enumerate(answers):
         if sample.num_targets:  # nothing after the last target
             stop = int(sample.target_at_N[-1]) + 1
@@ -457,27 +468,6 @@ def _finish_judged(
         replace(sample, values={name: values[index] for name, values in row.values.items()})
         for index, sample in enumerate(answers)
     ]
-
-
-def _learn_after_common(place: str, samples: Sequence[Sample], renderer: Renderer) -> list[Sample]:
-    """Whole texts, whose common beginning is the prompt and whose rest is learned."""
-    lists = [sample.ids_T.tolist() for sample in samples]
-    start = min(common_length(lists[0], ids) for ids in lists[1:])
-    common = renderer.tokenizer.decode(lists[0][:start], skip_special_tokens=True)
-    if not str(common).strip():
-        raise RenderError(
-            f"{place}: the answers are texts that have no beginning in common, and there is no prompt; expected a "
-            "prompt that each begins with, or one in a column of its own; name it with "
-            "data.columns='{prompt = \"...\"}'"
-        )
-    learned = []
-    for sample, ids in zip(samples, lists, strict=True):
-        # of equal texts the last token stays a target: ``fit_any`` refuses them
-        first = max(min(start, len(ids) - 1), 1)
-        renderer.require_none_inside(ids[first:-1], ids[-1], sample.id)
-        at = np.arange(first, len(ids))
-        learned.append(replace(sample, target_at_N=at, weight_N=np.ones(at.size)))
-    return learned
 
 
 def _with_reads(row: Stepwise, sample: Sample, renderer: Renderer) -> Sample:
@@ -531,8 +521,20 @@ def fit_any(
         return [], [Incident(row.place, "dropped", reason, samples[0].num_targets)]
     if not isinstance(row, Answers) or len(samples) == 1:
         return kept, incidents
-    fault = _fault_of_comparison(row, kept)
-    if fault is None:
+    # why nothing can be learned from comparing the answers that are left
+    judgement, fault = next(iter(row.values)), ""
+    if row.is_compared and len(kept) < 2:
+        fault = "one answer is left" if kept else "no answer is left"
+    elif row.is_compared and len({sample.values[judgement] for sample in kept}) < 2:
+        fault = "no answer is better than another"
+    else:
+        for left, right in combinations(kept, 2):
+            differ = left.values[judgement] != right.values[judgement]
+            if differ and is_same_input(left, right):
+                names = " and ".join(sample.id.rpartition("#")[2] for sample in (left, right))
+                fault = f"answers {names} are the same, token for token"
+                break
+    if not fault:
         return kept, incidents
     if incidents:
         first = incidents[0]
@@ -545,21 +547,6 @@ def fit_any(
         )
     lost = sum(sample.num_targets for sample in samples)
     return [], [Incident(row.place, "dropped", fault, lost)]
-
-
-def _fault_of_comparison(row: Answers, kept: Sequence[Sample]) -> str | None:
-    """Why nothing can be learned from comparing these answers; None: something can."""
-    judgement = next(iter(row.values))
-    if row.is_compared and len(kept) < 2:
-        return "one answer is left" if kept else "no answer is left"
-    if row.is_compared and len({sample.values[judgement] for sample in kept}) < 2:
-        return "no answer is better than another"
-    for left, right in combinations(kept, 2):
-        differ = left.values[judgement] != right.values[judgement]
-        if differ and is_same_input(left, right):
-            names = " and ".join(sample.id.rpartition("#")[2] for sample in (left, right))
-            return f"answers {names} are the same, token for token"
-    return None
 
 
 def fit(

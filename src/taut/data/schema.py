@@ -29,7 +29,7 @@ Does not tokenise, and does not compare answers: ``render.py`` finds equal answe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -37,7 +37,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from taut.data.json_io import did_you_mean, shown
 from taut.data.messages import (
     DEFAULT_MEDIA,
+    MEDIA,
     PICTURES,
+    SOUNDS,
     VIDEOS,
     Completion,
     Conversation,
@@ -45,18 +47,15 @@ from taut.data.messages import (
     MediaOptions,
     Message,
     Row,
-    drop_ignored_media,
     parse_if_text,
     place_media,
     read_call,
     read_conversation,
-    read_fraction,
-    read_label,
     read_list,
     read_number,
     read_text,
     refuse_media_with_text,
-    remove_marks,
+    split_at_marks,
     text_of,
 )
 from taut.errors import ConfigError, DataError
@@ -187,19 +186,15 @@ class Columns:
 
     folder: str = field(default=DEFAULT_MEDIA.folder, repr=False)
     """Folder that relative paths of images are tried in first, before the working directory."""
-    fps: float = DEFAULT_MEDIA.fps
-    """Frames taken per second of a video file."""
-    max_frames: int = DEFAULT_MEDIA.max_frames
-    """Largest number of frames of a video; of a longer file so many are taken, evenly spread."""
     images: ImagesConfig = field(default=DEFAULT_MEDIA.images, repr=False)
-    """Limits of videos, and of images in memory."""
+    """Frames of videos, and the limits of videos and of images in memory."""
     apply_chat_template: bool = field(default=False, repr=False)
     """Whether a prompt and its completion given as text become a user and an assistant message."""
 
     @property
     def media(self) -> MediaOptions:
         """How images and videos are read."""
-        return MediaOptions(self.folder, self.fps, self.max_frames, self.prefix, self.images)
+        return MediaOptions(self.folder, self.prefix, self.images)
 
     def __post_init__(self) -> None:
         names = (*COLUMN_NAMES, *JUDGED_NAMES[self.kind])
@@ -322,21 +317,15 @@ def _unfit(fault: str, named: Mapping[str, Any], kind: Kind) -> DataError:
 
 def read_any(record: object, place: str, columns: Columns) -> AnyRow:
     """Validate one record of a file as a row of the kind ``columns.kind``."""
-    reader = _RecordReader(record, place, columns)
-    if columns.kind == "preference":
-        return reader.read_preference()
-    if columns.kind == "unpaired":
-        return reader.read_unpaired()
-    if columns.kind == "scored":
-        return reader.read_scored()
-    if columns.kind == "stepwise":
-        return reader.read_stepwise()
-    return reader.read_prompt() if columns.kind == "prompt" else reader.read_row()
-
-
-def read_row(record: object, place: str, columns: Columns) -> Row:
-    """Validate one record of a file as a row of SFT."""
-    return _RecordReader(record, place, columns).read_row()
+    readers: dict[Kind, Callable[[_RecordReader], AnyRow]] = {
+        "sft": _RecordReader.read_row,
+        "preference": _RecordReader.read_preference,
+        "unpaired": _RecordReader.read_unpaired,
+        "scored": _RecordReader.read_scored,
+        "stepwise": _RecordReader.read_stepwise,
+        "prompt": _RecordReader.read_prompt,
+    }
+    return readers[columns.kind](_RecordReader(record, place, columns))
 
 
 def read_prompt(record: object, place: str, columns: Columns) -> Conversation | Document:
@@ -352,10 +341,16 @@ class _RecordReader:
     def __init__(self, record: object, place: str, columns: Columns) -> None:
         named = renamed(record, place, columns)
         ignored = set(columns.ignore_keys) - set(columns.mapping)
-        if columns.kind not in ("sft", "prompt"):
-            named = {name: value for name, value in named.items() if name not in ignored}
-        self.named = drop_ignored_media(named, place, ignored, columns.prefix)
+        if columns.kind in ("sft", "prompt"):
+            ignored &= set(MEDIA)  # other names are keys of messages, or columns that are not read
+        self.named = {name: value for name, value in named.items() if name not in ignored}
         self.place, self.columns = place, columns
+        for name in SOUNDS:
+            if self.named.get(name):
+                raise DataError(
+                    f"{place}: the row has {name}; expected text and pictures: sound is not supported; remove it, or "
+                    f"name the column in {columns.prefix}ignore_keys"
+                )
 
     # rows without judgements
 
@@ -491,26 +486,31 @@ class _RecordReader:
                 f"{self.place}: the row has chosen and rejected, and {lists[0]} with {grades[0]}; expected one of "
                 f"them; name the others in {self.columns.prefix}ignore_keys"
             )
-        values: dict[str, tuple[float, ...]]
-        if is_pair:
-            answers = {name: self.named[name] for name in PAIR}
-            values = {"preference": (1.0, 0.0), "margin": (self._margin(), 0.0)}
-        elif lists or grades:
-            answers, values = self._graded_list(lists, grades)
-        else:
+        if not (is_pair or lists or grades):
             raise self._lacks_columns("chosen and rejected, or answers and scores", PAIR)
-        return Answers(self.place, self._answers(answers), values)
-
-    def _graded_list(
-        self, lists: Sequence[str], grades: Sequence[str]
-    ) -> tuple[dict[str, Any], dict[str, tuple[float, ...]]]:
-        """A list of answers by name, and their values. The highest score is the best, and the lowest rank."""
+        if is_pair:
+            # how much better the chosen answer is: the margin, else the difference of the scores, else 0
+            margin, scores = 0.0, []
+            if "margin" in self.named:
+                margin = read_number(self.named["margin"], self._at("margin"))
+            else:
+                for names in (CHOSEN_SCORES, REJECTED_SCORES):
+                    present = [name for name in names if name in self.named]
+                    if len(present) > 1:
+                        raise DataError(
+                            f"{self.place}: the row has {' and '.join(present)}; expected one of them; name the other "
+                            f"in {self.columns.prefix}ignore_keys"
+                        )
+                    scores += [read_number(self.named[name], self._at(name)) for name in present]
+                margin = scores[0] - scores[1] if len(scores) == 2 else 0.0
+            pair = self._answers({name: self.named[name] for name in PAIR})
+            return Answers(self.place, pair, {"preference": (1.0, 0.0), "margin": (margin, 0.0)})
         for present, known in ((lists, ANSWER_LISTS), (grades, GRADES)):
             if len(present) != 1:
-                names = ", ".join(known)
-                has = " and ".join(present) or f"none of {names}"
+                expected = ", ".join(known)
+                has = " and ".join(present) or f"none of {expected}"
                 raise DataError(
-                    f"{self.place}: the row has {has}; expected one of {names}; set {self.columns.prefix}columns"
+                    f"{self.place}: the row has {has}; expected one of {expected}; set {self.columns.prefix}columns"
                 )
         column, grade = lists[0], grades[0]
         answers = read_list(self.named[column], self._at(column))
@@ -524,37 +524,30 @@ class _RecordReader:
                 f"{self.place}: {column} has {len(answers)} and {grade} {len(numbers)}; expected as many of both, at "
                 "least two"
             )
-        named_answers = {f"{column}[{index}]": answer for index, answer in enumerate(answers)}
-        if grade == "ranks":
-            preference = tuple(-rank for rank in numbers)
-            return named_answers, {"preference": preference, "margin": (0.0,) * len(numbers)}
-        return named_answers, {"preference": numbers, "margin": numbers}
-
-    def _margin(self) -> float:
-        """How much better the chosen answer is: the margin, else the difference of the scores, else 0."""
-        if "margin" in self.named:
-            return read_number(self.named["margin"], self._at("margin"))
-        scores = []
-        for names in (CHOSEN_SCORES, REJECTED_SCORES):
-            present = [name for name in names if name in self.named]
-            if len(present) > 1:
-                raise DataError(
-                    f"{self.place}: the row has {' and '.join(present)}; expected one of them; name the other in "
-                    f"{self.columns.prefix}ignore_keys"
-                )
-            scores += [read_number(self.named[name], self._at(name)) for name in present]
-        return scores[0] - scores[1] if len(scores) == 2 else 0.0
+        rows = self._answers({f"{column}[{index}]": item for index, item in enumerate(answers)})
+        if grade == "scores":
+            return Answers(self.place, rows, {"preference": numbers, "margin": numbers})
+        preference = tuple(-rank for rank in numbers)  # the lowest rank is the best
+        return Answers(
+            self.place, rows, {"preference": preference, "margin": (0.0,) * len(numbers)}
+        )
 
     def read_unpaired(self) -> Answers:
         if "label" in self.named:
-            label = read_label(self.named.pop("label"), self._at("label"))
+            value = self.named.pop("label")
+            texts = {"true": True, "false": False}  # as CSV files have it
+            label = texts.get(value.strip().lower()) if isinstance(value, str) else value
+            if not isinstance(label, bool):
+                raise DataError(
+                    f"{self._at('label')} is {shown(value)}; expected true (a good answer) or false"
+                )
             answer = self._judged_row()
             if isinstance(answer, Document):
                 raise DataError(
                     f"{self.place}: the row is a text without a prompt; expected messages, or prompt and completion; "
                     f"set {self.columns.prefix}columns"
                 )
-            return Answers(self.place, (answer,), {"label": (label,)})
+            return Answers(self.place, (answer,), {"label": (float(label),)})
         if all(name in self.named for name in PAIR):
             answers = self._answers({name: self.named[name] for name in PAIR})
             return Answers(self.place, answers, {"label": (1.0, 0.0)})
@@ -583,9 +576,15 @@ class _RecordReader:
         step_items = read_list(self.named["completions"], self._at("completions"))
         steps = [read_text(s, self._at(f"completions[{i}]")) for i, s in enumerate(step_items)]
         label_items = read_list(self.named["labels"], self._at("labels"))
-        labels = tuple(
-            read_fraction(x, self._at(f"labels[{i}]")) for i, x in enumerate(label_items)
-        )
+        labels = []
+        for index, value in enumerate(label_items):
+            where = self._at(f"labels[{index}]")
+            label = float(value) if isinstance(value, bool) else read_number(value, where)
+            if not 0 <= label <= 1:
+                raise DataError(
+                    f"{where} is {shown(value)}; expected true, false or a number from 0 to 1"
+                )
+            labels.append(label)
         if not steps or len(steps) != len(labels):
             raise DataError(
                 f"{self.place}: completions has {len(steps)} steps and labels has {len(labels)}; expected one label a "
@@ -604,10 +603,10 @@ class _RecordReader:
         if isinstance(prompt, str):
             self._refuse_columns_with_text()
             return Stepwise(
-                self.place, Completion(self.place, prompt, joined), tuple(spans), labels
+                self.place, Completion(self.place, prompt, joined), tuple(spans), tuple(labels)
             )
         answer = self._answer_to(prompt, column, joined, "completions")
-        return Stepwise(self.place, answer, tuple(spans), labels)
+        return Stepwise(self.place, answer, tuple(spans), tuple(labels))
 
     def _prompt(self) -> tuple[str, str | list[Any] | None]:
         """The prompt of a judged row, and its column: a text, messages, or None where there is no such column."""
@@ -726,7 +725,8 @@ class _RecordReader:
         if all(len(row.messages) == size for row in rows):  # equal conversations: refused by ids
             size = max(rows[0].learned, default=size)
         contents = {text_of(message["content"]).strip() for message in rows[0].messages[:size]}
-        if prompt is not None and not {prompt.strip(), remove_marks(prompt).strip()} & contents:
+        texts = {prompt.strip(), text_of(split_at_marks(prompt)).strip()} if prompt else set()
+        if prompt is not None and not texts & contents:
             raise DataError(
                 f"{self.place}: prompt is {shown(prompt)}, and none of the messages that the answers have in common "
                 "says so; expected the same; if it is what the user says, set "
@@ -765,27 +765,26 @@ def _as_messages(value: object, where: str) -> object:
         return messages
     if "from" not in first or "role" in first:
         return messages
-    converted = [_from_sharegpt(turn, f"{where}[{i}]") for i, turn in enumerate(messages)]
-    return [message for message in converted if message != _message("system", "")]
-
-
-def _from_sharegpt(turn: object, where: str) -> Message:
-    if not isinstance(turn, dict):
-        raise DataError(f"{where} is {shown(turn)}; expected an object with from and value")
-    speaker = turn.get("from")
-    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
-        hint = did_you_mean(speaker, SHAREGPT_ROLES) if isinstance(speaker, str) else ""
-        raise DataError(
-            f"{where}.from is {shown(speaker)}; expected one of {', '.join(SHAREGPT_ROLES)}{hint}"
-        )
-    value = turn.get("value")
-    if not isinstance(value, str):
-        raise DataError(f"{where}.value is {shown(value)}; expected a string")
-    rest = {key: item for key, item in turn.items() if key not in ("from", "value")}
-    message: Message = {**_message(SHAREGPT_ROLES[speaker], value), **rest}
-    if speaker == "function_call":
-        calls = parse_if_text(value, f"{where}.value")
-        calls = calls if isinstance(calls, list) else [calls]
-        message["content"] = ""
-        message["tool_calls"] = [read_call(call, f"{where}.value") for call in calls]
-    return message
+    converted: list[Message] = []
+    for index, turn in enumerate(messages):
+        at = f"{where}[{index}]"
+        if not isinstance(turn, dict):
+            raise DataError(f"{at} is {shown(turn)}; expected an object with from and value")
+        speaker, text = turn.get("from"), turn.get("value")
+        if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+            hint = did_you_mean(speaker, SHAREGPT_ROLES) if isinstance(speaker, str) else ""
+            raise DataError(
+                f"{at}.from is {shown(speaker)}; expected one of {', '.join(SHAREGPT_ROLES)}{hint}"
+            )
+        if not isinstance(text, str):
+            raise DataError(f"{at}.value is {shown(text)}; expected a string")
+        rest = {key: item for key, item in turn.items() if key not in ("from", "value")}
+        message: Message = {**_message(SHAREGPT_ROLES[speaker], text), **rest}
+        if speaker == "function_call":
+            calls = parse_if_text(text, f"{at}.value")
+            calls = calls if isinstance(calls, list) else [calls]
+            message["content"] = ""
+            message["tool_calls"] = [read_call(call, f"{at}.value") for call in calls]
+        if message != _message("system", ""):
+            converted.append(message)
+    return converted

@@ -74,10 +74,14 @@ class Stamp(NamedTuple):
     modified_ns: int
     inode: int
 
+    @classmethod
+    def of(cls, path: Path, status: os.stat_result) -> Stamp:
+        return cls(path, status.st_size, status.st_mtime_ns, status.st_ino)
+
     def change(self) -> str | None:
         """How the file has changed since; None: it has not."""
         try:
-            now = _stamp_of(self.path, self.path.stat())
+            now = Stamp.of(self.path, self.path.stat())
         except OSError as error:
             return f"{self.path} is gone ({error.strerror})"
         if now.size != self.size:
@@ -88,10 +92,6 @@ class Stamp(NamedTuple):
 def changes(stamps: Iterable[Stamp]) -> list[str]:
     """How files have changed since their stamps, by size, time and inode; nothing is read."""
     return [change for stamp in stamps if (change := stamp.change()) is not None]
-
-
-def _stamp_of(path: Path, status: os.stat_result) -> Stamp:
-    return Stamp(path, status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 @dataclass(frozen=True)
@@ -140,13 +140,35 @@ class Opened:
 def open_source(source: Source) -> Opened:
     """Find a source and hash its content. Nothing is parsed yet."""
     path = user_path(source.path, "data")
-    if path.is_file():
-        return _open_file(source, path)
-    if path.is_dir() or _is_hub_name(source.path):
-        return _open_hugging_face(source, path)
-    raise DataError(
-        f"found no file or directory {source.path}; expected a {', '.join(SUFFIXES)} file, a data set directory, "
-        "or the owner/name of a Hugging Face data set; check the path"
+    if not path.is_file():
+        parts = source.path.split("/")
+        # owner/name, unless a directory ``owner`` exists here: then it is a mistyped path
+        is_name = len(parts) == 2 and all(parts) and source.path[0] not in ".~"
+        is_name = is_name and not source.path.endswith(SUFFIXES) and not Path(parts[0]).exists()
+        if path.is_dir() or is_name or source.path.startswith("hf://"):
+            return _open_hugging_face(source, path)
+        raise DataError(
+            f"found no file or directory {source.path}; expected a {', '.join(SUFFIXES)} file, a data set directory, "
+            "or the owner/name of a Hugging Face data set; check the path"
+        )
+    for key in ("split", "name", "revision"):
+        if getattr(source, key) is not None:
+            raise DataError(
+                f"data: {key} is set for the file {source.path}; expected it for Hugging Face data sets only"
+            )
+    suffix = path.suffix.lower()
+    if suffix not in _READERS:
+        raise DataError(
+            f"data: {source.path} ends in {suffix!r}; expected one of {', '.join(_READERS)}; rename it"
+        )
+    digest, stamps = _digest([path])
+    if hub.is_pointer(path):
+        raise DataError(
+            f"data: {source.path} is a git-lfs pointer; expected the file that it stands for; fetch it: git lfs pull, "
+            "or hf download --repo-type dataset"
+        )
+    return Opened(
+        source.path, f"{suffix}:{digest}", stamps, lambda: _READERS[suffix](path, source.path)
     )
 
 
@@ -158,42 +180,13 @@ def folder_of(source: Source, named: str | None, key: str) -> str:
     return str(path if path.is_dir() else path.parent)
 
 
-def _open_file(source: Source, path: Path) -> Opened:
-    for key in ("split", "name", "revision"):
-        if getattr(source, key) is not None:
-            raise DataError(
-                f"data: {key} is set for the file {source.path}; expected it for Hugging Face data sets only"
-            )
-    readers = {
-        ".jsonl": _read_jsonl,
-        ".json": _read_json,
-        ".csv": _read_csv,
-        ".tsv": _read_csv,
-        ".parquet": _read_parquet,
-    }
-    suffix = path.suffix.lower()
-    if suffix not in readers:
-        raise DataError(
-            f"data: {source.path} ends in {suffix!r}; expected one of {', '.join(SUFFIXES)}; rename it"
-        )
-    digest, stamps = _digest([path])
-    if hub.is_pointer(path):
-        raise DataError(
-            f"data: {source.path} is a git-lfs pointer; expected the file that it stands for; fetch it: git lfs pull, "
-            "or hf download --repo-type dataset"
-        )
-    return Opened(
-        source.path, f"{suffix}:{digest}", stamps, lambda: readers[suffix](path, source.path)
-    )
-
-
 def _digest(paths: list[Path]) -> tuple[str, tuple[Stamp, ...]]:
     """The SHA-256 of the files' digests, and the stamps of the files before they were read."""
     total, stamps = hashlib.sha256(), []
     for path in paths:
         try:
             with path.open("rb") as file:
-                stamps.append(_stamp_of(path.absolute(), os.fstat(file.fileno())))
+                stamps.append(Stamp.of(path.absolute(), os.fstat(file.fileno())))
                 total.update(hashlib.file_digest(file, "sha256").digest())
         except OSError as error:
             raise DataError(
@@ -207,18 +200,13 @@ def _read_jsonl(path: Path, name: str) -> Records:
         for number, line in enumerate(file, start=1):
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if line.strip():
+                place = f"{name}:{number}"
                 try:
-                    yield number, _parse_json(line.rstrip(), f"{name}:{number}")
+                    yield number, read_json(_decode(line.rstrip(), place))
                 except DataError as error:
                     yield number, error
-
-
-def _parse_json(raw: bytes, place: str) -> Any:
-    text = _decode(raw, place)
-    try:
-        return read_json(text)
-    except ValueError as error:
-        raise _broken_json(error, place) from None
+                except ValueError as error:
+                    yield number, _broken_json(error, place)
 
 
 def _decode(raw: bytes, place: str) -> str:
@@ -235,34 +223,30 @@ def _broken_json(error: ValueError, place: str) -> DataError:
         return DataError(
             f"{place}: JSON that cannot be read ({error}); expected a plain JSON object"
         )
-    where = (
-        f"column {error.colno}"
-        if error.lineno == 1
-        else f"line {error.lineno}, column {error.colno}"
-    )
+    line = f"line {error.lineno}, " if error.lineno > 1 else ""
     return DataError(
-        f"{place}: broken JSON at {where}: {error.msg}; expected a JSON object; correct it"
+        f"{place}: broken JSON at {line}column {error.colno}: {error.msg}; expected a JSON object; correct it"
     )
 
 
 def _read_json(path: Path, name: str) -> Records:
-    raw = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
-    if raw.lstrip()[:1] == b"[":
+    text = _decode(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), name)
+    if text.lstrip()[:1] == "[":
         number = 0
         try:
-            for number, row in enumerate(read_json_list(_decode(raw, name)), start=1):
+            for number, row in enumerate(read_json_list(text), start=1):
                 yield number, row
-        except DataError:
-            raise
         except ValueError as error:
             raise _broken_json(error, f"{name}:{number + 1}") from None
         return
     try:
-        rows = _parse_json(raw, name)
-    except DataError as error:
-        if "Extra data" in str(error):
-            raise DataError(f"{error}; if it holds one object a line, name it .jsonl") from None
-        raise
+        rows = read_json(text)
+    except ValueError as error:
+        broken = _broken_json(error, name)
+        hint = (
+            "; if it holds one object a line, name it .jsonl" if "Extra data" in str(error) else ""
+        )
+        raise DataError(f"{broken}{hint}") from None
     raise DataError(f"{name}: the file holds {shown(rows)}; expected a list of objects")
 
 
@@ -289,28 +273,6 @@ def _read_csv(path: Path, name: str) -> Records:
         raise DataError(
             f"{name}: not UTF-8 after row {number}; expected UTF-8; convert the file"
         ) from None
-
-
-def _is_hub_name(path: str) -> bool:
-    """owner/name, unless a directory ``owner`` exists here: then it is a mistyped path."""
-    if path.startswith("hf://"):
-        return True
-    parts = path.split("/")
-    is_path = len(parts) != 2 or not all(parts) or path[0] in ".~" or path.endswith(SUFFIXES)
-    return not is_path and not Path(parts[0]).exists()
-
-
-def _open_hugging_face(source: Source, path: Path) -> Opened:
-    table = _load_table(source, path)
-    files = [Path(entry["filename"]) for entry in table.cache_files]
-    digest, stamps = _digest(sorted(files))
-    digest = f"hf:{digest}:{source.name}:{source.split}:{len(table)}"
-
-    def read() -> Records:
-        """The rows as they are in the files: images and audio are not decoded."""
-        return _read_arrow(table.with_format("arrow").iter(BATCH), source.path, "Hugging Face")
-
-    return Opened(source.path, digest, stamps, read)
 
 
 # -- Arrow: parquet files and Hugging Face data sets
@@ -357,7 +319,16 @@ def _read_parquet(path: Path, name: str) -> Records:
     return _read_arrow(batches(), name, "parquet")
 
 
-def _load_table(source: Source, path: Path) -> Any:
+_READERS = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".parquet": _read_parquet,
+}
+
+
+def _open_hugging_face(source: Source, path: Path) -> Opened:
     """A split of a Hugging Face data set, by directory or name; its rows are in Arrow files."""
     import datasets
 
@@ -390,7 +361,14 @@ def _load_table(source: Source, path: Path) -> Any:
         raise DataError(
             f"data: {source.path} is held in memory by datasets; unset HF_DATASETS_IN_MEMORY_MAX_SIZE"
         )
-    return table
+    digest, stamps = _digest(sorted(Path(entry["filename"]) for entry in table.cache_files))
+    digest = f"hf:{digest}:{source.name}:{source.split}:{len(table)}"
+
+    def read() -> Records:
+        """The rows as they are in the files: images and audio are not decoded."""
+        return _read_arrow(table.with_format("arrow").iter(BATCH), source.path, "Hugging Face")
+
+    return Opened(source.path, digest, stamps, read)
 
 
 def _require_local(directory: Path) -> None:
@@ -481,9 +459,19 @@ def _read_arrow(batches: Iterable[Any], name: str, kind: str) -> Records:
     try:
         for batch in batches:
             try:
-                rows: Iterable[Any] = _to_rows(batch)
+                rows = _to_rows(batch)
             except ARROW_FAILURES:
-                rows = _rows_one_by_one(batch, name, number)
+                # one by one, to name the row that Python cannot hold
+                for index in range(batch.num_rows):
+                    try:
+                        (row,) = _to_rows(batch.slice(index, 1))
+                    except ARROW_FAILURES as error:
+                        raise DataError(
+                            f"{name}:{number + 1}: the row cannot be read ({_first_line(error)}); correct it"
+                        ) from None
+                    number += 1
+                    yield number, _without_nulls(row)
+                continue
             for row in rows:
                 number += 1
                 yield number, _without_nulls(row)
@@ -500,17 +488,6 @@ def _to_rows(batch: Any) -> list[Any]:
     batch.validate(full=True)
     rows: list[Any] = batch.to_pylist()
     return rows
-
-
-def _rows_one_by_one(batch: Any, name: str, number: int) -> Iterator[Any]:
-    """The rows one by one, to name the one that Python cannot hold. ``number``: how many rows precede the batch."""
-    for index in range(batch.num_rows):
-        try:
-            yield from _to_rows(batch.slice(index, 1))
-        except ARROW_FAILURES as error:
-            raise DataError(
-                f"{name}:{number + index + 1}: the row cannot be read ({_first_line(error)}); correct it"
-            ) from None
 
 
 def _first_line(error: BaseException) -> str:

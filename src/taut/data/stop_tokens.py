@@ -19,48 +19,17 @@ tokens before the end of their targets are refused (``render.py``). Reads no fil
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from taut.data.chat_template import PROBE, Ids, Template, common_length
-from taut.data.messages import Message, Tool
+from taut.data.chat_template import PROBE, Template, common_length
+from taut.data.messages import Message
 from taut.data.render import Renderer
-from taut.errors import RenderError
+from taut.data.tool_calls import PROBES, THOUGHT, TOOLS
 
 PLAIN_END = "ends an assistant turn"
 TOOL_END = "ends a turn that calls tools"
 TEXT_END = "the tokenizer's end of text"
-
-_TOOL_NAME = "find_weather"
-_TOOL: Tool = {
-    "type": "function",
-    "function": {
-        "name": _TOOL_NAME,
-        "description": "The weather of a city",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "description": "Its name"}},
-            "required": ["city"],
-        },
-    },
-}
-_CALL: Message = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-        {
-            "id": "call00001",  # Mistral's templates want nine letters and digits
-            "type": "function",
-            "function": {"name": _TOOL_NAME, "arguments": {"city": "Paris"}},
-        }
-    ],
-}
-_THOUGHT: Message = {
-    **PROBE[1],
-    "reasoning_content": "A greeting.",
-    "reasoning": "A greeting.",
-    "thinking": "A greeting.",
-}
 
 
 @dataclass(frozen=True)
@@ -79,14 +48,6 @@ class StopSet:
         return tuple(self.reasons)
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """The ids that a template writes for one assistant turn: before its end, and the end."""
-
-    inside: Ids
-    end: int
-
-
 def derive_stop_set(renderer: Renderer, inherited: Mapping[int, str] | None = None) -> StopSet:
     """The stop set of a model; ``inherited``: id -> the file that names it.
 
@@ -94,18 +55,33 @@ def derive_stop_set(renderer: Renderer, inherited: Mapping[int, str] | None = No
     """
     template = renderer.template
     plain = renderer.stop_ids
-    answers = _answers(template)
     ends = dict.fromkeys(plain, PLAIN_END if template.template is not None else TEXT_END)
-    for call in answers[2:]:
-        ends.setdefault(call.end, TOOL_END)
+    inside: set[int] = set()
+    """The ids that the template writes inside an answer: a plain one, one with reasoning, a tool call."""
+    opening: set[int] = set()
+    """The ids with which it opens the assistant's turn."""
+    if template.template is not None:
+        call: Message = {**PROBE[1], "content": "", "tool_calls": [PROBES[0].as_message()]}
+        for answer, tools in ((PROBE[1], ()), ({**PROBE[1], **THOUGHT}, ()), (call, TOOLS[:1])):
+            probe = template.probe(answer, tools)
+            if probe is None:
+                continue
+            before_end = probe.ids[probe.start : probe.end]
+            if tools and PROBES[0].name not in template.decode(before_end):
+                continue
+            inside.update(before_end)
+            if tools:
+                ends.setdefault(probe.ids[probe.end], TOOL_END)
+        history = template.apply(PROBE[:1], (), "the probe")
+        prompt = template.apply(PROBE[:1], (), "the probe", is_prompt=True)
+        ids_of = template.encode([history, prompt])
+        opening.update(ids_of[prompt][common_length(ids_of[history], ids_of[prompt]) :])
     candidates: dict[int, str] = {}
     eos = renderer.tokenizer.eos_token_id
     if eos is not None:
         candidates[int(eos)] = TEXT_END
     for index, source in (inherited or {}).items():
         candidates.setdefault(int(index), f"{source} names it")
-    inside = {token for answer in answers for token in answer.inside}
-    opening = set(_opening(template))
     reasons, left_out = dict(ends), dict[int, str]()
     for index, why in candidates.items():
         if index in ends:
@@ -153,42 +129,3 @@ def _obstacle(template: Template, index: int, inside: set[int], opening: set[int
     if index in opening:
         return "the template opens the assistant's turn with it"
     return None
-
-
-def _answers(template: Template) -> list[_Answer]:
-    """A plain answer, one with reasoning, and one that calls a tool if the template writes calls. Empty without a
-    template.
-    """
-    if template.template is None:
-        return []
-    plain = _answer(template, PROBE[1], (), "")
-    assert plain is not None, "the end of a plain turn has been found"
-    thought = _answer(template, _THOUGHT, (), "") or plain
-    call = _answer(template, _CALL, (_TOOL,), _TOOL_NAME)
-    return [plain, thought] if call is None else [plain, thought, call]
-
-
-def _answer(template: Template, turn: Message, tools: Sequence[Tool], words: str) -> _Answer | None:
-    """The ids of this turn; None where the template does not take it, or leaves ``words`` out."""
-    try:
-        prompt = template.apply(PROBE[:1], tools, "the probe", is_prompt=True)
-        row = template.apply((*PROBE[:1], turn), tools, "the probe")
-        ids_of = template.encode([prompt, row])
-        ids = ids_of[row]
-        start = common_length(ids_of[prompt], ids)
-        end = template.end_of_turn(ids, start, "the probe")
-    except RenderError:
-        return None
-    if words not in template.decode(ids[start:end]):
-        return None
-    return _Answer(ids[start:end], ids[end])
-
-
-def _opening(template: Template) -> Ids:
-    """The ids with which the template opens the assistant's turn."""
-    if template.template is None:
-        return []
-    history = template.apply(PROBE[:1], (), "the probe")
-    prompt = template.apply(PROBE[:1], (), "the probe", is_prompt=True)
-    ids_of = template.encode([history, prompt])
-    return ids_of[prompt][common_length(ids_of[history], ids_of[prompt]) :]

@@ -25,9 +25,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import count, takewhile
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-from taut.data.chat_template import PROBE, Template, common_length
+from taut.data.chat_template import PROBE, Template
 from taut.data.json_io import read_item, read_json
 from taut.data.messages import Message, Tool
 from taut.errors import RenderError
@@ -75,13 +75,6 @@ class _Found(NamedTuple):
     id: str = ""
 
 
-class Body(Protocol):
-    """The format of a call between its markers."""
-
-    def read(self, text: str, at: int, tools: Sequence[Tool]) -> tuple[list[_Found], int]:
-        """The calls that begin at ``at``, and their end. Raises Malformed."""
-
-
 @dataclass(frozen=True, slots=True)
 class ObjectCall:
     """``{"name": ..., "arguments": {...}}``, or a list of such objects."""
@@ -109,8 +102,8 @@ class ObjectCall:
             arguments, end = _json(text, 0)
             if text[end:].strip():
                 raise Malformed("there is text after the arguments; expected one object")
-        own = value.get("id")
-        return _Found(name, _object(arguments), own if isinstance(own, str) else "")
+        call_id = value.get("id")
+        return _Found(name, _object(arguments), call_id if isinstance(call_id, str) else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +114,12 @@ class NamedCall:
     """A regular expression; its group, if it has one, is the call's id."""
 
     def read(self, text: str, at: int, tools: Sequence[Tool]) -> tuple[list[_Found], int]:
-        found = re.compile(rf"\s*({NAME})\s*{self.between}\s*").match(text, at)
-        if found is None:
+        head = re.compile(rf"\s*({NAME})\s*{self.between}\s*").match(text, at)
+        if head is None:
             raise Malformed("found no name of a tool, with its arguments after it")
-        arguments, end = _json(text, found.end())
-        own = found[2] if found.re.groups == 2 else ""
-        return [_Found(found[1], _object(arguments), own)], end
+        arguments, end = _json(text, head.end())
+        call_id = head[2] if head.re.groups == 2 else ""
+        return [_Found(head[1], _object(arguments), call_id)], end
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,19 +135,32 @@ class TaggedCall:
         if head is None:
             raise Malformed("found no name of a tool after the marker")
         name, at = head[1], head.end()
-        kinds = _kinds(name, tools)
+        schemas: Mapping[str, Any] = {}
+        for tool in tools:
+            if tool["function"]["name"] == name:
+                parameters = tool["function"].get("parameters")
+                properties = parameters.get("properties") if isinstance(parameters, dict) else None
+                schemas = properties if isinstance(properties, dict) else {}
+                break
         arguments: Arguments = {}
-        one = re.compile(
+        argument = re.compile(
             rf"{loose(self.opening)}\s*({NAME})\s*{loose(self.between)}{_maybe(self.between, 'end')}"
             rf"(.*?){_maybe(self.closing, 'start')}{loose(self.closing)}",
             re.DOTALL,
         )
-        while found := one.match(text, at):
-            key, at = found[1], found.end()
+        while match := argument.match(text, at):
+            key, at = match[1], match.end()
             if key in arguments:
                 raise Malformed(f"the argument {key} is there twice")
-            arguments[key] = _value(found[2], key, kinds.get(key))
+            schema = schemas.get(key)
+            kind = schema.get("type") if isinstance(schema, dict) else None
+            arguments[key] = _value(match[2], key, kind)
         return [_Found(name, arguments)], at
+
+
+Body: TypeAlias = ObjectCall | NamedCall | TaggedCall
+"""The format of a call between its markers. ``read`` returns the calls that begin at ``at``, and their end, or raises
+Malformed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +179,11 @@ class Thought:
         pieces = text.split(self.end)
         for number, piece in enumerate(pieces):
             is_last = number == len(pieces) - 1
-            said = piece.partition(self.begin)[0]
-            if (self.is_open and number == 0) or (said == piece and not is_last):
-                said = ""
-            yield said, False
-            yield piece[len(said) :] + ("" if is_last else self.end), True
+            answer = piece.partition(self.begin)[0]
+            if (self.is_open and number == 0) or (answer == piece and not is_last):
+                answer = ""
+            yield answer, False
+            yield piece[len(answer) :] + ("" if is_last else self.end), True
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +218,8 @@ class CallFormat:
 
     def _pieces(self, text: str, tools: Sequence[Tool]) -> Iterator[str | _Found | Malformed]:
         """The text in its parts."""
-        for part, is_thought in (
-            [(text, False)] if self.thought is None else self.thought.parts(text)
-        ):
+        parts = [(text, False)] if self.thought is None else self.thought.parts(text)
+        for part, is_thought in parts:
             if is_thought:
                 yield part
             else:
@@ -231,16 +236,15 @@ class CallFormat:
                 yield from found
             except Malformed as error:
                 yield error
-                at = self._after(text, start + len(opening), opening)
+                # reading continues at the end of that call, or at the start of the next
+                at = start + len(opening)
+                last = self.end.split()[-1] if self.end else ""
+                stop, following = text.find(last, at) if last else -1, text.find(opening, at)
+                if following >= 0 and not 0 <= stop < following:
+                    at = following
+                else:
+                    at = len(text) if stop < 0 else stop + len(last)
         yield text[at:]
-
-    def _after(self, text: str, at: int, opening: str) -> int:
-        """Where reading continues after a call that cannot be read: at its end, or at the start of the next."""
-        last = self.end.split()[-1] if self.end else ""
-        stop, following = text.find(last, at) if last else -1, text.find(opening, at)
-        if following >= 0 and not 0 <= stop < following:
-            return following
-        return len(text) if stop < 0 else stop + len(last)
 
     def _marked(self, text: str, at: int, tools: Sequence[Tool]) -> tuple[list[_Found], int]:
         begin = re.compile(loose(self.begin)).match(text, at)
@@ -307,17 +311,6 @@ def _object(value: Any) -> Arguments:
     return value
 
 
-def _kinds(name: str, tools: Sequence[Tool]) -> dict[str, Any]:
-    """The types of a tool's arguments in its schema."""
-    for tool in tools:
-        if tool["function"]["name"] == name:
-            parameters = tool["function"].get("parameters")
-            properties = parameters.get("properties") if isinstance(parameters, dict) else None
-            schemas = properties if isinstance(properties, dict) else {}
-            return {key: it.get("type") for key, it in schemas.items() if isinstance(it, dict)}
-    return {}
-
-
 def _value(text: str, key: str, kind: Any) -> Any:
     """The value of an argument that is written as text."""
     kinds = kind if isinstance(kind, list) else [kind]
@@ -342,10 +335,10 @@ def own_id(number: int) -> str:
     return f"call{number:05d}"
 
 
-def _id(found: str, number: int, taken: Collection[str]) -> str:
+def _id(proposed: str, number: int, taken: Collection[str]) -> str:
     """The model's own id, if it is valid and free; else the next free id of ours."""
-    if re.fullmatch(r"[A-Za-z0-9]{9}", found) is not None and found not in taken:
-        return found
+    if re.fullmatch(r"[A-Za-z0-9]{9}", proposed) is not None and proposed not in taken:
+        return proposed
     return next(name for name in map(own_id, count(number)) if name not in taken)
 
 
@@ -400,27 +393,20 @@ def derive_call_format(template: Template) -> CallFormat:
         if made is None:
             continue
         specials = tuple(template.tokenizer.get_added_vocab()) if not made[0] else ()
-        found = CallFormat(*made, example=one, specials=specials)
-        if _is_proven(found, template, num_calls=2 if two else 1):
-            return replace(found, thought=_thought(template, found))
+        derived = CallFormat(*made, example=one, specials=specials)
+        # proven: calls that the template writes are read as what they are
+        for calls in (PROBES[: 2 if two else 1], HARD):
+            text = _turn(template, calls)
+            read = [] if text is None else derived.read(text, TOOLS)[1]
+            expected = [(call.name, call.arguments, None) for call in calls]
+            if [(call.name, call.arguments, call.error) for call in read] != expected:
+                break
+        else:
+            return replace(derived, thought=_thought(template, derived))
     raise RenderError(
         f"the chat template writes a tool call as {one.strip()!r:.200}, which is in none of the forms that are read "
         f"(JSON, or tags with a key and a value); expected one of them; give another template with {template.key}=FILE"
     )
-
-
-def _is_proven(found: CallFormat, template: Template, num_calls: int) -> bool:
-    """Whether calls that the template writes are read as what they are."""
-    for calls in (PROBES[:num_calls], HARD):
-        text = _turn(template, calls)
-        if text is None:
-            return False
-        _, read = found.read(text, TOOLS)
-        if [(call.name, call.arguments, call.error) for call in read] != [
-            (call.name, call.arguments, None) for call in calls
-        ]:
-            return False
-    return True
 
 
 def _thought(template: Template, found: CallFormat) -> Thought | None:
@@ -457,16 +443,10 @@ def _turn(template: Template, calls: Sequence[ToolCall]) -> str | None:
     turn: Message = {"role": "assistant", "content": "" if calls else "Hello"}
     if calls:
         turn["tool_calls"] = [call.as_message() for call in calls]
-    try:
-        prompt = template.apply(PROBE[:1], TOOLS, "the probe", is_prompt=True)
-        row = template.apply((*PROBE[:1], turn), TOOLS, "the probe")
-        ids_of = template.encode([prompt, row])
-        start = common_length(ids_of[prompt], ids_of[row])
-        end = template.end_of_turn(ids_of[row], start, "the probe")
-    except RenderError:
+    if (probe := template.probe(turn, TOOLS)) is None:
         return None
-    begin = len(_common_prefix(prompt.text, row.text))
-    text = row.text[begin : template.spans(row)[end][0]]
+    begin = len(_common_prefix(probe.prompt.text, probe.row.text))
+    text = probe.row.text[begin : template.spans(probe.row)[probe.end][0]]
     return text if all(call.name in text for call in calls) else None
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,20 +70,14 @@ class TopLogprobs(NamedTuple):
 class WithTeacher(Dataset):
     """A data set whose samples have a teacher's likeliest tokens as streams."""
 
-    def __init__(self, data: Dataset, said: TopLogprobs) -> None:
+    def __init__(self, data: Dataset, top_logprobs: TopLogprobs) -> None:
         super().__init__(data.parts, data.report.decisions, data.report.is_cached)
-        self.said = said
+        self.top_logprobs = top_logprobs
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        if isinstance(index, slice):
-            return super().__getitem__(index)
-        top = self.said.of(range(len(self))[index])
+    def sample(self, index: int) -> Sample:
+        top = self.top_logprobs.of(range(len(self))[index])
         streams = {TOP_IDS: top.ids_Nk.astype(float), TOP_LOGP: top.logp_Nk.astype(float)}
-        return replace(super().__getitem__(index), streams=streams)
+        return replace(super().sample(index), streams=streams)
 
 
 def line_of(sample: Sample, top: Top) -> str:

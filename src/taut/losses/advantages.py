@@ -270,11 +270,6 @@ def length_cost(length_S: Tensor, *, limit: int, coef: float) -> Tensor:
     return -coef * length_S.double() / limit
 
 
-def clip(reward_S: Tensor, size: float) -> Tensor:
-    """Rewards clipped to between -size and size."""
-    return reward_S.clamp(-size, size)
-
-
 @dataclass(frozen=True)
 class Scale:
     """Running mean and deviation of rewards, merged rollout by rollout (Chan et al., 1979). Part of a checkpoint."""

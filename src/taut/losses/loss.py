@@ -157,6 +157,7 @@ def mean(value: Tensor) -> tuple[Tensor, Tensor]:
     return value.detach().sum(), torch.tensor(float(value.numel()))
 
 
-def share_above(value: Tensor, threshold: float | Tensor = 0.0) -> Tensor:
-    """How many are above the threshold; ties count half, so that a constant model scores 0.5."""
-    return (value > threshold).sum() + 0.5 * (value == threshold).sum()
+def accuracy(value: Tensor) -> tuple[Tensor, Tensor]:
+    """(how many entries are above 0, count); ties count half, so that a constant model scores 0.5."""
+    value = value.detach()
+    return (value > 0).sum() + 0.5 * (value == 0).sum(), torch.tensor(float(value.numel()))

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -241,15 +241,15 @@ def penalty(logp_N: Tensor, ref_logp_N: Tensor, coef: float) -> Tensor:
     return -coef * (logp_N - ref_logp_N)
 
 
-def adapted(coef: float, *, observed: float, target: float, horizon: float = 10.0) -> float:
+def adapted(coef: float, *, observed: float, target: float) -> float:
     """The KL coefficient after a rollout that diverged by ``observed`` nats (arXiv 1909.08593, 2.2):
 
-        coef * (1 + e / horizon),    e = observed / target - 1, held between -0.2 and 0.2
+        coef * (1 + e / 10),    e = observed / target - 1, held between -0.2 and 0.2
 
     Ten rollouts that are far off change it by a fifth.
     """
     error = min(max(observed / target - 1.0, -0.2), 0.2)
-    return coef * (1.0 + error / horizon)
+    return coef * (1.0 + error / 10.0)
 
 
 # -- difference between engine and trainer ---------------------------------------------------------
@@ -468,6 +468,8 @@ class PolicyGradient(Loss):
     the shares of tokens that it clips; ``old/kl`` and ``old/kl_k1`` are KL(old || pi), by k3 and k1.
     """
 
+    is_cost: ClassVar[bool] = False
+
     surrogate: str = "clip"
     """A name of ``SURROGATES``."""
     bounds: Bounds = Bounds(0.2, 0.28)  # noqa: RUF009 (a NamedTuple)
@@ -562,16 +564,18 @@ class PolicyGradient(Loss):
         )
 
     @property
-    def is_cost(self) -> bool:
-        return False
-
-    @property
     def _surrogate(self) -> Surrogate:
         return SURROGATES[self.surrogate]
 
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
-        chosen, difference_N = self._choices(scores, packed)
-        share_N = self._share(packed).to(scores.logp_N)
+        logp_N = scores.logp_N
+        old_N = logp_N.detach() if self.is_fresh else packed.streams["old_logp_N"].to(logp_N)
+        advantage_N = packed.streams["advantage_N"].to(logp_N)
+        chosen = Choices(logp_N, logp_N - old_N, advantage_N, packed, self.bounds)
+        difference_N = None  # of the trainer's and the engine's log-probabilities
+        if self.has_engine_logp:
+            difference_N = old_N - packed.streams["engine_logp_N"].to(logp_N)
+        share_N = self._share(packed).to(logp_N)
         if difference_N is None or self.correction.kind == "none":
             cost = self._surrogate.cost(chosen)
             cost_N = cost.cost_N
@@ -584,7 +588,7 @@ class PolicyGradient(Loss):
             metrics |= engine_metrics(difference_N, packed, self.correction)
         terms = {"policy": (share_N * cost_N).sum()}
         if self.kl:
-            log_ratio_N = scores.logp_N - packed.streams["ref_logp_N"].to(scores.logp_N)
+            log_ratio_N = logp_N - packed.streams["ref_logp_N"].to(logp_N)
             cost_N = estimate(log_ratio_N, self.kl.gradient)
             if self.kl.gradient == "k2":
                 cost_N = ratio_of(chosen.log_ratio_N.detach()) * cost_N
@@ -594,7 +598,7 @@ class PolicyGradient(Loss):
             assert scores.entropy_N is not None, "the loss needs the entropy"
             metrics["entropy"] = mean(scores.entropy_N)
             if self.entropy_coef:
-                entropy_N = (packed.weight_N * scores.entropy_N).to(scores.logp_N)
+                entropy_N = (packed.weight_N * scores.entropy_N).to(logp_N)
                 terms["entropy"] = -self.entropy_coef * entropy_N.sum()
         if self.critic:
             terms["value"], value_metrics = value_cost(scores, packed, self.critic)
@@ -616,16 +620,6 @@ class PolicyGradient(Loss):
         if self._surrogate.is_of_sample:
             advantage_N = mean_of_sample(advantage_N, packed)
         return {"policy": -self._share(packed) * advantage_N}
-
-    def _choices(self, scores: Scores, packed: Packed) -> tuple[Choices, Tensor | None]:
-        """The sampled tokens, and the difference d of the trainer's and the engine's log-probabilities."""
-        logp_N = scores.logp_N
-        old_N = logp_N.detach() if self.is_fresh else packed.streams["old_logp_N"].to(logp_N)
-        advantage_N = packed.streams["advantage_N"].to(logp_N)
-        chosen = Choices(logp_N, logp_N - old_N, advantage_N, packed, self.bounds)
-        if not self.has_engine_logp:
-            return chosen, None
-        return chosen, old_N - packed.streams["engine_logp_N"].to(logp_N)
 
     def _share(self, packed: Packed) -> Tensor:
         weight_N = packed.weight_N

@@ -57,14 +57,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from taut.errors import ConfigError
-from taut.losses.loss import Loss, Metrics, Unit, mean, relative_power, share_above
+from taut.losses.loss import Loss, Metrics, Unit, accuracy, mean, relative_power
 from taut.types import LossSum, Packed, Scores, Wants
 
 # -- sums over answers -----------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def pair_metrics(reward_S: Tensor, sums: Answers, packed: Packed) -> Metrics:
     margin_P = (reward_S[packed.better_P] - reward_S[packed.worse_P]).detach()
     metrics = {
         "rewards/margin": mean(margin_P),
-        "rewards/accuracy": (share_above(margin_P), mean(margin_P)[1]),
+        "rewards/accuracy": accuracy(margin_P),
     }
     chosen, rejected = packed.better_P, packed.worse_P
     return metrics | kind_metrics(reward_S, sums, packed, chosen=chosen, rejected=rejected)
@@ -323,6 +323,8 @@ class Preference(Loss):
     beyond those of the shorter answer (LD-DPO).
     """
 
+    best_by: ClassVar[tuple[str, ...]] = ("rewards/accuracy", "rewards/margin")
+
     beta: float = 0.1
     """Scale of the log-ratio: larger keeps the policy closer to the reference."""
     terms: tuple[tuple[str, float], ...] = (("sigmoid", 1.0),)
@@ -418,21 +420,34 @@ class Preference(Loss):
     def may_be_satisfied(self) -> bool:
         return all(name == "hinge" for name, _ in self.terms) and not self.sft_weight
 
-    @property
-    def best_by(self) -> tuple[str, ...]:
-        return ("rewards/accuracy", "rewards/margin")
-
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
         sums = answers(scores, packed, has_reference=not self.reference_free)
+        better_P, worse_P = packed.better_P, packed.worse_P
+        margin_P = sums.logp_S.new_full(better_P.shape, self.gamma)
+        if self.margin:
+            margin_S = packed.values["margin"].to(sums.logp_S)
+            margin_P = margin_P + self.margin * (margin_S[better_P] - margin_S[worse_P])
         terms = {}
         for name, weight in self.terms:
             variant = VARIANTS[name]
             is_averaged = self.length_normalised or variant.is_averaged
             score_S = self._score(sums, is_averaged=is_averaged)
-            terms[name] = weight * variant.value(self._compare(score_S, packed)).sum()
+            pairs = Compared(
+                score_S.index_select(0, better_P),
+                score_S.index_select(0, worse_P),
+                margin_P,
+                self.beta,
+                self.label_smoothing,
+                self.tau,
+                packed.stats,
+            )
+            terms[name] = weight * variant.value(pairs).sum()
         if self.sft_weight:
             terms["sft"] = self.sft_weight * nll_of_best(scores.logp_N, packed)
-        return LossSum(terms, self._metrics(scores, packed, sums))
+        score_S = self._score(sums, is_averaged=self.length_normalised)
+        metrics = pair_metrics(self.beta * score_S, sums, packed)
+        metrics |= sequence_metrics(scores, sums, kl=not self.reference_free)
+        return LossSum(terms, metrics)
 
     def observe(self, scores: Scores, packed: Packed) -> dict[str, Tensor]:
         sums = answers(scores, packed, has_reference=not self.reference_free)
@@ -466,27 +481,6 @@ class Preference(Loss):
                 return math.log(2) + logsigmoid(log_ratio_S)
             case "alpha":
                 return relative_power(log_ratio_S, -self.alpha)
-
-    def _compare(self, score_S: Tensor, packed: Packed) -> Compared:
-        better_P, worse_P = packed.better_P, packed.worse_P
-        margin_P = score_S.new_full(better_P.shape, self.gamma)
-        if self.margin:
-            margin_S = packed.values["margin"].to(score_S)
-            margin_P = margin_P + self.margin * (margin_S[better_P] - margin_S[worse_P])
-        return Compared(
-            score_S.index_select(0, better_P),
-            score_S.index_select(0, worse_P),
-            margin_P,
-            self.beta,
-            self.label_smoothing,
-            self.tau,
-            packed.stats,
-        )
-
-    def _metrics(self, scores: Scores, packed: Packed, sums: Answers) -> Metrics:
-        score_S = self._score(sums, is_averaged=self.length_normalised)
-        metrics = pair_metrics(self.beta * score_S, sums, packed)
-        return metrics | sequence_metrics(scores, sums, kl=not self.reference_free)
 
 
 def _named(trait: str) -> list[str]:
@@ -549,26 +543,18 @@ class Orpo(Loss):
     where q is 0: -q is at least what the dtype can tell from 0.
     """
 
+    units: ClassVar[Mapping[str, Unit]] = {"odds_ratio": "pair", "sft": "better_token"}
+    needs_values: ClassVar[tuple[str, ...]] = ("preference",)
+    best_by: ClassVar[tuple[str, ...]] = ("rewards/accuracy", "rewards/margin")
+
     beta: float = 0.1
     """The weight of the odds ratio: lambda in the paper."""
     entropy: bool = False
     """Report the entropy as a metric."""
 
     @property
-    def units(self) -> Mapping[str, Unit]:
-        return {"odds_ratio": "pair", "sft": "better_token"}
-
-    @property
-    def needs_values(self) -> tuple[str, ...]:
-        return ("preference",)
-
-    @property
     def wants(self) -> Wants:
         return Wants(entropy=self.entropy)
-
-    @property
-    def best_by(self) -> tuple[str, ...]:
-        return ("rewards/accuracy", "rewards/margin")
 
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
         sums = answers(scores, packed, has_reference=False)
@@ -613,6 +599,10 @@ class Unpaired(Loss):
     counts answers on their own side of beta z, c or 0, ties half.
     """
 
+    needs: ClassVar[tuple[str, ...]] = ("ref_logp_N",)
+    needs_values: ClassVar[tuple[str, ...]] = ("label",)
+    best_by: ClassVar[tuple[str, ...]] = ("rewards/accuracy",)
+
     variant: UnpairedVariant = "kto"
     beta: float = 0.1
     """Scale of the log-ratio: larger keeps the policy closer to the reference."""
@@ -626,14 +616,6 @@ class Unpaired(Loss):
         return {self.variant: "sequence"}
 
     @property
-    def needs(self) -> tuple[str, ...]:
-        return ("ref_logp_N",)
-
-    @property
-    def needs_values(self) -> tuple[str, ...]:
-        return ("label",)
-
-    @property
     def wants(self) -> Wants:
         return Wants(entropy=self.entropy)
 
@@ -642,25 +624,33 @@ class Unpaired(Loss):
         return self.variant != "apo_zero"
 
     @property
-    def best_by(self) -> tuple[str, ...]:
-        return ("rewards/accuracy",)
-
-    @property
     def mismatched(self) -> bool:
         return self.variant == "kto"
 
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
         sums = answers(scores, packed, has_reference=True)
         is_good_S = packed.values["label"] > 0.5
-        signed_S = self.beta * sums.log_ratio_S - self._shift(sums, packed)
-        signed_S = torch.where(is_good_S, signed_S, -signed_S)
+        match self.variant:
+            case "kto":
+                shift = self.beta * packed.stats["z0"].to(sums.log_ratio_S)
+            case "bco":
+                shift = packed.stats["bco_shift"].to(sums.log_ratio_S)
+            case "apo_zero":
+                shift = sums.log_ratio_S.new_zeros(())
+        reward_S = self.beta * sums.log_ratio_S
+        above_S = reward_S - shift
+        signed_S = torch.where(is_good_S, above_S, -above_S)
         if self.variant == "bco":
             cost_S = -logsigmoid(signed_S)
         else:
             cost_S = torch.sigmoid(-signed_S)
         good_S, bad_S = self.desirable_weight * cost_S, self.undesirable_weight * cost_S
         total = torch.where(is_good_S, good_S, bad_S).sum()
-        return LossSum({self.variant: total}, self._metrics(scores, packed, sums))
+        metrics = kind_metrics(reward_S, sums, packed, chosen=is_good_S, rejected=~is_good_S)
+        metrics["rewards/accuracy"] = accuracy(signed_S)
+        if self.variant == "kto":
+            metrics["z0"] = mean(packed.stats["z0"].expand(packed.num_samples))
+        return LossSum({self.variant: total}, metrics | sequence_metrics(scores, sums, kl=True))
 
     def observe(self, scores: Scores, packed: Packed) -> dict[str, Tensor]:
         log_ratio_S = answers(scores, packed, has_reference=True).log_ratio_S
@@ -674,23 +664,3 @@ class Unpaired(Loss):
         kinds = [log_ratio_S[is_good_S], log_ratio_S[~is_good_S]]
         means = [kind.mean() for kind in kinds if kind.numel()]
         return {"bco_shift": self.beta * torch.stack(means).mean()}
-
-    def _shift(self, sums: Answers, packed: Packed) -> Tensor:
-        match self.variant:
-            case "kto":
-                return self.beta * packed.stats["z0"].to(sums.log_ratio_S)
-            case "bco":
-                return packed.stats["bco_shift"].to(sums.log_ratio_S)
-            case "apo_zero":
-                return sums.log_ratio_S.new_zeros(())
-
-    def _metrics(self, scores: Scores, packed: Packed, sums: Answers) -> Metrics:
-        is_good_S = packed.values["label"] > 0.5
-        reward_S = self.beta * sums.log_ratio_S.detach()
-        above_S = reward_S - self._shift(sums, packed)
-        right = share_above(torch.where(is_good_S, above_S, -above_S))
-        metrics = kind_metrics(reward_S, sums, packed, chosen=is_good_S, rejected=~is_good_S)
-        metrics["rewards/accuracy"] = (right, mean(reward_S)[1])
-        if self.variant == "kto":
-            metrics["z0"] = mean(packed.stats["z0"].expand(packed.num_samples))
-        return metrics | sequence_metrics(scores, sums, kl=True)

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-from taut.losses.loss import Loss, Metrics, Predictions, Unit, mean, share_above
+from taut.losses.loss import Loss, Metrics, Predictions, Unit, accuracy, mean
 from taut.types import LossSum, Packed, Scores, Wants
 
 
@@ -27,14 +28,14 @@ from taut.types import LossSum, Packed, Scores, Wants
 class ScalarLoss(Loss):
     """The base of losses on a scalar head: no log-probabilities are needed."""
 
-    @property
-    def wants(self) -> Wants:
-        return Wants(logp=False, scalar=True)
+    wants: ClassVar[Wants] = Wants(logp=False, scalar=True)
 
 
 @dataclass(frozen=True)
 class BradleyTerry(ScalarLoss):
     """The better of two answers has the higher score."""
+
+    best_by: ClassVar[tuple[str, ...]] = ("accuracy", "score/margin")
 
     margin: float = 0.0
     """Weight of the data's margin, which the difference should exceed."""
@@ -50,10 +51,6 @@ class BradleyTerry(ScalarLoss):
     def needs_values(self) -> tuple[str, ...]:
         return ("preference", "margin") if self.margin else ("preference",)
 
-    @property
-    def best_by(self) -> tuple[str, ...]:
-        return ("accuracy", "score/margin")
-
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
         score_S = score_of_samples(scores, packed)
         chosen_P = score_S.index_select(0, packed.better_P)
@@ -68,7 +65,7 @@ class BradleyTerry(ScalarLoss):
         if self.centring:
             terms["centring"] = self.centring * ((chosen_P + rejected_P) ** 2).sum()
         metrics: Metrics = {
-            "accuracy": (share_above(gap_P.detach()), mean(gap_P)[1]),
+            "accuracy": accuracy(gap_P),
             "score/margin": mean(gap_P),
             "score/chosen": mean(chosen_P),
             "score/rejected": mean(rejected_P),
@@ -86,13 +83,8 @@ class BradleyTerry(ScalarLoss):
 class Regression(ScalarLoss):
     """The head predicts the data's score."""
 
-    @property
-    def units(self) -> Mapping[str, Unit]:
-        return {"regression": "sequence"}
-
-    @property
-    def needs_values(self) -> tuple[str, ...]:
-        return ("score",)
+    units: ClassVar[Mapping[str, Unit]] = {"regression": "sequence"}
+    needs_values: ClassVar[tuple[str, ...]] = ("score",)
 
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
         score_S = score_of_samples(scores, packed)
@@ -106,13 +98,8 @@ class Regression(ScalarLoss):
 class Process(ScalarLoss):
     """The head predicts at the end of each step whether it was right. Reads ``read_values["label"]``."""
 
-    @property
-    def units(self) -> Mapping[str, Unit]:
-        return {"process": "read"}
-
-    @property
-    def best_by(self) -> tuple[str, ...]:
-        return ("accuracy",)
+    units: ClassVar[Mapping[str, Unit]] = {"process": "read"}
+    best_by: ClassVar[tuple[str, ...]] = ("accuracy",)
 
     def predictions(self, scores: Scores, packed: Packed) -> Predictions:
         """A step is right, with probability s(r)."""
@@ -122,11 +109,8 @@ class Process(ScalarLoss):
         score_R = _scalar(scores)
         label_R = packed.read_values["label"].to(score_R)
         total = binary_cross_entropy_with_logits(score_R, label_R, reduction="sum")
-        side_R = (label_R - 0.5).sign() * score_R.detach()
-        metrics: Metrics = {
-            "accuracy": (share_above(side_R), mean(side_R)[1]),
-            "label/mean": mean(label_R),
-        }
+        side_R = (label_R - 0.5).sign() * score_R
+        metrics: Metrics = {"accuracy": accuracy(side_R), "label/mean": mean(label_R)}
         return LossSum({"process": total}, metrics | spread(score_R))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,9 +23,7 @@ from taut.types import TOP_IDS, TOP_LOGP, Divergence, LossSum, Packed, Scores, W
 class CrossEntropy(Loss):
     """-sum weight * logp, per token."""
 
-    @property
-    def units(self) -> Mapping[str, Unit]:
-        return {"cross_entropy": "token"}
+    units: ClassVar[Mapping[str, Unit]] = {"cross_entropy": "token"}
 
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
         weight_N = packed.weight_N.to(scores.logp_N)

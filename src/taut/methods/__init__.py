@@ -1,9 +1,8 @@
-"""``METHODS``, the only list of training methods: the name of each, the class that is it, and its line in ``taut
---help``.
+"""``METHODS``, the only list of training methods: the name of each, its class, and its line in ``taut --help``.
 
-The command line, ``taut.NAME(...)``, ``taut resume``, ``taut show``, ``taut check``, ``taut plan`` and
-docs/config.md are made of this list. To add a method, write ``methods/NAME.py`` and add a line here.
-``METHODS.register`` does the same for a class that lies elsewhere.
+The command line, ``taut.NAME(...)``, ``taut resume``, ``taut show``, ``taut check``, ``taut plan`` and docs/config.md
+are made of this list. To add a method, write ``methods/NAME.py`` with the class ``Name`` and add a line here.
+``METHODS.register`` does the same for a class outside this package.
 
 A class is imported when it is first looked up, so that ``import taut`` and ``taut --help`` load neither torch nor
 transformers.
@@ -25,7 +24,7 @@ class Entry(NamedTuple):
     place: str
     """``module:class``."""
     about: str
-    """What its command does, in a few words."""
+    """The purpose of its command, in a few words."""
 
 
 class Methods(Mapping[str, "type[RunConfig]"]):
@@ -46,52 +45,34 @@ class Methods(Mapping[str, "type[RunConfig]"]):
         return len(self.entries)
 
     def register(self, name: str, place: str, about: str) -> None:
-        """Add a method that lies outside this package. ``place``: ``module:class``."""
+        """Add a method from outside this package. ``place``: ``module:class``."""
         self.entries[name] = Entry(place, about)
 
 
 METHODS = Methods(
     {
-        "sft": Entry("taut.methods.sft:Sft", "fine-tune a model on your data"),
-        "reward": Entry(
-            "taut.methods.reward:Reward", "train a reward model on comparisons, scores or steps"
-        ),
-        "dpo": Entry("taut.methods.dpo:Dpo", "train on preferences, against a reference"),
-        "kto": Entry("taut.methods.kto:Kto", "train on answers marked good or bad"),
-        "orpo": Entry(
-            "taut.methods.orpo:Orpo", "train on preferences and good answers, without a reference"
-        ),
-        "simpo": Entry(
-            "taut.methods.simpo:Simpo",
-            "train on preferences by mean log-probs, without a reference",
-        ),
-        "cpo": Entry(
-            "taut.methods.cpo:Cpo", "train on preferences and good answers, contrastively"
-        ),
-        "distill": Entry(
-            "taut.methods.distill:Distill", "distill a teacher into the model, on your data"
-        ),
-        "grpo": Entry(
-            "taut.methods.grpo:Grpo",
-            "train on the model's own answers, judged and compared in groups",
-        ),
-        "ppo": Entry("taut.methods.ppo:Ppo", "train on the model's own answers, with a critic"),
-        "online_dpo": Entry(
-            "taut.methods.online_dpo:OnlineDpo",
-            "train on preferences between the model's own answers",
-        ),
-        "best_of_n": Entry(
-            "taut.methods.best_of_n:BestOfN", "fine-tune on the best of the model's own answers"
-        ),
-        "gkd": Entry(
-            "taut.methods.gkd:Gkd", "on-policy distillation: a teacher on the model's own answers"
-        ),
+        name: Entry(f"taut.methods.{name}:{name.title().replace('_', '')}", about)
+        for name, about in {
+            "sft": "fine-tune a model on your data",
+            "reward": "train a reward model on comparisons, scores or steps",
+            "dpo": "train on preferences, against a reference",
+            "kto": "train on answers marked good or bad",
+            "orpo": "train on preferences and good answers, without a reference",
+            "simpo": "train on preferences by mean log-probs, without a reference",
+            "cpo": "train on preferences and good answers, contrastively",
+            "distill": "distill a teacher into the model, on your data",
+            "grpo": "train on the model's own answers, judged and compared in groups",
+            "ppo": "train on the model's own answers, with a critic",
+            "online_dpo": "train on preferences between the model's own answers",
+            "best_of_n": "fine-tune on the best of the model's own answers",
+            "gkd": "on-policy distillation: a teacher on the model's own answers",
+        }.items()
     }
 )
 
 
 def command_of(method: str) -> str:
-    """The command that trains it, as it is typed."""
+    """The command of a method, as it is typed."""
     return f"taut {method.replace('_', '-')}"
 
 

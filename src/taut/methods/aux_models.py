@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from taut.config import Decision
 from taut.errors import ModelError
-from taut.methods.inputs import Inputs, Loaded
+from taut.methods.inputs import Inputs, Loaded, Models
 from taut.methods.reference import Other, Recorded, ReferenceConfig, Start
 from taut.methods.teacher import DistillConfig, load_teacher, require_context
 from taut.models import architecture
@@ -31,8 +32,7 @@ from taut.models.load import (
 from taut.models.scorer import Scorer, Teacher
 from taut.models.self_test import one_sample_reasons
 from taut.models.tokens import require_same_tokenizer
-from taut.rl.critic import CriticConfig, build_critic
-from taut.rl.critic import Setting as CriticSetting
+from taut.rl import critic as critics
 from taut.train import distributed
 from taut.train.distributed import Ranks
 from taut.train.optim import Pace, highest
@@ -52,7 +52,7 @@ class AuxModels:
     """The model that the policy is compared with."""
     teacher: DistillConfig | None = None
     """The model that the policy learns from."""
-    critic: CriticConfig | None = None
+    critic: critics.CriticConfig | None = None
     """The model that predicts the reward of the remaining tokens."""
 
     # -- before anything is loaded
@@ -145,7 +145,7 @@ class AuxModels:
             new_ids = [index for index in new_ids if inputs.token(index) not in theirs]
             context = context_length(load_config(config.model, run.trust_remote_code))
             require_context(f"critic.model={config.model}", context, inputs.longest)
-        setting = CriticSetting(
+        setting = critics.Setting(
             policy=policy,
             path=run.model,
             dtype=loaded.dtype.dtype,
@@ -158,7 +158,7 @@ class AuxModels:
             seed=run.seed,
             trust_remote_code=run.trust_remote_code,
         )
-        return build_critic(config, setting)
+        return critics.build_critic(config, setting)
 
     def critic_pace(self, run: RunConfig) -> Pace | None:
         """The learning rate of the critic relative to the policy's, if there is a critic."""
@@ -234,6 +234,21 @@ def _load_config(path: str, key: str, trust_remote_code: bool) -> PreTrainedConf
         return load_config(path, trust_remote_code)
     except ModelError as error:
         raise ModelError(f"{key}: {error}") from error
+
+
+def save_critic(
+    critic: Critic, directory: Path, inputs: Inputs, models: Models, ranks: Ranks
+) -> None:
+    """Save a critic with its own weights as a reward model. All ranks call it; raises OutputError on all."""
+    critics.save_critic(
+        critic,
+        directory,
+        inputs.tokenizer,
+        ranks,
+        stop_ids=inputs.stops.ids,
+        template=inputs.renderer.template.template,
+        dtype=models.saved_dtype,
+    )
 
 
 def require_same_pictures(run: RunConfig, inputs: Inputs, path: str, key: str) -> None:

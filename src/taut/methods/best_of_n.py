@@ -1,4 +1,4 @@
-"""Rejection sampling (RAFT, arXiv 2304.06767): the best of several answers to a prompt, learned as they are."""
+"""Rejection sampling (RAFT, arXiv 2304.06767): fine-tuning on the best of several answers to a prompt."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from taut.train.optim import DefaultRates
 
 @configclass
 class BestOfNConfig:
-    """Which answers are learned."""
+    """The choice of answers to train on."""
 
     keep: Annotated[int, Field(ge=1)] = 1
-    """How many of a prompt's answers, the best first."""
+    """Number of answers to keep per prompt, the best first."""
     min_reward: float | None = None
-    """The reward an answer must have to be learned; None: any."""
+    """Minimum reward of an answer; None: any."""
     overlong: Literal["drop", "keep"] = "drop"
-    """drop: completions that were cut are not learned. keep: they are candidates like the others, and the model learns
-    to run on where one is chosen."""
+    """drop: leave out truncated completions. keep: they are candidates like the others; where one is chosen, the model
+    learns not to stop."""
 
 
 class Best(Credit):
-    """Rejection sampling: of each group the best answers that are good enough and, unless cut ones are kept, whole."""
+    """Rejection sampling: the best answers of each group with a sufficient reward; truncated ones only if kept."""
 
     needs_one = True
 
@@ -44,8 +44,8 @@ class Best(Credit):
 
     def is_useful(self, group: Group) -> bool:
         return any(
-            said.total is not None and self._may_be_learned(one, said.total)
-            for one, said in group.judged
+            score.total is not None and self._may_be_learned(trajectory, score.total)
+            for trajectory, score in group.judged
         )
 
     def _may_be_learned(self, trajectory: Trajectory, reward: float) -> bool:
@@ -55,25 +55,25 @@ class Best(Credit):
     def trees(self, paths: Sequence[Trajectory], said: Said) -> Credited:
         made = []
         for group in by_group(paths).values():
-            good = [one for one in group if self._may_be_learned(one, one.reward)]
-            chosen = sorted(good, key=lambda one: -one.reward)[: self.config.keep]
-            made += [(one, sample_of(one, one.name, has_reads=False)) for one in chosen]
+            good = [path for path in group if self._may_be_learned(path, path.reward)]
+            best = sorted(good, key=lambda path: -path.reward)[: self.config.keep]
+            made += [(path, sample_of(path, path.name, has_reads=False)) for path in best]
         if not made:
             raise CheckFailed(self._nothing(paths))
         kept = float(np.mean([path.reward for path, _ in made]))
         return credited(made, {"kept": float(len(made)), "reward_kept": kept}, {})
 
     def _nothing(self, paths: Sequence[Trajectory]) -> str:
-        """Why no answer of a roll-out can be learned."""
+        """The error where a rollout has no answer to train on."""
         whole = [path for path in paths if not path.is_cut]
         if not whole and self.config.overlong == "drop":
             return (
-                f"all {len(paths)} completions of a roll-out were cut, and best_of_n.overlong=drop leaves those out; "
+                f"all {len(paths)} completions of a rollout were cut, and best_of_n.overlong=drop leaves those out; "
                 "expected some that end; raise rollout.max_new_tokens, or set best_of_n.overlong=keep"
             )
         best = max(path.reward for path in (whole if self.config.overlong == "drop" else paths))
         return (
-            f"no answer of a roll-out has a reward of best_of_n.min_reward={self.config.min_reward:g}; the best has "
+            f"no answer of a rollout has a reward of best_of_n.min_reward={self.config.min_reward:g}; the best has "
             f"{best:g}; expected some; lower it, raise rollout.n, or take easier prompts"
         )
 

@@ -1,5 +1,6 @@
-"""Distillation on fixed data: the student learns the distribution that a teacher has at each target. The section
-``[distill]`` is in methods/teacher.py, for ``taut gkd`` has it too.
+"""Distillation on fixed data: the student learns the teacher's distribution at each target.
+
+The section ``[distill]`` is shared with ``taut gkd`` (methods/teacher.py).
 """
 
 from __future__ import annotations

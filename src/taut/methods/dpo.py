@@ -1,7 +1,7 @@
 """Direct preference optimisation (DPO, arXiv 2305.18290) and its family, on pairs, against a reference.
 
-The section ``[dpo]`` is in methods/preference.py, for ``taut online-dpo`` has it too; the formulas are in
-losses/{margins,preference}.py.
+The section ``[dpo]`` is shared with ``taut online-dpo`` (methods/preference.py); the formulas are in
+losses/preference.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """On-policy distillation (GKD, arXiv 2306.13649): the student learns the teacher's distribution on its own answers.
-The section ``[distill]`` is that of methods/teacher.py, without what a file of log-probabilities needs.
+
+The section ``[distill]`` is that of methods/teacher.py, without the keys of a file of logprobs.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class GkdConfig(DistillConfig):
 
 
 class All(Credit):
-    """Every answer as it is: the teacher says what of it is right."""
+    """Every answer unchanged: the teacher judges each token."""
 
     def trees(self, paths: Sequence[Trajectory], said: Said) -> Credited:
         made = [(path, sample_of(path, path.name, has_reads=False)) for path in paths]

@@ -1,5 +1,5 @@
-"""Group relative policy optimisation (GRPO, arXiv 2402.03300) and its family: the answers to a prompt are compared
-with each other, there is no critic. The formulas are in losses/{advantages,policy}.py.
+"""Group relative policy optimisation (GRPO, arXiv 2402.03300) and its variants: the answers to a prompt are compared
+with each other, without a critic. The formulas are in losses/{advantages,policy}.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GrpoConfig(PolicyConfig):
 
     @property
     def estimator(self) -> Estimator:
-        """How rewards become advantages."""
+        """The estimator of advantages."""
         estimator = ESTIMATORS[self.advantage]
         if self.pass_k is not None:
             return replace(estimator, compare=partial(pass_at_k, k=self.pass_k))
@@ -86,10 +86,6 @@ class Grpo(PolicyMethod):
                 f"grpo.pass_k={self.grpo.pass_k} and rollout.n={self.rollout.n}: the best of more than there "
                 "are; expected at most rollout.n; lower pass_k, or raise rollout.n"
             )
-
-    @property
-    def policy(self) -> GrpoConfig:
-        return self.grpo
 
     def estimate(self) -> Estimator:
         return self.grpo.estimator

@@ -1,7 +1,7 @@
-"""What a run consists of before there is a trainer, as methods see it: the tokenizer and data (``Inputs``), the models
-(``Models``, of which ``Loaded`` is the first part), the order of its steps (``Plan``).
+"""The values that a run consists of before there is a trainer: the tokenizer and data (``Inputs``), the models
+(``Models``, of which ``Loaded`` is the first part), the order of its steps (``Plan``), and an engine on the models.
 
-Types alone: ``run.inputs`` and ``run.setup`` make them.
+``run.inputs`` and ``run.setup`` make them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,33 +23,35 @@ from taut.data.dataset import Dataset
 from taut.data.packing import PackPolicy
 from taut.data.render import Renderer
 from taut.data.stop_tokens import StopSet
+from taut.inference.local import LocalEngine
 from taut.models.attention_backends import Chosen
 from taut.models.load import context_length
 from taut.models.noise import Noise
 from taut.models.precision import ChosenDtype
 from taut.models.scorer import Scorer
+from taut.train.distributed import Ranks
 from taut.train.trainer import Role, StepSource
 
 
 class MayChange(NamedTuple):
-    """The configuration keys that a resumed run may have another value of, and what follows. A key stands for all below
-    it. Every other key makes it another run.
+    """The configuration keys that a resume may change, by what follows. A key includes all keys below it. A change of
+    any other key makes another run.
     """
 
     freely: tuple[str, ...] = ()
-    """They have no part in the steps, or what they name is compared by content."""
+    """They do not affect the steps, or what they name is compared by content."""
     rounding: tuple[str, ...] = ()
     """Losses are equal up to rounding, no longer bit for bit."""
     schedule: tuple[str, ...] = ()
-    """The steps to come have another learning rate."""
+    """The remaining steps have another learning rate."""
 
     def plus(self, other: MayChange) -> MayChange:
-        """These keys and others."""
+        """These keys and those of ``other``."""
         return MayChange(*(own + more for own, more in zip(self, other, strict=True)))
 
 
 class Language(NamedTuple):
-    """What turns text into ids, and back."""
+    """The conversion between text and ids."""
 
     config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
@@ -65,7 +68,7 @@ class Language(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tokenizer and data: all that ``taut show`` needs, and the first half of a run."""
+    """Tokenizer and data: the first half of a run."""
 
     config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
@@ -75,18 +78,18 @@ class Inputs:
     max_length: int
     new_ids: list[int]
     stops: StopSet
-    """What ends an answer. Derived here, so that a template without an end is refused before training."""
+    """The tokens that end an answer. Derived here, so that a template without an end is refused before training."""
     decisions: list[Decision]
     grows: int = 0
     """Tokens that generation may add to a prompt; 0 where nothing is generated."""
 
     def token(self, index: int) -> str:
-        """How the tokenizer writes an id."""
+        """The token of an id."""
         return str(self.tokenizer.convert_ids_to_tokens(index))
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sample there can be, held-out ones included."""
+        """Tokens of the longest possible sample, held-out ones included."""
         each = [int(data.lengths.max()) for data in (self.train, self.eval) if data is not None]
         most = max(each) + self.grows
         context = context_length(self.config) if self.grows else None
@@ -106,12 +109,12 @@ class Loaded(NamedTuple):
 
 @dataclass(frozen=True)
 class Models:
-    """The policy with its adapters and the models next to it, sharded: the second half of a run."""
+    """The policy with its adapters and the auxiliary models, sharded: the second half of a run."""
 
     scorer: Scorer
-    """The policy, with a teacher, a critic and a reference that moves: what checkpoints hold, and what forwards run."""
+    """The policy, with a teacher, a critic and a reference that is updated: the root of forwards and checkpoints."""
     loaded: Loaded
-    """The policy as it was loaded, with the dtype and attention that are in force for all models."""
+    """The policy as it was loaded, with the dtype and attention of all models."""
     roles: Sequence[Role]
     """Models other than the policy whose outputs the loss reads: a reference."""
     noise: Noise | None
@@ -131,10 +134,23 @@ class Models:
 
 
 class Plan(NamedTuple):
-    """Which samples each step has, and how many steps there are."""
+    """The samples of each step, and the number of steps."""
 
     source: StepSource
-    """The source of steps: fixed data, or roll-outs."""
+    """The source of steps: fixed data, or rollouts."""
     num_steps: int
     cursor: Cursor
-    """How far the run has come."""
+    """The position of a resumed run."""
+
+
+def engine_of(inputs: Inputs, models: Models, ranks: Ranks) -> Callable[..., LocalEngine]:
+    """A function that makes an engine on the weights in training."""
+    return partial(
+        LocalEngine,
+        models.scorer,
+        inputs.tokenizer,
+        inputs.stops.ids,
+        context=context_length(inputs.config),
+        compute=models.compute,
+        ranks=ranks,
+    )

@@ -1,5 +1,5 @@
-"""Kahneman-Tversky optimisation (KTO, arXiv 2402.01306) and its neighbours: answers that are good or bad by
-themselves, against a reference. The formulas are in losses/preference.py.
+"""Kahneman-Tversky optimisation (KTO, arXiv 2402.01306) and its variants: single answers labelled good or bad, against
+a reference. The formulas are in losses/preference.py.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ meaning (``__post_init__``). Most methods set these members and no others:
 
     method              the name, as in METHODS
     learning_rates      the default learning rates
-    row_kind            the kind of a row of data
+    row_kinds           the kinds of rows of data
     loss                the loss to minimise
     models              the auxiliary models: reference, teacher, critic
     allows_noise        whether dropout and NEFTune may be on
@@ -285,11 +285,6 @@ class RunConfig:
     def compares_answers(self) -> bool:
         """Whether the answers of a row are compared with each other, and so stay in one micro-batch."""
         return self.row_kind == "preference"
-
-    @property
-    def couples_samples(self) -> bool:
-        """Whether the loss compares samples of a step, which then have to share a forward."""
-        return self.compares_answers
 
     def longest_sample(self, config: PreTrainedConfig) -> int:
         """The largest number of tokens in a sample."""

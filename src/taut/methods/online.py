@@ -1,5 +1,5 @@
-"""What the methods have in common that learn from completions of the policy: prompts are rolled out, judged, scored
-and made into trees (taut/online). What differs is the credit that a completion is given, and the loss.
+"""The common part of the methods that learn from completions of the policy: prompts become rollouts, which are judged,
+scored and made into trees (taut/rl). The methods differ in the credit of a completion, and in the loss.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import ClassVar
 from taut.config import Decision, configclass, home_path
 from taut.data.batching import START, Cursor, Order
 from taut.data.dataset import Dataset, Split
-from taut.data.prompts import Asking, PromptSet, load_prompt_set
+from taut.data.prompts import PromptSet, load_prompt_set
 from taut.data.render import Renderer
 from taut.data.schema import Kind
 from taut.errors import ConfigError
@@ -38,25 +38,24 @@ from taut.train.trainer import Monitor, StepSource, Trainer
 from taut.types import Prompt
 
 REWARD_ENDS = "add the reward stop to rewards, or lower optim.learning_rate"
-"""What to do where a method has no setting against cut answers."""
+"""The remedy where a method has no setting against truncated answers."""
 
 
 @configclass
 class OnlineMethod(RunConfig):
-    """A method that learns from what the model generates."""
+    """A method that learns from completions of the policy."""
 
     row_kinds: ClassVar[Mapping[Kind, str]] = {"prompt": ""}
     allows_noise: ClassVar[bool] = False
     generates: ClassVar[bool] = True
     may_change: ClassVar[MayChange] = RunConfig.may_change.plus(
         MayChange(
-            # where the engine is, and how it is called
             freely=("grading", "rollout_monitor", "rollout.url", "rollout.server"),
             rounding=("rollout.local",),
         )
     )
     is_judged: ClassVar[bool] = True
-    """Whether rewards are what is learned from."""
+    """Whether the method learns from rewards."""
     unread_guard_keys: ClassVar[Sequence[str]] = (
         "warn_logprob_difference",
         "max_logprob_difference",
@@ -68,7 +67,7 @@ class OnlineMethod(RunConfig):
         "warn_dropped",
         "warn_values",
     )
-    """Keys of rollout_monitor that nothing would read: of what policy gradients learn from."""
+    """Keys of rollout_monitor without an effect: those on quantities of policy gradients."""
 
     rollout: RolloutConfig = RolloutConfig()
     rewards: str | list[str | RewardSpec] = field(default_factory=list)
@@ -103,10 +102,10 @@ class OnlineMethod(RunConfig):
                 "reward, or an environment that gives one; set rewards=exact_match"
             )
 
-    # -- what such a method answers besides
+    # -- members of such a method
 
     def make_credit(self) -> Credit:
-        """Make the Credit, which turns judged completions into trees to train on. It has state: one for each run."""
+        """The Credit, which makes trees to train on of judged completions. It has state: one for each run."""
         raise NotImplementedError
 
     def loss_decisions(self) -> list[Decision]:
@@ -120,7 +119,7 @@ class OnlineMethod(RunConfig):
         """
         return False
 
-    # -- what is learned, and from what
+    # -- data and loss
 
     @property
     def has_rewards(self) -> bool:
@@ -142,15 +141,15 @@ class OnlineMethod(RunConfig):
     def load_data(
         self, split: Split, renderer: Renderer, language: Language, *, looks_again: bool = True
     ) -> Dataset:
-        asking = Asking(self.longest_sample(language.config), self.rollout.reference)
-        return load_prompt_set(self.data, split, renderer, asking)
+        longest = self.longest_sample(language.config)
+        return load_prompt_set(self.data, split, renderer, longest, self.rollout.reference)
 
     def questions(self, data: Dataset) -> Sequence[Prompt]:
         assert isinstance(data, PromptSet)
         return data.prompts()
 
     def plan(self, train: Dataset, cursor: Cursor = START) -> Plan:
-        """A step of the order is a roll-out, and prompts go round and round."""
+        """A step of the order is a rollout, and the prompts are repeated."""
         assert isinstance(train, PromptSet)
         rollout, batch, rows = self.rollout, self.batch, self.rows_of(train)
         groups = rows.prefix_groups(batch.group_min_tokens) if batch.group_prefixes else None
@@ -165,7 +164,7 @@ class OnlineMethod(RunConfig):
         return self.rollout.sampling(seed)
 
     def monitors(self, source: StepSource) -> Sequence[Monitor]:
-        """The guard, which also looks at each roll-out."""
+        """The guard, which also examines each rollout."""
         assert isinstance(source, Online)
         return [source.guard]
 
@@ -176,7 +175,7 @@ class OnlineMethod(RunConfig):
         models: Models,
         make_engine: Callable[..., LocalEngine],
     ) -> None:
-        """Engine, rewards and environment, opened when they are first needed."""
+        """Connect engine, rewards and environment, which are opened when they are first needed."""
         online = trainer.source
         assert isinstance(online, Online)
         setting = setup.Setting(
@@ -186,7 +185,7 @@ class OnlineMethod(RunConfig):
             credit=online.credit,
             is_judged=self.is_judged,
             decisions=self.loss_decisions(),
-            prompts=online.prompts.asked,
+            prompts=online.prompts.prompt_rows,
             make_local=make_engine,
             renderer=inputs.renderer,
             stops=inputs.stops,
@@ -223,7 +222,7 @@ class OnlineMethod(RunConfig):
 
     @property
     def held_out_answers(self) -> AnswersConfig:
-        """Judged as in training, where nothing else is set."""
+        """By default as in training."""
         answers, rollout = self.eval.answers, self.rollout
         is_asked = bool(self.data.eval) or answers.is_asked_for
         if answers.rewards or not self.has_rewards or not is_asked:
@@ -245,24 +244,24 @@ class OnlineMethod(RunConfig):
     def decisions(self) -> list[Decision]:
         if not self.rollout.environment.is_on or not self.data.eval:
             return super().decisions
-        reason = "they are judged without rollout.environment, which answers roll-outs alone"
+        reason = "they are judged without rollout.environment, which answers rollouts alone"
         value = "asked" if self.eval.answers.rewards else "not asked"
         decision = Decision("held-out answers", value, f"eval.answers.rewards; {reason}")
         return [*super().decisions, decision]
-
-    # -- what is printed
 
     def describe_rollouts(self, num_steps: int) -> str:
         rollout = self.rollout
         number = self.batch.samples_per_step * rollout.minibatches
         return (
-            f"{counted(num_steps, 'steps')}, {rollout.updates} on each roll-out: {counted(number, 'prompts')}, "
+            f"{counted(num_steps, 'steps')}, {rollout.updates} on each rollout: {counted(number, 'prompts')}, "
             f"{counted(rollout.n, 'completions')} each, of at most {counted(rollout.grows, 'tokens')}"
         )
 
 
 def require_live_reference(reference: ReferenceConfig, without: str, *, is_read: bool) -> None:
-    """Refuse a reference that nothing reads, or that cannot be. ``without``: what makes it unread."""
+    """Raise ConfigError for a reference without an effect, or one that is impossible. ``without``: the setting that
+    disables it.
+    """
     if reference.file is not None:
         raise ConfigError(
             f"reference.file={reference.file} cannot hold log-probs of completions that are yet to be generated; "

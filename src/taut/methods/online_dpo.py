@@ -1,5 +1,6 @@
-"""Online DPO (arXiv 2402.04792): the best and the worst of several answers to a prompt, as a preference. The section
-``[dpo]`` is in methods/preference.py, for ``taut dpo`` has it too.
+"""Online DPO (arXiv 2402.04792): the best and the worst of several answers to a prompt are a preference pair.
+
+The section ``[dpo]`` is shared with ``taut dpo`` (methods/preference.py).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class PairsRollout(RolloutConfig):
 
 
 class Pairs(Credit):
-    """Online preferences: of each group the best answer and the worst."""
+    """Preference pairs of the best and the worst answer of each group."""
 
     needs_one = True
 
@@ -50,7 +51,7 @@ class Pairs(Credit):
                     made.append((path, replace(sample, values=values)))
         if not made:
             raise CheckFailed(
-                "in no group of a roll-out is one answer better than another, so there is no pair to learn from; "
+                "in no group of a rollout is one answer better than another, so there is no pair to learn from; "
                 "expected rewards that differ; set rollout.dynamic_sampling_rounds, or take easier or harder prompts"
             )
         return credited(made, {"pairs": len(made) / 2}, {}, is_atom=True)
@@ -71,10 +72,6 @@ class OnlineDpo(OnlineMethod):
         super().__post_init__()
         is_read = STREAM in self.loss().needs
         require_live_reference(self.reference, "dpo.reference_free=true", is_read=is_read)
-
-    @property
-    def couples_samples(self) -> bool:
-        return True
 
     def loss(self) -> Loss:
         return self.dpo.make_loss()

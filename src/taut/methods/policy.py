@@ -282,8 +282,9 @@ class PolicyMethod(OnlineMethod):
 
     @property
     def policy(self) -> PolicyConfig:
-        """The method's own section."""
-        raise NotImplementedError
+        """The method's own section, which has its name."""
+        section: PolicyConfig = getattr(self, self.method)
+        return section
 
     def estimate(self) -> Estimator | Gae:
         """The estimator of advantages."""

@@ -1,5 +1,6 @@
-"""Proximal policy optimisation (PPO, arXiv 1707.06347): each token is compared with what a critic expected. The
-formulas are in losses/{advantages,policy}.py; the critic is in rl/critic.py.
+"""Proximal policy optimisation (PPO, arXiv 1707.06347): each token is compared with the value that a critic predicted.
+
+The formulas are in losses/{advantages,policy}.py; the critic is in rl/critic.py.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from taut.rl.rollout import RolloutConfig
 from taut.train.optim import DefaultRates
 
 AT_A_CUT = ("stop", "length_overlong")
-"""Rewards that are meant for answers that were cut."""
+"""Rewards for truncated answers."""
 
 
 @configclass
@@ -107,10 +108,6 @@ class Ppo(PolicyMethod):
         reason = f"the default of a critic of which {what} ({CRITIC_RATES.sources})"
         rate = f"{self.critic.rate(self.optim):g}"
         return [*super().decisions, Decision("critic.learning_rate", rate, reason)]
-
-    @property
-    def policy(self) -> PpoConfig:
-        return self.ppo
 
     def estimate(self) -> Gae:
         config = self.ppo

@@ -1,17 +1,17 @@
-"""The reference of preference optimisation: log-probabilities of the policy as it was when the run began.
+"""The reference of preference optimisation: log-probabilities of the policy at the start of the run.
 
-    start       the tensors that train, as they were at the start: copies that take the policy's place for a forward.
-                With LoRA they are the adapters alone (B = 0: the base model; an adapter that is trained on: that
-                adapter); of a whole model, a frozen copy. Never taken from a checkpoint's weights
+    start       copies of the trained tensors at the start, which are swapped with the policy's for a forward. With LoRA
+                they are the adapters alone (B = 0: the base model; with lora.adapter: that adapter); without, a frozen
+                copy of the model. Never read from a checkpoint's weights
     model       another model directory
-    file        log-probs computed once before training and kept, with a fingerprint of all that they depend on
+    file        logprobs computed once before training and saved, with a fingerprint of all that they depend on
 
 ``update_every`` moves the start towards the policy (TR-DPO, arXiv 2404.09656): ref <- (1 - mix) ref + mix policy.
 
 The reference scores the same micro-batch as the policy, in the same layout and precision, without gradient: at step
-0 the two agree to the last bit, unless another model is named. Gives the stream ``ref_logp_N``.
+0 the two agree to the last bit, unless another model is named. Its stream is ``ref_logp_N``.
 
-``methods.aux_models`` makes the roles, ``run.reference_cache`` keeps the file.
+``methods.aux_models`` makes the roles, ``run.reference_cache`` reads and writes the file.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ReferenceConfig:
 
 
 class Start(nn.Module):
-    """The policy's trained tensors as they were, put in their place for the reference's forwards.
+    """Copies of the policy's trained tensors at the start, swapped with them for the reference's forwards.
 
     Part of the scorer while the reference is updated, so that a checkpoint holds them.
     """
@@ -74,7 +74,7 @@ class Start(nn.Module):
         scorer: nn.Module,
         trained: Sequence[nn.Parameter],
         config: ReferenceConfig,
-        wants: Wants = Wants(),  # noqa: B008 (a NamedTuple)
+        wants: Wants,
     ) -> None:
         super().__init__()
         self._wants = wants
@@ -87,7 +87,7 @@ class Start(nn.Module):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """The start in the policy's place."""
+        """The policy with the tensors of the start."""
         scorer = self._scorer[0]
         was_training = scorer.training
         scorer.eval()
@@ -103,12 +103,11 @@ class Start(nn.Module):
         return {STREAM: scores.logp_N.cpu()}
 
     def tensors(self) -> list[Tensor]:
-        """What it holds."""
         return list(self.buffers())
 
     @torch.no_grad()
     def follow(self, step: int) -> None:
-        """Move towards the policy, where that is due."""
+        """Update the copies towards the policy, if an update is due after ``step``."""
         every, mix = self._config.update_every, self._config.update_mix
         if not every or step % every:
             return
@@ -117,7 +116,7 @@ class Start(nn.Module):
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """Exchange the contents of the policy's tensors and the start's."""
+        """Swap the contents of the policy's tensors and of the copies."""
         for number, parameter in enumerate(self._trained):
             distributed.swap(parameter, self.get_buffer(f"tensor_{number}"))
         distributed.reshard(self._scorer[0])
@@ -128,7 +127,7 @@ class Other:
 
     gives = STREAM
 
-    def __init__(self, scorer: nn.Module, wants: Wants = Wants()) -> None:  # noqa: B008 (a NamedTuple)
+    def __init__(self, scorer: nn.Module, wants: Wants) -> None:
         self._wants = wants
         self._scorer = scorer.eval().requires_grad_(requires_grad=False)
 
@@ -139,17 +138,14 @@ class Other:
         return {STREAM: self._scorer(packed, wants=self._wants).logp_N.cpu()}
 
     def tensors(self) -> list[Tensor]:
-        """What it holds."""
         return list(self._scorer.parameters())
 
     def follow(self, step: int) -> None:
-        """It stays as it is."""
+        """The reference does not change."""
 
 
 class Recorded:
-    """A reference whose log-probs are kept in a file: ``live`` computes them until they are recorded, and is then let
-    go.
-    """
+    """A reference whose logprobs are in a file. ``live`` computes them until they are recorded, then it is released."""
 
     gives = STREAM
 
@@ -158,14 +154,14 @@ class Recorded:
         self._find: Callable[[str], Tensor] | None = None
 
     def record(self, find: Callable[[str], Tensor]) -> None:
-        """Take log-probs from ``find``, by sample, from here on."""
+        """Use the logprobs of ``find``, which takes a sample id, from now on."""
         self._live, self._find = None, find
 
     def active(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._live is None else self._live.active()
 
     def tensors(self) -> list[Tensor]:
-        """What ``live`` holds; recorded log-probs are on the host."""
+        """The tensors of ``live``; recorded logprobs are on the host."""
         return [] if self._live is None else self._live.tensors()
 
     def streams(self, packed: Packed) -> dict[str, Tensor]:
@@ -175,4 +171,4 @@ class Recorded:
         return {STREAM: torch.cat([self._find(name) for name in packed.sample_ids])}
 
     def follow(self, step: int) -> None:
-        """It stays as it is."""
+        """The reference does not change."""

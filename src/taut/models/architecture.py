@@ -130,6 +130,15 @@ def embedding(model: nn.Module) -> nn.Module:
     return module
 
 
+def tables(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules ``embedding`` and, if there is one, ``head``; both where they are tied, since rows of each can train
+    on their own.
+    """
+    inner: Any = unwrap(model)
+    output = inner.get_output_embeddings()
+    return {"embedding": embedding(model)} | ({} if output is None else {"head": output})
+
+
 def stored_table(module: Any) -> Tensor | None:
     """The whole table of an embedding or head; the frozen one, where some of its rows train on their own."""
     adapter = getattr(module, "token_adapter", None)
@@ -162,12 +171,9 @@ def is_tied(model: nn.Module) -> bool:
 
 def table_names(model: nn.Module) -> list[str]:
     """The names of the embedding's and the head's module; one name where they are tied or there is no head."""
-    inner: Any = unwrap(model)
-    names = {id(module): name for name, module in inner.named_modules()}
-    tables = [embedding(model)]
-    if has_head(model) and not is_tied(model):
-        tables.append(inner.get_output_embeddings())
-    return [names[id(table)] for table in tables]
+    names = {id(module): name for name, module in unwrap(model).named_modules()}
+    modules = list(tables(model).values())
+    return [names[id(module)] for module in (modules[:1] if is_tied(model) else modules)]
 
 
 # -- the output head -------------------------------------------------------------------------------
@@ -205,18 +211,16 @@ class HeadSpec:
 
 def has_head(model: nn.Module) -> bool:
     """Whether there is an output head; reward models have none."""
-    inner: Any = unwrap(model)
-    return inner.get_output_embeddings() is not None
+    return "head" in tables(model)
 
 
 def head(model: nn.Module) -> HeadSpec:
     """The output head. It holds the parameters themselves, so call it again after wrapping or resizing."""
-    inner: Any = unwrap(model)
-    module = inner.get_output_embeddings()
+    module = tables(model).get("head")
     weight = stored_table(module)
     if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
         raise ModelError(
-            f"{type(inner).__name__} has no linear output head; expected an lm_head with a weight "
+            f"{type(unwrap(model)).__name__} has no linear output head; expected an lm_head with a weight "
             "[V, D]"
         )
     config = text_config(model)
@@ -355,17 +359,14 @@ def num_experts(config: PreTrainedConfig) -> int:
 
 Part: TypeAlias = Literal["vision_tower", "projector", "language_model"]
 PARTS: tuple[Part, ...] = get_args(Part)
-_LANGUAGE = frozenset({"language_model", "text_model"})
-_PROJECTOR = frozenset(
-    {
-        "merger",
-        "deepstack_merger_list",
-        "multi_modal_projector",
-        "connector",
-        "image_newline",
-    }
-)
-_TOWER = frozenset({"visual", "vision_tower", "vision_model"})
+_WORDS: dict[Part, frozenset[str]] = {
+    "language_model": frozenset({"language_model", "text_model"}),
+    "projector": frozenset(
+        {"merger", "deepstack_merger_list", "multi_modal_projector", "connector", "image_newline"}
+    ),
+    "vision_tower": frozenset({"visual", "vision_tower", "vision_model"}),
+}
+"""Part -> the words of names of which one decides; the first part whose word a name has."""
 _SCALAR = "score"
 
 
@@ -377,12 +378,9 @@ def has_parts(model: nn.Module) -> bool:
 def part_of(name: str) -> Part | None:
     """The part that a parameter or module of a vision-language model belongs to; None for a scalar head."""
     words = set(name.split("."))
-    if not words.isdisjoint(_LANGUAGE):
-        return "language_model"
-    if not words.isdisjoint(_PROJECTOR):
-        return "projector"
-    if not words.isdisjoint(_TOWER):
-        return "vision_tower"
+    for part, decisive in _WORDS.items():
+        if not words.isdisjoint(decisive):
+            return part
     return None if _SCALAR in words else "language_model"
 
 

@@ -88,11 +88,9 @@ _ARCHITECTURES: Final = {
 """The library's model_type -> llama.cpp's architecture."""
 _BIASES: Final[Mapping[str, tuple[str, ...]]] = {
     "llama": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-    "mistral": (),
     "qwen2": ("q_proj", "k_proj", "v_proj"),
-    "qwen3": (),
 }
-"""The biases that llama.cpp's graph of the architecture reads."""
+"""The biases that llama.cpp's graph of the architecture reads; none for others."""
 _FREQUENCIES: Final = f"{TENSOR_NAMES[MODEL_TENSOR.ROPE_FREQS]}.weight"
 
 
@@ -217,7 +215,9 @@ def _place_tensors(model: PreTrainedModel, dtype: Dtype) -> Placed:
             continue  # llama.cpp takes the embedding where there is no output.weight
         name = names.get_name(source, try_suffixes=(".weight", ".bias"))
         module = source.removesuffix(".bias").rpartition(".")[2]
-        if name is None or (source.endswith(".bias") and module not in _BIASES[config.model_type]):
+        if name is None or (
+            source.endswith(".bias") and module not in _BIASES.get(config.model_type, ())
+        ):
             raise ModelError(
                 f"the weight {source} has no place in llama.cpp's graph of {config.model_type}; expected none "
                 f"such; {REMEDY}"

@@ -81,6 +81,18 @@ def scalar(hidden: Tensor, spec: nn.Linear) -> Tensor:
 
 
 @torch.no_grad()
+def initialise(head: nn.Linear, seed: int | None) -> None:
+    """Draw the weight from N(0, 1 / (D + 1)), the same numbers in every dtype; 0 without a seed. The bias is 0."""
+    head.weight.zero_()
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randn(head.weight.shape, generator=generator, dtype=torch.float64)
+        head.weight.copy_(drawn / (head.in_features + 1) ** 0.5)
+    if head.bias is not None:
+        head.bias.zero_()
+
+
+@torch.no_grad()
 def check_head(model: nn.Module) -> float:
     """The largest difference between taut's head (``HeadSpec`` or ``scalar``) and the model's own logits on random
     hidden states. Raises ModelError where the two differ by more than rounding.
@@ -172,7 +184,7 @@ class SharedCritic(nn.Module):
         size = text_config(policy).hidden_size
         head = nn.Linear(size, 1, device="meta", dtype=table.dtype)  # draws no random number
         self.score = head.to_empty(device=table.device)
-        initialise_at_zero(self.score)
+        initialise(self.score, seed=None)
         self.detach = detach
 
     @property
@@ -204,11 +216,3 @@ class OwnCritic(nn.Module):
 
 
 Critic = SharedCritic | OwnCritic
-
-
-@torch.no_grad()
-def initialise_at_zero(head: nn.Linear) -> None:
-    """Set V = 0 everywhere: the first advantages are the returns themselves, without noise."""
-    head.weight.zero_()
-    if head.bias is not None:
-        head.bias.zero_()

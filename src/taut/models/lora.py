@@ -292,7 +292,7 @@ def _load_trained(model: PreTrainedModel, adapter: str) -> Any:
     loaded_ids = {id(parameters[name]) for name in loaded}  # of tied ones, by either name
     trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
     missing = {name for name in trained if id(parameters[name]) not in loaded_ids}
-    tables = {id(architecture.stored_table(module)) for module in _table_modules(base) if module}
+    tables = {id(architecture.stored_table(table)) for table in architecture.tables(base).values()}
     of_base = {name for name in loaded - trained if id(parameters[name]) not in tables}
     problems = [
         f"{what}: {len(names)} of {total}, {min(names).replace('.default', '')} the first"
@@ -331,14 +331,14 @@ def _prepare_tables(model: nn.Module) -> None:
     the embedding look up the rows that train on their own. peft copies the whole table in every forward to insert them,
     and has a gradient of that size; the numbers are the same.
     """
-    tables = _table_modules(architecture.unwrap(model))
-    for kind, module in zip(("embedding", "output head"), tables, strict=True):
+    tables: dict[str, Any] = {**architecture.tables(model)}
+    for kind, module in tables.items():
         if hasattr(module, "lora_A"):
             raise ModelError(
                 f"the adapter adapts the {kind}, which taut trains whole, by rows or not at all; "
                 "merge it into the model first, and train from the merged model"
             )
-    embedding, head = (getattr(module, "token_adapter", None) for module in tables)
+    embedding, head = _row_adapters(model)
     is_one = embedding is not None and head is not None and head.tied_adapter is embedding
     is_none = embedding is None and head is None
     if architecture.is_tied(model) and not is_one and not is_none:
@@ -353,20 +353,19 @@ def _prepare_tables(model: nn.Module) -> None:
         )
     if embedding is None:
         return
-    adapter: Any = embedding
-    forward_with_copy = adapter.forward_adapters
+    forward_with_copy = embedding.forward_adapters
 
     def forward(ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        rows = architecture.trained_rows(tables[0])
+        rows = architecture.trained_rows(tables["embedding"])
         if rows is None:
             return forward_with_copy(ids, *args, **kwargs)
         is_row = ids.unsqueeze(-1) == rows.index_R
-        scale = adapter._get_embed_scale()
+        scale = embedding._get_embed_scale()
         trained = nn.functional.embedding(is_row.int().argmax(-1), rows.weight_RD)
         trained = trained if scale is None else trained * scale.to(trained.dtype)
-        return torch.where(is_row.any(-1, keepdim=True), trained, adapter.base_layer(ids))
+        return torch.where(is_row.any(-1, keepdim=True), trained, embedding.base_layer(ids))
 
-    adapter.forward_adapters = forward
+    embedding.forward_adapters = forward
 
 
 # -- names of modules: the user's -> peft's --------------------------------------------------------
@@ -487,8 +486,7 @@ def plain_model(
             warnings.simplefilter("ignore")
             wrapped: Any = get_peft_model(plain, settings, adapter_name=wrapper.active_adapter)
         _assign(wrapped, weights)
-        tables = _table_modules(architecture.unwrap(wrapped))
-        embedding, head = (getattr(table, "token_adapter", None) for table in tables)
+        embedding, head = _row_adapters(wrapped)
         if embedding is not None and head is not None and head.tied_adapter is embedding:
             head.base_layer.weight = embedding.base_layer.weight  # else they would merge separately
         plain = wrapped.merge_and_unload(safe_merge=True)
@@ -527,6 +525,10 @@ def _assign(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     assert not unexpected, f"weights unexpected: {unexpected[:3]}"
 
 
-def _table_modules(model: Any) -> tuple[nn.Module, nn.Module]:
-    """The embedding and the output head."""
-    return model.get_input_embeddings(), model.get_output_embeddings()
+def _row_adapters(model: nn.Module) -> tuple[Any, Any]:
+    """peft's adapters for rows of the embedding and of the head; None where there is none."""
+    tables = architecture.tables(model)
+    embedding, head = (
+        getattr(tables.get(name), "token_adapter", None) for name in ("embedding", "head")
+    )
+    return embedding, head

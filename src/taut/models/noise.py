@@ -152,6 +152,3 @@ class KeyedDropout(nn.Module):
                 "see some of them): its dropout cannot be drawn per sample; set lora.dropout=0"
             )
         return x * (keep / (1.0 - self.p)).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}"

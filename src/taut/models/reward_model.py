@@ -20,7 +20,6 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import nn
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -29,7 +28,7 @@ from transformers import (
 )
 
 from taut.errors import ModelError
-from taut.models.heads import check_head, list_with_library, scalar_head
+from taut.models.heads import check_head, initialise, list_with_library, scalar_head
 from taut.models.load import (
     explain_load_errors,
     is_reward_config,
@@ -48,13 +47,6 @@ class NewHead(NamedTuple):
     """Read once per sequence, or at each step."""
     bias: bool = False
     seed: int = 0
-
-    @property
-    def auto_class(self) -> Any:
-        """The library's automatic class that holds it."""
-        if self.kind == "sequence" and not self.bias:
-            return AutoModelForSequenceClassification
-        return AutoModelForTokenClassification
 
 
 def load_reward_model(
@@ -113,16 +105,6 @@ def reward_skeleton(
     return skeleton
 
 
-@torch.no_grad()
-def initialise(head: nn.Linear, seed: int) -> None:
-    """Draw the weight from N(0, 1 / (D + 1)), the same numbers in every dtype; set the bias to 0."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(head.weight.shape, generator=generator, dtype=torch.float64)
-    head.weight.copy_(drawn / (head.in_features + 1) ** 0.5)
-    if head.bias is not None:
-        head.bias.zero_()
-
-
 def _configure(path: str, config: PreTrainedConfig, head: NewHead | None) -> Any:
     """The library's automatic class for this directory, with ``config`` set up for its scalar head."""
     is_reward_model = is_reward_config(config)
@@ -132,13 +114,10 @@ def _configure(path: str, config: PreTrainedConfig, head: NewHead | None) -> Any
                 f"model={path} has no scalar head; expected a reward model; train one (taut reward), or name its "
                 "directory"
             )
-        auto_class = head.auto_class
+        is_sequence = head.kind == "sequence" and not head.bias
     else:
         name = str((config.architectures or [""])[0])
         is_sequence = name.endswith("ForSequenceClassification")
-        auto_class = (
-            AutoModelForSequenceClassification if is_sequence else AutoModelForTokenClassification
-        )
         if config.num_labels != 1:
             raise ModelError(
                 f"model={path} is a {name} with {config.num_labels} labels; expected one number: num_labels=1"
@@ -148,6 +127,9 @@ def _configure(path: str, config: PreTrainedConfig, head: NewHead | None) -> Any
                 f"model={path} is a {name}, which gives one number for a sequence; expected a head that is read at "
                 "each step; start from the causal language model it was trained from"
             )
+    auto_class: Any = (
+        AutoModelForSequenceClassification if is_sequence else AutoModelForTokenClassification
+    )
     require_family(path, config)
     list_with_library(config)
     remote_classes = getattr(config, "auto_map", None) or {}

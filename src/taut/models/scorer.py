@@ -12,9 +12,9 @@ log-softmax is taken in at least float32. Two ways through the head:
   matrix products instead of four. ``Scores.linear_sum`` carries it; ``logp_N`` is a number without gradient.
 - otherwise the logits are recomputed in backward, and ``logp_N`` and ``entropy_N`` carry gradients.
 
-Where a loss wants the divergence from a teacher, the teacher scores the micro-batch before the backbone runs, and its
-version of the head (models/teacher.py) replaces both; ``linear_N`` is then [2, N], the coefficients of ``logp_N`` and
-of ``divergence_N``.
+Where a loss wants the divergence from a teacher, the teacher scores the micro-batch before the backbone runs
+(models/teacher.py), and the gradient is formed in the forward; ``linear_N`` is then [2, N], the coefficients of
+``logp_N`` and of ``divergence_N``. Without ``linear_N`` both are numbers without gradient.
 
 Where a loss wants a scalar, it comes from the critic if there is one (models/heads.py), else from the model's own
 scalar head; one forward computes it together with the log-probabilities.
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -46,15 +46,25 @@ CHUNK_ELEMENTS = 2**24
 """Logits that exist at a time, unless MIN_CHUNK_ROWS makes it more."""
 
 
-class TeacherScores(Protocol):
-    """A teacher's distributions at the targets of one micro-batch."""
+@dataclass(frozen=True)
+class TeacherScores:
+    """A teacher's distributions at the targets of one micro-batch (models/teacher.py)."""
 
-    def score(
-        self, hidden_ND: Tensor, target_N: Tensor, spec: HeadSpec, linear_2N: Tensor | None
-    ) -> Scores:
-        """The student's scores with ``divergence_N``; with ``linear_2N`` also ``linear_sum``, which carries the
-        gradient.
-        """
+    how: Divergence
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of the vocabulary that are compared; None: all."""
+        return None
+
+    @property
+    def chunk_rows(self) -> int | None:
+        """Limit on the rows of a chunk; None: the student's."""
+        return None
+
+    def compare(self, rows: slice, s: Tensor) -> tuple[Tensor, Tensor]:
+        """The divergence of each row from ``s`` [rows, V], and its gradient with respect to the logits over T."""
+        raise NotImplementedError
 
 
 class Teacher(Protocol):
@@ -106,7 +116,7 @@ class Scorer(nn.Module):
             scalar_R = critic(packed)
             if not wants.logp:
                 return Scores(scalar_R.new_empty(0), scalar_R=scalar_R)
-        packed, hidden_TD = self.hidden(packed)
+        packed, hidden_TD = run_backbone(self.model, packed)
         if wants.scalar and scalar_R is None:
             read_RD = hidden_TD.index_select(0, packed.read_R)
             read = partial(scalar, spec=scalar_head(self.model)) if critic is None else critic
@@ -117,16 +127,10 @@ class Scorer(nn.Module):
         if linear_N is not None:
             linear_N = linear_N.to(self.device)
         spec = replace(head(self.model), temperature=wants.temperature)
-        if teacher_scores is not None:
-            assert not wants.entropy, "entropy is not computed together with a divergence"
-            scores = teacher_scores.score(hidden_ND, packed.target_N, spec, linear_N)
-        else:
-            scores = score_hidden(hidden_ND, packed.target_N, spec, linear_N, wants.entropy)
+        scores = score_hidden(
+            hidden_ND, packed.target_N, spec, linear_N, wants.entropy, teacher_scores
+        )
         return scores._replace(scalar_R=scalar_R)
-
-    def hidden(self, packed: Packed) -> tuple[Packed, Tensor]:
-        """The micro-batch on the model's device, and the backbone's last hidden states [T, D]."""
-        return run_backbone(self.model, packed)
 
     def next_logits(
         self,
@@ -160,16 +164,23 @@ def score_hidden(
     spec: HeadSpec,
     linear_N: Tensor | None = None,
     with_entropy: bool = False,
+    teacher: TeacherScores | None = None,
 ) -> Scores:
-    """The head alone: hidden states of the predictors -> scores of the targets."""
+    """The head alone: predictors' hidden states -> scores of the targets. With a teacher ``linear_N`` is [2, N]."""
     rows = None if spec.rows is None else spec.rows.weight_RD
     inputs = (hidden_ND, spec.weight, spec.bias, rows)
-    if linear_N is None:
+    if linear_N is None and teacher is None:
         logp_N, entropy_N = _Head.apply(*inputs, spec, target_N, with_entropy)  # type: ignore[no-untyped-call]
         return Scores(logp_N, entropy_N if with_entropy else None)
-    assert not with_entropy, "entropy is not computed where the gradient is formed in the forward"
-    total, logp_N = LinearHead.apply(*inputs, spec, target_N, linear_N)  # type: ignore[no-untyped-call]
-    return Scores(logp_N, linear_sum=total)
+    assert not with_entropy, (
+        "entropy is computed neither with a divergence nor where the gradient is formed in the forward"
+    )
+    if linear_N is None:
+        with torch.no_grad():
+            logp_N, divergence_N = _by_chunks(Chunks(*inputs, spec), target_N, teacher)
+        return Scores(logp_N, divergence_N=divergence_N)
+    total, logp_N, divergence_N = LinearHead.apply(*inputs, spec, target_N, linear_N, teacher)  # type: ignore[no-untyped-call]
+    return Scores(logp_N, linear_sum=total, divergence_N=divergence_N)
 
 
 class Chunks:
@@ -268,36 +279,28 @@ class Sums:
         if self.bias is not None:
             self.bias += grad.sum(0)
         narrow = grad.to(self.chunks.dtype)
-        taken, trained = self._take_trained(narrow, rows), self.chunks.trained
+        hidden, trained, index = self.chunks.hidden[rows], self.chunks.trained, self.chunks.index
+        taken = None
+        if self.trained is not None:  # the table has no gradient at rows that train on their own
+            assert index is not None
+            taken = narrow.index_select(1, index)
+            self.trained += taken.T @ hidden
+            narrow.index_fill_(1, index, 0.0)
         if self.hidden is not None:
             product_into(self.hidden[rows], narrow, self.chunks.weight.T)
             if taken is not None and trained is not None:
                 self.hidden[rows] += taken @ trained
-        if self.weight is not None:
-            self._add_weight(narrow, self.chunks.hidden[rows])
+        if (
+            self.weight is not None
+        ):  # += grad^T hidden; the first chunk writes, so nothing is zeroed before
+            if narrow.dtype != self.weight.dtype:
+                product = narrow.T @ hidden
+                self.weight.copy_(product) if self.is_first else self.weight.add_(product)
+            elif self.is_first:
+                torch.mm(narrow.T, hidden, out=self.weight)
+            else:
+                self.weight.addmm_(narrow.T, hidden)
         self.is_first = False
-
-    def _take_trained(self, grad: Tensor, rows: slice) -> Tensor | None:
-        """The columns of ``grad`` of the rows that train on their own; ``grad`` has zeros there afterwards."""
-        if self.trained is None:
-            return None
-        index = self.chunks.index
-        assert index is not None
-        taken = grad.index_select(1, index)
-        self.trained += taken.T @ self.chunks.hidden[rows]
-        grad.index_fill_(1, index, 0.0)
-        return taken
-
-    def _add_weight(self, grad: Tensor, hidden: Tensor) -> None:
-        """weight += grad^T hidden; the first chunk writes, so nothing is zeroed before."""
-        assert self.weight is not None
-        if grad.dtype != self.weight.dtype:
-            product = grad.T @ hidden
-            self.weight.copy_(product) if self.is_first else self.weight.add_(product)
-        elif self.is_first:
-            torch.mm(grad.T, hidden, out=self.weight)
-        else:
-            self.weight.addmm_(grad.T, hidden)
 
 
 class _Head(torch.autograd.Function):
@@ -360,7 +363,9 @@ class _Head(torch.autograd.Function):
 
 
 class LinearHead(torch.autograd.Function):
-    """sum of linear_N * logp_N, with its gradient formed in the forward."""
+    """sum of linear_N * logp_N, with its gradient formed in the forward; with a teacher, of both coefficients times
+    logp_N and divergence_N.
+    """
 
     @staticmethod
     def forward(
@@ -372,34 +377,64 @@ class LinearHead(torch.autograd.Function):
         spec: HeadSpec,
         target: Tensor,
         linear: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+        teacher: TeacherScores | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         chunks = Chunks(hidden, weight, bias, trained, spec)
-        sums = Sums(chunks, ctx.needs_input_grad[:3], weight)
         linear = linear.to(chunks.wide)
-        logp = torch.empty_like(linear)
-        for rows in chunks.slices:
-            z = chunks.logits(rows)
-            every = chunks.log_probs(z)
-            logp[rows] = every.gather(1, target[rows, None]).squeeze(1)
-            share = linear[rows, None]
-            grad = every.exp_().mul_(-share)
-            grad.scatter_add_(1, target[rows, None], share)
-            sums.add(rows, chunks.to_raw(grad, z))
+        sums = Sums(chunks, ctx.needs_input_grad[:3], weight)
+        logp, divergence = _by_chunks(chunks, target, teacher, linear, sums)
         ctx.save_for_backward(*sums.like(hidden, weight, trained))
-        ctx.mark_non_differentiable(logp)
-        return (linear * logp).sum(), logp
+        if divergence is None:
+            ctx.mark_non_differentiable(logp)
+            return (linear * logp).sum(), logp, None
+        ctx.mark_non_differentiable(logp, divergence)
+        return (linear[0] * logp).sum() + (linear[1] * divergence).sum(), logp, divergence
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return scaled_grads(ctx, grads[0])
+        factor = grads[0]
+        # no pass over [V, D] for a factor of 1
+        is_scaled = factor.device.type != "cpu" or float(factor) != 1.0
+        saved = ctx.saved_tensors
+        scaled = [grad.mul_(factor) if is_scaled and grad is not None else grad for grad in saved]
+        return (*scaled, *[None] * (len(ctx.needs_input_grad) - len(scaled)))
 
 
-def scaled_grads(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-    """The backward of a head that saved its gradients in the forward."""
-    is_one = factor.device.type == "cpu" and float(factor) == 1.0  # no pass over [V, D] for it
-    saved = ctx.saved_tensors
-    scaled = [grad if grad is None or is_one else grad.mul_(factor) for grad in saved]
-    return (*scaled, *[None] * (len(ctx.needs_input_grad) - len(scaled)))
+def _by_chunks(
+    chunks: Chunks,
+    target: Tensor,
+    teacher: TeacherScores | None,
+    linear: Tensor | None = None,
+    sums: Sums | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """logp of every target, and its divergence from a teacher; with ``linear``, their gradient is added to ``sums``."""
+    logp = chunks.hidden.new_empty(target.shape[0], dtype=chunks.wide)
+    divergence = None if teacher is None else torch.empty_like(logp)
+    for rows in chunks.slices_of(None if teacher is None else teacher.chunk_rows):
+        z = chunks.logits(rows)
+        every = chunks.log_probs(z)
+        logp[rows] = every.gather(1, target[rows, None]).squeeze(1)
+        grad = None  # of the divergence, on the rows of the vocabulary that are compared
+        if teacher is not None and divergence is not None:
+            temperature, num_rows, s = teacher.how.temperature, teacher.num_rows, every
+            if temperature != 1.0 or num_rows not in (None, every.shape[1]):
+                s = (every[:, :num_rows] / temperature).log_softmax(-1)
+            divergence[rows], grad = teacher.compare(rows, s)
+            if linear is not None:
+                grad *= linear[1, rows, None] / temperature
+        if linear is None or sums is None:
+            continue
+        share = (linear if grad is None else linear[0])[rows, None]
+        if grad is None or share.any():  # the gradient of logp, on all rows of the vocabulary
+            whole = every.exp_().mul_(-share)
+            whole.scatter_add_(1, target[rows, None], share)
+            if grad is not None:
+                whole[:, : grad.shape[1]] += grad
+            grad = whole
+        elif missing := every.shape[1] - grad.shape[1]:
+            grad = nn.functional.pad(grad, (0, missing))
+        sums.add(rows, chunks.to_raw(grad, z))
+    return logp, divergence
 
 
 def _cast(grad: Tensor | None, like: Tensor | None) -> Tensor | None:

@@ -36,14 +36,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from taut.models.architecture import HeadSpec, head
-from taut.models.scorer import Chunks, Scorer, Sums, scaled_grads
-from taut.types import TOP_IDS, TOP_LOGP, Divergence, Packed, Scores
+from taut.models.architecture import HeadSpec, head, run_backbone
+from taut.models.scorer import Chunks, Scorer, TeacherScores
+from taut.types import TOP_IDS, TOP_LOGP, Divergence, Packed
 
 ROUNDING = 8
 """Remaining mass below this many times the dtype's epsilon is the rounding error of a sum that should be 1."""
@@ -58,7 +57,7 @@ class ModelTeacher:
 
     @torch.no_grad()
     def run(self, packed: Packed, how: Divergence) -> WholeDistribution:
-        packed, hidden_TD = self.scorer.hidden(packed)
+        packed, hidden_TD = run_backbone(self.scorer.model, packed)
         hidden_ND = hidden_TD.index_select(0, packed.predictor_N)
         spec = head(self.scorer.model)
         chunks = Chunks(hidden_ND, spec.weight, spec.bias, None, spec)
@@ -76,43 +75,7 @@ class ListedTeacher:
 
 
 @dataclass(frozen=True)
-class _TeacherScores:
-    """A teacher's distributions at the targets of one micro-batch."""
-
-    how: Divergence
-
-    @property
-    def num_rows(self) -> int | None:
-        """Rows of the vocabulary that are compared; None: all."""
-        return None
-
-    @property
-    def chunk_rows(self) -> int | None:
-        """Limit on the rows of a chunk; None: the student's."""
-        return None
-
-    def compare(self, rows: slice, s: Tensor) -> tuple[Tensor, Tensor]:
-        """The divergence of each row from ``s`` [rows, V], and its gradient with respect to the logits over T."""
-        raise NotImplementedError
-
-    def score(
-        self, hidden_ND: Tensor, target_N: Tensor, spec: HeadSpec, linear_2N: Tensor | None
-    ) -> Scores:
-        """``logp_N`` and ``divergence_N``, numbers; with the coefficients of both, ``linear_sum`` with its gradient."""
-        rows = None if spec.rows is None else spec.rows.weight_RD
-        inputs = (hidden_ND, spec.weight, spec.bias, rows)
-        if linear_2N is None:
-            with torch.no_grad():
-                logp_N, divergence_N = _compared(Chunks(*inputs, spec), target_N, self)
-            return Scores(logp_N, divergence_N=divergence_N)
-        total, logp_N, divergence_N = _DivergenceHead.apply(
-            *inputs, spec, target_N, linear_2N, self
-        )  # type: ignore[no-untyped-call]
-        return Scores(logp_N, linear_sum=total, divergence_N=divergence_N)
-
-
-@dataclass(frozen=True)
-class WholeDistribution(_TeacherScores):
+class WholeDistribution(TeacherScores):
     """The teacher's distribution over the whole vocabulary."""
 
     chunks: Chunks
@@ -151,7 +114,7 @@ class WholeDistribution(_TeacherScores):
 
 
 @dataclass(frozen=True)
-class LikeliestTokens(_TeacherScores):
+class LikeliestTokens(TeacherScores):
     """The teacher's likeliest tokens at each target."""
 
     ids_Nk: Tensor
@@ -182,68 +145,6 @@ def _expected(p: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     if not torch.isfinite(total).all():
         total = each.masked_fill_(p == 0, 0.0).sum(1)
     return total, each
-
-
-class _DivergenceHead(torch.autograd.Function):
-    """sum of the coefficients times logp_N and divergence_N, with its gradient formed in the forward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        trained: Tensor | None,
-        spec: HeadSpec,
-        target: Tensor,
-        linear_2N: Tensor,
-        teacher: _TeacherScores,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        chunks = Chunks(hidden, weight, bias, trained, spec)
-        linear_2N = linear_2N.to(chunks.wide)
-        sums = Sums(chunks, ctx.needs_input_grad[:3], weight)
-        logp, divergence = _compared(chunks, target, teacher, linear_2N, sums)
-        ctx.save_for_backward(*sums.like(hidden, weight, trained))
-        ctx.mark_non_differentiable(logp, divergence)
-        return (linear_2N[0] * logp).sum() + (linear_2N[1] * divergence).sum(), logp, divergence
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return scaled_grads(ctx, grads[0])
-
-
-def _compared(
-    chunks: Chunks,
-    target: Tensor,
-    teacher: _TeacherScores,
-    linear_2N: Tensor | None = None,
-    sums: Sums | None = None,
-) -> tuple[Tensor, Tensor]:
-    """logp and divergence of every target; with ``linear_2N``, their gradient is added to ``sums``."""
-    temperature, num_rows = teacher.how.temperature, teacher.num_rows
-    logp = chunks.hidden.new_empty(target.shape[0], dtype=chunks.wide)
-    divergence = torch.empty_like(logp)
-    for rows in chunks.slices_of(teacher.chunk_rows):
-        z = chunks.logits(rows)
-        every = chunks.log_probs(z)
-        logp[rows] = every.gather(1, target[rows, None]).squeeze(1)
-        s = every
-        if temperature != 1.0 or num_rows not in (None, every.shape[1]):
-            s = (every[:, :num_rows] / temperature).log_softmax(-1)
-        divergence[rows], grad = teacher.compare(rows, s)
-        if linear_2N is None or sums is None:
-            continue
-        grad *= linear_2N[1, rows, None] / temperature
-        share = linear_2N[0, rows, None]
-        if share.any():  # the gradient of logp, on all rows of the vocabulary
-            whole = every.exp_().mul_(-share)
-            whole.scatter_add_(1, target[rows, None], share)
-            whole[:, : grad.shape[1]] += grad
-            grad = whole
-        elif missing := every.shape[1] - grad.shape[1]:
-            grad = nn.functional.pad(grad, (0, missing))
-        sums.add(rows, chunks.to_raw(grad, z))
-    return logp, divergence
 
 
 @torch.no_grad()

@@ -178,7 +178,11 @@ def require_trained(model: nn.Module, needed: Mapping[int, str]) -> None:
         return id(architecture.stored_table(module)) in trained
 
     for index, why in needed.items():
-        frozen = [name for name, module in _modules(model).items() if not is_trained(module, index)]
+        frozen = [
+            name
+            for name, module in architecture.tables(model).items()
+            if not is_trained(module, index)
+        ]
         if frozen:
             names = architecture.table_names(model)
             remedy = f"take {' and '.join(names)} out of freeze"
@@ -193,16 +197,9 @@ def require_trained(model: nn.Module, needed: Mapping[int, str]) -> None:
             )
 
 
-def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The embedding, and the head if there is one; both where they are tied, since rows of each could train."""
-    inner = architecture.unwrap(model)
-    head = inner.get_output_embeddings()  # type: ignore[no-untyped-call]
-    return {"embedding": architecture.embedding(inner)} | ({} if head is None else {"head": head})
-
-
 def _tables(model: nn.Module) -> dict[str, Tensor]:
     """The tables of embedding and head; one where they are tied."""
-    modules = _modules(model)
+    modules = architecture.tables(model)
     if architecture.is_tied(model):
         del modules["head"]
     tables = {name: architecture.stored_table(module) for name, module in modules.items()}

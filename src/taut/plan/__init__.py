@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from taut.methods.method import RunConfig
-from taut.plan.footprint import PARTS, Parts
+from taut.plan.ledger import PARTS, Parts
 from taut.plan.measuring import (
     Footprint,
     Measured,
@@ -65,8 +65,6 @@ class Prediction:
     """The memory of a micro-batch on each rank."""
 
     num_tokens: int
-    num_ranks: int
-    kernels: Kernels
     traced: Traced
     footprint: Footprint
 
@@ -90,7 +88,7 @@ def predict(
     Raises ModelError where the model cannot run on fake tensors.
     """
     traced = trace(run, config, kernels, packed, is_first=is_first)
-    return Prediction(packed.num_tokens, num_ranks, kernels, traced, footprint(traced, num_ranks))
+    return Prediction(packed.num_tokens, traced, footprint(traced, num_ranks))
 
 
 def predict_steps(
@@ -104,9 +102,8 @@ def predict_steps(
     """Memory of the first steps: of the micro-batch with the highest peak."""
     first, later = work.first, work.later
     cases = [] if later is None else [(later, False)]
-    if (
-        later is None or later.num_tokens < first.num_tokens
-    ):  # else the later one has the higher peak
+    # a later micro-batch that is no smaller has the higher peak
+    if later is None or later.num_tokens < first.num_tokens:
         cases.append((first, True))
     predictions = [
         predict(run, config, kernels, packed, is_first=is_first, num_ranks=num_ranks)

@@ -22,18 +22,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from taut.losses import Loss
 from taut.methods.reference import STREAM
 from taut.models import architecture
-from taut.plan.footprint import Ledger, Parts
+from taut.plan.ledger import Ledger, Parts
 from taut.plan.tracing import Sizes, Traced
 from taut.run.setup import Built
 from taut.train.checkpoint import CheckpointConfig
@@ -84,10 +83,8 @@ def footprint(
 
 def stages(config: CheckpointConfig, num_steps: int | None) -> bool:
     """Whether a run allocates buffers for its checkpoints."""
-    saves_while_training = config.keep_best or (
-        config.every > 0 and (num_steps is None or config.every < num_steps)
-    )
-    return config.background and saves_while_training
+    saves_between = config.every > 0 and (num_steps is None or config.every < num_steps)
+    return config.background and (config.keep_best or saves_between)
 
 
 def _gathered(sizes: Sizes) -> int:
@@ -131,14 +128,8 @@ def measure(built: Built, packed: Packed, *, is_first: bool) -> Measured:
     if is_first:
         trainer.optimizer.zero_grad()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    state = tensors_of(trainer.optimizer)
-    before = [
-        *model.parameters(),
-        *model.buffers(),
-        *state,
-        *gradients,
-        *_reference_tensors(built),
-    ]
+    others = [*tensors_of(trainer.optimizer), *_reference_tensors(built)]
+    before = [*model.parameters(), *model.buffers(), *gradients, *others]
     peak = peak_bytes(act, before, trainer.ranks.device)
     trainer.optimizer.zero_grad()
     return Measured(peak, seconds)
@@ -150,34 +141,42 @@ def measured_parts(built: Built, packed: Packed, *, is_first: bool) -> Parts:
     model.train()
     if not is_first:
         _run(built, packed)
-    held = {"reference": _reference_tensors(built), "optimizer": tensors_of(trainer.optimizer)}
-    parts = _parts(model, partial(_run, built, packed), held)
+    inner = model.get_submodule("model")
+    vocabulary = architecture.head(inner).weight.shape[0] if architecture.has_head(inner) else None
+    ledger = Ledger(
+        {
+            "reference": _reference_tensors(built),
+            "optimizer": tensors_of(trainer.optimizer),
+            "weights": [*model.parameters(), *model.buffers()],
+            "gradients": [p.grad for p in model.parameters() if p.grad is not None],
+        },
+        vocabulary,
+    )
+    handles = ledger.watch_gradients(model.parameters())
+    handles.append(model.register_forward_hook(lambda *_: ledger.end_forward()))
+    try:
+        with ledger:
+            _run(built, packed)
+    finally:
+        for handle in handles:
+            handle.remove()
     trainer.optimizer.zero_grad()
-    return parts
+    return ledger.history().peak()
 
 
 def _run(built: Built, packed: Packed) -> None:
-    trainer = built.trainer
-    backward(
-        trainer,
-        _with_streams(trainer.source.loss, packed),
-        dict.fromkeys(trainer.source.loss.units, 1.0),
-        1,
-    )
-
-
-def _with_streams(loss: Loss, packed: Packed) -> Packed:
-    """A micro-batch with placeholders for the roles' streams and the step's statistics."""
+    """Forward and backward, with placeholders for the roles' streams and the step's statistics."""
+    loss = built.trainer.source.loss
     packed = replace(packed, streams={STREAM: packed.weight_N, **packed.streams})
-    if not loss.observes:
-        return packed
-    nothing_N = torch.zeros(packed.num_targets, dtype=torch.float64)
-    scores = Scores(nothing_N, nothing_N, scalar_R=torch.zeros(packed.num_reads))
-    return replace(packed, stats=loss.statistics(loss.observe(scores, packed)))
+    if loss.observes:
+        nothing_N = torch.zeros(packed.num_targets, dtype=torch.float64)
+        scores = Scores(nothing_N, nothing_N, scalar_R=torch.zeros(packed.num_reads))
+        packed = replace(packed, stats=loss.statistics(loss.observe(scores, packed)))
+    backward(built.trainer, packed, dict.fromkeys(loss.units, 1.0), 1)
 
 
 def _reference_tensors(built: Built) -> list[Tensor]:
-    """The tensors of a reference. One whose log-probs are in a file is freed before the first step."""
+    """The tensors of a reference. One whose logprobs are in a file is freed before the first step."""
     if built.run.models().reference_file is not None:
         return []
     return [tensor for role in built.trainer.roles for tensor in role.tensors()]
@@ -185,12 +184,8 @@ def _reference_tensors(built: Built) -> list[Tensor]:
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The optimizer's state."""
-    return [
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    ]
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def peak_bytes(act: Callable[[], object], before: Iterable[Tensor], device: torch.device) -> int:
@@ -211,28 +206,3 @@ def peak_bytes(act: Callable[[], object], before: Iterable[Tensor], device: torc
             now += event.nbytes()
             peak = max(peak, now)
     return sum(storages.values()) + peak
-
-
-def _parts(
-    model: nn.Module, act: Callable[[], object], held: Mapping[str, Iterable[Tensor]]
-) -> Parts:
-    """The live tensors by part at their peak."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    known: dict[str, Iterable[Tensor]] = {
-        **held,
-        "weights": [*model.parameters(), *model.buffers()],
-        "gradients": gradients,
-    }
-    inner = model.get_submodule("model")
-    vocabulary = architecture.head(inner).weight.shape[0] if architecture.has_head(inner) else None
-    ledger = Ledger(known, vocabulary)
-    del gradients, known
-    handles = ledger.watch_gradients(model.parameters())
-    handles.append(model.register_forward_hook(lambda *_: ledger.end_forward()))
-    try:
-        with ledger:
-            act()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return ledger.history().peak()

@@ -23,7 +23,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -184,48 +183,52 @@ def calibrate(
     clock: Clock = time.perf_counter,
 ) -> Rates:
     """Measure this machine with a micro-batch of the run."""
-    fastest = partial(_fastest, device=device, clock=clock)
-    per_flop, per_parameter = _time_layers(run, config, kernels, packed, fastest)
-    few, many = (
-        fastest(_head_step(run, config, kernels, packed.to(device), number))
-        for number in (FEW, packed.num_targets)
+
+    def fastest(act: Callable[[], None]) -> float:
+        """Seconds of the fastest of a few runs, after a warm-up."""
+        times = []
+        for _ in range(1 + REPEATS):
+            began = clock()
+            act()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(clock() - began)
+        return min(times[1:])
+
+    # a few layers with random weights, on the micro-batch with few targets and a small vocabulary
+    build: Any = AutoModelForCausalLM.from_config
+    with quiet_library(), device:
+        base = build(
+            _shortened(run, config, kernels),
+            dtype=torch.float64 if kernels.dtype == torch.float64 else torch.float32,
+            attn_implementation=kernels.attention,
+            trust_remote_code=run.trust_remote_code,
+        )
+    model = adapted(run, base)
+    flops, scorer = architecture.flops(model), Scorer(model)
+    number = min(FEW, packed.num_targets)
+    one = torch.zeros(1, dtype=torch.int64)  # the target of a micro-batch that has none
+    small = replace(
+        packed,
+        ids_T=packed.ids_T % SMALL_VOCABULARY,
+        target_N=packed.target_N[:number] % SMALL_VOCABULARY if number else one,
+        predictor_N=packed.predictor_N[:number] if number else one,
+        weight_N=packed.weight_N[:number] if number else one.double() + 1,
+        row_N=packed.row_N[:number] if number else one,
     )
-    per_target = max(0.0, (many - few) / max(1, packed.num_targets - FEW))
-    return Rates(per_flop, few, per_target, per_parameter)
-
-
-def _time_layers(
-    run: RunConfig,
-    config: PreTrainedConfig,
-    kernels: Kernels,
-    packed: Packed,
-    fastest: Callable[[Callable[[], None]], float],
-) -> tuple[float, float]:
-    """Seconds per operation of the layers, and per parameter of an update."""
-    device = fastest.keywords["device"] if isinstance(fastest, partial) else torch.device("cpu")
-    model = adapted(run, _random_model(run, _shortened(run, config, kernels), kernels, device))
-    flops, scorer, small = architecture.flops(model), Scorer(model), _with_few_targets(packed)
-    seconds = fastest(lambda: _step(scorer, small, kernels.dtype))
     done = work_of(small, flops.window).layers(flops)
     optimizer = build_optimizer(scorer, run.resolved_optim)
     trained = sum(p.numel() for p in scorer.parameters() if p.requires_grad)
     is_full = trained > sum(p.numel() for p in scorer.parameters()) / 2
     done *= 1 + _forward_share(is_full) * run.activation_checkpointing
-    return seconds / done, fastest(lambda: _update(optimizer)) / trained
-
-
-def _with_few_targets(packed: Packed) -> Packed:
-    """The micro-batch with few targets and a small vocabulary; with one target where it has none."""
-    number = min(FEW, packed.num_targets)
-    listed = torch.zeros(1, dtype=torch.int64) if not number else None
-    return replace(
-        packed,
-        ids_T=packed.ids_T % SMALL_VOCABULARY,
-        target_N=packed.target_N[:number] % SMALL_VOCABULARY if listed is None else listed,
-        predictor_N=packed.predictor_N[:number] if listed is None else listed,
-        weight_N=packed.weight_N[:number] if listed is None else listed.double() + 1,
-        row_N=packed.row_N[:number] if listed is None else listed,
+    per_flop = fastest(lambda: _step(scorer, small, kernels.dtype)) / done
+    per_parameter = fastest(lambda: _update(optimizer)) / trained
+    few, many = (
+        fastest(_head_step(run, config, kernels, packed.to(device), num_targets))
+        for num_targets in (FEW, packed.num_targets)
     )
+    per_target = max(0.0, (many - few) / max(1, packed.num_targets - FEW))
+    return Rates(per_flop, few, per_target, per_parameter)
 
 
 def _shortened(run: RunConfig, config: PreTrainedConfig, kernels: Kernels) -> PreTrainedConfig:
@@ -238,20 +241,6 @@ def _shortened(run: RunConfig, config: PreTrainedConfig, kernels: Kernels) -> Pr
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(text, name, None)
     return short
-
-
-def _random_model(
-    run: RunConfig, config: PreTrainedConfig, kernels: Kernels, device: torch.device
-) -> Any:
-    wide = torch.float64 if kernels.dtype == torch.float64 else torch.float32
-    build: Any = AutoModelForCausalLM.from_config
-    with quiet_library(), device:
-        return build(
-            config,
-            dtype=wide,
-            attn_implementation=kernels.attention,
-            trust_remote_code=run.trust_remote_code,
-        )
 
 
 def _step(scorer: Scorer, packed: Packed, dtype: torch.dtype) -> None:
@@ -278,14 +267,18 @@ def _head_step(
     """Forward and backward of embedding and head alone, on the first targets of a micro-batch."""
     device = packed.ids_T.device
     model = planned_model(run, config, kernels)
-    if not architecture.has_head(model):
-        return partial(_embedding_step, model, packed)
-    passes, is_linear = run.extra_forwards(), run.loss().linear_weights(packed) is not None
-    planned, table = (
-        architecture.head(model),
-        architecture.stored_table(architecture.embedding(model)),
-    )
+    table = architecture.stored_table(architecture.embedding(model))
     assert table is not None
+    if not architecture.has_head(model):  # the cost of a scalar head is negligible
+        zeros = torch.zeros_like(table, device=device)
+
+        def act_on_embedding() -> None:
+            hidden_TD = nn.functional.embedding(packed.ids_T, zeros.clone().requires_grad_())
+            hidden_TD.sum().backward()  # type: ignore[no-untyped-call]
+
+        return act_on_embedding
+    passes, is_linear = run.extra_forwards(), run.loss().linear_weights(packed) is not None
+    planned = architecture.head(model)
     dtype, is_tied = planned.weight.dtype, architecture.is_tied(model)
     shape, trains = planned.weight.shape, (planned.weight.requires_grad, table.requires_grad)
     weight = nn.Parameter(torch.randn(shape, dtype=dtype, device=device) * 0.02, trains[0])
@@ -314,23 +307,3 @@ def _head_step(
             total.backward()  # type: ignore[no-untyped-call]
 
     return act
-
-
-def _embedding_step(model: nn.Module, packed: Packed) -> None:
-    """The same without a head: the cost of a scalar one is negligible."""
-    table = architecture.stored_table(architecture.embedding(model))
-    assert table is not None
-    weight = torch.zeros_like(table, device=packed.ids_T.device).requires_grad_()
-    nn.functional.embedding(packed.ids_T, weight).sum().backward()  # type: ignore[no-untyped-call]
-
-
-def _fastest(act: Callable[[], None], *, device: torch.device, clock: Clock) -> float:
-    """Seconds of the fastest of a few runs, after a warm-up."""
-    times = []
-    for _ in range(1 + REPEATS):
-        began = clock()
-        act()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(clock() - began)
-    return min(times[1:])

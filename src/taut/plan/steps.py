@@ -7,7 +7,7 @@ rollouts are complete; scores of other models are 0. The time and the KV cache o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle
 from typing import NamedTuple
@@ -18,7 +18,6 @@ from transformers import PreTrainedConfig
 
 from taut.data.batching import assign, layouts, samples_of
 from taut.data.packing import ALONE, PackPolicy, num_distinct_tokens, pack
-from taut.data.prompts import PromptRow
 from taut.errors import ConfigError
 from taut.methods.inputs import Inputs
 from taut.methods.method import RunConfig
@@ -36,7 +35,7 @@ from taut.rl.sampler import Trajectory
 from taut.run.setup import build_budget, build_policy
 from taut.train.distributed import Ranks
 from taut.train.trainer import StepSource
-from taut.types import IntArray, Packed, Sample, Tree
+from taut.types import Packed, Sample, Tree
 
 NUM_STEPS = 5
 """Number of planned steps."""
@@ -68,7 +67,20 @@ class Supply(NamedTuple):
             rows = self._rows(tokens)
             if rows:
                 return pack(rows, self.policy)
-        return pack(list(_up_to(samples_of(self.trees), tokens)), ALONE)
+        cut: list[Sample] = []
+        for number, sample in enumerate(cycle(samples_of(self.trees))):
+            stop = min(tokens, sample.num_tokens)
+            kept = sample.target_at_N < stop
+            if not kept.any() and stop == sample.num_tokens:
+                kept[:] = True
+            at_N, weight_N = sample.target_at_N[kept], sample.weight_N[kept]
+            streams = {name: value_N[kept] for name, value_N in sample.streams.items()}
+            name = f"{sample.id}#{number}"
+            cut.append(Sample(name, sample.ids_T[:stop], at_N, weight_N, streams=streams))
+            tokens -= stop
+            if tokens <= 0:
+                break
+        return pack(cut, ALONE)
 
     def _rows(self, tokens: int) -> list[Sample]:
         chosen: list[Sample] = []
@@ -180,25 +192,6 @@ def without_data(run: RunConfig, config: PreTrainedConfig, num_ranks: int) -> Wo
     return Workload(packed, later, packed, [work], supply, source)
 
 
-def _up_to(samples: Sequence[Sample], tokens: int) -> Iterator[Sample]:
-    left = tokens
-    for number, sample in enumerate(cycle(samples)):
-        stop = min(left, sample.num_tokens)
-        kept = sample.target_at_N < stop
-        if not kept.any() and stop == sample.num_tokens:
-            kept[:] = True
-        yield Sample(
-            f"{sample.id}#{number}",
-            sample.ids_T[:stop],
-            sample.target_at_N[kept],
-            sample.weight_N[kept],
-            streams={name: value_N[kept] for name, value_N in sample.streams.items()},
-        )
-        left -= stop
-        if left <= 0:
-            return
-
-
 # -- runs that generate
 
 
@@ -225,7 +218,7 @@ def _rollout_trees(source: Online, config: PreTrainedConfig, number: int) -> lis
     """The trees of a rollout."""
     draw = np.random.default_rng([source.seed, number])
     context, vocabulary = context_length(config), int(config.get_text_config().vocab_size)
-    rows = distinct([source.prompts.asked[index] for index in source.order.step(number + 1)])
+    rows = distinct([source.prompts.prompt_rows[index] for index in source.order.step(number + 1)])
     groups = []
     for row in rows:
         size = source.config.grows
@@ -233,7 +226,20 @@ def _rollout_trees(source: Online, config: PreTrainedConfig, number: int) -> lis
             size = max(1, min(size, context - row.ids_T.size))
         ids_SN = draw.integers(0, vocabulary, (source.config.n, size))
         rewards = [source.credit.good + index / source.config.n for index in range(len(ids_SN))]
-        sampled = tuple(_trajectory(row, index, ids_N) for index, ids_N in enumerate(ids_SN))
+        prompt = row.ids_T.size
+        sampled = tuple(
+            Trajectory(
+                row=row,
+                index=index,
+                ids_T=np.concatenate([row.ids_T, ids_N]),
+                sampled_at_N=np.arange(prompt, prompt + size),
+                logp_N=np.zeros(size),
+                version_N=np.zeros(size, dtype=np.int64),
+                finish_reason="stop",
+                text="",
+            )
+            for index, ids_N in enumerate(ids_SN)
+        )
         verdicts = tuple(Verdict({"assumed": Score(reward)}, reward) for reward in rewards)
         groups.append(Group(sampled, verdicts))
     trajectories = judged_trajectories(groups, number)
@@ -243,16 +249,3 @@ def _rollout_trees(source: Online, config: PreTrainedConfig, number: int) -> lis
         for trajectory in trajectories
     }
     return source.credit.trees(trajectories, scores).trees
-
-
-def _trajectory(row: PromptRow, index: int, ids_N: IntArray) -> Trajectory:
-    return Trajectory(
-        row=row,
-        index=index,
-        ids_T=np.concatenate([row.ids_T, ids_N]),
-        sampled_at_N=np.arange(row.ids_T.size, row.ids_T.size + ids_N.size),
-        logp_N=np.zeros(ids_N.size),
-        version_N=np.zeros(ids_N.size, dtype=np.int64),
-        finish_reason="stop",
-        text="",
-    )

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ from taut.models.noise import install_noise
 from taut.models.precision import backward_context, compute_context
 from taut.models.reward_model import reward_skeleton
 from taut.models.scorer import Scorer
-from taut.plan.footprint import PARTS, History, Ledger, Parts, Shares, fullest
+from taut.plan.ledger import PARTS, History, Ledger, Parts, Shares, fullest
 from taut.types import IntArray, Packed
 
 FUSED = PREFIX + "estimate"
@@ -73,7 +73,7 @@ class Traced:
     """The memory of a micro-batch on one device with the whole model."""
 
     histories: tuple[History, ...]
-    """Of the whole model, or with two smaller numbers of layers. Without the optimizer's state."""
+    """The histories of the whole model, or with two smaller numbers of layers. Without the optimizer's state."""
     depths: tuple[int, ...]
     """The number of layers of each history."""
     num_layers: int
@@ -224,11 +224,34 @@ def _history(
     run: RunConfig, model: nn.Module, dtype: torch.dtype, packed: Packed, *, is_first: bool
 ) -> History:
     """The history of a forward and a backward on fake tensors."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with fake, warnings.catch_warnings():
+        with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _run(run, model, dtype, packed, is_first=is_first).history()
+            _to_empty(model)
+            noise = install_noise(model, run.noise, run.seed)
+            if noise is not None:
+                noise.set(1, packed)
+            scorer = Scorer(model)
+            parameters = list(scorer.parameters())
+            for parameter in parameters:
+                if parameter.requires_grad and not is_first:
+                    parameter.grad = torch.empty_like(parameter)
+            has_head = architecture.has_head(model)
+            ledger = _Shapes(
+                {
+                    "weights": [*parameters, *scorer.buffers()],
+                    "gradients": [p.grad for p in parameters if p.grad is not None],
+                },
+                architecture.head(model).weight.shape[0] if has_head else None,
+            )
+            ledger.watch_gradients(parameters)
+            with ledger:
+                with compute_context(dtype, CPU):
+                    total = _proxy_loss(scorer, packed, run.loss())
+                ledger.end_forward()
+                with backward_context(dtype):
+                    total.backward()
+            return ledger.history()
     except (RuntimeError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelError(
@@ -237,52 +260,17 @@ def _history(
         ) from error
 
 
-def _run(
-    run: RunConfig, model: nn.Module, dtype: torch.dtype, packed: Packed, *, is_first: bool
-) -> Ledger:
-    """Forward and backward inside a fake mode; returns the ledger."""
-    _to_empty(model)
-    noise = install_noise(model, run.noise, run.seed)
-    if noise is not None:
-        noise.set(1, packed)
-    scorer = Scorer(model)
-    parameters = list(scorer.parameters())
-    held: list[Tensor] = []
-    if not is_first:
-        for parameter in parameters:
-            if parameter.requires_grad:
-                parameter.grad = torch.empty_like(parameter)
-                held.append(parameter.grad)
-    vocabulary = architecture.head(model).weight.shape[0] if architecture.has_head(model) else None
-    known = {"weights": [*parameters, *scorer.buffers()], "gradients": held}
-    held = []
-    ledger = _Shapes(known, vocabulary)
-    del known
-    ledger.watch_gradients(parameters)
-    loss = run.loss()
-    linear = loss.linear_weights(packed)
-    with ledger:
-        with compute_context(dtype, CPU):
-            total = proxy_loss(scorer, packed, loss, linear)
-        ledger.end_forward()
-        with backward_context(dtype):
-            total.backward()
-    return ledger
-
-
-def proxy_loss(
-    scorer: Scorer, packed: Packed, loss: Loss, linear: Mapping[str, Tensor] | None
-) -> Any:
+def _proxy_loss(scorer: Scorer, packed: Packed, loss: Loss) -> Any:
     """A scalar that depends on all scores that the loss uses, through the same path of the head; the memory of the loss
     itself is negligible.
     """
-    wants = loss.wants
+    linear = loss.linear_weights(packed)
     if linear is not None:
-        return scorer(packed, torch.stack([*linear.values()]).sum(0), wants).linear_sum
-    scores = scorer(packed, wants=wants)
+        return scorer(packed, torch.stack([*linear.values()]).sum(0), loss.wants).linear_sum
+    scores = scorer(packed, wants=loss.wants)
     if "entropy" in loss.units:
         return (scores.logp_N + scores.entropy_N).sum()
-    return (scores.logp_N if wants.logp else scores.scalar_R).sum()
+    return (scores.logp_N if loss.wants.logp else scores.scalar_R).sum()
 
 
 def _to_empty(model: nn.Module) -> None:
@@ -304,16 +292,13 @@ class _Shapes(Ledger):  # type: ignore[no-untyped-call]  # torch: no types
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1
         if func is torch.ops.aten._grouped_mm.default:
-            return _grouped(*args, **kwargs)
+            left, right, *rest = args
+            offs = rest[0] if rest else kwargs.get("offs")
+            batch = left.shape[:-2]  # one matrix per group of rows
+            if left.ndim == right.ndim == 2 and offs is not None:
+                batch = (offs.shape[0],)  # the matrices' gradient: groups are along the summed axis
+            return left.new_empty((*batch, left.shape[-2], right.shape[-1]))
         return func(*args, **kwargs)
-
-
-def _grouped(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """The shape of ``torch.nn.functional.grouped_mm``: one matrix per group of rows."""
-    is_gradient = left.ndim == right.ndim == 2  # of the matrices: groups are along the summed axis
-    groups = (offs.shape[0],) if is_gradient and offs is not None else ()
-    batch = groups or left.shape[:-2]
-    return left.new_empty((*batch, left.shape[-2], right.shape[-1]))
 
 
 class _Known(Tensor):
@@ -359,10 +344,6 @@ def _fused(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _no_mask(**_: Any) -> None:
-    """No mask: the layout has the visibility."""
-
-
 _register: Callable[..., None] = AttentionInterface.register
 _register(FUSED, _fused)
-AttentionMaskInterface.register(FUSED, _no_mask)
+AttentionMaskInterface.register(FUSED, lambda **_: None)  # the layout has the visibility

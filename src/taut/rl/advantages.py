@@ -334,7 +334,7 @@ class PolicyCredit(Credit):
                 length_S, limit=limit, coef=how.length_penalty
             )
         if how.clip is not None:
-            reward_S = shaping.clip(reward_S, how.clip)
+            reward_S = reward_S.clamp(-how.clip, how.clip)
         if how.scale == "none":
             return self._scale, reward_S
         scale = (self._scale if how.scale == "running" else Scale()).merged(reward_S)

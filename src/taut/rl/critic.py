@@ -32,13 +32,13 @@ from taut.models.heads import (
     Critic,
     OwnCritic,
     SharedCritic,
-    initialise_at_zero,
+    initialise,
     scalar_head,
 )
 from taut.models.load import is_reward_config, load_config
 from taut.models.lora import LoraConfig, apply_lora
 from taut.models.precision import recompute_contexts
-from taut.models.reward_model import NewHead, initialise, load_reward_model
+from taut.models.reward_model import NewHead, load_reward_model
 from taut.models.save import saving
 from taut.models.self_test import one_sample_reasons
 from taut.models.tokens import add_tokens
@@ -146,7 +146,7 @@ def _own(config: CriticConfig, setting: Setting) -> tuple[Critic, list[Decision]
     if config.head == "normal":
         initialise(scalar_head(model), setting.seed)
     elif config.head == "zero" or not has_head:
-        initialise_at_zero(scalar_head(model))
+        initialise(scalar_head(model), seed=None)
     add_tokens(model, list(setting.new_ids))
     adapted = apply_lora(model, LoraConfig(rank=config.lora_rank), setting.seed)
     if setting.recomputes:

@@ -117,7 +117,7 @@ def _others(run: RunConfig, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
         config = _load_config(path, key, run.trust_remote_code)
         parts[part] = _hashes(path, key, config, ranks)
     if isinstance(inputs.train, WithTeacher):
-        parts["top_logprobs"] = inputs.train.said.digest
+        parts["top_logprobs"] = inputs.train.top_logprobs.digest
     return parts
 
 

@@ -34,11 +34,11 @@ from taut.evals.reload import (
     score,
 )
 from taut.io import files
+from taut.methods.aux_models import save_critic
 from taut.methods.method import RunConfig
 from taut.models.lora import is_adapted, save_adapter
 from taut.models.save import copy_processor, make_readable, saving, serving_tokenizer
 from taut.models.scorer import Scorer
-from taut.rl.critic import save_critic
 from taut.run.setup import Built
 from taut.train import distributed
 from taut.train.checkpoint import Checkpoints
@@ -74,15 +74,7 @@ def save_model(
     ranks, inputs, critic = built.trainer.ranks, built.inputs, built.scorer.critic
     if critic is not None:  # before the model, whose directory marks a run as complete
         try:
-            save_critic(
-                critic,
-                directory.with_name(CRITIC),
-                inputs.tokenizer,
-                ranks,
-                stop_ids=inputs.stops.ids,
-                template=inputs.renderer.template.template,
-                dtype=built.models.saved_dtype,
-            )
+            save_critic(critic, directory.with_name(CRITIC), inputs, built.models, ranks)
         except OutputError as error:
             rescued = checkpoints.rescue(built.trainer.done, built.trainer.random)
             raise CheckFailed(f"{error}; {rescued}") from error

@@ -19,12 +19,11 @@ from taut.config import Decision
 from taut.data.batching import START, Budget, CostModel
 from taut.data.packing import PackPolicy
 from taut.errors import ModelError
-from taut.inference.local import LocalEngine
-from taut.methods.inputs import Inputs, Loaded, Models, Plan
+from taut.methods.inputs import Inputs, Loaded, Models, Plan, engine_of
 from taut.methods.method import RunConfig
 from taut.models import architecture
 from taut.models.attention_backends import Chosen, select
-from taut.models.load import checkpoint_dtype, context_length, freeze, load_model
+from taut.models.load import checkpoint_dtype, freeze, load_model
 from taut.models.lora import apply_lora, choose_rows, describe_targets
 from taut.models.noise import install_noise, remove_dropout
 from taut.models.precision import (
@@ -197,7 +196,7 @@ def join_models(
         architecture.unwrap(model).activation_checkpointing_enable(
             {"use_reentrant": False, "context_fn": contexts}
         )
-    if one_sample and run.couples_samples:
+    if one_sample and "pair" in run.loss().units.values():
         raise ModelError(
             f"model={run.model}: it runs one sample at a time ({one_sample}), and "
             f"{run.command()} compares samples; expected a model that packs"
@@ -317,22 +316,9 @@ def build_trainer(
             Divergence(run.loss_monitor),
             *run.monitors(source),
         ],
-        before_step=[] if image_store is None or run.generates else [Lookahead(image_store)],
+        before_step=[] if image_store is None or run.generates else [Lookahead(image_store.expect)],
         emit=emit,
         interrupts=Interrupts() if interrupts is None else interrupts,
     )
     run.connect(trainer, inputs, models, engine_of(inputs, models, ranks))
     return trainer
-
-
-def engine_of(inputs: Inputs, models: Models, ranks: Ranks) -> Callable[..., LocalEngine]:
-    """A function that makes an engine on the weights in training."""
-    return partial(
-        LocalEngine,
-        models.scorer,
-        inputs.tokenizer,
-        inputs.stops.ids,
-        context=context_length(inputs.config),
-        compute=models.compute,
-        ranks=ranks,
-    )

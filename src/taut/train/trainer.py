@@ -36,8 +36,7 @@ from taut.train.checkpoint import Memory
 from taut.train.distributed import Ranks
 from taut.train.oom import Fit
 from taut.train.signals import Interrupts
-from taut.types import Packed, Sample, Scores, Tree
-from taut.vision.image_store import ImageStore
+from taut.types import Packed, Picture, Sample, Scores, Tree
 
 SIZES = ("num_targets", "num_tokens", "num_tokens_unshared")
 """The sizes that every step counts."""
@@ -446,13 +445,14 @@ class Lookahead:
     already. Each rank reads its own.
     """
 
-    image_store: ImageStore
-    expected: int = 0
+    expect: Callable[[Sequence[Picture]], object]
+    """Starts reading images (``ImageStore.expect``)."""
+    last: int = 0
     """The last step whose images are requested already."""
 
     def __call__(self, step: int, trainer: Trainer) -> None:
-        first = max(step, self.expected + 1)
-        self.expected = min(step + 1, trainer.num_steps)
-        for number in range(first, self.expected + 1):
+        first = max(step, self.last + 1)
+        self.last = min(step + 1, trainer.num_steps)
+        for number in range(first, self.last + 1):
             packs = plan_microbatches(trainer.source.prepare(number), trainer)
-            self.image_store.expect([medium.picture for packed in packs for medium in packed.media])
+            self.expect([medium.picture for packed in packs for medium in packed.media])

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -184,8 +184,21 @@ def read_file(path: str, most: int) -> bytes:
 
 def fetch(url: str, name: str, most: int) -> bytes:
     """The bytes at ``url``, at most ``most``. ``name``: the image's name in messages."""
+
+    async def fetch_with_retries() -> bytes:
+        limits = http.Limits(math.inf, max_bytes=most, redirects=REDIRECTS)  # ``wait_for`` ends it
+        async with http.open_client(QUIET) as client:
+            try:
+                answer = await http.request_again(client, "GET", url, limits, RETRIES)
+            except http.Unanswered as failure:
+                attempts = f"{failure.num_attempts} attempts"
+                raise _not_fetched(name, f"{failure} ({attempts})") from None
+        if answer.status != HTTPStatus.OK:
+            raise _not_fetched(name, f"HTTP {answer.status}")
+        return answer.content
+
     try:
-        return http.wait_for(SECONDS, partial(_fetch_with_retries, url, name, most))
+        return http.wait_for(SECONDS, fetch_with_retries)
     except TimeoutError:
         raise _not_fetched(name, f"not whole after {SECONDS:g} s") from None
     except http.TooLarge:
@@ -195,18 +208,6 @@ def fetch(url: str, name: str, most: int) -> bytes:
         ) from None
     except http.Refused as error:
         raise _not_fetched(name, str(error)) from None
-
-
-async def _fetch_with_retries(url: str, name: str, most: int) -> bytes:
-    limits = http.Limits(math.inf, max_bytes=most, redirects=REDIRECTS)  # fetch has a deadline
-    async with http.open_client(QUIET) as client:
-        try:
-            answer = await http.request_again(client, "GET", url, limits, RETRIES)
-        except http.Unanswered as failure:
-            raise _not_fetched(name, f"{failure} ({failure.num_attempts} attempts)") from None
-    if answer.status != HTTPStatus.OK:
-        raise _not_fetched(name, f"HTTP {answer.status}")
-    return answer.content
 
 
 def _not_fetched(name: str, failure: str) -> PictureError:

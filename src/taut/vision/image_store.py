@@ -17,7 +17,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -410,27 +410,21 @@ class LruCache(Generic[V]):
             raise
         with self._lock:
             del self._in_progress[key]
-            self._put(key, value, is_ahead)
+            weight = self._weigh(value)
+            if weight <= self._room:
+                self._values[key] = value, weight
+                self.weight += weight
+                if is_ahead:
+                    self._unused[key] = weight
+            while self.weight > self._room:
+                oldest, (_, weight) = self._values.popitem(last=False)
+                self.weight -= weight
+                self._unused.pop(oldest, None)
         result.set_result(value)
         return value
 
-    def _put(self, key: Hashable, value: V, is_ahead: bool) -> None:
-        weight = self._weigh(value)
-        if weight > self._room:
-            return
-        self._values[key] = value, weight
-        self.weight += weight
-        if is_ahead:
-            self._unused[key] = weight
-        while self.weight > self._room:
-            oldest, (_, weight) = self._values.popitem(last=False)
-            self.weight -= weight
-            self._unused.pop(oldest, None)
-
 
 # -- threads
-
-_Jobs: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
 
 
 class Workers:
@@ -439,14 +433,31 @@ class Workers:
     """
 
     def __init__(self, num_threads: int) -> None:
-        self._jobs: _Jobs = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=_work, args=(self._jobs,), name="pictures", daemon=True)
-            for _ in range(num_threads)
+        jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+
+        # neither function holds this object, whose end ends the threads
+        def work() -> None:
+            while (job := jobs.get()) is not None:
+                job()
+                del job  # or a waiting thread would keep what it needed
+
+        def end() -> None:
+            with suppress(Empty):
+                while True:
+                    jobs.get_nowait()
+            for _ in threads:
+                jobs.put(None)
+            for thread in threads:
+                if thread is not threading.current_thread():
+                    thread.join(END_SECONDS)
+
+        threads = [
+            threading.Thread(target=work, name="pictures", daemon=True) for _ in range(num_threads)
         ]
-        for thread in self._threads:
+        for thread in threads:
             thread.start()
-        self._end = weakref.finalize(self, _end, self._jobs, self._threads)
+        self._jobs, self._threads = jobs, threads
+        self._end = weakref.finalize(self, end)
 
     def add(self, job: Callable[[], None]) -> None:
         """Queue a job. An error that it raises ends up on the console only."""
@@ -459,20 +470,3 @@ class Workers:
     def abandon(self) -> None:
         """Forget the threads in a forked process, which does not have them."""
         self._end.detach()
-
-
-def _work(jobs: _Jobs) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # or a waiting thread would keep what it needed
-
-
-def _end(jobs: _Jobs, threads: Sequence[threading.Thread]) -> None:
-    with suppress(Empty):
-        while True:
-            jobs.get_nowait()
-    for _ in threads:
-        jobs.put(None)
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(END_SECONDS)

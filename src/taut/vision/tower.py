@@ -25,6 +25,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from taut.errors import ModelError
 from taut.types import Media
+from taut.vision.processors.family import sides
 
 Tensors = Mapping[str, Tensor]
 Arguments = dict[str, Any]
@@ -46,22 +47,35 @@ def encode(backbone: nn.Module, media: Sequence[Media], ids_T: Tensor) -> Argume
     """
     if not media:
         return {}
-    kind = family(backbone)
+    inner: Any = backbone
+    kind, image_id = family(backbone), inner.config.image_token_id
     features = features_of(backbone, media)
-    counts, strays = placeholders(backbone, media, ids_T)
-    for image, of_image, count in zip(media, features, counts, strict=True):
+    # number of placeholders of each image; and of those before the first, between two, and after the last
+    before_T = nn.functional.pad((ids_T == image_id).cumsum(0), (1, 0))
+    bounds = [0, *(bound for image in media for bound in (image.start, image.stop)), ids_T.numel()]
+    counts: list[int] = before_T[torch.tensor(bounds, device=ids_T.device)].diff().tolist()
+    for image, of_image, count in zip(media, features, counts[1::2], strict=True):
         if of_image.main_ND.shape[0] != count:
             raise ModelError(
                 f"{kind}: the vision tower gives {of_image.main_ND.shape[0]} features for the picture "
                 f"{image.picture.source}, which has {count} placeholders; expected as many; copy the processor's files "
                 "that belong to this model"
             )
-    features = _with_strays(backbone, features, strays)
-    main: Any = [of_image.main_ND for of_image in features]
+    # a stray placeholder, which a model can write, is a token like others: its feature is its embedding
+    every: list[Features] = []
+    for num_strays, following in zip(counts[::2], [*features, None], strict=True):
+        if num_strays:
+            ids = torch.full((num_strays,), image_id, device=features[0].main_ND.device)
+            embedded: Tensor = inner.get_input_embeddings()(ids)
+            deep = tuple(torch.zeros_like(embedded) for _ in features[0].deep)
+            every.append(Features(embedded, deep))
+        if following is not None:
+            every.append(following)
+    main: Any = [of_image.main_ND for of_image in every]
     output = BaseModelOutputWithPooling()
     output.pooler_output = torch.cat(main) if FAMILIES[kind].is_one_tensor else main
-    if features[0].deep:
-        levels = zip(*(of_image.deep for of_image in features), strict=True)
+    if every[0].deep:
+        levels = zip(*(of_image.deep for of_image in every), strict=True)
         output["deepstack_features"] = [list(level) for level in levels]
     return {"mm_encoder_outputs": {"image": output}}
 
@@ -163,38 +177,6 @@ def unknown(kind: str) -> str:
     return f"{kind} is no family of vision-language models that taut knows; expected one of {', '.join(FAMILIES)}"
 
 
-def placeholders(
-    backbone: nn.Module, media: Sequence[Media], ids_T: Tensor
-) -> tuple[list[int], list[int]]:
-    """The number of placeholders of each image; and of those before the first, between two, and after the last."""
-    inner: Any = backbone
-    before_T = nn.functional.pad((ids_T == inner.config.image_token_id).cumsum(0), (1, 0))
-    bounds = [0, *(bound for image in media for bound in (image.start, image.stop)), ids_T.numel()]
-    counts: list[int] = before_T[torch.tensor(bounds, device=ids_T.device)].diff().tolist()
-    return counts[1::2], counts[::2]
-
-
-def _with_strays(
-    backbone: nn.Module, features: Sequence[Features], strays: Sequence[int]
-) -> list[Features]:
-    """Features with those of stray placeholders, which a model can write: each is a token like others, and its feature
-    is its embedding."""
-    if not any(strays):
-        return list(features)
-    inner: Any = backbone
-    every: list[Features] = []
-    for count, of_image in zip(strays, [*features, None], strict=True):
-        if count:
-            ids = torch.full((count,), inner.config.image_token_id)
-            embedded: Tensor = inner.get_input_embeddings()(ids.to(features[0].main_ND.device))
-            every.append(
-                Features(embedded, tuple(torch.zeros_like(embedded) for _ in features[0].deep))
-            )
-        if of_image is not None:
-            every.append(of_image)
-    return every
-
-
 class _Unseen(torch.autograd.Function):
     """The first argument; the gradients of the others are 0, even where they are not finite."""
 
@@ -236,8 +218,7 @@ def _num_tiles(pictures: Sequence[Tensors]) -> list[int]:
 
 def _patches(pictures: Sequence[Tensors]) -> Arguments:
     """Images of any sizes: the tower packs them."""
-    names = ("pixel_values", "image_grid_thw")
-    return {name: _join(pictures, name) for name in names}
+    return {name: _join(pictures, name) for name in ("pixel_values", "image_grid_thw")}
 
 
 def _tiles(pictures: Sequence[Tensors]) -> Arguments:
@@ -288,48 +269,39 @@ def _by_tiles(output: Any, pictures: Sequence[Tensors]) -> list[Features]:
 def _patch_noise(backbone: Any) -> Tensors:
     """The patches of one token."""
     vision = backbone.config.vision_config
-    merge, depth = vision.spatial_merge_size, vision.temporal_patch_size
-    size = vision.in_channels * depth * vision.patch_size**2
-    return {
-        "pixel_values": _noise(merge * merge, size),
-        "image_grid_thw": torch.tensor([[1, merge, merge]]),
-    }
+    merge = vision.spatial_merge_size
+    size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    grid = torch.tensor([[1, merge, merge]])
+    return {"pixel_values": _noise(merge * merge, size), "image_grid_thw": grid}
 
 
 def _tile_noise(backbone: Any) -> Tensors:
     """One tile, of the size that the tower's position embeddings have."""
-    size = backbone.config.vision_config.image_size
-    height, width = (size, size) if isinstance(size, int) else size
-    channels = backbone.config.vision_config.num_channels
-    return {"pixel_values": _noise(1, channels, height, width)}
+    vision = backbone.config.vision_config
+    height, width = sides(vision.image_size)
+    return {"pixel_values": _noise(1, vision.num_channels, height, width)}
 
 
 def _rows_noise(backbone: Any) -> Tensors:
     """Tiles of an image that is alone in its sample, so that its rows have ends."""
     height, width = min(backbone.config.image_grid_pinpoints, key=math.prod)
-    side, channels = (
-        backbone.config.vision_config.image_size,
-        backbone.config.vision_config.num_channels,
-    )
-    return {
-        "pixel_values": _noise(1 + (height // side) * (width // side), channels, side, side),
-        "image_sizes": torch.tensor([[height, width]]),
-    }
+    vision = backbone.config.vision_config
+    side = vision.image_size
+    num_tiles = 1 + (height // side) * (width // side)
+    size = torch.tensor([[height, width]])
+    return {"pixel_values": _noise(num_tiles, vision.num_channels, side, side), "image_sizes": size}
 
 
 def _corner_noise(backbone: Any) -> Tensors:
     """The part of a tile that makes one token."""
-    side = backbone.config.scale_factor * backbone.config.vision_config.patch_size
-    return {"pixel_values": _noise(1, backbone.config.vision_config.num_channels, side, side)}
+    vision = backbone.config.vision_config
+    side = backbone.config.scale_factor * vision.patch_size
+    return {"pixel_values": _noise(1, vision.num_channels, side, side)}
 
 
 def _noise(*shape: int) -> Tensor:
     """Fixed numbers; nothing is drawn."""
     return torch.linspace(-1.0, 1.0, math.prod(shape)).reshape(shape).sin()
-
-
-def _any(tensors: Tensors) -> tuple[Any, ...]:
-    return ()
 
 
 def _by_tile(tensors: Tensors) -> tuple[Any, ...]:
@@ -355,7 +327,7 @@ class Family(NamedTuple):
     """Whether the library takes the features of all images as one tensor; else as a list."""
 
 
-_QWEN = Family(_patches, _each, _patch_noise, _any, "mm_token_type_ids")
+_QWEN = Family(_patches, _each, _patch_noise, lambda _: (), "mm_token_type_ids")
 _IDEFICS = Family(_batch_of_tiles, _by_tiles, _corner_noise)
 FAMILIES: dict[str, Family] = {
     "qwen2_vl": _QWEN,

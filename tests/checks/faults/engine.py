@@ -16,7 +16,7 @@ from taut.inference.local import draw
 
 @fault("engine.logps", says="engine and trainer differ")
 def log_probs_of_another_temperature(place: Place, is_faulty: bool) -> Session:
-    """The engine reports log-probs of colder logits than it was asked for."""
+    """The engine reports logprobs of colder logits than it was asked for."""
 
     def colder(logits_BV: Any, sampling: Any, history: Any, uniform_B: Any) -> Any:
         return draw(logits_BV, replace(sampling, temperature=0.7), history, uniform_B)
@@ -80,7 +80,7 @@ def draws_that_no_seed_reaches(place: Place, is_faulty: bool) -> Session:
     return place.session()
 
 
-@fault("engine.seed", says="asked beside fewer others")
+@fault("engine.seed", says="asked with fewer others")
 def one_stream_for_all_that_is_generated(place: Place, is_faulty: bool) -> Session:
     """A completion's stream is chosen by its place in the batch."""
     generate = local.LocalEngine.generate

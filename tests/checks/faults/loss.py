@@ -108,8 +108,8 @@ def a_target_read_one_row_late(place: Place, is_faulty: bool) -> Session:
         apply = scorer.LinearHead.apply
 
         def shifted(*args: Any) -> Any:
-            *inputs, target_N, linear_N = args
-            return apply(*inputs, target_N.roll(1), linear_N)
+            *inputs, target_N, linear_N, teacher = args
+            return apply(*inputs, target_N.roll(1), linear_N, teacher)
 
         place.patch.setattr(scorer.LinearHead, "apply", shifted)
     return place.session()
@@ -177,7 +177,7 @@ def a_layer_that_computes_in_bfloat16(place: Place, is_faulty: bool) -> Session:
     return place.session(dtype="float32")
 
 
-@fault("loss.dtype", says="dtype=bfloat16 is not in force")
+@fault("loss.dtype", says="dtype=bfloat16 is not applied")
 def autocast_that_is_switched_off(place: Place, is_faulty: bool) -> Session:
     """The model's forward leaves autocast, so that bfloat16 is asked for and not in use."""
     if is_faulty:

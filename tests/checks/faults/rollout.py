@@ -1,4 +1,4 @@
-"""Faults of runs that learn from what they generate: prompts, roll-outs, their groups and rewards."""
+"""Faults of runs that learn from what they generate: prompts, rollouts, their groups and rewards."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def an_end_of_turn_that_depends_on_the_turn(place: Place, is_faulty: bool) -> Se
 
 @fault("rollout.groups", says="completions of 2 prompts", part="quick")
 def groups_of_answers_to_several_prompts(place: Place, is_faulty: bool) -> Session:
-    """Roll-outs come back sample by sample, and are cut into groups as if they came prompt by prompt: class 38."""
+    """Rollouts come back sample by sample, and are cut into groups as if they came prompt by prompt: class 38."""
     original = rollout.sample_trajectories
 
     def dealt(*args: Any) -> Any:
@@ -155,7 +155,7 @@ def an_engine_that_updates_never_reach(place: Place, is_faulty: bool) -> Session
 
 @fault("engine.logps", says="part of every gradient")
 def log_probs_without_the_temperature(place: Place, is_faulty: bool) -> Session:
-    """The engine draws at the run's temperature, and reports log-probs of the model as it is: class 16."""
+    """The engine draws at the run's temperature, and reports logprobs of the model as it is: class 16."""
     draw = local.draw
 
     def plain(logits_BV: Any, sampling: Any, history: Any, uniform_B: Any) -> Any:

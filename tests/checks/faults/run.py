@@ -22,7 +22,7 @@ from taut.models.precision import ChosenDtype
 from taut.run import setup
 from taut.train import optim
 
-# -- what was asked is not in force
+# -- settings that are not applied
 
 
 @fault("run.in_force", says="freeze *.mlp.*: asked frozen")
@@ -72,8 +72,16 @@ def adapters_on_attention_alone(place: Place, is_faulty: bool) -> Session:
 @fault("run.in_force", says="optim.weight_decay: asked 0.1 on matrices")
 def norms_that_decay(place: Place, is_faulty: bool) -> Session:
     """Weight decay is put on norms and biases too, and pulls them to zero."""
+    make = optim.build_optimizer
+
+    def everywhere(model: nn.Module, config: optim.OptimConfig, *more: Any) -> torch.optim.AdamW:
+        optimizer = make(model, config, *more)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = config.weight_decay
+        return optimizer
+
     if is_faulty:
-        place.patch.setattr(optim, "_is_exempt", lambda name, parameter: False)
+        place.patch.setattr(setup, "build_optimizer", everywhere)
     return place.session(optim__weight_decay=0.1)
 
 

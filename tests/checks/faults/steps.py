@@ -107,7 +107,7 @@ def weight_decay_that_is_forgotten(place: Place, is_faulty: bool) -> Session:
     return place.session(optim__weight_decay=0.1)
 
 
-@fault("fit.update", says="optim.clip_grad_norm is not in force")
+@fault("fit.update", says="optim.clip_grad_norm is not applied")
 def clipping_that_clips_nothing(place: Place, is_faulty: bool) -> Session:
     """The norm is measured, and the gradient left as it is."""
     if is_faulty:

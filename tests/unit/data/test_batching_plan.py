@@ -16,9 +16,10 @@ from taut.data.batching import (
     Budget,
     CostModel,
     Cursor,
+    Microbatch,
     Order,
+    _piece,
     assign,
-    imbalance,
     layouts,
     prefix_groups,
     samples_of,
@@ -42,6 +43,12 @@ def chats(num_samples: int, seed: int) -> list[Sample]:
         sample(f"c{i}", random.integers(0, 8000, n).tolist(), n - n // 3)
         for i, n in enumerate(lengths)
     ]
+
+
+def imbalance(ranks: Sequence[Sequence[Microbatch]], budget: Budget) -> float:
+    """Largest predicted cost of a rank, divided by the mean."""
+    costs = [sum(_piece(samples_of(trees), budget).cost for trees in rank) for rank in ranks]
+    return max(costs) / (sum(costs) / len(costs))
 
 
 def trees_of(samples: Sequence[Sample]) -> list[Tree]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from taut.data.messages import Completion, Conversation, Document, Row
-from taut.data.schema import Columns, read_row
+from taut.data.schema import Columns, best_row, read_any
 from taut.errors import ConfigError, DataError
 
 USER = {"role": "user", "content": "Hi"}
@@ -18,7 +18,7 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 
 
 def read(record: object, **columns: Any) -> Row:
-    return read_row(record, "d.jsonl:7", Columns(**columns))
+    return best_row(read_any(record, "d.jsonl:7", Columns(**columns)))
 
 
 def conversation(record: object, **columns: Any) -> Conversation:

@@ -19,7 +19,7 @@ from taut.data.messages import (
     read_content,
     text_of,
 )
-from taut.data.schema import Answers, Columns, Stepwise, read_any, read_prompt, read_row
+from taut.data.schema import Answers, Columns, Stepwise, best_row, read_any, read_prompt
 from taut.data.sources import Source, open_source
 from taut.errors import DataError, PictureError
 from taut.vision.content import ImageRef, ImagesConfig, png_of
@@ -46,7 +46,7 @@ def file(name: str) -> dict[str, Any]:
 
 
 def read(record: dict[str, Any], **columns: Any) -> Conversation:
-    row = read_row(record, "d.jsonl:7", Columns(**columns))
+    row = best_row(read_any(record, "d.jsonl:7", Columns(**columns)))
     assert isinstance(row, Conversation)
     return row
 
@@ -315,7 +315,8 @@ def test_frames_of_a_file(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "x"}]
     content = asked({"messages": turns, "video": "a.gif"}, folder=str(tmp_path))
     assert [part.get("text") for part in content] == ["<0.0 seconds>", None, "<0.5 seconds>", None, "x"]  # fmt: skip
-    one = asked({"messages": turns, "video": "a.gif"}, folder=str(tmp_path), max_frames=1)
+    one_frame = ImagesConfig(max_frames=1)
+    one = asked({"messages": turns, "video": "a.gif"}, folder=str(tmp_path), images=one_frame)
     assert one == [*content[:2], said("x")]
     part = {"type": "video_url", "video_url": {"url": str(tmp_path / "a.gif")}, "fps": 1}
     assert asked({"messages": [ask(part)]}) == content[:2]

@@ -11,14 +11,14 @@ from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.config import from_mapping
 from taut.data.dataset import DataConfig
-from taut.data.prompts import Asking, PromptSet, load_prompt_set
+from taut.data.prompts import PromptSet, load_prompt_set
 from taut.data.render import Renderer
 from taut.errors import ConfigError, DataError
 
 
 def loaded(*paths: Path, most: int = 40, **keys: Any) -> PromptSet:
     config = from_mapping(DataConfig, {"train": [str(path) for path in paths], **keys})
-    return load_prompt_set(config, "train", Renderer(tiny_tokenizer()), Asking(most))
+    return load_prompt_set(config, "train", Renderer(tiny_tokenizer()), most)
 
 
 def rows(*words: str, **columns: Any) -> list[dict[str, Any]]:
@@ -28,12 +28,12 @@ def rows(*words: str, **columns: Any) -> list[dict[str, Any]]:
 def test_rows_keep_their_own_names_where_no_two_are_equal(tmp_path: Path) -> None:
     one = write_rows(tmp_path / "one.jsonl", rows("cat", "dog"))
     two = write_rows(tmp_path / "two.jsonl", rows("bird"))
-    assert [row.id for row in loaded(one).asked] == ["0", "1"]
-    names = [row.id for row in loaded(one, two).asked]
+    assert [row.id for row in loaded(one).prompt_rows] == ["0", "1"]
+    names = [row.id for row in loaded(one, two).prompt_rows]
     assert names == [f"{one}:1", f"{one}:2", f"{two}:1"]
     twice = loaded(two, two)
-    assert [row.id for row in twice.asked] == [f"{two}:1", f"{two}(2):1"]
-    assert [row.place for row in twice.asked] == [f"{two}:1"] * 2
+    assert [row.id for row in twice.prompt_rows] == [f"{two}:1", f"{two}(2):1"]
+    assert [row.place for row in twice.prompt_rows] == [f"{two}:1"] * 2
 
 
 def test_a_prompt_is_refused_or_left_out_where_it_is_too_long(tmp_path: Path) -> None:
@@ -41,8 +41,8 @@ def test_a_prompt_is_refused_or_left_out_where_it_is_too_long(tmp_path: Path) ->
     with pytest.raises(DataError, match=r"rows\.jsonl:2: the prompt has .* may have 20; .*drop"):
         loaded(path, most=20)
     kept = loaded(path, most=20, too_long="drop")
-    assert [row.id for row in kept.asked] == ["0", "2"]
-    assert [len(sample.ids_T) for sample in kept] == [row.ids_T.size for row in kept.asked]
+    assert [row.id for row in kept.prompt_rows] == ["0", "2"]
+    assert [len(sample.ids_T) for sample in kept] == [row.ids_T.size for row in kept.prompt_rows]
     assert [incident.place for incident in kept.report.dropped] == [f"{path}:2"]
     with pytest.raises(DataError, match="none of its 3 prompts has at most 1 tokens"):
         loaded(path, most=1, too_long="drop")

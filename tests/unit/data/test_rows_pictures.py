@@ -16,7 +16,7 @@ from taut.config import from_mapping
 from taut.data import images
 from taut.data.dataset import DataConfig, attempt_rows
 from taut.data.messages import Conversation, Message, images_of
-from taut.data.prompts import Asking, load_prompt_set, load_prompts
+from taut.data.prompts import load_prompt_set, load_prompts
 from taut.data.render import Limits, fit_any, render_any, render_each
 from taut.data.schema import Answers, Columns, Stepwise
 from taut.data.sources import Source, open_source
@@ -131,7 +131,7 @@ def test_what_is_asked_has_its_pictures(tmp_path: Path) -> None:
     ):
         load_prompts(str(path), using, limit=3)
     config = from_mapping(DataConfig, {"train": str(path)})
-    found = load_prompt_set(config, "train", using, Asking(40))
+    found = load_prompt_set(config, "train", using, 40)
     assert [incident.place for incident in found.report.dropped] == [f"{path}:2", f"{path}:4"]
     assert "content[0]: " in found.report.dropped[0].reason
     prompts = found.prompts()
@@ -140,7 +140,7 @@ def test_what_is_asked_has_its_pictures(tmp_path: Path) -> None:
     assert [sample.media for sample in found] == [prompt.media for prompt in prompts]
     (one,) = found[0].media
     assert not {*range(one.start, one.stop)} & {*found[0].target_at_N.tolist()}
-    again = load_prompt_set(config, "train", using, Asking(40))
+    again = load_prompt_set(config, "train", using, 40)
     assert again.parts[0].key == found.parts[0].key
 
 

@@ -16,7 +16,6 @@ from taut.losses.advantages import (
     ESTIMATORS,
     Estimator,
     Scale,
-    clip,
     gae,
     length_cost,
     pass_at_k,
@@ -295,10 +294,6 @@ def test_soft_overlong() -> None:
 def test_length_costs_in_proportion() -> None:
     found = length_cost(torch.tensor([0, 50, 100]), limit=100, coef=0.4)
     assert found.tolist() == pytest.approx([0.0, -0.2, -0.4])
-
-
-def test_clip() -> None:
-    assert clip(torch.tensor([-9.0, 0.5, 9.0]), 2.0).tolist() == [-2.0, 0.5, 2.0]
 
 
 def test_a_running_scale_is_that_of_all_rewards_at_once() -> None:

@@ -148,7 +148,7 @@ def test_a_run_is_trained_by_its_own_method_only(called: str, given: Any) -> Non
         ("sft", "load_in_4bit", "a quantised base model (QLoRA) cannot be trained; lora.rank"),
         ("sft", "ds.load_in_4bit", "a quantised base model (QLoRA) cannot be trained; lora.rank"),
         ("sft", "deepspeed", "start the command with torchrun"),
-        ("grpo", "top_p", "roll-outs are drawn from the whole distribution"),
+        ("grpo", "top_p", "rollouts are drawn from the whole distribution"),
     ],
 )
 def test_a_name_of_another_framework_leads_to_what_there_is_here(

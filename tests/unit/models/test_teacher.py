@@ -18,7 +18,7 @@ from taut.models import scorer as score
 from taut.models.architecture import HeadSpec, Rows
 from taut.models.attention_backends import PREFIX
 from taut.models.precision import compute_context
-from taut.models.scorer import Chunks, Scorer, TeacherScores
+from taut.models.scorer import Chunks, Scorer, TeacherScores, score_hidden
 from taut.models.teacher import (
     LikeliestTokens,
     ListedTeacher,
@@ -122,8 +122,8 @@ def require_equal(
     hidden, spec = student
     logp_N = logp_of(spec.logits(hidden))
     total = (linear_2N[0] * logp_N).sum() + (linear_2N[1] * divergence_N).sum()
-    found = compared.score(hidden, TARGET, spec, linear_2N)
-    looked = compared.score(hidden, TARGET, spec, None)
+    found = score_hidden(hidden, TARGET, spec, linear_2N, teacher=compared)
+    looked = score_hidden(hidden, TARGET, spec, None, teacher=compared)
     assert found.linear_sum is not None
     for scores in (found, looked):
         torch.testing.assert_close(scores.divergence_N, divergence_N, rtol=0, atol=1e-12)
@@ -171,7 +171,7 @@ def test_gradcheck(how: Divergence) -> None:
     def through(h: Tensor, w: Tensor, b: Tensor) -> Tensor | None:
         assert spec.rows is not None
         given = replace(spec, bias=b, rows=Rows(spec.rows.index_R, w))  # type: ignore[arg-type]
-        return compared.score(h, TARGET, given, LINEAR).linear_sum
+        return score_hidden(h, TARGET, given, LINEAR, teacher=compared).linear_sum
 
     assert torch.autograd.gradcheck(through, tuple(leaves(hidden, spec)))
 
@@ -180,7 +180,7 @@ def test_gradcheck(how: Divergence) -> None:
 def test_a_teacher_that_says_the_same_teaches_nothing(how: str) -> None:
     hidden, spec = make(**SPECS["bias"])  # type: ignore[arg-type]
     linear_2N = LINEAR * torch.tensor([[0.0], [1.0]])
-    scores = whole(hidden, spec, HOW[how]).score(hidden, TARGET, spec, linear_2N)
+    scores = score_hidden(hidden, TARGET, spec, linear_2N, teacher=whole(hidden, spec, HOW[how]))
     assert scores.linear_sum is not None
     assert float(scores.divergence_N.abs().max()) < 1e-14  # type: ignore[union-attr]
     for grad in torch.autograd.grad(scores.linear_sum, leaves(hidden, spec)):
@@ -191,7 +191,9 @@ def test_the_ends_of_js_are_forward_and_reverse() -> None:
     student, teacher = make(scale=0.3), make(DT, seed=1, scale=0.3)
 
     def divergence(how: Divergence) -> Tensor:
-        found = whole(*teacher, how).score(*student[:1], TARGET, student[1], None).divergence_N
+        found = score_hidden(
+            *student[:1], TARGET, student[1], teacher=whole(*teacher, how)
+        ).divergence_N
         assert found is not None
         return found
 
@@ -213,7 +215,7 @@ def test_extreme_logits_stay_finite(how: Divergence) -> None:
     compared = whole(other, head, how)
     if how in LISTED.values():
         compared = LikeliestTokens(how, *likeliest(other, head, 4, V))
-    scores = compared.score(huge, TARGET, spec, LINEAR)
+    scores = score_hidden(huge, TARGET, spec, LINEAR, teacher=compared)
     assert scores.linear_sum is not None
     scores.linear_sum.backward()  # type: ignore[no-untyped-call]
     assert all(
@@ -238,7 +240,9 @@ def test_what_has_no_probability_counts_nothing(kind: str) -> None:
             heads.append(HeadSpec(nn.Parameter(weight), nn.Parameter(bias[:num_rows])))
         (hidden, _), (theirs, _) = made
         target = TARGET.clamp(max=V - 5)
-        scores = whole(theirs, heads[1], how).score(hidden, target, heads[0], LINEAR)
+        scores = score_hidden(
+            hidden, target, heads[0], LINEAR, teacher=whole(theirs, heads[1], how)
+        )
         assert scores.linear_sum is not None
         found.append((scores.divergence_N, torch.autograd.grad(scores.linear_sum, hidden)[0]))
     torch.testing.assert_close(*found, rtol=0, atol=1e-12)
@@ -270,7 +274,7 @@ def test_a_list_of_all_tokens_is_the_whole_distribution(how: str) -> None:
     listed = LikeliestTokens(LISTED[how], *likeliest(*teacher, V, V))
     found = []
     for compared in (listed, whole(*teacher, LISTED[how])):
-        scores = compared.score(hidden, TARGET, spec, LINEAR)
+        scores = score_hidden(hidden, TARGET, spec, LINEAR, teacher=compared)
         assert scores.linear_sum is not None
         grads = torch.autograd.grad(scores.linear_sum, leaves(hidden, spec))
         found.append((scores.logp_N, scores.divergence_N, grads))
@@ -376,7 +380,7 @@ def test_a_student_comes_near_its_teacher() -> None:
 def test_a_microbatch_without_targets_has_gradients_of_zero() -> None:
     (hidden, spec), (theirs, head) = make(has_bias=True), make(DT, seed=1)
     compared = whole(theirs[:0], head, HOW["js"])
-    scores = compared.score(hidden[:0], TARGET[:0], spec, LINEAR[:, :0])
+    scores = score_hidden(hidden[:0], TARGET[:0], spec, LINEAR[:, :0], teacher=compared)
     assert scores.linear_sum is not None
     scores.linear_sum.backward()  # type: ignore[no-untyped-call]
     for leaf in leaves(hidden, spec):

@@ -1,4 +1,4 @@
-"""What ``taut plan`` foretells is what tensors really take, to the byte; and what ranks and rates make of it."""
+"""What ``taut plan`` predicts is what tensors really take, to the byte; and what ranks and rates make of it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from taut.plan import (
     without_data,
     workload,
 )
-from taut.plan.footprint import PARTS, History, Ledger
+from taut.plan.ledger import PARTS, History, Ledger
 from taut.plan.rates import Work
 from taut.plan.tracing import Traced, trace
 from taut.train.checkpoint import CheckpointConfig

@@ -61,6 +61,7 @@ def test_closing_waits_for_nothing() -> None:
     never.set()
 
 
+@pytest.mark.slow
 def test_a_process_ends_while_a_call_hangs() -> None:
     script = (
         "import threading; from taut.rl.online import Ahead\n"

@@ -147,6 +147,7 @@ print("codes", codes)
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root, to mount")
+@pytest.mark.slow
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     """A tmpfs of 16 kB, in a mount namespace of its own: for completions, and as TMPDIR."""
     model = save_model(tmp_path / "model")

@@ -13,7 +13,6 @@ from taut.data.batching import Budget
 from taut.data.packing import PackPolicy
 from taut.train.trainer import Lookahead, Trainer, fill_streams
 from taut.types import Picture, Tree
-from taut.vision.image_store import ImageStore
 
 GRID = (1, 2, 2)
 
@@ -45,7 +44,7 @@ def prepare(step: int) -> list[Tree]:
 
 def expected(step: int, rank: int = 0, size: int = 1) -> list[str]:
     image_store = Expecting()
-    Lookahead(cast(ImageStore, image_store))(step, cast(Trainer, job_of(rank, size)))
+    Lookahead(image_store.expect)(step, cast(Trainer, job_of(rank, size)))
     return image_store.names
 
 
@@ -82,7 +81,7 @@ def test_a_step_that_is_expected_is_not_planned_again() -> None:
         budget=Budget(100),
         policy=PackPolicy(),
     )
-    lookahead = Lookahead(cast(ImageStore, Expecting()))
+    lookahead = Lookahead(Expecting().expect)
     for step in (2, 3):
         lookahead(step, cast(Trainer, trainer))
     assert planned == [2, 3]

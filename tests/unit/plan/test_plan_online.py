@@ -1,4 +1,4 @@
-"""What runs that generate are foretold: their training, with completions as long as they may be."""
+"""What runs that generate are predicted: their training, with completions as long as they may be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of methods on answers that are judged: foretold part by part as it is."""
+"""Memory of methods on answers that are judged: predicted part by part."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_rows_are_kept_whole_where_micro_batches_are_filled(
     assert work.supply.filled(5).num_tokens == 5
 
 
-def test_a_teacher_is_not_foretold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_teacher_is_not_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(tmp_path, monkeypatch)
     session = place.session(method="distill", distill__teacher=str(place.model("llama")))
     packed = workload(session.run, session.inputs, 1).largest

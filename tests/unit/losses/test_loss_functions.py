@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.preference_rows import plain_pairs
 
-from taut.losses.loss import STEEPEST, relative_power, share_above
+from taut.losses.loss import STEEPEST, accuracy, relative_power
 from taut.losses.preference import log_odds, nll_of_best
 
 
@@ -47,9 +47,9 @@ def test_odds_of_what_is_all_but_certain_and_all_but_impossible() -> None:
 
 
 def test_ties_count_half() -> None:
-    found = share_above(torch.tensor([-1.0, 0.0, 0.0, 2.0, 3.0]))
-    assert float(found) == 3.0
-    assert float(share_above(torch.tensor([1.0, 2.0]), 1.0)) == 1.5
+    right, count = accuracy(torch.tensor([-1.0, 0.0, 0.0, 2.0, 3.0]))
+    assert (float(right), float(count)) == (3.0, 5.0)
+    assert float(accuracy(torch.tensor([1.0, 2.0]) - 1.0)[0]) == 1.5
 
 
 def test_the_term_on_good_answers_is_of_the_best_alone() -> None:

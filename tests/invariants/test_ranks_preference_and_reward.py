@@ -21,6 +21,9 @@ ALONE = {"batch.samples_per_step": 1, "steps": 2}
 """A rank has none, and runs a backward that counts for nothing."""
 MOVING = {"reference.update_every": 2, "reference.update_mix": 0.5, "checkpoint.every": 2}
 
+# make test has test_ranks.py and test_ranks_online.py, which hold the same mechanism.
+pytestmark = pytest.mark.slow
+
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("dpo", UNEVEN),
     "a reference that moves": ("dpo", {**UNEVEN, **MOVING}),
