@@ -431,11 +431,11 @@ def _stretches(layout: Layout, read_R: IntArray) -> list[tuple[int, Stretch]]:
     assert layout.kept is not None
     cuts = {segment.start for segment in layout.segments} | {int(last) + 1 for last in read_R}
     bounds = sorted(cuts | {layout.num_tokens})
-    found = []
+    stretches = []
     for start, stop in pairwise(bounds):
         kept = {
             layer: (key[:, :, start:stop].clone(), value[:, :, start:stop].clone())
             for layer, (key, value) in layout.kept.items()
         }
-        found.append((start, Stretch(int(layout.depth_T[start]), stop - start, kept)))
-    return found
+        stretches.append((start, Stretch(int(layout.depth_T[start]), stop - start, kept)))
+    return stretches

@@ -157,12 +157,12 @@ class Judge:
         num_tokens = 0
         for index in prefix_order(samples):
             size = samples[index].num_tokens
-            own = size - common_prefix(samples[batch[-1]], samples[index]) if batch else size
-            if batch and (self.one_sample or num_tokens + own > self.tokens_per_batch):
+            added = size - common_prefix(samples[batch[-1]], samples[index]) if batch else size
+            if batch and (self.one_sample or num_tokens + added > self.tokens_per_batch):
                 yield batch
-                batch, num_tokens, own = [], 0, size
+                batch, num_tokens, added = [], 0, size
             batch.append(index)
-            num_tokens += own
+            num_tokens += added
         if batch:
             yield batch
 
