@@ -40,8 +40,7 @@ from taut.models import architecture
 from taut.models.attention_backends import Observation, observe
 from taut.models.save import serving_tokenizer
 from taut.models.scorer import Scorer
-from taut.rl.dry_run import rehearsed
-from taut.rl.online import Online
+from taut.rl.online import Online, dry_run
 from taut.run.inputs import inputs_of, load_language, load_stops
 from taut.run.setup import Built, adapt, build_trainer, join_models, load
 from taut.train.distributed import Ranks
@@ -357,7 +356,7 @@ class Session:
         """The batch as the method would prepare it."""
         source = self.trainer.source
         if isinstance(source, Online):
-            return rehearsed(self.trainer, source.credit, source.crew.roles, self.batch)
+            return dry_run(source, self.trainer, self.batch)
         if self.run.compares_answers:
             return self._rows.trees_of(self._batch_rows)
         unique = {sample.id: sample for sample in self.batch}

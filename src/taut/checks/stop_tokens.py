@@ -21,7 +21,7 @@ from taut.data.packing import ALONE, pack
 from taut.data.render import Renderer
 from taut.data.stop_tokens import described
 from taut.errors import ModelError, TautError
-from taut.evals.stopping import Asked, StopCheckConfig, prepare
+from taut.evals.stopping import StopCheckConfig, StopPrompt, prepare
 from taut.inference.engine import Sampling
 from taut.io.temporary import TemporaryFolder
 from taut.methods.inputs import engine_of
@@ -264,9 +264,9 @@ def the_untrained_model_has_no_other_end(session: Session) -> Finding:
     if check.engine is None:
         return skipped(check.obstacle.partition(";")[0])
     sampling = Sampling(max_new_tokens=config.max_new_tokens, seed=session.run.seed)
-    answers = check.engine.generate([question.prompt for question in check.asked], sampling)
+    answers = check.engine.generate([question.prompt for question in check.prompts], sampling)
     number = sum(answer.finish_reason == "stop" for answer in answers)
-    other = _other_end(session, check.asked)
+    other = _other_end(session, check.prompts)
     if other is not None:
         index, probability = other
         token = session.inputs.token(index)
@@ -283,7 +283,7 @@ def the_untrained_model_has_no_other_end(session: Session) -> Finding:
     return passed("answers that end before training", number, f"of {len(answers)}")
 
 
-def _other_end(session: Session, asked: Sequence[Asked]) -> tuple[int, float] | None:
+def _other_end(session: Session, asked: Sequence[StopPrompt]) -> tuple[int, float] | None:
     """The special token that the model puts where answers end, and only there, and its mean probability there."""
     tokenizer, stops = session.tokenizer, session.stops.ids
     added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
