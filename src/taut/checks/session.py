@@ -392,13 +392,8 @@ class Session:
     @contextmanager
     def inference(self) -> Iterator[None]:
         """Evaluation mode, no gradient, the run's precision."""
-        was_training = self.scorer.training
-        self.scorer.eval()
-        try:
-            with torch.no_grad(), self.trainer.compute():
-                yield
-        finally:
-            self.scorer.train(was_training)
+        with self.scorer.evaluating(), torch.no_grad(), self.trainer.compute():
+            yield
 
     @cached_property
     def packed(self) -> dict[str, Tensor]:

@@ -121,17 +121,16 @@ def score(scorer: Scorer, samples: Sequence[Sample]) -> list[Tensor]:
 @contextmanager
 def _in_full_precision(scorer: Scorer) -> Iterator[torch.dtype]:
     """No noise, and an attention that computes in the dtype of the weights."""
-    model, was_training = architecture.unwrap(scorer.model), scorer.training
+    model = architecture.unwrap(scorer.model)
     before = architecture.text_config(model)._attn_implementation
     is_double = next(scorer.parameters()).dtype == torch.float64
     dtype = torch.float64 if is_double else torch.float32
     set_attention(model, select("auto", scorer.device, dtype, model.config).implementation)
-    scorer.eval()
     try:
-        yield dtype
+        with scorer.evaluating():
+            yield dtype
     finally:
         set_attention(model, before)
-        scorer.train(was_training)
 
 
 def load_anew(

@@ -289,13 +289,14 @@ class LocalEngine:
 
     @contextmanager
     def _forward(self) -> Iterator[None]:
-        was_training = self.scorer.training
-        self.scorer.eval()
-        try:
-            with torch.no_grad(), cast_once(self.scorer), self._compute(), OneDnn():
-                yield
-        finally:
-            self.scorer.train(was_training)
+        with (
+            self.scorer.evaluating(),
+            torch.no_grad(),
+            cast_once(self.scorer),
+            self._compute(),
+            OneDnn(),
+        ):
+            yield
 
     def _prefill(self, call: _Call, free: int) -> None:
         """Compute the next prompts, as many as there are places for, and keep their keys and values."""

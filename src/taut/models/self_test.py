@@ -66,14 +66,11 @@ def run_self_test(
     """Run the self-test. Raises AttentionError or ModelError for what cannot be trained exactly."""
     name = type(scorer.model).__name__
     reasons = one_sample_reasons(scorer.model, max_length)
-    was_training = scorer.training
-    scorer.eval()
-    with torch.no_grad(), compute:
+    with scorer.evaluating(), torch.no_grad(), compute:
         with observe() as seen:
             _outputs(scorer, pack([_probe("a", LENGTHS[0], scorer, seed=1)], ALONE))
         neighbour, future = _perturb(scorer, max_length)
         head = _head_difference(scorer)
-    scorer.train(was_training)
     expected, limit = architecture.attention_layer_count(scorer.model), TOLERANCE[dtype]
     if len(seen.layers) != expected or len(set(seen.layers)) != expected:
         raise AttentionError(
