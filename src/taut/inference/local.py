@@ -47,7 +47,7 @@ from taut.errors import ModelError, NonFiniteError
 from taut.inference.engine import OnDone, Sampling, Texts, require_usable, room, stream_seed
 from taut.models import architecture
 from taut.models.precision import OneDnn, cast_once
-from taut.models.scorer import Scorer
+from taut.models.scorer import Scorer, evaluating
 from taut.train.distributed import Ranks
 from taut.types import Completion, FinishReason, IntArray, Prompt, Sample
 from taut.vision.placeholders import next_position
@@ -290,7 +290,7 @@ class LocalEngine:
     @contextmanager
     def _forward(self) -> Iterator[None]:
         with (
-            self.scorer.evaluating(),
+            evaluating(self.scorer),
             torch.no_grad(),
             cast_once(self.scorer),
             self._compute(),
