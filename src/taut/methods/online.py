@@ -21,7 +21,6 @@ from taut.evals.answers import EvalSampling
 from taut.evals.during import AnswersConfig
 from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine
-from taut.io.console import counted
 from taut.methods.inputs import Inputs, Language, MayChange, Models, Plan
 from taut.methods.method import RunConfig
 from taut.methods.reference import ReferenceConfig
@@ -250,12 +249,7 @@ class OnlineMethod(RunConfig):
         return [*super().decisions, decision]
 
     def describe_rollouts(self, num_steps: int) -> str:
-        rollout = self.rollout
-        number = self.batch.samples_per_step * rollout.minibatches
-        return (
-            f"{counted(num_steps, 'steps')}, {rollout.updates} on each rollout: {counted(number, 'prompts')}, "
-            f"{counted(rollout.n, 'completions')} each, of at most {counted(rollout.grows, 'tokens')}"
-        )
+        return self.rollout.describe(num_steps, self.batch.samples_per_step)
 
 
 def require_live_reference(reference: ReferenceConfig, without: str, *, is_read: bool) -> None:
