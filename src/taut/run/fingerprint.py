@@ -39,8 +39,7 @@ from taut.methods.aux_models import load_config_of
 from taut.methods.inputs import Inputs
 from taut.methods.method import RunConfig
 from taut.models.precision import resolve_dtype
-from taut.rewards.in_process import models_of
-from taut.rewards.registry import REWARDS
+from taut.rewards.registry import REWARDS, models_of
 from taut.train.distributed import Ranks
 
 ADDRESS = ("url", "key")

@@ -282,9 +282,10 @@ def build_trainer(
     rates = {
         f"model.{name}": Rate(key, optim.group_learning_rates[key]) for name, key in keys.items()
     }
+    engine = engine_of(inputs, models, ranks)
     trainer = Trainer(
         scorer=scorer,
-        source=source,
+        source=run.connect(source, inputs, models, engine, ranks, lambda: trainer),
         optimizer=build_optimizer(scorer, optim, run.models().critic_pace(run), rates),
         learning_rate=partial(learning_rate, total=num_steps, config=optim),
         num_steps=num_steps,
@@ -313,5 +314,4 @@ def build_trainer(
         emit=emit,
         interrupts=Interrupts() if interrupts is None else interrupts,
     )
-    run.connect(trainer, inputs, models, engine_of(inputs, models, ranks))
     return trainer
