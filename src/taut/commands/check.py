@@ -76,7 +76,7 @@ def run(config: RunConfig, options: CheckOptions) -> int:
             json.dumps(as_json(examination, {"model": config.model}), allow_nan=False) + "\n"
         )
         return 1 if examination.failures else 0
-    console.print(f"{config.model}, {part} part\n", markup=False)
+    console.lines([f"{config.model}, {part} part\n"])
 
     def show(answered: Answered) -> None:
         is_finding = answered.finding.outcome in ("failed", "warning")

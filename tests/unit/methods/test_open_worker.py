@@ -130,7 +130,7 @@ def test_a_model_that_judges_here_is_refused_on_every_rank_alike(rank: int) -> N
     keys = {"model": "m", "data.train": "d.jsonl", "method": "grpo", "rewards": [judged]}
     run = from_mapping(Grpo, keys)
     source = cast(
-        Online, SimpleNamespace(credit=run.make_credit(), prompts=SimpleNamespace(asked=[]))
+        Online, SimpleNamespace(credit=run.make_credit(), prompts=SimpleNamespace(prompt_rows=[]))
     )
     ranks = Ranks(rank, 2, torch.device("cpu"))
     nothing: Any = None
