@@ -21,7 +21,7 @@ from taut.data.packing import ALONE, pack
 from taut.data.render import Renderer
 from taut.data.stop_tokens import described
 from taut.errors import ModelError, TautError
-from taut.evals.stopping import Asked, StopCheckConfig, prepare
+from taut.evals.stopping import StopCheckConfig, StopPrompt, prepare
 from taut.inference.engine import Sampling
 from taut.io.temporary import TemporaryFolder
 from taut.methods.inputs import engine_of
@@ -67,7 +67,7 @@ def the_end_of_answers_is_a_target(session: Session) -> Finding:
     if session.run.row_kind != "sft":  # each answer of a row is a sample of its own
         num_whole = total - len(report.cut)
     if not number or 2 * number < num_whole:
-        evidence = [f"{one.place}: cut, {one.reason}" for one in report.cut[:SHOWN]]
+        evidence = [f"{row.place}: cut, {row.reason}" for row in report.cut[:SHOWN]]
         remedy = "raise data.max_length, or set data.too_long to drop or split"
         if not report.cut:
             names = described(stops, session.renderer.template)[0]
@@ -264,9 +264,9 @@ def the_untrained_model_has_no_other_end(session: Session) -> Finding:
     if check.engine is None:
         return skipped(check.obstacle.partition(";")[0])
     sampling = Sampling(max_new_tokens=config.max_new_tokens, seed=session.run.seed)
-    answers = check.engine.generate([one.prompt for one in check.asked], sampling)
+    answers = check.engine.generate([question.prompt for question in check.prompts], sampling)
     number = sum(answer.finish_reason == "stop" for answer in answers)
-    other = _other_end(session, check.asked)
+    other = _other_end(session, check.prompts)
     if other is not None:
         index, probability = other
         token = session.inputs.token(index)
@@ -283,7 +283,7 @@ def the_untrained_model_has_no_other_end(session: Session) -> Finding:
     return passed("answers that end before training", number, f"of {len(answers)}")
 
 
-def _other_end(session: Session, asked: Sequence[Asked]) -> tuple[int, float] | None:
+def _other_end(session: Session, asked: Sequence[StopPrompt]) -> tuple[int, float] | None:
     """The special token that the model puts where answers end, and only there, and its mean probability there."""
     tokenizer, stops = session.tokenizer, session.stops.ids
     added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -291,13 +291,13 @@ def _other_end(session: Session, asked: Sequence[Asked]) -> tuple[int, float] | 
     if not specials:
         return None
     at_ends, inside = [], []
-    for one in asked:
-        if one.reference is None:  # a prompt without a known answer
+    for question in asked:
+        if question.reference is None:  # a prompt without a known answer
             return None
-        begin = int(one.prompt.ids_T.size)
-        at_N = np.arange(max(1, begin), one.reference.num_tokens)
+        begin = int(question.prompt.ids_T.size)
+        at_N = np.arange(max(1, begin), question.reference.num_tokens)
         weight_N = np.ones(at_N.size)
-        packed = pack([replace(one.reference, target_at_N=at_N, weight_N=weight_N)], ALONE)
+        packed = pack([replace(question.reference, target_at_N=at_N, weight_N=weight_N)], ALONE)
         with session.inference():
             logits = session.scorer.target_logits(packed).float()
         probability_NS = logits.softmax(-1)[:, [*specials, *stops]].cpu()

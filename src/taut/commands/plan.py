@@ -36,28 +36,19 @@ from taut.models.attention_backends import select
 from taut.models.load import load_config
 from taut.models.lora import LoraConfig
 from taut.models.precision import DTYPES, resolve_dtype
-from taut.plan import (
-    FUSED,
-    GPUS,
-    PARTS,
+from taut.plan.ledger import PARTS
+from taut.plan.memory import (
     Footprint,
-    Kernels,
     Prediction,
-    Rates,
-    Seconds,
-    Workload,
-    calibrate,
     device_memory,
     footprint,
-    from_data_sheet,
     predict,
     predict_steps,
-    require_predictable,
-    skeleton,
     stages,
-    without_data,
-    workload,
 )
+from taut.plan.rates import GPUS, Rates, Seconds, calibrate, from_data_sheet
+from taut.plan.steps import Workload, without_data, workload
+from taut.plan.tracing import FUSED, Kernels, require_predictable, skeleton
 from taut.run.inputs import load_inputs
 from taut.train import distributed
 from taut.train.distributed import Ranks

@@ -38,7 +38,7 @@ from taut.io.terminal import Terminal
 from taut.methods.inputs import Inputs
 from taut.methods.method import RunConfig
 from taut.models.self_test import one_sample_reasons
-from taut.plan import skeleton
+from taut.plan.tracing import skeleton
 from taut.run.inputs import load_inputs
 from taut.run.setup import build_budget, build_policy, choose
 from taut.train import distributed

@@ -51,7 +51,7 @@ from taut.evals.stopping import StopCheck, Stops, prepare, unasked
 from taut.io import temporary
 from taut.methods.inputs import Inputs, Plan, engine_of
 from taut.methods.method import RunConfig
-from taut.rewards.in_process import require_judgeable
+from taut.rewards.registry import require_judgeable
 from taut.run.fingerprint import TOLERANCE, identity_of, moved_servers, require_same
 from taut.run.inputs import load_inputs
 from taut.run.reference_cache import keep_reference

@@ -1,4 +1,4 @@
-"""Evaluation by generation: an engine answers prompts, rewards judge the answers.
+"""Evaluation by generation: an engine answers prompts, rewards score the answers.
 
 Reads no file and prints nothing; ``report.py`` computes the metrics.
 """
@@ -21,10 +21,10 @@ from taut.types import Completion
 
 @configclass
 class EvalSampling(Sampling):
-    """How answers are drawn: greedily, unless a temperature is set."""
+    """Sampling of answers: greedy, unless a temperature is set."""
 
     temperature: Annotated[float, Field(ge=0)] = 0.0
-    """Divides the logits; 0, the default of evaluations: always the most likely token."""
+    """Divides the logits. 0, the default of evaluations, always takes the most likely token."""
 
 
 def answer(
@@ -34,36 +34,34 @@ def answer(
     panel: Panel | None,
     on_done: OnDone | None = None,
 ) -> list[Answer]:
-    """The judged answers to every row, in the order of rows and samples; without a panel they are not judged."""
+    """The answers to every row, in the order of rows and samples, with scores if there is a panel."""
     return judge(rows, engine.generate([row.as_prompt() for row in rows], sampling, on_done), panel)
 
 
 def judge(
     rows: Sequence[PromptRow], completions: Sequence[Completion], panel: Panel | None
 ) -> list[Answer]:
-    """What the rewards say of completions of ``rows``."""
+    """Completions of ``rows`` with their scores."""
     by_id = {row.id: row for row in rows}
-    judged = [it for it in completions if panel is not None and it.finish_reason != "error"]
-    shown = [answered(by_id[it.prompt_id], it) for it in judged]
+    finished = [c for c in completions if panel is not None and c.finish_reason != "error"]
+    shown = [
+        Answered(
+            text=completion.text,
+            references=row.references,
+            row=row.columns,
+            num_tokens=int(completion.ids_N.size),
+            finish_reason=completion.finish_reason,
+            prompt=row.prompt,
+        )
+        for completion, row in ((c, by_id[c.prompt_id]) for c in finished)
+    ]
     verdicts = panel.grade(shown) if panel is not None else []
-    scores = {id(it): verdict.parts for it, verdict in zip(judged, verdicts, strict=True)}
-    return [Answer(by_id[it.prompt_id], it, scores.get(id(it), {})) for it in completions]
-
-
-def answered(row: PromptRow, completion: Completion) -> Answered:
-    """A completion as verifiers are shown it."""
-    return Answered(
-        text=completion.text,
-        references=row.references,
-        row=row.columns,
-        num_tokens=int(completion.ids_N.size),
-        finish_reason=completion.finish_reason,
-        prompt=row.prompt,
-    )
+    scores = {id(c): verdict.parts for c, verdict in zip(finished, verdicts, strict=True)}
+    return [Answer(by_id[c.prompt_id], c, scores.get(id(c), {})) for c in completions]
 
 
 def require_scorable(rows: Sequence[PromptRow], panel: Panel, max_errors: float) -> None:
-    """Raise DataError, before anything is generated, where too many references are none for taut's own rewards."""
+    """Raise DataError, before anything is generated, where too many references are unusable for taut's own rewards."""
     labels = [part.label for part in panel.parts if part.verifier.needs_reference]
     asked = [row for row in rows if row.references]
     verdicts = panel.grade(

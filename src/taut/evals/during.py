@@ -41,59 +41,21 @@ from taut.data.schema import Kind
 from taut.data.sources import Source
 from taut.errors import ConfigError, DataError, OutputError
 from taut.evals.answers import EvalSampling, answer, require_scorable
-from taut.evals.report import STOPPED, Answer, Report, build_report, pass_ks, spaced
-from taut.evals.statistics import Calibration, calibrate
+from taut.evals.report import STOPPED, Report, build_report, pass_ks, spaced
+from taut.evals.statistics import calibrate
 from taut.inference.engine import Engine, require_usable
 from taut.inference.local import LocalConfig, LocalEngine
 from taut.inference.reward_model import open_rater
 from taut.io import files
 from taut.io.console import counted
-from taut.losses import Loss
 from taut.rewards import Panel, RewardSpec, files_of, open_panel
 from taut.rewards.registry import read_parts
-from taut.train.distributed import Ranks
 from taut.train.oom import require_room
-from taut.train.step_statistics import Planned, Sums
+from taut.train.step_statistics import Sums
 from taut.train.trainer import Trainer, prepare_microbatches
-from taut.types import Packed, Scores, Tree
 
 ROWS_AT_A_TIME = 512
-"""Rows planned together; bounds what is laid out in memory. What a loss takes over a whole step it takes over so many.
-"""
-
-
-@dataclass
-class Found:
-    """What some rows gave."""
-
-    terms: Sums = field(default_factory=Sums)
-    metrics: Sums = field(default_factory=Sums)
-    num_tokens: int = 0
-    predictions: list[tuple[list[float], list[float]]] = field(default_factory=list)
-    """Probabilities, and what they came to."""
-    lowest: float = 0.0
-
-    def add(self, loss: Loss, scores: Scores, packed: Packed) -> None:
-        """Add a micro-batch."""
-        sums = loss(scores, packed)
-        for term, unit in loss.units.items():
-            self.terms.add(term, sums.terms[term], losses.count(unit, packed))
-        for name, (total, count) in sums.metrics.items():
-            self.metrics.add(name, total, count)
-        self.num_tokens += packed.num_tokens
-        predicted = loss.predictions(scores, packed)
-        if predicted is not None:
-            self.predictions.append((predicted.probability.tolist(), predicted.outcome.tolist()))
-            self.lowest = predicted.lowest
-
-    def calibration(self, ranks: Ranks) -> Calibration | None:
-        """How far the probabilities of all ranks can be believed; None where there are none."""
-        every = [one for rank in ranks.gather(self.predictions) for one in rank]
-        lowest = max(ranks.gather(self.lowest))
-        probability, outcome = (
-            np.array([value for some in every for value in some[part]]) for part in (0, 1)
-        )
-        return calibrate(probability, outcome, lowest) if probability.size else None
+"""Rows planned together, to bound memory. A loss computes its statistics of a step over this many rows."""
 
 
 @dataclass(frozen=True)
@@ -107,35 +69,46 @@ class HeldOut:
         """``loss`` (each term's sum by its count) and the loss's metrics; every row counts once, whatever the number of
         ranks.
         """
-        trainer, source, found = self.trainer, self.trainer.source, Found()
+        trainer, source, ranks = self.trainer, self.trainer.source, self.trainer.ranks
+        loss, where = source.loss, f"held-out loss after step {step}"
+        terms, sums_of_metrics = Sums(), Sums()
+        num_tokens, lowest = 0, 0.0
+        probabilities: list[float] = []
+        outcomes: list[float] = []
         trainer.scorer.eval()
         for start in range(0, len(self.rows), ROWS_AT_A_TIME):
             indices = list(range(start, min(start + ROWS_AT_A_TIME, len(self.rows))))
             trees, observed = self.rows.trees(indices), source.observed_of(self.rows, indices)
-            planned = prepare_microbatches(
-                trainer, trees, observed, f"held-out loss after step {step}"
-            )
-            self._add(planned, trees, found, step)
-        ranks = trainer.ranks
-        metrics = {"loss": sum(found.terms.means(ranks).values()), **found.metrics.means(ranks)}
-        fields: dict[str, Any] = {"num_tokens": int(ranks.sum([found.num_tokens])[0])}
-        calibration = found.calibration(ranks)
-        if calibration is not None:
+            planned = prepare_microbatches(trainer, trees, observed, where)
+            for packed, is_real in planned:  # all ranks run equally many forwards
+                with torch.no_grad(), trainer.compute():
+                    score = partial(trainer.scorer, packed, wants=loss.wants)
+                    scores = trainer.fit.attempt(score, packed, trees, where)
+                if not is_real:
+                    continue
+                scored = packed.to(scores.device)
+                sums = loss(scores, scored)
+                for term, unit in loss.units.items():
+                    terms.add(term, sums.terms[term], losses.count(unit, scored))
+                for name, (total, count) in sums.metrics.items():
+                    sums_of_metrics.add(name, total, count)
+                num_tokens += scored.num_tokens
+                predicted = loss.predictions(scores, scored)
+                if predicted is not None:
+                    probabilities += predicted.probability.tolist()
+                    outcomes += predicted.outcome.tolist()
+                    lowest = predicted.lowest
+        metrics = {"loss": sum(terms.means(ranks).values()), **sums_of_metrics.means(ranks)}
+        fields: dict[str, Any] = {"num_tokens": int(ranks.sum([num_tokens])[0])}
+        gathered = ranks.gather((probabilities, outcomes, lowest))
+        if any(rank[0] for rank in gathered):
+            probability = np.array([value for rank in gathered for value in rank[0]])
+            outcome = np.array([value for rank in gathered for value in rank[1]])
+            calibration = calibrate(probability, outcome, max(rank[2] for rank in gathered))
             metrics["calibration_error"] = calibration.error
             fields["calibration"] = calibration.as_dict()["bins"]
         trainer.emit("eval", step=step, num_samples=len(self.rows), **fields, **metrics)
         return metrics
-
-    def _add(self, planned: Planned, trees: Sequence[Tree], found: Found, step: int) -> None:
-        """Add what counts. All ranks run equally many forwards."""
-        trainer, loss = self.trainer, self.trainer.source.loss
-        for packed, is_real in planned:
-            with torch.no_grad(), trainer.compute():
-                score = partial(trainer.scorer, packed, wants=loss.wants)
-                where = f"held-out loss after step {step}"
-                scores = trainer.fit.attempt(score, packed, trees, where)
-            if is_real:
-                found.add(loss, scores, packed.to(scores.device))
 
 
 FILE = "best.json"
@@ -148,7 +121,7 @@ Save = Callable[[Path, Callable[[Path], None]], None]
 
 
 class BestState(TypedDict):
-    """What Best remembers."""
+    """The state of Best in a checkpoint."""
 
     measured: str
     metric: str
@@ -183,27 +156,19 @@ class Best:
     def consider(self, step: int, metrics: Mapping[str, float]) -> None:
         """Save the model of ``step`` if it is better than all before; every rank calls this.
 
-        A metric without a value that may be trusted (nothing scored, too many errors, NaN) is told; nothing is saved.
+        A metric without a usable value (nothing scored, too many errors, NaN) gives a warning; nothing is saved.
         """
         value = self.trainer.ranks.gather(metrics.get(self.metric))[0]
         if value is None or math.isnan(value):
             detail = f"eval.best: {self.metric} has no value at this step; nothing is kept of it"
             self.trainer.emit("warning", step=step, name="best", detail=detail)
             return
-        if not (
-            step == self.step or self._is_better(value)
-        ):  # a resumed run may measure a step again
-            return
-        note = {
-            "step": step,
-            "metric": self.metric,
-            "value": value,
-            "measured": self.measured,
-        }
-        self.save(
-            self.directory,
-            lambda folder: _write(folder / FILE, note),
-        )
+        if self.value is not None and step != self.step:  # a resumed run may measure a step again
+            is_smallest = self.metric in SMALLER_IS_BETTER
+            if not (value < self.value if is_smallest else value > self.value):
+                return
+        note = {"step": step, "metric": self.metric, "value": value, "measured": self.measured}
+        self.save(self.directory, lambda folder: _write(folder / FILE, note))
         self.value, self.step = value, step
         self.trainer.emit(
             "best", step=step, name=self.metric, value=value, path=str(self.directory)
@@ -223,19 +188,15 @@ class Best:
         if self.trainer.ranks.gather(is_same and (self.directory / FILE).is_file())[0]:
             self.value, self.step = remembered["value"], remembered["step"]
 
-    def _is_better(self, value: float) -> bool:
-        if self.value is None:
-            return True
-        return value < self.value if self.metric in SMALLER_IS_BETTER else value > self.value
-
 
 def require_same_measure(directory: Path, metric: str, measured: str) -> None:
     """Raise ConfigError where a run left a best model by another metric, or measured otherwise, in ``directory``."""
     note = _read(directory / FILE)
     if note is None or (note["metric"], note["measured"]) == (metric, measured):
         return
-    is_same = note["metric"] == metric
-    found = f"{metric} on other data or in another way" if is_same else f"{note['metric']}"
+    found = note["metric"]
+    if found == metric:
+        found = f"{metric} on other data or in another way"
     raise ConfigError(
         f"{directory} is the best model by {found}, and eval.best={metric} cannot be compared with it; "
         f"expected the same evaluation as before the resume; set it back, or remove {directory}"
@@ -251,7 +212,7 @@ def drop_after(directory: Path, step: int) -> None:
 
 def _read(path: Path) -> Note | None:
     try:
-        note = pydantic.TypeAdapter(Note).validate_python(files.read_json(path), strict=True)
+        return pydantic.TypeAdapter(Note).validate_python(files.read_json(path), strict=True)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -261,7 +222,6 @@ def _read(path: Path) -> Note | None:
         raise OutputError(
             f"{path} cannot be read: {reason}; expected what a run wrote; remove {path.parent}"
         ) from error
-    return note
 
 
 def _write(path: Path, note: Mapping[str, Any]) -> None:
@@ -277,31 +237,32 @@ RESERVED = ("loss", STOPPED, "step", "kind", "time", "samples", "tokens_mean", "
 
 @configclass
 class AnswersConfig:
-    """Evaluation by generation while training: at the end, and"""
+    """Evaluation by generation: at the end of training, and every ``every`` steps."""
 
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between evaluations by generation; 0: only at the end."""
     rewards: str | list[str | RewardSpec] = field(default_factory=list)
-    """What judges the answers: names of docs/rewards.md, FILE.py:function, or tables of them. Empty: nothing is
+    """Rewards that score the answers: names of docs/rewards.md, FILE.py:function, or tables of them. Empty: nothing is
     generated."""
     data: str | list[str | Source] | None = None
     """Prompts with their references, as data.eval; by default data.eval."""
     reference: str | None = None
     """The column with the right answer; by default answers, answer, ..., or the last assistant message."""
     limit: Annotated[int, Field(ge=1)] = 128
-    """How many prompts are asked: the first of the data, equally many of each source."""
+    """Number of prompts: the first of the data, equally many of each source."""
     max_errors: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Share of a reward's scores that may be errors; with more there is a warning, and its value is never the best."""
+    """Largest share of a reward's scores that may be errors; above it there is a warning, and eval.best ignores its
+    value."""
     sampling: EvalSampling = EvalSampling()
     local: LocalConfig = LocalConfig()
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether anything is set that asks for answers, with or without what judges them."""
+        """Whether any setting asks for answers, with or without rewards."""
         return bool(self.rewards or self.every or self.data or self.reference)
 
     def require_rewards(self) -> None:
-        """Raise ConfigError where answers are asked for and nothing judges them."""
+        """Raise ConfigError where answers are asked for without rewards."""
         if not self.rewards and self.is_asked_for:
             raise ConfigError(
                 "found settings of eval.answers without eval.answers.rewards; expected what judges the answers; "
@@ -310,15 +271,15 @@ class AnswersConfig:
 
 
 class Evaluation(NamedTuple):
-    """A measurement that is made after every so many steps (0: none), and at the end."""
+    """A measurement every ``every`` steps (0: never) and at the end."""
 
     key: str
     """The configuration's key of ``every``."""
     every: int
     names: Sequence[str]
-    """The metrics it may give."""
+    """The metrics it may return."""
     measured: str
-    """A fingerprint of what it measures on, and how."""
+    """A fingerprint of its data and settings."""
     measure: Callable[[int], Mapping[str, float]]
 
 
@@ -331,12 +292,12 @@ class Evaluations:
     best: Best | None
 
     def __call__(self, step: int) -> None:
-        """What is due between steps; the end has its own."""
+        """Run the evaluations due after ``step``; after the last step ``at_end`` does."""
         if step < self.num_steps:
             self._run([e for e in self.all if e.every and step % e.every == 0], step)
 
     def at_end(self) -> dict[str, float]:
-        """Everything, after the last step; what was measured."""
+        """Run all evaluations after the last step; the metrics."""
         return self._run(self.all, self.num_steps)
 
     def _run(self, due: Sequence[Evaluation], step: int) -> dict[str, float]:
@@ -351,31 +312,48 @@ class Evaluations:
 
 @dataclass(frozen=True, eq=False)
 class Answering:
-    """Asks the model that trains, and emits an ``eval`` event."""
+    """Generates answers with the model that trains, scores them, and emits an ``eval`` event."""
 
     config: AnswersConfig
     rows: Sequence[PromptRow]
     names: Sequence[str]
-    """Of the rewards."""
+    """Names of the rewards."""
     panel: Panel | None
-    """The writer's: it judges for all."""
+    """The rewards, on the writer only: it judges for all ranks."""
     engine: Engine
     trainer: Trainer
     left_out: Sequence[Incident] = ()
-    """Prompts whose pictures cannot be had."""
+    """Prompts whose pictures cannot be read."""
 
     def __call__(self, step: int) -> dict[str, float]:
-        """name -> value of every metric that may be trusted, on all ranks."""
-        trainer, names = self.trainer, self.names
+        """name -> value of every metric with few enough errors, on all ranks."""
+        trainer = self.trainer
         devices = [trainer.ranks.device] if trainer.ranks.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):  # a reward may draw
             ask = partial(answer, self.engine, self.rows, self.config.sampling, self.panel)
             answers = require_room(ask, f"answers after step {step}", ROOMIER)
-        mine = build_report(answers, names) if trainer.ranks.is_writer else None
+        mine = build_report(answers, self.names) if trainer.ranks.is_writer else None
         report: Report | None = trainer.ranks.gather(mine)[0]
         assert report is not None
         values = report.values()
-        trainer.emit("eval", step=step, **event_fields(report, answers))
+        fields: dict[str, Any] = dict(values)
+        for metric in report.metrics:
+            fields |= {f"{metric.name}_low": metric.low, f"{metric.name}_high": metric.high}
+            if metric.errors:
+                fields[f"{metric.name}_errors"] = len(metric.errors)
+        if report.lengths is not None:
+            fields["tokens_mean"] = report.lengths.mean
+        samples = [
+            {
+                "place": shown.place,
+                "references": list(shown.row.references),
+                "text": shown.completion.text,
+                "finish_reason": shown.completion.finish_reason,
+                "scores": {name: score.value for name, score in shown.scores.items()},
+            }
+            for shown in spaced(answers, SAMPLES_LOGGED)
+        ]
+        trainer.emit("eval", step=step, **fields, num_prompts=report.num_prompts, samples=samples)
         for metric in report.metrics:
             if metric.error_share <= self.config.max_errors:
                 continue
@@ -384,39 +362,41 @@ class Answering:
                 "it is not taken as the best"
             )
             trainer.emit("warning", step=step, name=metric.name, detail=detail)
-            for name in metric_names(metric.name, self.config):
+            for name in self._metric_names(metric.name):
                 values.pop(name, None)
         return values
 
     @property
     def decisions(self) -> list[Decision]:
-        """What was chosen for the user."""
-        found = [] if self.panel is None else list(self.panel.decisions)
+        """The decisions of the rewards, and how many prompts are left out."""
+        decisions = [] if self.panel is None else list(self.panel.decisions)
         if self.left_out:
             first = self.left_out[0]
             value = f"without {len(self.left_out):,} of the prompts"
-            found.append(Decision("eval.answers", value, f"{first.place}: {first.reason}"))
-        return found
+            decisions.append(Decision("eval.answers", value, f"{first.place}: {first.reason}"))
+        return decisions
 
     def as_evaluation(self) -> Evaluation:
-        """What is due when."""
-        names = [name for reward in self.names for name in metric_names(reward, self.config)]
-        every = self.config.every
-        return Evaluation("eval.answers.every", every, [*names, STOPPED], self.measured, self)
-
-    @property
-    def measured(self) -> str:
-        """A fingerprint of the questions, how they are asked and what judges."""
-        asked = [_told(row) for row in self.rows]
+        """The evaluation, with a fingerprint of the prompts, the sampling and the rewards."""
+        prompts = [
+            [row.ids_T.tolist(), row.references, *(medium.picture.digest for medium in row.media)]
+            for row in self.rows
+        ]
         config = to_dict(self.config)
         code = [files.read_text(path) for path in files_of(self.config.rewards)]
-        text = json.dumps([asked, config["rewards"], code, config["sampling"]])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        text = json.dumps([prompts, config["rewards"], code, config["sampling"]])
+        names = [name for reward in self.names for name in self._metric_names(reward)]
+        return Evaluation(
+            key="eval.answers.every",
+            every=self.config.every,
+            names=[*names, STOPPED],
+            measured=hashlib.sha256(text.encode()).hexdigest()[:16],
+            measure=self,
+        )
 
-
-def _told(row: PromptRow) -> list[Any]:
-    """What of a row its answers depend on."""
-    return [row.ids_T.tolist(), row.references, *(one.picture.digest for one in row.media)]
+    def _metric_names(self, reward: str) -> list[str]:
+        """Names of a reward's metrics: its mean, and pass@k for each k."""
+        return [reward, *(f"{reward}_pass_{k}" for k in pass_ks(self.config.sampling.n))]
 
 
 def build_answering(
@@ -427,9 +407,9 @@ def build_answering(
     trainer: Trainer,
     kind: Kind = "sft",
 ) -> Answering | None:
-    """The evaluation a run asks for, refused now where it could not be made; None where it asks for none.
+    """The evaluation that ``config`` asks for, or None. Raises TautError where it could not be made.
 
-    ``kind``: what rows of ``data.eval`` are.
+    ``kind``: the kind of rows in ``data.eval``.
     """
     if not config.rewards:
         return None
@@ -454,7 +434,7 @@ def held_out(rows: Rows, every: int, trainer: Trainer) -> Evaluation:
 
 
 def require_best(metric: str, evaluations: Sequence[Evaluation]) -> Evaluation:
-    """The evaluation that gives ``metric``; ConfigError where none does, or only the one at the end."""
+    """The evaluation that measures ``metric``. Raises ConfigError where none does, or only at the end."""
     for evaluation in evaluations:
         if metric in evaluation.names and not evaluation.every:
             raise ConfigError(
@@ -470,47 +450,18 @@ def require_best(metric: str, evaluations: Sequence[Evaluation]) -> Evaluation:
     )
 
 
-def metric_names(reward: str, config: AnswersConfig) -> list[str]:
-    """Names of the metrics that a reward is reported under: its mean, and pass@k for each k."""
-    return [reward, *(f"{reward}_pass_{k}" for k in pass_ks(config.sampling.n))]
-
-
-def event_fields(report: Report, answers: Sequence[Answer]) -> dict[str, Any]:
-    """A report as fields of an ``eval`` event, with a few of the answers."""
-    fields: dict[str, Any] = dict(report.values())
-    for metric in report.metrics:
-        fields |= {f"{metric.name}_low": metric.low, f"{metric.name}_high": metric.high}
-        if metric.errors:
-            fields[f"{metric.name}_errors"] = len(metric.errors)
-    if report.lengths is not None:
-        fields["tokens_mean"] = report.lengths.mean
-    fields["num_prompts"] = report.num_prompts
-    fields["samples"] = [sample_fields(one) for one in spaced(answers, SAMPLES_LOGGED)]
-    return fields
-
-
-def sample_fields(answer: Answer) -> dict[str, Any]:
-    """An answer for people to look at."""
-    return {
-        "place": answer.place,
-        "references": list(answer.row.references),
-        "text": answer.completion.text,
-        "finish_reason": answer.completion.finish_reason,
-        "scores": {name: score.value for name, score in answer.scores.items()},
-    }
-
-
 def _load_rows(
     config: AnswersConfig, data: DataConfig, renderer: Renderer, needs_reference: bool, kind: Kind
 ) -> tuple[list[PromptRow], list[Incident]]:
-    """The prompts, and those that are left out for their pictures."""
-    given = data.eval if config.data is None else config.data
-    if not given:
+    """The prompts, and those left out because their pictures cannot be read."""
+    requested = data.eval if config.data is None else config.data
+    if not requested:
         raise ConfigError(
             "eval.answers.rewards is set and there is nothing to ask: neither eval.answers.data nor data.eval is set; "
             "set eval.answers.data=FILE.jsonl"
         )
-    found = sources(replace(data, eval=given), "eval", kind if config.data is None else "sft")
+    own_kind = kind if config.data is None else "sft"
+    found = sources(replace(data, eval=requested), "eval", own_kind)
     each, more = divmod(config.limit, len(found))
     rows: list[PromptRow] = []
     unread: list[Incident] = []

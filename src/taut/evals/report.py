@@ -33,7 +33,7 @@ STOPPED = "stopped"
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Answer:
-    """A completion and what the rewards said of it."""
+    """A completion and its scores."""
 
     row: PromptRow
     completion: Completion
@@ -53,14 +53,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Metric:
-    """What one reward said of all answers."""
+    """One reward's scores of all answers."""
 
     name: str
     mean: float | None
-    """None where nothing was scored."""
+    """None without a score."""
     low: float | None
     high: float | None
-    """The 95% interval; None where there is too little for one."""
+    """The 95% interval; None where there are too few values."""
     interval: Literal["wilson", "bootstrap"] | None
     num_scored: int
     num_not_applicable: int
@@ -77,7 +77,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of the completions, what ended them included."""
+    """Tokens of the completions, including the token that ended them."""
 
     mean: float
     median: float
@@ -88,7 +88,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Report:
-    """What a model's answers to a set of prompts come to."""
+    """The metrics of a model's answers to a set of prompts."""
 
     num_prompts: int
     num_completions: int
@@ -132,7 +132,7 @@ def build_report(answers: Sequence[Answer], names: Sequence[str]) -> Report:
 
 
 def pass_ks(num_samples: int) -> list[int]:
-    """The k of pass@k that are reported for so many completions of a prompt: powers of two, and all of them."""
+    """The reported k of pass@k for ``num_samples`` completions of a prompt: powers of two, and all."""
     powers = [1 << power for power in range(1, num_samples.bit_length())]
     return sorted({*powers, num_samples} - {0, 1})
 
@@ -164,6 +164,12 @@ def _metric(
         for answer, score in zip(answers, scores, strict=True)
         if score.error is not None
     ]
+    pass_at: dict[int, float] = {}
+    largest = max(map(len, groups.values()), default=0) if has_pass_at and is_binary else 0
+    for k in pass_ks(largest):  # over the prompts with at least k scored completions
+        enough = [group for group in groups.values() if len(group) >= k]
+        chances = [pass_at_k(len(group), int(sum(group)), k) for group in enough]
+        pass_at[k] = float(np.mean(chances))
     num_scored = sum(map(len, groups.values()))
     return Metric(
         name=name,
@@ -174,18 +180,8 @@ def _metric(
         num_scored=num_scored,
         num_not_applicable=len(scores) - num_scored - len(errors),
         errors=tuple(errors),
-        pass_at=_pass_at(list(groups.values())) if has_pass_at and is_binary else {},
+        pass_at=pass_at,
     )
-
-
-def _pass_at(groups: Sequence[Sequence[float]]) -> dict[int, float]:
-    """Over the prompts that have k scored completions at least."""
-    found = {}
-    for k in pass_ks(max(map(len, groups), default=0)):
-        enough = [group for group in groups if len(group) >= k]
-        chances = [pass_at_k(len(group), int(sum(group)), k) for group in enough]
-        found[k] = float(np.mean(chances))
-    return found
 
 
 def _lengths(lengths: Sequence[int]) -> Lengths | None:
@@ -215,7 +211,14 @@ def show_report(
     """Metrics, lengths and a few answers."""
     console.print(_metrics(report))
     if report.lengths is not None:
-        console.print(_lengths_table(report.lengths))
+        lengths = report.lengths
+        title = f"tokens: mean {lengths.mean:.1f}, median {lengths.median:g}, longest {lengths.longest:,}"
+        table = Table("tokens", "answers", "", title=title)
+        most = max(count for _, _, count in lengths.histogram)
+        for first, last, count in dropwhile(lambda row: not row[2], lengths.histogram):
+            span = f"{first:,}" if first == last else f"{first:,}-{last:,}"
+            table.add_row(span, f"{count:,}", "█" * round(BAR * count / most))
+        console.print(table)
     for metric in report.metrics:
         for error in metric.errors[:1]:
             more = f", and {len(metric.errors) - 1:,} more" if len(metric.errors) > 1 else ""
@@ -256,19 +259,6 @@ def _metrics(report: Report) -> Table:
     return table
 
 
-def _lengths_table(lengths: Lengths) -> Table:
-    title = (
-        f"tokens: mean {lengths.mean:.1f}, median {lengths.median:g}, longest {lengths.longest:,}"
-    )
-    table = Table("tokens", "answers", "", title=title)
-    most = max(count for _, _, count in lengths.histogram)
-    rows = dropwhile(lambda row: not row[2], lengths.histogram)
-    for first, last, count in rows:
-        span = f"{first:,}" if first == last else f"{first:,}-{last:,}"
-        table.add_row(span, f"{count:,}", "█" * round(BAR * count / most))
-    return table
-
-
 def _samples(answers: Sequence[Answer], names: Sequence[str]) -> Table:
     texts = [Column(name, overflow="fold") for name in ("row", "question", "reference", "answer")]
     table = Table(*texts, *map(escape, names), show_lines=True)
@@ -276,27 +266,24 @@ def _samples(answers: Sequence[Answer], names: Sequence[str]) -> Table:
         mark = {"stop": "", "length": " [dim](cut)[/dim]"}.get(
             answer.completion.finish_reason, " [red](failed)[/red]"
         )
-        scores = [_score(answer, name) for name in names]
+        scores = []
+        for name in names:
+            score = answer.scores.get(name)
+            is_error = score is not None and score.value is None and score.error is not None
+            value = "" if score is None or score.value is None else f"{score.value:g}"
+            scores.append("[yellow]error[/yellow]" if is_error else value)
+        # the last message to be answered, or the plain prompt; of a long one the beginning and the end
+        prompt = answer.row.prompt
+        question = prompt if isinstance(prompt, str) else text_of(prompt[-1]["content"])
+        if len(question) > CELL:
+            question = f"{question[: CELL // 2]} ... {question[-CELL // 2 :]}"
         reference = " | ".join(answer.row.references)
         text = escape(answer.completion.text[:CELL])
         table.add_row(
             escape(answer.place.rpartition("/")[2]),
-            escape(_question(answer.row)),
+            escape(question),
             escape(reference[:CELL]),
             f"{text}{mark}",
             *scores,
         )
     return table
-
-
-def _question(row: PromptRow) -> str:
-    """The last message that was to be answered, or the plain prompt; of a long one the beginning and the end."""
-    asked = row.prompt if isinstance(row.prompt, str) else text_of(row.prompt[-1]["content"])
-    return asked if len(asked) <= CELL else f"{asked[: CELL // 2]} ... {asked[-CELL // 2 :]}"
-
-
-def _score(answer: Answer, name: str) -> str:
-    score = answer.scores.get(name)
-    if score is None or (score.value is None and score.error is None):
-        return ""
-    return "[yellow]error[/yellow]" if score.value is None else f"{score.value:g}"

@@ -1,9 +1,9 @@
-"""Does the trained model end its answers by itself? Asked of a few held-out prompts before the model is saved.
+"""The stop check: does the trained model end its answers? Run on a few held-out prompts before the model is saved.
 
-Each answer is drawn at temperature 1 from a random stream of its own, up to ``tokens`` tokens, and is held to end. An
-answer whose reference is longer than half of that is begun with the reference's own words, so that half remains: a
-model that was taught to write long answers is not blamed for them. The probability of the end where the references end
-says why, where too few do.
+Each answer is sampled at temperature 1 from a separate random stream, up to ``max_new_tokens`` tokens, and must end. An
+answer whose reference is longer than half of that begins with the reference's own words, so that half remains: long
+answers are no fault of a model that was taught them. Where too few end, the probability of the end token where the
+references end says why.
 """
 
 from __future__ import annotations
@@ -23,56 +23,57 @@ from taut.data.packing import ALONE, pack
 from taut.errors import ConfigError, ModelError
 from taut.inference.engine import Engine, Sampling
 from taut.inference.local import LocalEngine
+from taut.models.scorer import evaluating
 from taut.train.oom import require_room
 from taut.train.trainer import Trainer
 from taut.types import Prompt, Sample
 
-LOOKED_AT = 64
-"""Samples looked at for each one wanted: some are cut before their end, some have one prompt."""
+SEARCHED = 64
+"""Samples searched per prompt: some are cut before their end, some share a prompt."""
 EXAMPLES = 3
 TAIL = 120
 """Characters of an example's end."""
 LIKELY = 0.5
-"""A mean probability of the end, where the references end, that counts as learned."""
+"""From this mean probability of the end, where the references end, the end counts as learned."""
 ROOMIER = "set a smaller stop_check.prompts or stop_check.max_new_tokens"
-"""What to do where memory runs out."""
+"""The remedy in an out-of-memory error."""
 
 
 @configclass
 class StopCheckConfig:
-    """Whether the trained model ends its answers, asked before it is saved."""
+    """The check that the trained model ends its answers, before it is saved."""
 
     prompts: Annotated[int, Field(ge=0)] = 16
-    """Held-out prompts that are asked (training prompts where there is no data.eval); 0: none."""
+    """Number of held-out prompts (training prompts without data.eval). 0 disables the check."""
     max_new_tokens: Annotated[int, Field(ge=2)] = 64
-    """Tokens an answer may take to end."""
+    """Tokens in which an answer must end."""
     min_share: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Answers that have to end by themselves; with fewer the run says so, and the likely cause."""
+    """Smallest share of answers that must end; below it the run reports the share and the likely cause."""
     required: bool = False
-    """Fail the run where fewer end, and write no model; its training state is kept."""
+    """Fail the run where fewer end, and write no model; the training state is kept."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Asked:
-    """A prompt, and the answer that it is known to have."""
+class StopPrompt:
+    """A prompt and its reference answer."""
 
     prompt: Prompt
     reference: Sample | None
-    """The whole path; its only target is the token that ends the answer. None: no answer is known."""
+    """Prompt and answer; the only target is the token that ends the answer. None: no answer is known."""
     is_begun: bool
     """Whether the prompt holds a part of the answer."""
 
 
 @dataclass(frozen=True)
 class Stops:
-    """What came of it."""
+    """The result of the stop check."""
 
     num_asked: int
     num_ended: int
     num_begun: int
     """Answers that were begun with the reference's words."""
     wanted: float
-    """The share that has to end."""
+    """The share that must end."""
     end_probability: float | None
     """Geometric mean, over the references, of the probability of the token that ends them, where they end; None where
     there are none."""
@@ -81,7 +82,7 @@ class Stops:
     is_taught: bool = True
     """Whether the run teaches ends: it learns good answers as such, and does not only compare."""
     remedy: str = ""
-    """What the method itself can do about it, in keys that it has."""
+    """The method's own remedy, with its configuration keys."""
 
     @property
     def is_enough(self) -> bool:
@@ -89,7 +90,7 @@ class Stops:
 
     @property
     def cause(self) -> str:
-        """What probably keeps the model from ending."""
+        """Why the model probably does not end."""
         if self.end_probability is None:
             remedies = [
                 "look at its answers",
@@ -122,7 +123,7 @@ class Stops:
         return f"{text}, expected {self.wanted:.0%}; {self.cause}; such as: {shown}"
 
     def as_fields(self) -> dict[str, Any]:
-        """For an event."""
+        """Fields of an event."""
         return {
             "asked": self.num_asked,
             "ended": self.num_ended,
@@ -140,23 +141,27 @@ def choose(
     config: StopCheckConfig,
     context: int | None,
     seed: int,
-) -> list[Asked]:
+) -> list[StopPrompt]:
     """Prompts with different beginnings whose answers end with one of ``stop_ids``; a function of ``seed``."""
     order = np.random.default_rng([seed, len(data)]).permutation(len(data))
-    found: dict[tuple[bytes, ...], Asked] = {}
-    for index in order[: config.prompts * LOOKED_AT]:
-        asked = _ask(data[int(index)], stop_ids, config.max_new_tokens)
-        if asked is not None and (context is None or asked.prompt.ids_T.size < context):
-            found.setdefault(_beginning(asked.prompt), asked)
-        if len(found) == config.prompts:
+    chosen: dict[tuple[bytes, ...], StopPrompt] = {}
+    for index in order[: config.prompts * SEARCHED]:
+        candidate = _stop_prompt(data[int(index)], stop_ids, config.max_new_tokens)
+        if candidate is not None and (context is None or candidate.prompt.ids_T.size < context):
+            prompt = candidate.prompt
+            pictures = (medium.picture.digest.encode() for medium in prompt.media)
+            chosen.setdefault((prompt.ids_T.tobytes(), *pictures), candidate)
+        if len(chosen) == config.prompts:
             break
-    return list(found.values())
+    return list(chosen.values())
 
 
-def _ask(sample: Sample | Prompt, stop_ids: Sequence[int], tokens: int) -> Asked | None:
-    """The last answer of a sample as a question; None where it was cut before its end, or is labelled bad."""
+def _stop_prompt(
+    sample: Sample | Prompt, stop_ids: Sequence[int], tokens: int
+) -> StopPrompt | None:
+    """The prompt before a sample's last answer; None where the answer was cut before its end, or is labelled bad."""
     if isinstance(sample, Prompt):
-        return Asked(sample, None, is_begun=False)
+        return StopPrompt(sample, None, is_begun=False)
     at_N = sample.target_at_N
     if sample.values.get("label", 1.0) < 0.5:
         return None
@@ -166,52 +171,55 @@ def _ask(sample: Sample | Prompt, stop_ids: Sequence[int], tokens: int) -> Asked
     breaks = np.flatnonzero(np.diff(at_N) > 1)
     start = int(at_N[breaks[-1] + 1]) if breaks.size else int(at_N[0])
     first = max(start, end + 1 - tokens // 2)
-    media = tuple(one for one in sample.media if one.stop <= first)  # an answer has none
+    media = tuple(medium for medium in sample.media if medium.stop <= first)  # an answer has none
     reference = Sample(sample.id, sample.ids_T[: end + 1], np.array([end]), np.ones(1), media)
     prompt = Prompt(sample.id, sample.ids_T[:first], media=media)
-    return Asked(prompt, reference, first > start)
-
-
-def _beginning(prompt: Prompt) -> tuple[bytes, ...]:
-    """Equal for equal ids and pictures."""
-    return prompt.ids_T.tobytes(), *(one.picture.digest.encode() for one in prompt.media)
+    return StopPrompt(prompt, reference, first > start)
 
 
 @dataclass(frozen=True)
 class StopCheck:
-    """The question, ready to be asked."""
+    """The check of a run; a call runs it."""
 
-    asked: Sequence[Asked]
+    prompts: Sequence[StopPrompt]
     engine: Engine | None
     config: StopCheckConfig
     trainer: Trainer
     seed: int
     obstacle: str = ""
-    """Why it cannot be asked."""
+    """Why the check cannot run."""
     is_taught: bool = True
     remedy: str = ""
     """As in ``Stops``."""
 
     def __call__(self) -> Stops | None:
-        """Draw the answers, see which end, and emit a ``check`` event. Every rank makes the same calls and learns the
-        same. None where it cannot be asked."""
+        """Sample the answers, count which end, and emit a ``check`` event; None where it cannot run. All ranks
+        call this together and get the same result.
+        """
         if self.engine is None:
             self.trainer.emit(
                 "check", name="stop", outcome="skipped", value=None, detail=self.obstacle
             )
             return None
         sampling = Sampling(max_new_tokens=self.config.max_new_tokens, seed=self.seed)
-        ask = partial(self.engine.generate, [one.prompt for one in self.asked], sampling)
-        done = require_room(ask, "asked whether its answers end", ROOMIER)
-        open_ended = [completion for completion in done if completion.finish_reason != "stop"]
-        references = [one.reference for one in self.asked if one.reference is not None]
+        prompts = [chosen.prompt for chosen in self.prompts]
+        generate = partial(self.engine.generate, prompts, sampling)
+        completions = require_room(generate, "asked whether its answers end", ROOMIER)
+        endless = [completion for completion in completions if completion.finish_reason != "stop"]
+        references = [c.reference for c in self.prompts if c.reference is not None]
+        end_probability = None
+        if references:
+            scorer = self.trainer.scorer
+            with evaluating(scorer), torch.no_grad(), self.trainer.compute():
+                logps = [float(scorer(pack([sample], ALONE)).logp_N[0]) for sample in references]
+            end_probability = math.exp(sum(logps) / len(logps))
         stops = Stops(
-            num_asked=len(done),
-            num_ended=len(done) - len(open_ended),
-            num_begun=sum(one.is_begun for one in self.asked),
+            num_asked=len(completions),
+            num_ended=len(completions) - len(endless),
+            num_begun=sum(chosen.is_begun for chosen in self.prompts),
             wanted=self.config.min_share,
-            end_probability=_end_probability(references, self.trainer) if references else None,
-            examples=tuple((one.prompt_id, one.text[-TAIL:]) for one in open_ended[:EXAMPLES]),
+            end_probability=end_probability,
+            examples=tuple((c.prompt_id, c.text[-TAIL:]) for c in endless[:EXAMPLES]),
             is_taught=self.is_taught,
             remedy=self.remedy,
         )
@@ -236,38 +244,25 @@ def prepare(
     seed: int,
 ) -> StopCheck:
     """The check of a run, before it trains, on samples with their answers or on prompts. Raises ConfigError where it is
-    required and cannot be made.
+    required and cannot run.
     """
-    engine, obstacle = None, "stop_check.prompts=0"
-    asked: list[Asked] = []
-    if config.prompts:
-        try:
-            engine = make_engine()
-        except ModelError as error:
-            obstacle = str(error)
-    if engine is not None:
-        asked = choose(data, stop_ids, config, engine.context, seed)
-        if not asked:
-            engine, obstacle = None, "no answer looked at ends: all were cut"
-    if engine is None:
-        return unasked(config, trainer, seed, obstacle)
-    return StopCheck(asked, engine, config, trainer, seed)
+    if not config.prompts:
+        return unasked(config, trainer, seed, "stop_check.prompts=0")
+    try:
+        engine = make_engine()
+    except ModelError as error:
+        return unasked(config, trainer, seed, str(error))
+    prompts = choose(data, stop_ids, config, engine.context, seed)
+    if not prompts:
+        return unasked(config, trainer, seed, "no answer looked at ends: all were cut")
+    return StopCheck(prompts, engine, config, trainer, seed)
 
 
 def unasked(config: StopCheckConfig, trainer: Trainer, seed: int, obstacle: str) -> StopCheck:
-    """The check of a run in which it cannot be made. Raises ConfigError if it is required."""
+    """The check of a run in which it cannot run. Raises ConfigError if it is required."""
     if config.required:
         raise ConfigError(
             f"stop_check.required=true and it cannot be asked whether the model ends its answers: {obstacle}; set "
             "stop_check.required=false, or remove the obstacle"
         )
     return StopCheck([], None, config, trainer, seed, obstacle)
-
-
-def _end_probability(references: Sequence[Sample], trainer: Trainer) -> float:
-    was_training = trainer.scorer.training
-    trainer.scorer.eval()
-    with torch.no_grad(), trainer.compute():
-        logps = [float(trainer.scorer(pack([sample], ALONE)).logp_N[0]) for sample in references]
-    trainer.scorer.train(was_training)
-    return math.exp(sum(logps) / len(logps))

@@ -47,7 +47,7 @@ from taut.errors import ModelError, NonFiniteError
 from taut.inference.engine import OnDone, Sampling, Texts, require_usable, room, stream_seed
 from taut.models import architecture
 from taut.models.precision import OneDnn, cast_once
-from taut.models.scorer import Scorer
+from taut.models.scorer import Scorer, evaluating
 from taut.train.distributed import Ranks
 from taut.types import Completion, FinishReason, IntArray, Prompt, Sample
 from taut.vision.placeholders import next_position
@@ -289,13 +289,14 @@ class LocalEngine:
 
     @contextmanager
     def _forward(self) -> Iterator[None]:
-        was_training = self.scorer.training
-        self.scorer.eval()
-        try:
-            with torch.no_grad(), cast_once(self.scorer), self._compute(), OneDnn():
-                yield
-        finally:
-            self.scorer.train(was_training)
+        with (
+            evaluating(self.scorer),
+            torch.no_grad(),
+            cast_once(self.scorer),
+            self._compute(),
+            OneDnn(),
+        ):
+            yield
 
     def _prefill(self, call: _Call, free: int) -> None:
         """Compute the next prompts, as many as there are places for, and keep their keys and values."""

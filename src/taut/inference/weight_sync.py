@@ -54,7 +54,7 @@ from taut.inference.vllm_client import PUSHED, TOLERANCE, ParameterReport, VllmS
 from taut.inference.worker.taut_worker import checksum
 from taut.io.temporary import MEMORY, PRIVATE, TemporaryFolder
 from taut.models.lora import is_adapted, plain_model, save_adapter
-from taut.models.scorer import Scorer
+from taut.models.scorer import Scorer, evaluating
 from taut.train import distributed
 from taut.train.distributed import Ranks
 from taut.types import FloatArray, IntArray, Sample
@@ -120,7 +120,7 @@ class Trained:
         """The logprob of every id but the first, [T - 1]."""
         at_N = np.arange(1, ids_T.size)
         packed = pack([Sample("probe", ids_T, at_N, np.ones(at_N.size))])
-        with torch.no_grad(), self.scorer.evaluating(), self.compute():
+        with torch.no_grad(), evaluating(self.scorer), self.compute():
             logp_N: FloatArray = (
                 self.scorer(packed.to(self.scorer.device)).logp_N.double().cpu().numpy()
             )

@@ -74,6 +74,17 @@ class Teacher(Protocol):
         """Score a micro-batch, without gradient."""
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode within the block, e.g. without dropout; afterwards the mode from before."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
 class Scorer(nn.Module):
     """Scores micro-batches with a Hugging Face causal language model that has a taut attention."""
 
@@ -88,16 +99,6 @@ class Scorer(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Evaluation mode within the block, e.g. without dropout; afterwards the mode from before."""
-        was_training = self.training
-        self.eval()
-        try:
-            yield
-        finally:
-            self.train(was_training)
 
     def forward(
         self,
@@ -340,9 +341,7 @@ class _Head(torch.autograd.Function):
             grad_logp = torch.zeros_like(entropy)
         is_narrow = ctx.dtype != weight.dtype
         with torch.autocast(
-            hidden.device.type,
-            dtype=ctx.dtype if is_narrow else None,
-            enabled=is_narrow,
+            hidden.device.type, dtype=ctx.dtype if is_narrow else None, enabled=is_narrow
         ):
             chunks = Chunks(hidden, weight, bias, trained, ctx.spec)
         sums = Sums(chunks, ctx.needs_input_grad[:3], weight)
