@@ -16,7 +16,6 @@ import hashlib
 import os
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -27,6 +26,7 @@ from queue import Empty, SimpleQueue
 from threading import Lock
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias, TypeVar
 
+import cachetools
 from torch import Tensor
 
 from taut.config import fields_of
@@ -363,22 +363,18 @@ class LruCache(Generic[V]):
     """
 
     def __init__(self, room: int, weigh: Callable[[V], int]) -> None:
-        self._room, self._weigh = room, weigh
         self._lock = Lock()
-        self._values: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
+        self._values: cachetools.LRUCache[Hashable, V] = cachetools.LRUCache(room, weigh)
         self._in_progress: dict[Hashable, Future[V]] = {}
-        self._unused: dict[Hashable, int] = {}
+        self._unused: dict[Hashable, float] = {}
         """The weights of values that were made ahead and not used yet."""
-        self.weight = 0
-        """Total weight of the kept values."""
 
     def get(self, key: Hashable, make: Callable[[], V]) -> V:
         """The value, made now where it is not kept. An error of ``make`` is raised in all threads that wait for it."""
         with self._lock:
             self._unused.pop(key, None)
             if key in self._values:
-                self._values.move_to_end(key)
-                return self._values[key][0]
+                return self._values[key]
             waiting_for = self._in_progress.get(key)
             if waiting_for is None:
                 result = self._in_progress[key] = Future()
@@ -393,7 +389,7 @@ class LruCache(Generic[V]):
         """Make a value that will be used, unless it is kept, or the unused ones fill half of the room."""
         with self._lock:
             is_made = key in self._values or key in self._in_progress
-            if is_made or sum(self._unused.values()) >= self._room // 2:
+            if is_made or sum(self._unused.values()) >= self._values.maxsize // 2:
                 return
             result = self._in_progress[key] = Future()
         self._make(key, make, result, is_ahead=True)
@@ -410,16 +406,12 @@ class LruCache(Generic[V]):
             raise
         with self._lock:
             del self._in_progress[key]
-            weight = self._weigh(value)
-            if weight <= self._room:
-                self._values[key] = value, weight
-                self.weight += weight
+            weight = self._values.getsizeof(value)
+            if weight <= self._values.maxsize:
+                self._values[key] = value
                 if is_ahead:
                     self._unused[key] = weight
-            while self.weight > self._room:
-                oldest, (_, weight) = self._values.popitem(last=False)
-                self.weight -= weight
-                self._unused.pop(oldest, None)
+            self._unused = {k: size for k, size in self._unused.items() if k in self._values}
         result.set_result(value)
         return value
 

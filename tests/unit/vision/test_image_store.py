@@ -239,7 +239,7 @@ class TestKeeping:
             1,
         ):  # the blue one is the longest unused when the green one comes
             pictures[index].tensors()
-            assert image_store._ready.weight <= 2 * 72
+            assert image_store._ready._values.currsize <= 2 * 72
         assert len(made(image_store)) == 4
         assert (
             store_of(tmp_path, memory_bytes=0)
