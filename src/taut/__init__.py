@@ -12,7 +12,7 @@ There is a function for each training method: ``taut.sft``, ``taut.dpo``, ``taut
 --help`` lists. Each function but ``resume`` and ``runs`` takes its command's keys (``taut COMMAND --help``), nested
 (``data={"train": ...}``) or dotted (``**{"data.train": ...}``), and a TOML file or a configuration to set them on.
 The names below are the public surface. Importing taut loads neither torch nor transformers: what needs them is
-imported when it is first asked for.
+imported on first use.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ __all__ += METHODS
 
 
 def resume(out: str | PathLike[str], **keys: Any) -> Result:
-    """Go on with the run in ``out``, with its own configuration and ``keys`` set on top."""
+    """Resume the run in ``out`` with its configuration, overridden by ``keys``."""
     from taut.commands import resume as resumed
 
     return resumed.resume(out, keys)
 
 
 def runs(*directories: str | PathLike[str]) -> list[RunState]:
-    """The runs in some directories, newest first; without one in ``runs``, or else the current directory."""
+    """The runs in some directories, newest first; by default in ``runs``, or else in the current directory."""
     from taut.commands import runs as command
 
     return command.runs(directories)
@@ -113,7 +113,7 @@ def show(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> None:
 def check(
     run: Run | str | PathLike[str] | None = None, /, *, full: bool = False, **keys: Any
 ) -> Examination:
-    """What is asked before each training, and what was found; ``full``: all there is to ask. Takes runs of any method.
+    """The findings of the checks that run before each training; ``full``: of all checks. Takes a run of any ``method``.
 
     Prints nothing, and raises nothing where a check fails: see ``failures``.
     """
@@ -123,49 +123,49 @@ def check(
 
 
 def generate(config: Generate | str | PathLike[str] | None = None, /, **keys: Any) -> Generated:
-    """Completions of a file of prompts, written as JSONL."""
+    """Generate completions of a file of prompts, as JSONL."""
     from taut.commands import generate as command
 
     return command.generate(_configure(command.Generate, config, keys))
 
 
 def evaluate(config: Evaluate | str | PathLike[str] | None = None, /, **keys: Any) -> Evaluated:
-    """A model's answers to questions with known answers, judged."""
+    """Evaluate a model on questions with known answers."""
     from taut.commands import evaluate as command
 
     return command.evaluate(_configure(command.Evaluate, config, keys))
 
 
 def score(config: Score | str | PathLike[str] | None = None, /, **keys: Any) -> Scored:
-    """A reward model's numbers for a file of answers, with accuracy and calibration where they are judged."""
+    """Score a file of answers with a reward model; with accuracy and calibration where the rows have labels."""
     from taut.commands import score as command
 
     return command.score(_configure(command.Score, config, keys))
 
 
 def verify(config: Verify | str | PathLike[str] | None = None, /, **keys: Any) -> list[Finding]:
-    """Whether a model, or the server that serves it, does what its contract says: one finding per question."""
+    """Compare a model, or the server that serves it, with its contract: one finding per question."""
     from taut.commands import verify as command
 
     return command.verify(_configure(command.Verify, config, keys))
 
 
 def teach(config: Teach | str | PathLike[str] | None = None, /, **keys: Any) -> Taught:
-    """A file of what a teacher says of a data set, for ``distill``."""
+    """Write a teacher's top logprobs of a data set to a file, for ``distill``."""
     from taut.commands import teach as command
 
     return command.teach(_configure(command.Teach, config, keys))
 
 
 def merge(config: Merge | str | PathLike[str] | None = None, /, **keys: Any) -> Merged:
-    """One model directory of a base model and a LoRA adapter."""
+    """Merge a base model and a LoRA adapter into one model directory."""
     from taut.commands import merge as command
 
     return command.merge(_configure(command.Merge, config, keys))
 
 
 def export(config: Export | str | PathLike[str] | None = None, /, **keys: Any) -> Path:
-    """A model as one GGUF file; prints what was written, and gives its place."""
+    """Export a model as one GGUF file; prints a summary and returns the file's path."""
     from taut.commands import export as command
     from taut.config import home_path
 

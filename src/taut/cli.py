@@ -58,14 +58,14 @@ class Command(NamedTuple):
     is_raw: bool = False
     """The function takes the TOML file and the settings, and makes its configuration itself."""
     has_method: bool = False
-    """It takes a run of any method, chosen by the key ``method``."""
+    """The run may be of any method, chosen by the key ``method``."""
 
 
 TRAIN = "taut.commands.train:train"
 OTHERS = {
     "teach": Command(
         "MODEL data.train=FILE out=FILE",
-        "write down once what a teacher says, for distill",
+        "write a teacher's top logprobs to a file, for distill",
         "taut.commands.teach:run",
         "taut.commands.teach:Teach",
         ("model",),
@@ -79,7 +79,7 @@ OTHERS = {
     ),
     "check": Command(
         "[RUN.toml | --model DIR --data FILE | --recipe KIND:FILE [--processes N]] [--full] [--all] [--json]",
-        "is this run honest: what is wrong with it, before it costs anything",
+        "find what is wrong with a run before it is trained",
         "taut.commands.check:main",
         "taut.commands.check:CheckRun",
         is_raw=True,
@@ -87,7 +87,7 @@ OTHERS = {
     ),
     "plan": Command(
         "[RUN.toml | --model DIR] [--gpus N] [--gpu-memory 80GiB]",
-        "whether a run fits, how it would, and how long a step takes",
+        "predict the memory and the step time of a run",
         "taut.commands.plan:main",
         "taut.commands.plan:Plan",
         is_raw=True,
@@ -95,76 +95,76 @@ OTHERS = {
     ),
     "resume": Command(
         "OUT [key=value ...]",
-        "go on with a run, from its directory alone",
+        "resume a run from its directory",
         "taut.commands.resume:run",
         alone=("out",),
     ),
     "runs": Command(
         "[DIR ...]",
-        "the runs there are: state, step, loss, checkpoint",
+        "list runs: state, step, loss, checkpoint",
         "taut.commands.runs:run",
         "taut.commands.runs:Runs",
         many="directories",
     ),
     "generate": Command(
         "MODEL prompts=FILE out=FILE",
-        "completions of a file of prompts, as JSONL",
+        "generate completions of a file of prompts, as JSONL",
         "taut.commands.generate:run",
         "taut.commands.generate:Generate",
         ("model",),
     ),
     "eval": Command(
         "MODEL data=FILE",
-        "answers to questions with known answers, judged",
+        "evaluate a model on questions with known answers",
         "taut.commands.evaluate:run",
         "taut.commands.evaluate:Evaluate",
         ("model",),
     ),
     "score": Command(
         "MODEL data=FILE out=FILE",
-        "a reward model's numbers for a file of answers, as JSONL",
+        "score a file of answers with a reward model, as JSONL",
         "taut.commands.score:run",
         "taut.commands.score:Score",
         ("model",),
     ),
     "serve-reward": Command(
         "MODEL [port=5000]",
-        "a reward model over HTTP",
+        "serve a reward model over HTTP",
         "taut.commands.serve_reward:run",
         "taut.commands.serve_reward:ServeReward",
         ("model",),
     ),
     "chat": Command(
         "MODEL",
-        "talk to a model in the terminal",
+        "chat with a model in the terminal",
         "taut.commands.chat:run",
         "taut.commands.chat:Chat",
         ("model",),
     ),
     "verify": Command(
         "MODEL [--engine server --url URL]",
-        "whether a model, or its server, does what its contract says",
+        "verify that a model, or its server, matches its contract",
         "taut.commands.verify:run",
         "taut.commands.verify:Verify",
         ("model",),
     ),
     "merge": Command(
         "MODEL ADAPTER out=DIR",
-        "a base model and a LoRA adapter, made one",
+        "merge a base model and a LoRA adapter",
         "taut.commands.merge:run",
         "taut.commands.merge:Merge",
         ("model", "adapter"),
     ),
     "export": Command(
         "MODEL out=FILE.gguf",
-        "one GGUF file, for llama.cpp and what is built on it",
+        "export one GGUF file for llama.cpp and programs built on it",
         "taut.commands.export:run",
         "taut.commands.export:Export",
         ("model",),
     ),
     "sandbox": Command(
         "[--json]",
-        "what holds a model's programs on this machine, tried",
+        "test the sandbox mechanisms of this machine",
         "taut.commands.sandbox:run",
         "taut.commands.sandbox:SandboxReport",
     ),

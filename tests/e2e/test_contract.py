@@ -53,7 +53,7 @@ def replay(directory: Path, **keys: Any) -> dict[str, Finding]:
 def failed(directory: Path, **keys: Any) -> set[str]:
     """The questions that failed; all of them were asked."""
     found = replay(directory, **keys)
-    assert {"template", "stop set", "prompts", "continuations", "log-probs", "stops"} <= set(found)
+    assert {"template", "stop set", "prompts", "continuations", "logprobs", "stops"} <= set(found)
     return {name for name, finding in found.items() if finding.outcome == "failed"}
 
 
@@ -135,7 +135,7 @@ def test_a_weight_that_was_changed(copied: Path) -> None:
     tensors = load_file(file)
     tensors["model.layers.1.mlp.up_proj.weight"][3] += 0.3
     save_file(tensors, file, metadata={"format": "pt"})
-    assert "log-probs" in failed(copied)
+    assert "logprobs" in failed(copied)
     assert not {"template", "tokenizer", "stop set", "prompts"} & failed(copied)
 
 

@@ -85,7 +85,7 @@ def test_pictures_that_are_made_otherwise_are_told(place: Path) -> None:
     finally:
         file.write_text(before)
     failed = {finding.name for finding in findings if finding.outcome == "failed"}
-    assert {"processor", "log-probs"} <= failed
+    assert {"processor", "logprobs"} <= failed
     assert "prompts" not in failed
 
 

@@ -76,7 +76,7 @@ def test_a_server_with_other_log_probs(ask: Ask) -> None:
     def later(body: Any, count: int) -> Fault | None:
         return Fault(changes=change) if body["temperature"] == 0 else None
 
-    assert differing(ask(faults=later)) == {"log-probs"}
+    assert differing(ask(faults=later)) == {"logprobs"}
 
 
 def test_a_server_that_answers_otherwise(ask: Ask) -> None:
@@ -108,7 +108,7 @@ def test_a_server_that_does_not_stop_by_itself(ask: Ask) -> None:
 
 
 def test_log_probs_of_another_kind_are_not_compared(ask: Ask) -> None:
-    assert ask(mode="processed")["log-probs"] == "skipped"
+    assert ask(mode="processed")["logprobs"] == "skipped"
 
 
 def test_the_exit_code_says_so(saved: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``taut check``: is this run honest, before it costs anything?
+"""``taut check``: find what is wrong with a run before it is trained.
 
     taut check RUN.toml [key=value ...] [--full] [--all] [--json]   a run, with the keys of ``taut sft``
     taut check --model DIR --data FILE                         a model and data, with the defaults

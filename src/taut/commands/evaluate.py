@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
@@ -136,7 +136,24 @@ def evaluate(config: Evaluate, console: Terminal | None = None) -> Evaluated:
         report = build_report(answers, panel.names)
         settled = {name: f"{value} ({reason})" for name, value, reason in panel.decisions}
         whole = {**report.as_dict(), "decisions": settled, "config": to_dict(config)}
-        lines = [json.dumps(_score_line(answer), ensure_ascii=False) + "\n" for answer in answers]
+        lines = []
+        for answer in answers:
+            scores = answer.scores.items()
+            line = {
+                "id": answer.row.id,
+                "index": answer.completion.index,
+                "finish_reason": answer.completion.finish_reason,
+                "text": answer.completion.text,
+                "references": list(answer.row.references),
+                "scores": {name: score.value for name, score in scores},
+            }
+            if errors := {name: score.error for name, score in scores if score.error is not None}:
+                line["errors"] = errors
+            if any(score.unjudged is not None for _, score in scores):
+                line["unjudged"] = {
+                    name: score.unjudged for name, score in scores if score.unjudged is not None
+                }
+            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
         with write_errors(directory, "; free it and set resume=true"):
             (directory / "scores.jsonl").write_text("".join(lines), encoding="utf-8")
             text = json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
@@ -181,20 +198,3 @@ def _read_completions(path: Path, rows: Sequence[PromptRow]) -> list[Completion]
         )
         for line in lines
     ]
-
-
-def _score_line(answer: Answer) -> dict[str, Any]:
-    errors = {name: score.error for name, score in answer.scores.items() if score.error is not None}
-    unjudged = {
-        name: score.unjudged for name, score in answer.scores.items() if score.unjudged is not None
-    }
-    return {
-        "id": answer.row.id,
-        "index": answer.completion.index,
-        "finish_reason": answer.completion.finish_reason,
-        "text": answer.completion.text,
-        "references": list(answer.row.references),
-        "scores": {name: score.value for name, score in answer.scores.items()},
-        **({"errors": errors} if errors else {}),
-        **({"unjudged": unjudged} if unjudged else {}),
-    }

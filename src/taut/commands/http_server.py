@@ -190,10 +190,10 @@ class Guard:
             scheme, _, token = headers.get(b"authorization", "").partition(" ")
             is_same = hmac.compare_digest(token.strip().encode(), self._key)
             if scheme.lower() != "bearer" or not is_same:
-                found = "a token that is not the server's" if token else "no token"
+                problem = "a token that is not the server's" if token else "no token"
                 raise Refused(
                     401,
-                    f"Authorization: found {found}; expected Bearer and the server's token; send it",
+                    f"Authorization: found {problem}; expected Bearer and the server's token; send it",
                     "Authorization",
                 )
         size = int(headers.get(b"content-length", "0"))

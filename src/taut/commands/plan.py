@@ -230,16 +230,16 @@ def _machine(config: Plan, model: PreTrainedConfig) -> Machine:
             f"gpu={config.gpu} is not in the table; expected one of {', '.join(GPUS)}; "
             "or leave it out and give gpu_memory"
         )
-    given = None if config.gpu_memory is None else memory(config.gpu_memory, "gpu_memory")
-    is_here = config.device == "cpu" or torch.cuda.is_available() or given is None
+    size_set = None if config.gpu_memory is None else memory(config.gpu_memory, "gpu_memory")
+    is_here = config.device == "cpu" or torch.cuda.is_available() or size_set is None
     if config.gpu is not None or not is_here:
         name = config.gpu or "GPU"
-        size = given or int(GPUS[name].gib * GIB)
+        size = size_set or int(GPUS[name].gib * GIB)
         return Machine(name, None, size, Kernels(DTYPES[config.dtype or "bfloat16"], FUSED))
     device = distributed.start(config.device).device
     compute = resolve_dtype(config.dtype, device).dtype
     chosen = select(config.attention, device, compute, model)
-    size = given or device_memory(device)
+    size = size_set or device_memory(device)
     if device.type == "cuda":
         return Machine(torch.cuda.get_device_name(device), device, size, Kernels(compute, FUSED))
     return Machine("CPU", device, size, Kernels(compute, chosen.implementation))
@@ -279,23 +279,25 @@ class _Planner:
         self.now = self.full if is_same else predict_steps(self.run, self.model, kernels, self.work)
         self.half = self._trace(self.work.supply.filled(max(1, self.full.num_tokens // 2)))
 
-    def way(self, name: str, asked: Plan, rates: Rates | None) -> Way:
+    def way(self, name: str, configured: Plan, rates: Rates | None) -> Way:
         """The prediction on the given number of GPUs."""
-        full = self.footprint(self.full, asked.gpus)
-        max_tokens = self._max_tokens(asked.gpus)
-        counts = [n for n in _counts(asked.gpus) if self.footprint(self.full, n).peak <= self.limit]
+        full = self.footprint(self.full, configured.gpus)
+        max_tokens = self._max_tokens(configured.gpus)
+        counts = [
+            n for n in _counts(configured.gpus) if self.footprint(self.full, n).peak <= self.limit
+        ]
         keys = []
-        if self.run.lora != asked.lora:
+        if self.run.lora != configured.lora:
             keys.append(f"lora.rank={self.run.lora.rank}")
-        if self.run.activation_checkpointing != asked.activation_checkpointing:
+        if self.run.activation_checkpointing != configured.activation_checkpointing:
             keys.append(
                 f"activation_checkpointing={str(self.run.activation_checkpointing).lower()}"
             )
         if full.peak > self.limit and max_tokens:
             keys.append(f"batch.tokens_per_microbatch={max_tokens}")
-        now = self.footprint(self.now, asked.gpus)
+        now = self.footprint(self.now, configured.gpus)
         least = min(counts, default=None)
-        seconds = self._seconds(asked.gpus, rates)
+        seconds = self._seconds(configured.gpus, rates)
         return Way(name, tuple(keys), full, now, max_tokens, least, seconds)
 
     def footprint(self, prediction: Prediction, num_ranks: int) -> Footprint:
@@ -349,7 +351,7 @@ def _counts(num_ranks: int) -> list[int]:
 
 def show(planned: Planned, console: Console) -> None:
     """Print the plan, in at most 100 columns."""
-    machine, asked, work = planned.machine, planned.ways[0], planned.work
+    machine, configured, work = planned.machine, planned.ways[0], planned.work
     dtype = str(machine.kernels.dtype).removeprefix("torch.")
     console.print(
         f"{planned.num_parameters:,} parameters, {dtype}, on {planned.num_ranks} x {machine.name} of "
@@ -380,8 +382,8 @@ def show(planned: Planned, console: Console) -> None:
     if settings.row_count:
         console.print("\nto do it that way, set")
         console.print(settings)
-    if asked.seconds is not None:
-        console.print(f"\nseconds: {asked.seconds.source}; a mean of {len(work.steps)} steps")
+    if configured.seconds is not None:
+        console.print(f"\nseconds: {configured.seconds.source}; a mean of {len(work.steps)} steps")
     else:
         reason = "measured on one rank only, and with measure=true"
         if machine.name in GPUS:
@@ -393,12 +395,12 @@ def show(planned: Planned, console: Console) -> None:
 
 def _parts(planned: Planned) -> Table:
     """The configured run by part: in the first steps, and at the token budget."""
-    asked, work = planned.ways[0], planned.work
-    columns = {f"{work.fullest.num_tokens:,} tokens": asked.footprint}
+    configured, work = planned.ways[0], planned.work
+    columns = {f"{work.fullest.num_tokens:,} tokens": configured.footprint}
     if work.largest is not work.fullest:
-        columns = {f"{work.largest.num_tokens:,} tokens": asked.now, **columns}
+        columns = {f"{work.largest.num_tokens:,} tokens": configured.now, **columns}
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column(f"GiB on each, {asked.name}", no_wrap=True)
+    table.add_column(f"GiB on each, {configured.name}", no_wrap=True)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", style="dim", overflow="fold")
@@ -408,7 +410,7 @@ def _parts(planned: Planned) -> Table:
 
     footprints = list(columns.values())
     for name in (*PARTS, "staging"):
-        if asked.footprint.parts.get(name):
+        if configured.footprint.parts.get(name):
             add(name, ABOUT[name], [size.parts[name] for size in footprints])
     about = "with the largest micro-batch of the first steps; with a full one" * (
         len(footprints) > 1
@@ -416,24 +418,24 @@ def _parts(planned: Planned) -> Table:
     add("a step", about, [sum(size.parts.values()) for size in footprints], "bold")
     if planned.num_ranks > 1:
         add("loading", ABOUT["loading"], [size.loading for size in footprints])
-    if asked.footprint.staging and "staging" not in asked.footprint.parts:
+    if configured.footprint.staging and "staging" not in configured.footprint.parts:
         add("on the host", ABOUT["staging"], [size.staging for size in footprints])
     return table
 
 
 def _verdict(planned: Planned) -> str:
     """Whether the configured run fits, and otherwise the remedy."""
-    asked = planned.ways[0]
-    need = f"{_gib(asked.footprint.peak)} of {_gib(planned.limit)} GiB"
+    configured = planned.ways[0]
+    need = f"{_gib(configured.footprint.peak)} of {_gib(planned.limit)} GiB"
     if planned.fits:
-        return f"fits: {need}, with up to {asked.most_tokens:,} tokens a micro-batch"
+        return f"fits: {need}, with up to {configured.most_tokens:,} tokens a micro-batch"
     other = next((way for way in planned.ways if way.most_tokens), None)
     if other is None:
-        why = f"; {ABOUT['loading']}" * (asked.footprint.loading > planned.limit)
+        why = f"; {ABOUT['loading']}" * (configured.footprint.loading > planned.limit)
         return f"does not fit: {need}, nor does any way below{why}; take larger GPUs, or a smaller model"
     verdict = f"does not fit: {need}; set {' '.join(other.keys)}"
-    if asked.now.peak <= planned.limit:
-        verdict += f" (the first steps would fit: {_gib(asked.now.peak)} GiB)"
+    if configured.now.peak <= planned.limit:
+        verdict += f" (the first steps would fit: {_gib(configured.now.peak)} GiB)"
     return verdict
 
 

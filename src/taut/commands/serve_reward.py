@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -190,6 +190,12 @@ def build_app(batcher: Batcher, config: ServeReward, key: bytes | None = None) -
         assert isinstance(error, Refused)
         return Response(error.body, error.status, error.headers)
 
+    async def failed(request: Request, error: Exception) -> Response:
+        field = re.match(r"\w+(\[\d+\])?", str(error)) if isinstance(error, DataError) else None
+        is_unavailable = isinstance(error, EngineError | OutOfMemory)
+        status = 400 if isinstance(error, DataError) else 503 if is_unavailable else 500
+        return await refused(request, Refused(status, str(error), field and field[0]))
+
     async def unknown(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         target = f"{request.method} {request.url.path}"
@@ -198,33 +204,14 @@ def build_app(batcher: Batcher, config: ServeReward, key: bytes | None = None) -
 
     app = Starlette(
         routes=[
-            Route("/score", _answering(score), methods=["POST"]),
-            Route("/get_reward", _answering(get_reward), methods=["POST"]),
+            Route("/score", score, methods=["POST"]),
+            Route("/get_reward", get_reward, methods=["POST"]),
             Route("/schema", schema, methods=["GET"]),
             Route("/health", health, methods=["GET"]),
         ],
-        exception_handlers={Refused: refused, HTTPException: unknown},
+        exception_handlers={Refused: refused, TautError: failed, HTTPException: unknown},
     )
     return Guard(app, config, config.host, key)
-
-
-def _answering(
-    handle: Callable[[Request], Awaitable[Response]],
-) -> Callable[[Request], Awaitable[Response]]:
-    """A handler whose TautErrors become answers: 400 for the request's faults, 5xx for ours."""
-
-    async def answer(request: Request) -> Response:
-        try:
-            return await handle(request)
-        except DataError as error:
-            place = re.match(r"\w+(\[\d+\])?", str(error))
-            raise Refused(400, str(error), place and place[0]) from error
-        except (EngineError, OutOfMemory) as error:
-            raise Refused(503, str(error)) from error
-        except TautError as error:
-            raise Refused(500, str(error)) from error
-
-    return answer
 
 
 def _read(form: type[RequestT], body: bytes, config: ServeReward) -> Sequence[AnyRow | Rendered]:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import reduce
 from itertools import groupby
+from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,10 +78,10 @@ def _print(run: RunConfig, inputs: Inputs, ranks: Ranks, console: Console) -> No
     method, num_steps, _ = run.plan(inputs.train)
 
     _section(console, "configuration", *_configuration(run))
-    reasons_given = _grid(3)
+    decisions_table = _grid(3)
     for name, value, reason in decisions:
-        reasons_given.add_row(Text(name, "bold"), Text(value), Text(reason, "dim"))
-    _section(console, "decisions", reasons_given)
+        decisions_table.add_row(Text(name, "bold"), Text(value), Text(reason, "dim"))
+    _section(console, "decisions", decisions_table)
     reports = _grid(2)
     for split, data in (("train", inputs.train), ("eval", inputs.eval)):
         for number, line in enumerate(_report(data) if data is not None else ()):
@@ -148,11 +150,11 @@ def _indented(part: Any) -> Padding:
 
 def _configuration(run: RunConfig) -> Iterator[Table]:
     """The set keys, one per line with the default; then the default keys, one table per line."""
-    values = dict(_flat(to_dict(run), {row.key for row in describe(type(run))}))
-    given, rest = _grid(3), _grid(2)
+    tree = to_dict(run)
+    set_keys, defaults_by_table = _grid(3), _grid(2)
     defaults: dict[str, list[str]] = {}
     for row in describe(type(run)):
-        value = written(values[row.key])
+        value = written(reduce(getitem, row.key.split("."), tree))
         if value == row.default:
             table, _, name = row.key.rpartition(".")
             defaults.setdefault(table or "run", []).append(
@@ -160,21 +162,16 @@ def _configuration(run: RunConfig) -> Iterator[Table]:
             )
         else:
             was = "" if row.default == "required" else f"default {row.default}"
-            given.add_row(Text(row.key, "bold"), Text(value, "yellow"), Text(was, "dim"))
+            set_keys.add_row(Text(row.key, "bold"), Text(value, "yellow"), Text(was, "dim"))
     for table, pairs in defaults.items():
-        rest.add_row(Text(table, "dim"), Text("  ".join(pairs), "dim"))
-    yield given
-    rest.title, rest.title_justify, rest.title_style = "\ndefault values", "left", "dim italic"
-    yield rest
-
-
-def _flat(tree: dict[str, Any], keys: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if key in keys:
-            yield key, value
-        else:
-            yield from _flat(value, keys, f"{key}.")
+        defaults_by_table.add_row(Text(table, "dim"), Text("  ".join(pairs), "dim"))
+    yield set_keys
+    defaults_by_table.title, defaults_by_table.title_justify, defaults_by_table.title_style = (
+        "\ndefault values",
+        "left",
+        "dim italic",
+    )
+    yield defaults_by_table
 
 
 def _report(data: Dataset) -> Iterator[Text]:

@@ -35,12 +35,10 @@ from taut.models.architecture import head, run_backbone
 from taut.models.attention_backends import select
 from taut.models.load import context_length, load_config, load_model
 from taut.models.precision import compute_context, resolve_dtype
-from taut.models.scorer import Scorer
 from taut.models.self_test import one_sample_reasons
 from taut.models.teacher import likeliest
 from taut.models.tokens import require_same_tokenizer
 from taut.run.inputs import load_language, load_stops
-from taut.types import Sample
 from taut.vision.image_store import require_same_processor
 
 
@@ -128,74 +126,54 @@ def teach(config: Teach) -> Taught:
         learner.longest_sample(language.config),
     )
     image_store, trust = language.renderer.image_store, config.trust_remote_code
+    settings = load_config(config.model, trust)
     if image_store is not None and data.report.num_pictures:
-        theirs = load_config(config.model, trust)
         require_same_processor(
-            config.model, theirs, language.tokenizer, image_store, "model", trust
+            config.model, settings, language.tokenizer, image_store, "model", trust
         )
-    teacher = _load(config, data, device)
-    sums = np.zeros(2)
-    with write_errors(out, "; nothing is kept"), files.writing(out) as file:
-        for sample, top in _top_logprobs(config, teacher, data, num_ids):
-            file.write(line_of(sample, top))
-            sums += (np.exp(top.logp_Nk).sum(), sample.num_targets)
-    return Taught(out, len(data), int(sums[1]), float(sums[0] / sums[1]), teacher.decisions)
-
-
-class _Loaded(NamedTuple):
-    scorer: Scorer
-    dtype: torch.dtype
-    is_alone: bool
-    """Whether the teacher runs one sample at a time."""
-    decisions: list[Decision]
-
-
-def _load(config: Teach, data: Dataset, device: torch.device) -> _Loaded:
-    """The frozen teacher with its dtype and attention."""
-    settings = load_config(config.model, config.trust_remote_code)
     longest = int(data.lengths.max())
     require_context(f"model={config.model}", context_length(settings), longest)
-    dtype = resolve_dtype(config.dtype, device)
-    attention = select(config.attention, device, dtype.dtype, settings)
+    chosen = resolve_dtype(config.dtype, device)
+    dtype = chosen.dtype
+    attention = select(config.attention, device, dtype, settings)
     model = load_model(
         config.model,
-        dtype=dtype.dtype,
+        dtype=dtype,
         device=device,
         attention=attention.implementation,
-        trust_remote_code=config.trust_remote_code,
+        trust_remote_code=trust,
         is_narrow=True,
     )
+    model.train(False)
     alone = one_sample_reasons(model, longest)
     decisions = [
-        Decision("dtype", str(dtype.dtype).removeprefix("torch."), dtype.reason),
+        Decision("dtype", str(dtype).removeprefix("torch."), chosen.reason),
         Decision("attention", attention.name, attention.reason),
         *(Decision("packing", "one sample at a time", reason) for reason in alone),
     ]
-    return _Loaded(Scorer(model).eval(), dtype.dtype, bool(alone), decisions)
-
-
-def _top_logprobs(
-    config: Teach, teacher: _Loaded, data: Dataset, num_ids: int
-) -> Iterator[tuple[Sample, Top]]:
-    """Every sample with the teacher's top logprobs, in the order of the data."""
-    policy = ALONE if teacher.is_alone else PackPolicy()
-    groups = list(_groups(data, 1 if teacher.is_alone else config.tokens_per_microbatch))
+    policy = ALONE if alone else PackPolicy()
+    groups = list(_groups(data, 1 if alone else config.tokens_per_microbatch))
     console = Terminal(stderr=True)
-    shown = track(
+    groups_shown = track(
         groups, "teaching", console=console, transient=True, disable=not console.is_terminal
     )
-    for group in shown:
-        samples = data[group.start : group.stop]
-        packed = pack(samples, policy)
-        with torch.no_grad(), compute_context(teacher.dtype, teacher.scorer.device):
-            moved, hidden_TD = run_backbone(teacher.scorer.model, packed)
-            hidden_ND = hidden_TD.index_select(0, moved.predictor_N)
-            listed = likeliest(hidden_ND, head(teacher.scorer.model), config.top, num_ids)
-        ids_Nk, logp_Nk = (tensor.cpu().numpy() for tensor in listed)
-        rows = {name: row for row, name in enumerate(packed.sample_ids)}
-        for sample in samples:
-            is_own_N = (packed.row_N == rows[sample.id]).numpy()
-            yield sample, Top(ids_Nk[is_own_N], logp_Nk[is_own_N])
+    sums = np.zeros(2)
+    with write_errors(out, "; nothing is kept"), files.writing(out) as file:
+        for group in groups_shown:
+            samples = data[group.start : group.stop]
+            packed = pack(samples, policy)
+            with torch.no_grad(), compute_context(dtype, device):
+                moved, hidden_TD = run_backbone(model, packed)
+                hidden_ND = hidden_TD.index_select(0, moved.predictor_N)
+                listed = likeliest(hidden_ND, head(model), config.top, num_ids)
+            ids_Nk, logp_Nk = (tensor.cpu().numpy() for tensor in listed)
+            rows = {name: row for row, name in enumerate(packed.sample_ids)}
+            for sample in samples:
+                is_own_N = (packed.row_N == rows[sample.id]).numpy()
+                top = Top(ids_Nk[is_own_N], logp_Nk[is_own_N])
+                file.write(line_of(sample, top))
+                sums += (np.exp(top.logp_Nk).sum(), sample.num_targets)
+    return Taught(out, len(data), int(sums[1]), float(sums[0] / sums[1]), decisions)
 
 
 def _groups(data: Dataset, max_tokens: int) -> Iterator[range]:

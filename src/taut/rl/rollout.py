@@ -33,6 +33,7 @@ from taut.errors import ConfigError, DataError, TautError
 from taut.inference.engine import Engine, Sampling
 from taut.inference.local import LocalConfig
 from taut.inference.vllm import ServerConfig, ServerEngine
+from taut.io.console import counted
 from taut.losses.advantages import are_alike
 from taut.rewards.panel import Panel, Verdict
 from taut.rewards.verifier import Answered, Score
@@ -142,6 +143,14 @@ class RolloutConfig:
             temperature=self.temperature,
             stop=self.stop,
             seed=seed,
+        )
+
+    def describe(self, num_steps: int, samples_per_step: int) -> str:
+        """The plan of a run in a sentence."""
+        num_prompts = counted(samples_per_step * self.minibatches, "prompts")
+        return (
+            f"{counted(num_steps, 'steps')}, {self.updates} on each rollout: {num_prompts}, "
+            f"{counted(self.n, 'completions')} each, of at most {counted(self.grows, 'tokens')}"
         )
 
 
