@@ -77,7 +77,7 @@ def test_it_trains_and_says_so(done: Done) -> None:
     assert [line.split()[:2] for line in steps] == [["step", "1/2"], ["step", "2/2"]]
     is_judged = "rewards" in done.keys
     assert all((" reward 0." in line) == is_judged and " ends " in line for line in steps)
-    assert f"model      {done.out / 'model'}" in lines
+    assert f"model     {done.out / 'model'}" in lines
 
 
 def test_the_model_is_another_and_loads(done: Done) -> None:

@@ -14,7 +14,7 @@ Policy gradients:
 
 With a critic, the reward of an environment's step belongs to the last sampled token of the turn that it answers,
 and the rest of a trajectory's reward (what judges it as a whole, and shaping) to its last token. The state after
-the last token is worth 0, whether the trajectory ended or was cut: the reward already judges the cut answer. TRL's
+the last token has the value 0, whether the trajectory ended or was cut: the reward already judges the cut answer. TRL's
 PPOTrainer, verl (compute_gae_advantage_return) and OpenRLHF (get_advantages_and_returns) do the same. With
 ``Gae.bootstraps_cut`` a cut trajectory is treated as one that goes on: the critic's value of the state after its
 last token replaces that rest. Rewards of turns and penalties of tokens stay, because they were given for what was

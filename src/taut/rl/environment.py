@@ -97,12 +97,6 @@ class ToolFunction(NamedTuple):
         return str(self.schema["function"]["name"])
 
 
-def least_timeout(remote: Remote) -> float:
-    """Seconds of an environment's step in which a program that begins by half of them ends."""
-    waiting = 0.0 if remote.service is None else remote.wait_seconds
-    return 2 * (LIMITS.wall_seconds + waiting) + 1
-
-
 def answer(kit: Mapping[str, ToolFunction], call: ToolCall) -> Message:
     """The message with the result of a call, or with its error."""
     if call.error is not None:
@@ -325,11 +319,14 @@ class EnvironmentConfig:
                 f"rollout.environment.remote.service is {self.remote.service} and rollout.environment.tools has no "
                 "python: nothing reads it; expected that tool; add it, or take remote out"
             )
-        least = least_timeout(self.remote)
+        # a program that begins after half of the time must end within the rest
+        program = LIMITS.wall_seconds
+        program += 0.0 if self.remote.service is None else self.remote.wait_seconds
+        least = 2 * program + 1
         if "python" in self.tools and self.timeout < least:
             raise ConfigError(
                 f"rollout.environment.timeout={self.timeout:g} with the tool python: a program may begin after half of "
-                f"it and take {(least - 1) / 2:g} s; expected {least:g} or more; raise it"
+                f"it and take {program:g} s; expected {least:g} or more; raise it"
             )
 
     @property
@@ -564,7 +561,7 @@ class ToolEnvironment:
     """Answers calls of tools until a turn has none; it gives no reward."""
 
     def __init__(self, kit: Mapping[str, ToolFunction], seconds: float) -> None:
-        """``seconds``: a call that would begin later in a turn is not made, and the policy is told."""
+        """``seconds``: a call that would begin later in a turn is not made; its result is an error."""
         self.kit, self.seconds = kit, seconds
 
     def step(self, text: str, calls: list[ToolCall]) -> Step:

@@ -99,7 +99,7 @@ class Ahead(Generic[T]):
 # -- what a checkpoint keeps
 
 DTYPES = ("|b1", "|u1", "<i4", "<i8", "<f4", "<f8")
-"""Of the arrays of a sample."""
+"""Dtypes of the arrays of a sample."""
 
 Array = Annotated[tuple[str, list[int], str], BeforeValidator(as_tuple)]
 KeptMedia = Annotated[
@@ -245,7 +245,7 @@ def _decode_array(kept: Sequence[Any]) -> NDArray[Any]:
 # -- the source of steps
 
 SMALLER = "set a smaller rollout.local.sequences or rollout.local.prefill_tokens"
-"""What helps where generating runs out of memory."""
+"""The remedy where generation runs out of memory."""
 
 Events = Sequence[tuple[str, dict[str, Any]]]
 
@@ -257,19 +257,19 @@ class Phase:
     number: int
     trees: Sequence[Tree]
     events: Events
-    """The events of it, by kind."""
+    """Its log events, as (kind, fields)."""
     before: dict[str, Any] | None
     """The state of ``Online`` before it (``_state``); None: a step has trained on it."""
 
 
 @dataclass(eq=False)
 class Online:
-    """Which trees each step trains on."""
+    """A source of steps that generates rollouts and trains on their trees."""
 
     config: RolloutConfig
     prompts: PromptSet
     order: Order
-    """Of prompts: a step of it is a phase."""
+    """The order of prompts; each of its steps is a phase."""
     credit: Credit
     monitor: RolloutMonitor
     seed: int
@@ -328,7 +328,7 @@ class Online:
         return [trees[index] for index in np.array_split(order, count)[part]]
 
     def observed(self, step: int) -> list[Tree] | None:
-        """Statistics of a step are taken over the step."""
+        """None: statistics are taken over the step."""
         return None
 
     def observed_of(self, rows: Rows, indices: list[int]) -> list[Tree] | None:
