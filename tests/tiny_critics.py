@@ -25,7 +25,7 @@ from taut.models import architecture
 from taut.models.load import load_model
 from taut.models.precision import compute_context
 from taut.models.scorer import Scorer
-from taut.rl.critic import CriticConfig, Setting, build_critic, save_critic
+from taut.rl.critic import CriticConfig, build_critic, save_critic
 from taut.train import distributed, optim, sharded
 from taut.train.distributed import Ranks
 from taut.train.optim import OptimConfig
@@ -52,9 +52,10 @@ def save_models(place: Path) -> Path:
     return place
 
 
-def setting_of(place: Path, policy: torch.nn.Module, **settings: Any) -> Setting:
-    path = str(place / "policy")
-    return Setting(policy, path, torch.float64, CPU, ATTENTION, longest=64, **settings)
+def setting_of(place: Path, policy: torch.nn.Module, **settings: Any) -> dict[str, Any]:
+    """Arguments of ``build_critic``."""
+    fixed = {"dtype": torch.float64, "device": CPU, "attention": ATTENTION, "longest": 64}
+    return {"policy": policy, "path": str(place / "policy"), **fixed, **settings}
 
 
 def load(path: Path) -> torch.nn.Module:
@@ -66,7 +67,7 @@ def make(place: Path, settings: dict[str, Any], **common: Any) -> Scorer:
     named = {"model": str(place / settings["model"])} if "model" in settings else {}
     policy = load(place / "policy")
     config = CriticConfig(**settings | named)
-    critic, _ = build_critic(config, setting_of(place, policy, **common))
+    critic, _ = build_critic(config, **setting_of(place, policy, **common))
     return Scorer(policy, critic=critic)
 
 

@@ -14,7 +14,7 @@ from taut.data.schema import Columns, read_prompt
 from taut.errors import DataError
 
 PAGE = (ROOT / "docs/rl.md").read_text(encoding="utf-8")
-TELLING = (ROOT / "src/taut/rl/metrics.py").read_text(encoding="utf-8")
+TELLING = (ROOT / "src/taut/rl/monitors.py").read_text(encoding="utf-8")
 
 
 def test_its_row_is_a_prompt_and_so_is_a_question_whose_column_is_named() -> None:
@@ -39,7 +39,10 @@ def test_a_prompt_that_is_text_has_no_template() -> None:
 
 
 def test_every_number_of_a_roll_out_is_told() -> None:
-    names = re.findall(r'"(\w+)"(?:\]|:)', TELLING[: TELLING.index("def shown")])
+    names = re.findall(
+        r'"(\w+)"(?:\]|:)',
+        TELLING[TELLING.index("def rollout_event") : TELLING.index("def best_and_worst")],
+    )
     assert len(names) > 20
     shown = set(re.findall(r"`([\w*]+)`", PAGE[PAGE.index("## What is reported") :]))
     assert [n for n in names if n not in shown and f"{n.partition('_')[0]}_*" not in shown] == []

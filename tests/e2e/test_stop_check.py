@@ -147,7 +147,7 @@ def test_long_answers_are_begun_and_cut_ones_left_out(model: Path, tmp_path: Pat
     stop = Renderer(load_tokenizer(str(model))).stop_ids
     rows = [chat("cat", "red " * 40 + "house"), chat("dog", "blue"), chat("dog", "red")]
     data = dataset_of(model, rows, tmp_path)
-    asked = choose(data, stop, StopCheckConfig(prompts=5, tokens=16), None, seed=0)
+    asked = choose(data, stop, StopCheckConfig(prompts=5, max_new_tokens=16), None, seed=0)
     assert len(asked) == 2  # two rows have one prompt
     for one in asked:
         size = one.prompt.ids_T.size

@@ -543,8 +543,11 @@ def _tool_faults(chat: Chat) -> Iterator[tuple[str, str]]:
         arguments, name = call.get("arguments", {}), call["name"]
         if name not in text:
             yield "leaves out calls", f"the call of {quoted(name)}"
-        if arguments and repr(arguments) in text and not _is_json(repr(arguments)):
-            yield "writes arguments as Python, not as JSON", quoted(repr(arguments))
+        if arguments and repr(arguments) in text:
+            try:
+                json.loads(repr(arguments))
+            except ValueError:
+                yield "writes arguments as Python, not as JSON", quoted(repr(arguments))
         for key, value in arguments.items():
             if isinstance(value, str):
                 spellings = [value, *_as_json(value)]
@@ -554,14 +557,6 @@ def _tool_faults(chat: Chat) -> Iterator[tuple[str, str]]:
                 spellings = [""]
             if key not in text or not any(words in text for words in spellings):
                 yield "leaves out arguments", f"{key} of {quoted(name)}"
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 # -- prompts and answers as tokens

@@ -648,7 +648,7 @@ def tokens_are_those_of_the_text(session: Session) -> Finding:
             evidence=[f"first in {look.name(int(look.sample_T[is_unknown.argmax()]))}"],
             remedy="the tokenizer was not made for this language; train a model whose tokenizer knows it",
         )
-    if fault := _broken_characters(session) or _escaped_texts(first_rows(session)):
+    if fault := _wrong_texts(session):
         return fault
     broken = [text for split in texts(session).values() for text in split.broken]
     notes = [f"{len(broken):,} rows have broken characters"] if broken else []
@@ -666,16 +666,16 @@ def tokens_are_those_of_the_text(session: Session) -> Finding:
     return passed(says, num_used, "tokens", notes)
 
 
-def _broken_characters(session: Session) -> Finding | None:
-    """Characters lost or doubled by a wrong encoding in many rows of the training data; or any in some rows."""
+def _wrong_texts(session: Session) -> Finding | None:
+    """Many rows of the training data with characters lost or doubled by a wrong encoding, some rows with any broken
+    character, or more than a few texts that some program escaped.
+    """
     train = texts(session)["train"]
     every = [text for split in texts(session).values() for text in split.broken]
     num_every = sum(len(split.places) for split in texts(session).values())
     misread = [text for text in train.broken if text.what != CONTROLS]
     is_many = len(misread) > BROKEN * len(train.places)
     broken, number = (misread, len(train.places)) if is_many else (every, num_every)
-    if not is_many and len(broken) <= 0.001 * number:
-        return None
     kinds = " or ".join(dict.fromkeys(text.what for text in broken))
     says, unit = f"{len(broken):,} of {number:,} rows have {kinds}", f"of {number:,} rows"
     if is_many:
@@ -686,25 +686,14 @@ def _broken_characters(session: Session) -> Finding | None:
             remedy="the file was written after reading it in another encoding; write it again from its source, as "
             "UTF-8",
         )
-    return warned(
-        says,
-        measured=(len(broken), unit),
-        evidence=_broken_examples(broken),
-        remedy="look at these rows; correct them, or leave them out: the model learns to write such characters",
-    )
-
-
-def _broken_examples(broken: Sequence[BrokenText]) -> list[str]:
-    """The first row of each different excerpt: one broken document may be in many rows."""
-    first = {text.excerpt: text for text in reversed(broken)}
-    different = [text for text in broken if first[text.excerpt] is text]
-    return [
-        f"{short_place(text.place)}: {text.excerpt!r} ({text.what})" for text in different[:SHOWN]
-    ]
-
-
-def _escaped_texts(rows: Sequence[Row]) -> Finding | None:
-    """Texts that some program escaped, if they are more than a few."""
+    if len(broken) > 0.001 * number:
+        return warned(
+            says,
+            measured=(len(broken), unit),
+            evidence=_broken_examples(broken),
+            remedy="look at these rows; correct them, or leave them out: the model learns to write such characters",
+        )
+    rows = first_rows(session)
     entities, line_breaks = [], []
     for row in rows:
         if isinstance(row, Document):
@@ -717,8 +706,8 @@ def _escaped_texts(rows: Sequence[Row]) -> Finding | None:
             entities.append(row.place)
         if "\\n" in text and "\n" not in text:
             line_breaks.append(row.place)
-    kinds = {"HTML entities, as &lt;": entities, "\\n for line breaks": line_breaks}
-    for what, places in kinds.items():
+    escaped = {"HTML entities, as &lt;": entities, "\\n for line breaks": line_breaks}
+    for what, places in escaped.items():
         if len(places) > BROKEN * len(rows):
             return warned(
                 f"{len(places):,} of {len(rows):,} rows have {what}",
@@ -728,6 +717,15 @@ def _escaped_texts(rows: Sequence[Row]) -> Finding | None:
                 "to be written so",
             )
     return None
+
+
+def _broken_examples(broken: Sequence[BrokenText]) -> list[str]:
+    """The first row of each different excerpt: one broken document may be in many rows."""
+    first = {text.excerpt: text for text in reversed(broken)}
+    different = [text for text in broken if first[text.excerpt] is text]
+    return [
+        f"{short_place(text.place)}: {text.excerpt!r} ({text.what})" for text in different[:SHOWN]
+    ]
 
 
 MISSING = {"nan", "null", "undefined", "<na>", "[object object]"}

@@ -39,7 +39,7 @@ from taut.methods.method import RunConfig
 from taut.models import architecture
 from taut.models.attention_backends import Observation, observe
 from taut.models.save import serving_tokenizer
-from taut.models.scorer import Scorer
+from taut.models.scorer import Scorer, evaluating
 from taut.rl.online import Online, dry_run
 from taut.run.inputs import inputs_of, load_language, load_stops
 from taut.run.setup import Built, adapt, build_trainer, join_models, load
@@ -391,13 +391,8 @@ class Session:
     @contextmanager
     def inference(self) -> Iterator[None]:
         """Evaluation mode, no gradient, the run's precision."""
-        was_training = self.scorer.training
-        self.scorer.eval()
-        try:
-            with torch.no_grad(), self.trainer.compute():
-                yield
-        finally:
-            self.scorer.train(was_training)
+        with evaluating(self.scorer), torch.no_grad(), self.trainer.compute():
+            yield
 
     @cached_property
     def packed(self) -> dict[str, Tensor]:

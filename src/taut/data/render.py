@@ -64,6 +64,8 @@ if TYPE_CHECKING:
 Targets: TypeAlias = Literal["assistant", "last", "all"]
 TooLong: TypeAlias = Literal["error", "drop", "split", "truncate"]
 IdsOf: TypeAlias = Mapping[Text, Ids]
+_Draft: TypeAlias = tuple[Sequence[Text], Callable[[IdsOf], list[Sample]]]
+"""The texts of a row, not tokenised yet, and what makes samples of their ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +102,6 @@ class _Turn:
     """P_i: the text before the turn."""
     row: Text
     """R_i: the text with the turn."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """A row whose texts are rendered and not tokenised yet."""
-
-    texts: tuple[Text, ...]
-    finish: Callable[[IdsOf], list[Sample]]
 
 
 class Renderer:
@@ -194,8 +188,8 @@ class Renderer:
         """The samples of each row; the tokenizer is called at most twice for all of them."""
         self.look(rows)
         drafts = [self._draft(row) for row in rows]
-        ids_of = self.template.encode(text for draft in drafts for text in draft.texts)
-        return [draft.finish(ids_of) for draft in drafts]
+        ids_of = self.template.encode(text for texts, _ in drafts for text in texts)
+        return [finish(ids_of) for _, finish in drafts]
 
     def _draft(self, row: Row) -> _Draft:
         if isinstance(row, Conversation):
@@ -203,17 +197,26 @@ class Renderer:
         if isinstance(row, Completion):
             prompt = self.template.plain(row.prompt, row.place)
             whole = self.template.plain(row.prompt + row.completion, row.place)
-            return _Draft(
-                (prompt, whole),
-                lambda ids_of: [self._finish_completion(row, ids_of[prompt], ids_of[whole])],
-            )
+
+            def finish_completion(ids_of: IdsOf) -> list[Sample]:
+                before, ids = ids_of[prompt], ids_of[whole]
+                is_ended = before[-1:] == [self.tokenizer.eos_token_id]
+                if is_ended and ids[: len(before)] != before:
+                    before = before[:-1]  # a tokenizer that itself ends each text with eos
+                start = self.template.context_length(before, ids, row.place)
+                ids = self._with_eos(ids, row.place)
+                self.require_none_inside(ids[start:-1], ids[-1], row.place)
+                first = 1 if self.targets == "all" else max(start, 1)
+                return [self._sample(row.place, ids, range(first, len(ids)))]
+
+            return (prompt, whole), finish_completion
         document = self.template.plain(row.text, row.place)
 
-        def finish(ids_of: IdsOf) -> list[Sample]:
+        def finish_document(ids_of: IdsOf) -> list[Sample]:
             ids = self._with_eos(ids_of[document], row.place)
             return [self._sample(row.place, ids, range(1, len(ids)))]
 
-        return _Draft((document,), finish)
+        return (document,), finish_document
 
     def _draft_conversation(self, row: Conversation) -> _Draft:
         placed = self.template.pictures.place(row.messages, row.tools, row.place)
@@ -237,7 +240,7 @@ class Renderer:
                     "template that does; remove it from the row or give another one with data.template=FILE"
                 )
         finish = self._finish_all if self.targets == "all" else self._finish_turns
-        return _Draft(tuple(texts), lambda ids_of: finish(row, full, turns, ids_of))
+        return texts, lambda ids_of: finish(row, full, turns, ids_of)
 
     def _turns_to_render(self, row: Conversation) -> tuple[int, ...]:
         if self.targets == "assistant":
@@ -263,15 +266,6 @@ class Renderer:
             return _Turn(index, prompt, full)
         seen = row.messages[: index + 1]
         return _Turn(index, prompt, self.template.apply(seen, row.tools, place, placed=placed))
-
-    def _finish_completion(self, row: Completion, prompt: Ids, ids: Ids) -> Sample:
-        if prompt[-1:] == [self.tokenizer.eos_token_id] and ids[: len(prompt)] != prompt:
-            prompt = prompt[:-1]  # a tokenizer that itself ends each text with eos
-        start = self.template.context_length(prompt, ids, row.place)
-        ids = self._with_eos(ids, row.place)
-        self.require_none_inside(ids[start:-1], ids[-1], row.place)
-        first = 1 if self.targets == "all" else max(start, 1)
-        return self._sample(row.place, ids, range(first, len(ids)))
 
     def _with_eos(self, ids: Ids, place: str) -> Ids:
         eos = self.tokenizer.eos_token_id

@@ -63,21 +63,21 @@ def judge(
 def require_scorable(rows: Sequence[PromptRow], panel: Panel, max_errors: float) -> None:
     """Raise DataError, before anything is generated, where too many references are unusable for taut's own rewards."""
     labels = [part.label for part in panel.parts if part.verifier.needs_reference]
-    asked = [row for row in rows if row.references]
+    with_reference = [row for row in rows if row.references]
     verdicts = panel.grade(
-        [as_answer(row, row.references[0]) for row in asked], labels, are_bare=True
+        [as_answer(row, row.references[0]) for row in with_reference], labels, are_bare=True
     )
     for label in labels:
         scores = [verdict.parts[label] for verdict in verdicts]
         errors = [
             (row, score.error)
-            for row, score in zip(asked, scores, strict=True)
+            for row, score in zip(with_reference, scores, strict=True)
             if score.error is not None
         ]
-        if len(errors) > max_errors * len(asked):
+        if len(errors) > max_errors * len(with_reference):
             row, reason = errors[0]
             raise DataError(
-                f"{row.place}: {label}: {reason}; so {len(errors)} of {len(asked)} references; "
+                f"{row.place}: {label}: {reason}; so {len(errors)} of {len(with_reference)} references; "
                 f"expected at most {max_errors:.0%}"
             )
 

@@ -194,11 +194,11 @@ def require_same_measure(directory: Path, metric: str, measured: str) -> None:
     note = _read(directory / FILE)
     if note is None or (note["metric"], note["measured"]) == (metric, measured):
         return
-    found = note["metric"]
-    if found == metric:
-        found = f"{metric} on other data or in another way"
+    measure = note["metric"]
+    if measure == metric:
+        measure = f"{metric} on other data or in another way"
     raise ConfigError(
-        f"{directory} is the best model by {found}, and eval.best={metric} cannot be compared with it; "
+        f"{directory} is the best model by {measure}, and eval.best={metric} cannot be compared with it; "
         f"expected the same evaluation as before the resume; set it back, or remove {directory}"
     )
 
@@ -461,12 +461,12 @@ def _load_rows(
             "set eval.answers.data=FILE.jsonl"
         )
     own_kind = kind if config.data is None else "sft"
-    found = sources(replace(data, eval=requested), "eval", own_kind)
-    each, more = divmod(config.limit, len(found))
+    parts = sources(replace(data, eval=requested), "eval", own_kind)
+    each, more = divmod(config.limit, len(parts))
     rows: list[PromptRow] = []
     unread: list[Incident] = []
     left_out = unread if data.images.bad == "drop" else None
-    for number, (source, columns) in enumerate(found):
+    for number, (source, columns) in enumerate(parts):
         limit = each + (number < more)
         if limit:
             rows += load_prompts(

@@ -118,10 +118,10 @@ def score(scorer: Scorer, samples: Sequence[Sample]) -> list[Tensor]:
     set_attention(model, select("auto", scorer.device, dtype, model.config).implementation)
     try:
         with evaluating(scorer), compute_context(dtype, scorer.device):
-            every: list[Scores] = [scorer(pack([one], ALONE), wants=wants) for one in samples]
+            outputs: list[Scores] = [scorer(pack([s], ALONE), wants=wants) for s in samples]
     finally:
         set_attention(model, trained_with)
-    return [one.logp_N.cpu() if one.scalar_R is None else one.scalar_R.cpu() for one in every]
+    return [(o.logp_N if o.scalar_R is None else o.scalar_R).cpu() for o in outputs]
 
 
 def load_anew(

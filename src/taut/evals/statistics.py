@@ -128,7 +128,7 @@ def calibrate(predicted: FloatArray, seen: FloatArray, low: float = 0.0) -> Cali
 
 
 def calibrate_pairs(gaps: FloatArray) -> Calibration:
-    """Of score(chosen) - score(rejected) for each pair."""
+    """Calibration of pairs with these differences score(chosen) - score(rejected)."""
     return calibrate(sigmoid(np.abs(gaps)), wins(gaps), low=0.5)
 
 
@@ -139,5 +139,4 @@ def wins(gaps: FloatArray) -> FloatArray:
 
 def sigmoid(x: FloatArray) -> FloatArray:
     """1 / (1 + exp(-x)), for any x."""
-    small = np.exp(-np.abs(x))
-    return np.where(x >= 0, 1.0, small) / (1.0 + small)
+    return np.exp(-np.logaddexp(0.0, -x))

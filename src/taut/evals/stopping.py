@@ -98,20 +98,20 @@ class Stops:
                 self.remedy,
             ]
             return f"the model runs on; {'; or '.join(filter(None, remedies))}"
-        found = f"where the reference answers end, the end has a probability of {self.end_probability:.2g}"
+        where = f"where the reference answers end, the end has a probability of {self.end_probability:.2g}"
         if self.end_probability >= LIKELY:
             remedy = "train longer, or allow more" if self.is_taught else "allow more"
             return (
-                f"{found}: the model knows the end of a good answer and does not arrive at one; "
+                f"{where}: the model knows the end of a good answer and does not arrive at one; "
                 f"{remedy} with stop_check.max_new_tokens"
             )
         if not self.is_taught:
             return (
-                f"{found} only: the model does not end its answers, or no longer, and comparing them hardly teaches "
+                f"{where} only: the model does not end its answers, or no longer, and comparing them hardly teaches "
                 "it; begin with one that does (`taut eval` says, `taut sft` teaches it), or lower optim.learning_rate"
             )
         return (
-            f"{found} only: the model has not learned to end; train longer or with a higher optim.learning_rate, and "
+            f"{where} only: the model has not learned to end; train longer or with a higher optim.learning_rate, and "
             "look at `taut show`, which marks the end of each answer as a target"
         )
 

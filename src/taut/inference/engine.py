@@ -51,8 +51,8 @@ class Texts:
         if ids and ids[-1] in self.stop_ids:
             ids = ids[:-1]
         text = self._decode(ids)
-        found = [at for stop in stops if (at := text.find(stop)) >= 0]
-        return text[: min(found)] if found else text
+        ends = [at for stop in stops if (at := text.find(stop)) >= 0]
+        return text[: min(ends, default=None)]
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(
@@ -88,7 +88,7 @@ class Sampling:
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
     """Divides positive and multiplies negative logits of tokens that are in the prompt or the completion."""
     stop: list[str] = field(default_factory=list)
-    """Texts that end a completion, beside the model's own stop set."""
+    """Texts that end a completion, in addition to the model's own stop set."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the random streams; each prompt and sample has its own, whatever else is in the batch."""
 

@@ -1,16 +1,16 @@
 """The engine in this process: generates with the very weights that train.
 
-    prefill   prompts are laid out as one flat run, common prefixes once; every attention layer leaves its keys and
-              values, which are cut into the stretches of the prompts' tree and kept once, those of pictures too
-    decode    one forward per step over one new token of each live completion, flat (attention/decode.py), numbered
-              after the pictures of its prompt (vision/placeholders.py)
+    prefill   prompts are packed flat, common prefixes once; the keys and values of every attention layer, also those
+              of pictures, are cut into the stretches of the prompts' tree and kept once
+    decode    one forward per step over one new token of each live completion, flat (attention/decode.py); positions
+              continue after the pictures of its prompt (vision/placeholders.py)
 
 A completion that ends leaves the batch at once and a waiting one enters; the order depends on counts only, never on
 time. Under several ranks the prompts are divided and all ranks run equally many forwards (sharded weights need that).
-Modes are restored and no global random state is read or changed.
+The training mode is restored, and no global random state is read or changed.
 
-Sampling: logits -> the next token of every completion, and its logprob under the model and under the distribution that
-it was drawn from:
+Sampling: logits -> the next token of every completion, its logprob under the model, and its logprob under the
+distribution it was drawn from:
 
     z = logits of the model               logp_one = log_softmax(z)[id]
     y = truncate(penalise(z) / temperature)   logp = log_softmax(y)[id]
@@ -19,7 +19,7 @@ it was drawn from:
 One number u per token decides, drawn from the completion's own stream: the rest of the batch changes a token only where
 u lies within rounding of the boundary between two. The sum is taken in float64. Temperature 0: argmax y, logp 0.
 
-Not here: models with state across tokens (refused by name), weights on other machines.
+Not supported: models with state across tokens (refused by name), weights on other machines.
 Shapes: logits [B, V] of B completions.
 """
 
@@ -57,13 +57,13 @@ BLOCK = 256
 
 
 class Drawn(NamedTuple):
-    """The tokens of one step."""
+    """The sampled tokens of one step."""
 
     ids_B: Tensor
     logp_B: Tensor
-    """Under the policy they were drawn from."""
+    """Logprobs under the policy they were drawn from."""
     logp_one_B: Tensor
-    """Under the model at temperature 1."""
+    """Logprobs under the model at temperature 1."""
 
 
 def draw(
@@ -86,10 +86,14 @@ def draw(
 def policy_logits(
     logits_BV: Tensor, sampling: Sampling, history: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Logits of the policy: -inf for what cannot be drawn. The argument is left as it is."""
+    """Logits of the policy: -inf for tokens that cannot be drawn. ``logits_BV`` is not changed."""
     z = logits_BV
-    if sampling.repetition_penalty != 1:
-        z = _penalise(z, sampling.repetition_penalty, history)
+    penalty = sampling.repetition_penalty
+    if penalty != 1:
+        z = z.clone()
+        for row, ids in zip(z, history, strict=True):
+            seen = torch.tensor(sorted(set(ids)), device=z.device)
+            row[seen] = torch.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
     if sampling.temperature not in (0, 1):
         z = z / sampling.temperature
     if sampling.temperature == 0:
@@ -97,34 +101,23 @@ def policy_logits(
     if 0 < sampling.top_k < z.shape[1]:
         kth = z.topk(sampling.top_k, dim=-1).values[:, -1:]
         z = z.masked_fill(z < kth, -torch.inf)
-    if sampling.top_p < 1:
-        z = _nucleus(z, sampling.top_p)
+    if (
+        sampling.top_p < 1
+    ):  # the most likely tokens until they reach top_p; the token that crosses it is kept
+        ordered, order = z.sort(stable=True, dim=-1, descending=True)
+        p = ordered.softmax(-1)
+        is_left_out = p.cumsum(-1) - p >= sampling.top_p
+        is_left_out[:, 0] = False
+        mask = torch.zeros_like(is_left_out).scatter(1, order, is_left_out)
+        z = z.masked_fill(mask, -torch.inf)
     if sampling.min_p > 0:
         p = z.softmax(-1)
         z = z.masked_fill(p < sampling.min_p * p.amax(-1, keepdim=True), -torch.inf)
     return z
 
 
-def _penalise(z: Tensor, penalty: float, history: Sequence[Sequence[int]]) -> Tensor:
-    z = z.clone()
-    for row, ids in zip(z, history, strict=True):
-        seen = torch.tensor(sorted(set(ids)), device=z.device)
-        some = row[seen]
-        row[seen] = torch.where(some > 0, some / penalty, some * penalty)
-    return z
-
-
-def _nucleus(z: Tensor, top_p: float) -> Tensor:
-    """Keep the most likely tokens until they reach ``top_p``; the one that crosses it is kept."""
-    ordered, order = z.sort(stable=True, dim=-1, descending=True)
-    p = ordered.softmax(-1)
-    is_left_out = p.cumsum(-1) - p >= top_p
-    is_left_out[:, 0] = False
-    return z.masked_fill(torch.zeros_like(is_left_out).scatter(1, order, is_left_out), -torch.inf)
-
-
 def _invert(z: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of the distribution function at ``uniform_B``, and the log-probabilities of what it gives."""
+    """Inverse transform sampling: the tokens at ``uniform_B``, and their logprobs."""
     top = z.amax(-1, keepdim=True)
     weights = (z - top).exp_()
     num_rows, size = weights.shape
@@ -174,12 +167,12 @@ class Row:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Prefilled:
-    """A prompt whose keys and values are kept, with completions yet to begin."""
+    """A prompt with its keys and values, and completions that have not begun."""
 
     rows: deque[Row]
     path: tuple[Stretch, ...]
     is_leaf_shared: bool
-    """Whether another prompt sees the last stretch too."""
+    """Whether another prompt shares the last stretch."""
     logits_V: Tensor
 
 
@@ -192,7 +185,7 @@ class _Call:
     begun: deque[Prefilled] = field(default_factory=deque)
     groups: list[Group] = field(default_factory=list)
     rows: list[list[Row]] = field(default_factory=list)
-    """Of each group."""
+    """The rows of each group."""
 
     @property
     def num_live(self) -> int:
@@ -242,7 +235,7 @@ class LocalEngine:
     ) -> list[Completion]:
         """``sampling.n`` completions of each prompt, in the order of prompts and samples.
 
-        Under several ranks ``on_done`` hears of this rank's only; the list is whole on all of them.
+        Under several ranks ``on_done`` gets this rank's completions only; all ranks get the whole list.
         """
         require_usable(prompts, self.context)
         mine = prompts[self._ranks.rank :: self._ranks.size]
@@ -258,11 +251,11 @@ class LocalEngine:
         return sorted(every, key=lambda c: (order[c.prompt_id], c.index))
 
     def update(self, version: int) -> None:
-        """Note the step; the weights are the trainer's own."""
+        """Record the version; the weights are the trainer's tensors."""
         self.version = version
 
     def tokens(self, prompt: Prompt, sampling: Sampling) -> Iterator[int]:
-        """The ids of one completion as they are sampled, the one that ends it included."""
+        """The ids of one completion as they are sampled, including the id that ends it."""
         assert sampling.n == 1 and self._ranks.size == 1
         require_usable([prompt], self.context)
         rows = self._run([prompt], sampling)
@@ -282,8 +275,10 @@ class LocalEngine:
                 self._prefill(call, free)
             elif call.groups:
                 yield from self._decode(call)
-            else:
-                self._idle()
+            else:  # a forward to keep the other ranks company: collectives need all ranks
+                at = torch.zeros(1, dtype=torch.long)
+                layout = Layout(np.array([1]), None, self.scorer.device)
+                self.scorer.next_logits(at, at, layout, at)
             while call.begun and call.num_live < self.config.sequences:
                 yield from self._begin(call)
 
@@ -299,13 +294,23 @@ class LocalEngine:
             yield
 
     def _prefill(self, call: _Call, free: int) -> None:
-        """Compute the next prompts, as many as there are places for, and keep their keys and values."""
-        chosen = self._next_prompts(call, free)
-        for prompt in (*chosen, *islice(call.waiting, len(chosen))):  # those come next
-            for one in prompt.media:
-                one.picture.expect()
-        samples = {prompt.id: _as_sample(prompt) for prompt in chosen}
-        packed = pack(list(samples.values()), SHARE)
+        """Compute the next prompts, up to ``free`` completions, and keep their keys and values."""
+        chosen: list[Prompt] = []
+        num_tokens = 0
+        while call.waiting and len(chosen) * call.sampling.n < free:
+            prompt = call.waiting[0]
+            shared = common_prefix(_as_sample(chosen[-1]), _as_sample(prompt)) if chosen else 0
+            num_tokens += prompt.ids_T.size - shared
+            if chosen and num_tokens > self.config.prefill_tokens:
+                break
+            chosen.append(call.waiting.popleft())
+        for prompt in (
+            *chosen,
+            *islice(call.waiting, len(chosen)),
+        ):  # also those of the next prefill
+            for medium in prompt.media:
+                medium.picture.expect()
+        packed = pack([_as_sample(prompt) for prompt in chosen], SHARE)
         last_T = None if packed.last_T is None else packed.last_T.numpy()
         layout = Layout(packed.reach_T.numpy(), last_T, self.scorer.device, kept={})
         logits_RV = self.scorer.next_logits(
@@ -316,36 +321,23 @@ class LocalEngine:
         stretches = _stretches(layout, read_R)
         by_id = {prompt.id: prompt for prompt in chosen}
         for number, (name, last) in enumerate(zip(packed.sample_ids, read_R, strict=True)):
+            prompt = by_id[name]
             path = [s for s in stretches if s[0] <= last < layout.reach_T[s[0]]]
-            rows = self._rows(by_id[name], call.sampling)
-            is_leaf_shared = (
-                sum(path[-1][0] <= at < layout.reach_T[path[-1][0]] for at in read_R) > 1
+            leaf = path[-1][0]
+            is_leaf_shared = sum(leaf <= at < layout.reach_T[leaf] for at in read_R) > 1
+            size = room(prompt, call.sampling, self.context)
+            seeds = [
+                stream_seed(call.sampling.seed, name, index) for index in range(call.sampling.n)
+            ]
+            rows = deque(
+                Row(prompt, index, size, np.random.default_rng(seed))
+                for index, seed in enumerate(seeds)
             )
             kept = tuple(stretch for _, stretch in path)
             call.begun.append(Prefilled(rows, kept, is_leaf_shared, logits_RV[number]))
 
-    def _next_prompts(self, call: _Call, free: int) -> list[Prompt]:
-        chosen: list[Prompt] = []
-        num_tokens = 0
-        while call.waiting and len(chosen) * call.sampling.n < free:
-            prompt = call.waiting[0]
-            shared = common_prefix(_as_sample(chosen[-1]), _as_sample(prompt)) if chosen else 0
-            num_tokens += prompt.ids_T.size - shared
-            if chosen and num_tokens > self.config.prefill_tokens:
-                break
-            chosen.append(call.waiting.popleft())
-        return chosen
-
-    def _rows(self, prompt: Prompt, sampling: Sampling) -> deque[Row]:
-        size = room(prompt, sampling, self.context)
-        seeds = [stream_seed(sampling.seed, prompt.id, index) for index in range(sampling.n)]
-        return deque(
-            Row(prompt, index, size, np.random.default_rng(seed))
-            for index, seed in enumerate(seeds)
-        )
-
     def _begin(self, call: _Call) -> Iterator[Row]:
-        """Draw the first token of as many of the next prompt's completions as there are places for."""
+        """Draw the first token of the next prompt's completions, as many as have room."""
         begun = call.begun[0]
         free = self.config.sequences - call.num_live
         rows = [begun.rows.popleft() for _ in range(min(free, len(begun.rows)))]
@@ -361,7 +353,7 @@ class LocalEngine:
             call.rows.append(live)
 
     def _decode(self, call: _Call) -> Iterator[Row]:
-        """One token more for every live completion."""
+        """Draw the next token of every live completion."""
         rows = [row for some in call.rows for row in some]
         decoding = Decoding(call.groups)
         position = [group.position for group in call.groups for _ in range(group.num_rows)]
@@ -376,13 +368,8 @@ class LocalEngine:
         living = ([row for row in some if row.finish is None] for some in call.rows)
         call.rows = [some for some in living if some]
 
-    def _idle(self) -> None:
-        """A forward for the company of the other ranks."""
-        one = torch.zeros(1, dtype=torch.long)
-        self.scorer.next_logits(one, one, Layout(np.array([1]), None, self.scorer.device), one)
-
     def _draw(self, logits_BV: Tensor, rows: Sequence[Row], sampling: Sampling) -> None:
-        """Append a token to each row and see whether it ended there."""
+        """Append a token to each row, and set ``finish`` where it ends."""
         has_history = sampling.repetition_penalty != 1
         history = [[*row.prompt.ids_T.tolist(), *row.ids] for row in rows] if has_history else []
         uniform_B = torch.tensor([row.random.random() for row in rows], dtype=torch.float64)
@@ -444,11 +431,11 @@ def _stretches(layout: Layout, read_R: IntArray) -> list[tuple[int, Stretch]]:
     assert layout.kept is not None
     cuts = {segment.start for segment in layout.segments} | {int(last) + 1 for last in read_R}
     bounds = sorted(cuts | {layout.num_tokens})
-    found = []
+    stretches = []
     for start, stop in pairwise(bounds):
         kept = {
             layer: (key[:, :, start:stop].clone(), value[:, :, start:stop].clone())
             for layer, (key, value) in layout.kept.items()
         }
-        found.append((start, Stretch(int(layout.depth_T[start]), stop - start, kept)))
-    return found
+        stretches.append((start, Stretch(int(layout.depth_T[start]), stop - start, kept)))
+    return stretches

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -49,7 +50,7 @@ from taut.vision.content import ImagesConfig
 from taut.vision.image_store import open_image_store
 
 PROVED = 64
-"""Tokens of the proofs' longest sample where a model names no context."""
+"""Tokens of the self-test's longest sample for a model without a context length."""
 
 
 @configclass
@@ -138,7 +139,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Rendering:
-    """What prompts are made with: all of a model but its weights."""
+    """Tokenizer, template and stop set: a model without its weights."""
 
     config: PreTrainedConfig
     renderer: Renderer
@@ -147,7 +148,7 @@ class Rendering:
 
 
 def open_renderer(use: ModelUse) -> Rendering:
-    """Tokenizer, template and stop set, in a moment: prompts can be read before weights are."""
+    """Load tokenizer, template and stop set, which is quick: prompts can be read before the weights."""
     config = load_config(use.model, use.trust_remote_code)
     decisions: list[Decision] = []
     tokenizer_path = use.model
@@ -175,13 +176,59 @@ def open_renderer(use: ModelUse) -> Rendering:
 def open_engine(use: ModelUse, rendering: Rendering | None = None) -> Opened:
     """The engine that ``use`` asks for, ready to generate. ``rendering``: of the same ``use``, if it is open already.
 
-    Raises TautError where it cannot be had as asked.
+    Raises TautError where it cannot be opened.
     """
     rendering = open_renderer(use) if rendering is None else rendering
-    return _server(use, rendering) if use.engine == "server" else _local(use, rendering)
+    config, renderer, stops = rendering.config, rendering.renderer, rendering.stops
+    tokenizer = renderer.tokenizer
+    if use.engine == "server":
+        assert use.url is not None
+        context = context_length(config)
+        server = ServerEngine.open(use.url, use.server, tokenizer, stops.ids, context, section="")
+        decisions = [*rendering.decisions, *server.decisions]
+        return Opened(server, renderer, stops, server.context, decisions, server.close)
+    skeleton = load_skeleton(use.model, config, use.trust_remote_code)
+    stateful = architecture.stateful_layers(skeleton)
+    if stateful:
+        raise ModelError(
+            f"model={use.model} has layers with state across tokens ({', '.join(stateful[:3])}), which the local "
+            "engine does not carry; expected attention in every layer; serve the model and set engine=server url=..."
+        )
+    context, decisions = exact_context(config, skeleton, "the sequence's length")
+    device = one_device(use.device)
+    dtype = inference_dtype(use.dtype, device, "decoding on a CPU gains nothing from bf16")
+    chosen = select(use.attention, device, dtype.dtype, config)
+    model = load_model(
+        use.model,
+        dtype=dtype.dtype,
+        device=device,
+        attention=chosen.implementation,
+        trust_remote_code=use.trust_remote_code,
+        is_narrow=use.adapter is None,
+    )
+    if use.adapter is not None:  # merged in full precision, then narrowed
+        adapter = home_path(use.adapter)
+        wrapped: Any = load_adapter(model, adapter, adapter_settings(adapter)).model
+        model = wrapped.merge_and_unload(safe_merge=True)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype.dtype)
+    scorer = Scorer(model.requires_grad_(False)).eval()
+    compute = partial(inference_context, dtype.dtype)
+    run_self_test(scorer, compute(), dtype.dtype, context or PROVED)
+    engine = LocalEngine(
+        scorer, tokenizer, stops.ids, context=context, compute=compute, config=use.local
+    )
+    decisions = [
+        *rendering.decisions,
+        *decisions,
+        Decision("dtype", str(dtype.dtype).removeprefix("torch."), dtype.reason),
+        Decision("attention", chosen.name, chosen.reason),
+    ]
+    return Opened(engine, renderer, stops, context, decisions)
 
 
 def read_template(path: str | None) -> str | None:
+    """The chat template in a file; None without a path."""
     if path is None:
         return None
     try:
@@ -193,59 +240,19 @@ def read_template(path: str | None) -> str | None:
         ) from None
 
 
-def _server(use: ModelUse, rendering: Rendering) -> Opened:
-    assert use.url is not None
-    renderer, stops = rendering.renderer, rendering.stops
-    context = context_length(rendering.config)
-    tokenizer = renderer.tokenizer
-    engine = ServerEngine.open(use.url, use.server, tokenizer, stops.ids, context, section="")
-    decisions = [*rendering.decisions, *engine.decisions]
-    return Opened(engine, renderer, stops, engine.context, decisions, engine.close)
-
-
-def _local(use: ModelUse, rendering: Rendering) -> Opened:
-    config, renderer, stops = rendering.config, rendering.renderer, rendering.stops
-    context, reasons = _exact_context(use, config)
-    device = one_device(use.device)
-    dtype = _dtype(use.dtype, device)
-    chosen = select(use.attention, device, dtype.dtype, config)
-    decisions = [
-        *rendering.decisions,
-        *reasons,
-        Decision("dtype", str(dtype.dtype).removeprefix("torch."), dtype.reason),
-        Decision("attention", chosen.name, chosen.reason),
-    ]
-    scorer = _scorer(use, dtype.dtype, device, chosen.implementation)
-    compute = partial(inference_context, dtype.dtype)
-    run_self_test(scorer, compute(), dtype.dtype, context or PROVED)
-    engine = LocalEngine(
-        scorer,
-        renderer.tokenizer,
-        stops.ids,
-        context=context,
-        compute=compute,
-        config=use.local,
-    )
-    return Opened(engine, renderer, stops, context, decisions)
-
-
-def _exact_context(use: ModelUse, config: PreTrainedConfig) -> tuple[int | None, list[Decision]]:
-    """The longest sequence the local engine continues exactly. Looks at the architecture only."""
-    skeleton = load_skeleton(use.model, config, use.trust_remote_code)
-    stateful = architecture.stateful_layers(skeleton)
-    if stateful:
-        raise ModelError(
-            f"model={use.model} has layers with state across tokens ({', '.join(stateful[:3])}), which the local "
-            "engine does not carry; expected attention in every layer; serve the model and set engine=server url=..."
-        )
+def exact_context(
+    config: PreTrainedConfig, skeleton: nn.Module, dependence: str
+) -> tuple[int | None, list[Decision]]:
+    """The longest sequence that is computed exactly. ``dependence``: the quantity that longer RoPE angles depend on."""
     context, rope = context_length(config), architecture.length_dependent_rope(skeleton)
     if rope is not None and (context is None or context > rope[1]):
-        reason = f"{rope[0]} RoPE depends on the sequence's length beyond it"
+        reason = f"{rope[0]} RoPE depends on {dependence} beyond it"
         return rope[1], [Decision("context", str(rope[1]), reason)]
     return context, []
 
 
 def one_device(requested: str) -> torch.device:
+    """The device of a command that runs as one process. Raises ConfigError under several ranks."""
     ranks = distributed.start(requested)
     if ranks.size > 1:
         distributed.stop(ranks)
@@ -256,32 +263,13 @@ def one_device(requested: str) -> torch.device:
     return ranks.device
 
 
-def _dtype(requested: str | None, device: torch.device) -> ChosenDtype:
+def inference_dtype(requested: str | None, device: torch.device, cpu_reason: str) -> ChosenDtype:
+    """The requested dtype; by default float32 on a CPU (for ``cpu_reason``), else bfloat16 where the GPU has it."""
     if requested is None and device.type == "cpu":
-        return ChosenDtype(torch.float32, "decoding on a CPU gains nothing from bf16")
+        return ChosenDtype(torch.float32, cpu_reason)
     return resolve_dtype(requested, device)
 
 
 def inference_context(dtype: torch.dtype) -> Any:
     """The context of a forward pass: the weights are in the dtype computed in, so there is no autocast."""
     return nullcontext() if dtype == torch.bfloat16 else backward_context(dtype)
-
-
-def _scorer(use: ModelUse, dtype: torch.dtype, device: torch.device, attention: str) -> Scorer:
-    model = load_model(
-        use.model,
-        dtype=dtype,
-        device=device,
-        attention=attention,
-        trust_remote_code=use.trust_remote_code,
-        is_narrow=use.adapter is None,
-    )
-    if use.adapter is not None:  # put on in full precision, then narrowed
-        adapter = home_path(use.adapter)
-        wrapped: Any = load_adapter(model, adapter, adapter_settings(adapter)).model
-        model = wrapped.merge_and_unload(safe_merge=True)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype)
-    scorer = Scorer(model.requires_grad_(False))
-    scorer.eval()
-    return scorer

@@ -1,15 +1,15 @@
-"""A reward model in this process: samples in, the numbers of its scalar head out.
+"""A reward model in this process: samples in, scores of its scalar head out.
 
 Samples are packed without padding; prefixes that samples share are computed once, within a row and across rows. A
-forward takes about ``tokens_per_batch`` tokens. A sample's number does not depend on the samples it is scored with, to
-rounding; the model passes the same start-up checks as in training (models/self_test.py).
+forward takes about ``tokens_per_batch`` tokens. A sample's score does not depend on the samples it is scored with, to
+within rounding; the model passes the same start-up checks as in training (models/self_test.py).
 
 Answers are rendered as for training a reward model (data/render.py): they end with the token at which a server stops,
-and are read there. A truncated answer is therefore read as if it had ended; the reward ``stop`` tells them apart.
+and are scored there. A truncated answer is therefore scored as if it had ended; the reward ``stop`` tells them apart.
 
 One thread owns the model, so that several callers can share it: waiting requests are rendered and scored together, up
 to the token budget. A request that cannot be scored fails alone. If the thread itself fails, all waiting and later
-requests fail with its error: nothing waits for ever.
+requests fail with its error: no request waits for ever.
 
 ``open_rater`` makes reward models members of a panel of rewards. Answers to one prompt share its computation. An answer
 that cannot be rendered, or is too long for the model, is an error of that answer; a number that is not finite ends the
@@ -18,7 +18,6 @@ run, because the model itself is then broken.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +32,6 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from pydantic import Field
-from transformers import PreTrainedConfig
 
 from taut.config import ComputeDtype, Decision, configclass, from_mapping, to_dict
 from taut.data.cache import default_directory
@@ -43,11 +41,16 @@ from taut.data.packing import ALONE, PackPolicy, common_prefix, pack, prefix_ord
 from taut.data.render import Renderer, render_any
 from taut.data.schema import Answers, AnyRow, Stepwise
 from taut.errors import DataError, EngineError, NonFiniteError, OutOfMemory, TautError
-from taut.inference.open import PROVED, inference_context, one_device, read_template
-from taut.models import architecture
+from taut.inference.open import (
+    PROVED,
+    exact_context,
+    inference_context,
+    inference_dtype,
+    one_device,
+    read_template,
+)
 from taut.models.attention_backends import select
-from taut.models.load import context_length, load_config, load_tokenizer
-from taut.models.precision import ChosenDtype, resolve_dtype
+from taut.models.load import load_config, load_tokenizer
 from taut.models.reward_model import load_reward_model, reward_skeleton
 from taut.models.scorer import Scorer
 from taut.models.self_test import run_self_test
@@ -86,8 +89,8 @@ class JudgeUse:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """Prompt and answer as one text with its special tokens, as it went through a model: tokenised as it is, nothing
-    added, and read at its last token."""
+    """Prompt and answer as one text with its special tokens, as a model saw it: tokenised unchanged and scored at its
+    last token."""
 
     place: str
     text: str
@@ -95,14 +98,14 @@ class Rendered:
 
 @dataclass(frozen=True, eq=False)
 class Judge:
-    """A reward model that is ready."""
+    """A loaded reward model."""
 
     scorer: Scorer
     renderer: Renderer
     context: int | None
     """Tokens a sample may have."""
     is_process: bool
-    """Whether the head may be read at any token: the model is of the library's token class."""
+    """Whether the head may be read at any token, i.e. the library's class is for token classification."""
     tokens_per_batch: int
     one_sample: str | None
     """Why samples are not packed."""
@@ -110,26 +113,28 @@ class Judge:
     decisions: tuple[Decision, ...]
 
     def render(self, rows: Sequence[AnyRow | Rendered]) -> list[list[Sample]]:
-        """The samples of each row: of a row of SFT one, which ends with its last answer; of a rendered text one."""
+        """The samples of each row: one of an SFT row, which ends with its last answer, or of a rendered text."""
         plain = [row for row in rows if not isinstance(row, Rendered)]
         others = iter(render_any([_answer(row) for row in plain], self.renderer))
-        samples = [
-            [self._rendered(row)] if isinstance(row, Rendered) else next(others) for row in rows
-        ]
+        template = self.renderer.template
+        samples = []
+        for row in rows:
+            if isinstance(row, Rendered):
+                template.pictures.require_plain(row.text, row.place)
+                text = checked(row.text, row.place, is_rendering=True)
+                ids = template.encode([text])[text]
+                if not ids:
+                    raise DataError(f"{row.place}: the text has no token; expected at least one")
+                ids_T = np.asarray(ids, dtype=np.int64)
+                samples.append([Sample(row.place, ids_T, NONE_T, NONE_N)])
+            else:
+                samples.append(next(others))
         for sample in chain.from_iterable(samples):
             self.require_fits(sample)
         return samples
 
-    def _rendered(self, row: Rendered) -> Sample:
-        self.renderer.template.pictures.require_plain(row.text, row.place)
-        text = checked(row.text, row.place, is_rendering=True)
-        ids = self.renderer.template.encode([text])[text]
-        if not ids:
-            raise DataError(f"{row.place}: the text has no token; expected at least one")
-        return Sample(row.place, np.asarray(ids, dtype=np.int64), NONE_T, NONE_N)
-
     def require_fits(self, sample: Sample) -> None:
-        """Raise DataError for a sample longer than the model was made for."""
+        """Raise DataError for a sample longer than the model's context."""
         if self.context is not None and sample.num_tokens > self.context:
             raise DataError(
                 f"{sample.id}: {sample.num_tokens} tokens; expected at most {self.context}, what the model was made "
@@ -137,32 +142,35 @@ class Judge:
             )
 
     def scores(self, samples: Sequence[Sample]) -> list[FloatArray]:
-        """The head's number at each read of each sample (its last token, where it names none), [R] each."""
-        found: list[FloatArray] = [NONE_N] * len(samples)
+        """The head's score at each read of each sample (by default its last token), [R] each."""
+        scores: list[FloatArray] = [NONE_N] * len(samples)
         for batch in self._batches(samples):
             for index, score_R in zip(
                 batch, self._forward([samples[i] for i in batch]), strict=True
             ):
-                found[index] = score_R
-        return found
+                scores[index] = score_R
+        return scores
 
     def _batches(self, samples: Sequence[Sample]) -> Iterator[list[int]]:
-        """Samples that begin alike are neighbours, and as many together as the budget allows."""
+        """Indices of the samples of each forward: those with a common prefix together, up to the token budget."""
         batch: list[int] = []
         num_tokens = 0
         for index in prefix_order(samples):
             size = samples[index].num_tokens
-            own = size - common_prefix(samples[batch[-1]], samples[index]) if batch else size
-            if batch and (self.one_sample or num_tokens + own > self.tokens_per_batch):
+            added = size - common_prefix(samples[batch[-1]], samples[index]) if batch else size
+            if batch and (self.one_sample or num_tokens + added > self.tokens_per_batch):
                 yield batch
-                batch, num_tokens, own = [], 0, size
+                batch, num_tokens, added = [], 0, size
             batch.append(index)
-            num_tokens += own
+            num_tokens += added
         if batch:
             yield batch
 
     def _forward(self, samples: Sequence[Sample]) -> list[FloatArray]:
-        numbered = [_bare(sample, number) for number, sample in enumerate(samples)]
+        numbered = [  # the head needs no targets, and unique names
+            replace(sample.without_targets(), id=str(number), values={}, read_values={}, group=-1)
+            for number, sample in enumerate(samples)
+        ]
         packed = pack(numbered, ALONE if self.one_sample else PackPolicy())
         try:
             with torch.no_grad(), self.compute():
@@ -178,17 +186,18 @@ class Judge:
             int(name): values_R[row_R == row] for row, name in enumerate(packed.sample_ids)
         }
         for number, sample in enumerate(samples):
-            if not np.isfinite(by_number[number]).all():
+            bad_R = by_number[number][~np.isfinite(by_number[number])]
+            if bad_R.size:
                 raise NonFiniteError(
-                    f"{sample.id}: the model's score is {_first_bad(by_number[number])}; expected a number; the model "
+                    f"{sample.id}: the model's score is {float(bad_R[0])}; expected a number; the model "
                     "is broken, or dtype is too narrow for it"
                 )
         return [by_number[number] for number in range(len(samples))]
 
 
 def open_judge(use: JudgeUse, directory: Path | None = None) -> Judge:
-    """The reward model that ``use`` names, loaded and proved. ``directory``: for copies of pictures; by default the
-    cache's. Raises TautError where it cannot be had as asked.
+    """Load and test the reward model that ``use`` names. ``directory``: for copies of pictures; by default the cache's.
+    Raises TautError where it cannot be loaded with these settings.
     """
     config = load_config(use.model, use.trust_remote_code)
     skeleton = reward_skeleton(use.model, config, None, use.trust_remote_code)
@@ -205,9 +214,9 @@ def open_judge(use: JudgeUse, directory: Path | None = None) -> Judge:
     renderer = Renderer(
         tokenizer, read_template(use.template), "last", key="template", image_store=image_store
     )
-    context, decisions = _exact_context(config, skeleton)
+    context, decisions = exact_context(config, skeleton, "the batch's longest sample")
     device = one_device(use.device)
-    dtype = _dtype(use.dtype, device)
+    dtype = inference_dtype(use.dtype, device, "bfloat16 is quicker, and rounds the scores")
     chosen = select(use.attention, device, dtype.dtype, config)
     decisions += [
         Decision("dtype", str(dtype.dtype).removeprefix("torch."), dtype.reason),
@@ -239,25 +248,8 @@ def open_judge(use: JudgeUse, directory: Path | None = None) -> Judge:
     )
 
 
-def _dtype(requested: str | None, device: torch.device) -> ChosenDtype:
-    if requested is None and device.type == "cpu":
-        return ChosenDtype(torch.float32, "bfloat16 is quicker, and rounds the scores")
-    return resolve_dtype(requested, device)
-
-
-def _exact_context(
-    config: PreTrainedConfig, skeleton: torch.nn.Module
-) -> tuple[int | None, list[Decision]]:
-    """The longest sample whose number does not depend on what it is packed with."""
-    context, rope = context_length(config), architecture.length_dependent_rope(skeleton)
-    if rope is not None and (context is None or context > rope[1]):
-        reason = f"{rope[0]} RoPE depends on the batch's longest sample beyond it"
-        return rope[1], [Decision("context", str(rope[1]), reason)]
-    return context, []
-
-
 def _answer(row: AnyRow) -> AnyRow:
-    """A row of SFT as an answer to be scored: of a conversation the last message."""
+    """The answer to score in a row of SFT: of a conversation the last message."""
     if isinstance(row, Answers | Stepwise):
         return row
     if isinstance(row, Conversation):
@@ -270,27 +262,12 @@ def _answer(row: AnyRow) -> AnyRow:
     return Answers(row.place, (row,), {})
 
 
-def _bare(sample: Sample, number: int) -> Sample:
-    """What of a sample the head needs, under a name of its own."""
-    return replace(
-        sample.without_targets(),
-        id=str(number),
-        values={},
-        read_values={},
-        group=-1,
-    )
-
-
-def _first_bad(values_R: FloatArray) -> float:
-    return next(float(value) for value in values_R if not math.isfinite(value))
-
-
 PICTURE = 256
-"""About how many tokens one has."""
+"""Estimated tokens of a picture."""
 
 
 class Busy(EngineError):
-    """More waits than is let in."""
+    """Too many requests wait."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -300,7 +277,7 @@ class _Job:
 
 
 class Batcher:
-    """Scores rows for many askers. ``close`` ends it, once what waits is scored."""
+    """Scores rows for many callers. ``close`` ends it after the waiting requests are scored."""
 
     def __init__(
         self,
@@ -308,7 +285,7 @@ class Batcher:
         most_waiting: int = 256,
         afterwards: Callable[[], None] | None = None,
     ) -> None:
-        """``afterwards``: called after all that was scored together."""
+        """``afterwards``: called after each batch."""
         self.judge, self.most_waiting, self.afterwards = judge, most_waiting, afterwards
         self._changed = threading.Condition()
         self._waiting: deque[_Job] = deque()
@@ -320,7 +297,7 @@ class Batcher:
 
     @property
     def failure(self) -> str | None:
-        """Why nothing is scored any more; None while it is."""
+        """Why requests are no longer scored; None while they are."""
         return self._reason
 
     @property
@@ -328,7 +305,7 @@ class Batcher:
         return len(self._waiting)
 
     def submit(self, rows: Sequence[AnyRow | Rendered]) -> Future[list[float]]:
-        """A number for each row, in their order, when it is its turn. The future fails with a TautError.
+        """The future scores of the rows, in their order. The future fails with a TautError.
 
         Raises Busy, or EngineError where the thread has ended.
         """
@@ -345,7 +322,7 @@ class Batcher:
         return job.future
 
     def close(self) -> None:
-        """Score what waits, and end."""
+        """Score the waiting requests, and end."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -353,12 +330,20 @@ class Batcher:
 
     def _run(self) -> None:
         while self._take():
-            self._score(self._current)
+            pairs = []
+            for job in self._current:
+                try:
+                    samples = [sample for (sample,) in self.judge.render(job.rows)]
+                except TautError as error:
+                    job.future.set_exception(error)
+                else:
+                    pairs.append((job, samples))
+            self._score(pairs)
             if self.afterwards is not None:
                 self.afterwards()
 
     def _take(self) -> bool:
-        """Wait for work, and take as many requests as are there, the budget allowing; False: it is closed."""
+        """Wait for requests, and take waiting ones up to the token budget; False after ``close``."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_closing)
             self._current = []
@@ -370,36 +355,26 @@ class Batcher:
                     size += sum(_guess(row) for row in job.rows)
             return bool(self._current or self._waiting or not self._is_closing)
 
-    def _score(self, jobs: Sequence[_Job]) -> None:
-        rendered = [(job, samples) for job in jobs if (samples := self._samples(job)) is not None]
+    def _score(self, pairs: Sequence[tuple[_Job, Sequence[Sample]]]) -> None:
+        """Score jobs together; if that fails, each alone."""
         try:
-            found = iter(self.judge.scores([s for _, samples in rendered for s in samples]))
-        except TautError:
-            for job, samples in rendered:
-                self._score_alone(job, samples)
+            scores = iter(self.judge.scores([s for _, samples in pairs for s in samples]))
+        except TautError as error:
+            if len(pairs) == 1:
+                pairs[0][0].future.set_exception(error)
+                return
+            for pair in pairs:
+                self._score([pair])
             return
-        for job, samples in rendered:
-            job.future.set_result([float(next(found)[-1]) for _ in samples])
-
-    def _score_alone(self, job: _Job, samples: Sequence[Sample]) -> None:
-        try:
-            found = self.judge.scores(samples)
-        except TautError as error:
-            job.future.set_exception(error)
-        else:
-            job.future.set_result([float(score_R[-1]) for score_R in found])
-
-    def _samples(self, job: _Job) -> list[Sample] | None:
-        try:
-            return [sample for (sample,) in self.judge.render(job.rows)]
-        except TautError as error:
-            job.future.set_exception(error)
-            return None
+        for job, samples in pairs:
+            job.future.set_result([float(next(scores)[-1]) for _ in samples])
 
     def _end(self, ended: Future[None]) -> None:
-        """Whoever still waits is told that the thread has ended, and why."""
+        """Fail the waiting requests with the reason why the thread ended."""
         error = ended.exception()
-        why = "was closed" if error is None else f"ended by {type(error).__name__}: {_line(error)}"
+        why = "was closed"
+        if error is not None:
+            why = f"ended by {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         with self._changed:
             self._reason = f"the thread that owns the reward model {why}; start the server again"
             left = [*self._current, *self._waiting]
@@ -410,51 +385,45 @@ class Batcher:
 
 
 def _guess(row: AnyRow | Rendered) -> int:
-    """About how many tokens a row has, before it is tokenised: a third of its characters, and what pictures have."""
+    """A row's estimated number of tokens: a third of its characters, and ``PICTURE`` for each picture."""
     if isinstance(row, Conversation):
         size = sum(len(text_of(message["content"])) for message in row.messages)
         return size // 3 + PICTURE * len(images_of(row.messages))
     return len(row.text if isinstance(row, Rendered) else repr(row)) // 3
 
 
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
-
-
 def open_rater(verifier: Verifier) -> Rater:
-    """The model that a ``reward_model`` names, loaded and proved."""
+    """Load and test the model of a ``reward_model``."""
     return rater(open_judge(from_mapping(JudgeUse, to_dict(verifier))))
 
 
 def rater(judge: Judge) -> Rater:
-    """The scores of a model that is ready."""
+    """A function that scores answers with a loaded model."""
 
     def rate(answers: Sequence[Answered]) -> list[Score]:
-        found = [_sample(judge, answered, number) for number, answered in enumerate(answers)]
-        samples = [it for it in found if isinstance(it, Sample)]
-        numbers = iter(judge.scores(samples) if samples else ())
-        return [Score(float(next(numbers)[-1])) if isinstance(it, Sample) else it for it in found]
+        samples: list[Sample] = []
+        errors: dict[int, Score] = {}
+        for number, answered in enumerate(answers):
+            prompt, place = answered.prompt, f"answer {number}"
+            turns = answered.messages or ({"role": "assistant", "content": answered.text},)
+            try:
+                row: AnyRow
+                if isinstance(prompt, str):
+                    row = Completion(place, prompt, answered.text)
+                else:
+                    messages = [dict(message) for message in (*prompt, *turns)]
+                    row = read_conversation(
+                        messages, place, first_learned=len(prompt), column="prompt+completion"
+                    )
+                ((sample,),) = judge.render([row])
+            except DataError as error:
+                errors[number] = Score(error=reason(error))
+            else:
+                samples.append(sample)
+        scores = iter(judge.scores(samples) if samples else ())
+        return [
+            errors[number] if number in errors else Score(float(next(scores)[-1]))
+            for number in range(len(answers))
+        ]
 
     return rate
-
-
-def _sample(judge: Judge, answered: Answered, number: int) -> Sample | Score:
-    """An answer as the model reads it, or why it cannot."""
-    try:
-        ((sample,),) = judge.render([_row(answered, f"answer {number}")])
-    except DataError as error:
-        return Score(error=reason(error))
-    return sample
-
-
-def _row(answered: Answered, place: str) -> AnyRow:
-    prompt = answered.prompt
-    if isinstance(prompt, str):
-        return Completion(place, prompt, answered.text)
-    turns = answered.messages or ({"role": "assistant", "content": answered.text},)
-    return read_conversation(
-        [dict(message) for message in (*prompt, *turns)],
-        place,
-        first_learned=len(prompt),
-        column="prompt+completion",
-    )

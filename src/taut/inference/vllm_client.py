@@ -96,12 +96,12 @@ class Endpoint:
                 json=body,
             )
         except http.Unanswered as failure:
-            found = self._safe(str(failure))
+            reason = self._safe(str(failure))
             if failure.answer is not None:
-                found = f"{found} ({self._message(failure.answer)})"
+                reason = f"{reason} ({self._message(failure.answer)})"
             raise EngineError(
-                f"server: {found} from {place} ({failure.num_attempts} attempts); expected an answer; start the server "
-                f"or wait for it, set {self._patience}, then run the same command again"
+                f"server: {reason} from {place} ({failure.num_attempts} attempts); expected an answer; start the "
+                f"server or wait for it, set {self._patience}, then run the same command again"
             ) from None
         except http.Refused as error:
             raise EngineError(

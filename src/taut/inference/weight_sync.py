@@ -443,8 +443,9 @@ def checkpoint_tensors(
         plain = plain_model(model, state)
         once = {name for name, _ in plain.named_parameters()}
         tied = {name for name, _ in plain.named_parameters(remove_duplicate=False)} - once
-        own = {name: tensor for name, tensor in plain.state_dict().items() if name not in tied}
-        return dict(revert_weight_conversion(plain, own))
+        every = plain.state_dict()
+        untied = {name: tensor for name, tensor in every.items() if name not in tied}
+        return dict(revert_weight_conversion(plain, untied))
 
 
 def write(tensors: Mapping[str, Tensor], dtype: torch.dtype, folder: Path) -> int:

@@ -217,17 +217,17 @@ def is_first_on_host() -> bool:
 
 def escaped(text: str) -> str:
     """``text`` with control characters as ``\\x1b`` or ``\\u202e``, which inside JSON is the same text."""
-    return _CONTROL.sub(_escape, text)
+
+    def escape(match: re.Match[str]) -> str:
+        code = ord(match[0])
+        return f"\\x{code:02x}" if code < 0x7F else f"\\u{code:04x}"
+
+    return _CONTROL.sub(escape, text)
 
 
 def one_line(text: str) -> str:
     """The same, and the ends of lines escaped too."""
     return escaped(text).replace("\n", "\\n")
-
-
-def _escape(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    return f"\\x{code:02x}" if code < 0x7F else f"\\u{code:04x}"
 
 
 def counted(number: int, nouns: str) -> str:

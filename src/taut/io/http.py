@@ -171,12 +171,15 @@ async def request(
         with anyio.fail_after(limits.seconds):
             target, own_headers = _checked(httpx2.URL(url)), dict(headers or {})
             for _ in range(limits.redirects + 1):
+                # a connection fails before the deadline: a TLS handshake that is cancelled would not close its socket
+                left = anyio.current_effective_deadline() - anyio.current_time()
+                connect = min(CONNECT, max(0.9 * left, 0.0))
                 sent_request = client.build_request(
                     method,
                     target,
                     headers={"Accept-Encoding": "identity", **own_headers},
                     json=json,
-                    timeout=_timeout(client.timeout),
+                    timeout=httpx2.Timeout(client.timeout.read, connect=connect),
                 )
                 response = await client.send(sent_request, stream=True, follow_redirects=False)
                 try:
@@ -349,13 +352,6 @@ def parse_json(text: str) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-
-
-def _timeout(timeout: httpx2.Timeout) -> httpx2.Timeout:
-    """A connection fails before the deadline: a TLS handshake that is cancelled would not close its socket."""
-    left = anyio.current_effective_deadline() - anyio.current_time()
-    connect = min(CONNECT, max(0.9 * left, 0.0))
-    return httpx2.Timeout(timeout.read, connect=connect)
 
 
 async def _body(response: httpx2.Response, max_bytes: int) -> bytes:

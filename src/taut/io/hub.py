@@ -42,7 +42,14 @@ def settle() -> str | None:
         return None
     if _asked is None or time.monotonic() - _asked[0] > STANDS:
         _asked = time.monotonic(), _failure(constants.ENDPOINT)
-        _use_cache_alone(is_so=_asked[1] is not None)
+        is_offline = _asked[1] is not None
+        constants.HF_HUB_OFFLINE = is_offline
+        if "datasets" in sys.modules:
+            sys.modules["datasets"].config.HF_HUB_OFFLINE = is_offline
+        if is_offline:
+            os.environ["HF_HUB_OFFLINE"] = "1"  # for what reads it later, and for other processes
+        else:
+            os.environ.pop("HF_HUB_OFFLINE", None)
     return _asked[1]
 
 
@@ -112,18 +119,6 @@ async def _ask(endpoint: str) -> None:
 
     async with http.open_client(PATIENCE) as client:
         await http.request(client, "HEAD", endpoint, http.Limits(PATIENCE, max_bytes=0))
-
-
-def _use_cache_alone(*, is_so: bool) -> None:
-    from huggingface_hub import constants
-
-    constants.HF_HUB_OFFLINE = is_so
-    if "datasets" in sys.modules:
-        sys.modules["datasets"].config.HF_HUB_OFFLINE = is_so
-    if is_so:
-        os.environ["HF_HUB_OFFLINE"] = "1"  # for what reads it later, and for other processes
-    else:
-        os.environ.pop("HF_HUB_OFFLINE", None)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

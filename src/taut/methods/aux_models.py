@@ -145,9 +145,10 @@ class AuxModels:
             new_ids = [index for index in new_ids if inputs.token(index) not in theirs]
             context = context_length(load_config(config.model, run.trust_remote_code))
             require_context(f"critic.model={config.model}", context, inputs.longest)
-        setting = critics.Setting(
-            policy=policy,
-            path=run.model,
+        return critics.build_critic(
+            config,
+            policy,
+            run.model,
             dtype=loaded.dtype.dtype,
             device=ranks.device,
             attention=loaded.attention.implementation,
@@ -158,7 +159,6 @@ class AuxModels:
             seed=run.seed,
             trust_remote_code=run.trust_remote_code,
         )
-        return critics.build_critic(config, setting)
 
     def critic_pace(self, run: RunConfig) -> Pace | None:
         """The learning rate of the critic relative to the policy's, if there is a critic."""

@@ -24,7 +24,6 @@ from taut.inference.local import LocalEngine
 from taut.inference.reward_model import open_rater
 from taut.inference.vllm import ServerEngine
 from taut.inference.weight_sync import Trained
-from taut.io.console import counted
 from taut.methods.inputs import Inputs, Language, MayChange, Models, Plan
 from taut.methods.method import RunConfig
 from taut.methods.reference import ReferenceConfig
@@ -365,12 +364,7 @@ class OnlineMethod(RunConfig):
         return [*super().decisions, decision]
 
     def describe_rollouts(self, num_steps: int) -> str:
-        rollout = self.rollout
-        number = self.batch.samples_per_step * rollout.minibatches
-        return (
-            f"{counted(num_steps, 'steps')}, {rollout.updates} on each rollout: {counted(number, 'prompts')}, "
-            f"{counted(rollout.n, 'completions')} each, of at most {counted(rollout.grows, 'tokens')}"
-        )
+        return self.rollout.describe(num_steps, self.batch.samples_per_step)
 
 
 def require_live_reference(reference: ReferenceConfig, without: str, *, is_read: bool) -> None:

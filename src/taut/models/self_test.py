@@ -34,7 +34,7 @@ from taut.models import architecture
 from taut.models.attention_backends import observe
 from taut.models.heads import check_head, scalar, scalar_head
 from taut.models.load import set_attention
-from taut.models.scorer import Scorer
+from taut.models.scorer import Scorer, evaluating
 from taut.types import Packed, Sample, Wants
 from taut.vision import tower
 
@@ -66,14 +66,11 @@ def run_self_test(
     """Run the self-test. Raises AttentionError or ModelError for what cannot be trained exactly."""
     name = type(scorer.model).__name__
     reasons = one_sample_reasons(scorer.model, max_length)
-    was_training = scorer.training
-    scorer.eval()
-    with torch.no_grad(), compute:
+    with evaluating(scorer), torch.no_grad(), compute:
         with observe() as seen:
             _outputs(scorer, pack([_probe("a", LENGTHS[0], scorer, seed=1)], ALONE))
         neighbour, future = _perturb(scorer, max_length)
         head = _head_difference(scorer)
-    scorer.train(was_training)
     expected, limit = architecture.attention_layer_count(scorer.model), TOLERANCE[dtype]
     if len(seen.layers) != expected or len(set(seen.layers)) != expected:
         raise AttentionError(

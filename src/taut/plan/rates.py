@@ -30,7 +30,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from taut.attention.layout import Layout
-from taut.losses.supervised import CrossEntropy
 from taut.methods.method import RunConfig
 from taut.models import architecture
 from taut.models.load import quiet_library
@@ -244,9 +243,8 @@ def _shortened(run: RunConfig, config: PreTrainedConfig, kernels: Kernels) -> Pr
 
 
 def _step(scorer: Scorer, packed: Packed, dtype: torch.dtype) -> None:
-    linear_N = CrossEntropy().linear_weights(packed)["cross_entropy"]
     with compute_context(dtype, scorer.device):
-        total = scorer(packed, linear_N).linear_sum
+        total = scorer(packed, -packed.weight_N).linear_sum  # the weights of cross entropy
     with backward_context(dtype):
         total.backward()
 

@@ -60,9 +60,14 @@ class Supply(NamedTuple):
         compared share their prompt and are not truncated: as many rows as fit, if one fits.
         """
         if self.trees[0].is_atom:
-            rows = self._rows(tokens)
-            if rows:
-                return pack(rows, self.policy)
+            chosen, left = list[Sample](), tokens
+            for number, tree in enumerate(cycle(self.trees)):
+                left -= num_distinct_tokens(tree.samples, self.policy)
+                if left < 0:
+                    break
+                chosen += [replace(s, id=f"{s.id}#{number}", group=number) for s in tree.samples]
+            if chosen:
+                return pack(chosen, self.policy)
         cut: list[Sample] = []
         for number, sample in enumerate(cycle(samples_of(self.trees))):
             stop = min(tokens, sample.num_tokens)
@@ -77,15 +82,6 @@ class Supply(NamedTuple):
             if tokens <= 0:
                 break
         return pack(cut, ALONE)
-
-    def _rows(self, tokens: int) -> list[Sample]:
-        chosen: list[Sample] = []
-        for number, tree in enumerate(cycle(self.trees)):
-            tokens -= num_distinct_tokens(tree.samples, self.policy)
-            if tokens < 0:
-                return chosen
-            chosen += [replace(s, id=f"{s.id}#{number}", group=number) for s in tree.samples]
-        raise AssertionError("the trees repeat endlessly")
 
 
 class Workload(NamedTuple):

@@ -34,7 +34,6 @@ from transformers.masking_utils import AttentionMaskInterface
 from taut.attention import kernels
 from taut.attention.layout import Call, Layout
 from taut.errors import ModelError
-from taut.losses import Loss
 from taut.methods.method import RunConfig
 from taut.models import architecture
 from taut.models.attention_backends import PREFIX
@@ -247,7 +246,7 @@ def _history(
             ledger.watch_gradients(parameters)
             with ledger:
                 with compute_context(dtype, CPU):
-                    total = _proxy_loss(scorer, packed, run.loss())
+                    total = _proxy_loss(run, scorer, packed)
                 ledger.end_forward()
                 with backward_context(dtype):
                     total.backward()
@@ -260,10 +259,11 @@ def _history(
         ) from error
 
 
-def _proxy_loss(scorer: Scorer, packed: Packed, loss: Loss) -> Any:
+def _proxy_loss(run: RunConfig, scorer: Scorer, packed: Packed) -> Any:
     """A scalar that depends on all scores that the loss uses, through the same path of the head; the memory of the loss
     itself is negligible.
     """
+    loss = run.loss()
     linear = loss.linear_weights(packed)
     if linear is not None:
         return scorer(packed, torch.stack([*linear.values()]).sum(0), loss.wants).linear_sum

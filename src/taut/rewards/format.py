@@ -14,8 +14,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from taut.config import configclass
-from taut.errors import ConfigError, DataError, install_extra
-from taut.rewards.verifier import Answered, Judged, Place, Verifier
+from taut.errors import ConfigError, DataError
+from taut.rewards.verifier import Answered, Judged, Place, Verifier, import_library
 
 
 @configclass
@@ -96,9 +96,21 @@ class JsonSchema(Verifier):
 
     def __call__(self, answered: Answered) -> float | None:
         """None if the row has no schema."""
-        validator = self._of_all if self.column is None else self._of_row(answered)
-        if validator is None:
-            return None
+        if self.column is None:
+            validator = self._of_all
+        else:
+            schema = answered.row.get(self.column)
+            if schema is None:
+                return None
+            if isinstance(schema, str):
+                try:
+                    schema = json.loads(schema)
+                except ValueError as error:
+                    raise DataError(
+                        f"found a schema in column {self.column!r} that is no JSON ({error}); expected an object; "
+                        "correct the row"
+                    ) from error
+            validator = self._validator(schema)
         text = answered.text
         if self.is_fenced:
             fenced = _FENCED.search(text)
@@ -111,22 +123,11 @@ class JsonSchema(Verifier):
 
     @cached_property
     def _library(self) -> Any:
-        try:
-            import jsonschema
-        except ImportError as error:
-            raise ConfigError(
-                f"the reward json_schema needs jsonschema ({error}); expected it installed; {install_extra('rl')}"
-            ) from error
-        return jsonschema
+        return import_library("jsonschema", "jsonschema", "json_schema")
 
     @cached_property
     def _of_all(self) -> Any:
         return self._validator(self.schema)
-
-    def _of_row(self, answered: Answered) -> Any:
-        assert self.column is not None
-        found = answered.row.get(self.column)
-        return None if found is None else self._validator(_read(found, self.column))
 
     def _validator(self, schema: Any) -> Any:
         import referencing
@@ -140,17 +141,6 @@ class JsonSchema(Verifier):
                 f"found a schema that is none: {error.message[:200]}; expected a JSON schema; correct it"
             ) from error
         return made(schema, registry=referencing.Registry())
-
-
-def _read(found: Any, column: str) -> Any:
-    if not isinstance(found, str):
-        return found
-    try:
-        return json.loads(found)
-    except ValueError as error:
-        raise DataError(
-            f"found a schema in column {column!r} that is no JSON ({error}); expected an object; correct the row"
-        ) from error
 
 
 def _refuse(name: str) -> Any:
@@ -200,13 +190,8 @@ class Language(Verifier):
 
     @cached_property
     def _identifier(self) -> Any:
-        try:
-            from py3langid.langid import MODEL_FILE, LanguageIdentifier
-        except ImportError as error:
-            raise ConfigError(
-                f"the reward language needs py3langid ({error}); expected it installed; {install_extra('rl')}"
-            ) from error
-        identifier = LanguageIdentifier.from_model_file(MODEL_FILE)
+        langid = import_library("py3langid.langid", "py3langid", "language")
+        identifier = langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE)
         strange = {self.language, *self.among} - set(identifier.labels)
         if strange:
             raise ConfigError(

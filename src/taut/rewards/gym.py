@@ -18,8 +18,8 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from taut.config import configclass
-from taut.errors import ConfigError, DataError, install_extra
-from taut.rewards.verifier import Answered, Place, Verifier
+from taut.errors import ConfigError, DataError
+from taut.rewards.verifier import Answered, Place, Verifier, import_library
 
 NODES = (
     ast.Expression,
@@ -171,10 +171,4 @@ def rows(task: str, count: int, seed: int, **options: Any) -> Iterator[dict[str,
 
 
 def _library() -> Any:
-    try:
-        import reasoning_gym
-    except ImportError as error:
-        raise ConfigError(
-            f"the reward reasoning_gym needs reasoning-gym ({error}); expected it installed; {install_extra('rl')}"
-        ) from error
-    return reasoning_gym
+    return import_library("reasoning_gym", "reasoning-gym", "reasoning_gym")

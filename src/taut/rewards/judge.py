@@ -15,7 +15,7 @@ from pydantic import Field
 
 from taut.config import ComputeDtype, configclass, read_secret, read_url
 from taut.errors import ConfigError, DataError, EngineError, PictureError
-from taut.rewards.verifier import Answered, Client, Place, Verifier
+from taut.rewards.verifier import Answered, Client, Place, Verifier, compile_pattern
 from taut.vision.content import ImageRef, ImagesConfig, encoded, mime_type
 
 WITHIN = ImagesConfig(max_bytes=2**40)
@@ -105,13 +105,7 @@ class Judge(Verifier):
             )
         if "{answer}" not in self.template:
             raise ConfigError("found a template without {answer}; expected it; put it in")
-        try:
-            groups = re.compile(self.pattern).groups
-        except re.error as error:
-            raise ConfigError(
-                f"pattern={self.pattern!r:.80} is no regular expression: {error}; expected one of Python's; correct it"
-            ) from error
-        if groups < 1:
+        if compile_pattern(self.pattern).groups < 1:
             raise ConfigError(
                 f"pattern={self.pattern!r:.80} has no group; expected one around the number; put it in brackets"
             )

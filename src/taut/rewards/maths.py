@@ -20,8 +20,8 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from taut.config import configclass
-from taut.errors import ConfigError, DataError, install_extra
-from taut.rewards.verifier import Answered, Place, Verifier
+from taut.errors import DataError
+from taut.rewards.verifier import Answered, Place, Verifier, import_library
 
 _PROSE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{3,}(?![^{]*\})")
 """A word, that is no command of LaTeX and stands in no braces."""
@@ -62,15 +62,10 @@ class Math(Verifier):
 
     @cached_property
     def _library(self) -> Any:
-        try:
-            import math_verify
-        except ImportError as error:
-            raise ConfigError(
-                f"the reward math needs math-verify ({error}); expected it installed; {install_extra('rl')}"
-            ) from error
+        library = import_library("math_verify", "math-verify", "math")
         for name in ("math_verify.parser", "math_verify.grader"):
             logging.getLogger(name).setLevel(logging.ERROR)  # it warns that its limits are off
-        return math_verify
+        return library
 
     def _answer(self, text: str) -> Any:
         library = self._library

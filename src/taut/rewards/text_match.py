@@ -11,8 +11,7 @@ import string
 from typing import ClassVar
 
 from taut.config import configclass
-from taut.errors import ConfigError
-from taut.rewards.verifier import Answered, Judged, Place, Verifier
+from taut.rewards.verifier import Answered, Judged, Place, Verifier, compile_pattern
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -78,12 +77,7 @@ class Regex(Verifier):
     """Match the whole answer, not a part of it."""
 
     def __post_init__(self) -> None:
-        try:
-            re.compile(self.pattern)
-        except re.error as error:
-            raise ConfigError(
-                f"pattern={self.pattern!r:.80} is no regular expression: {error}; expected one of Python's; correct it"
-            ) from error
+        compile_pattern(self.pattern)
 
     def __call__(self, answered: Answered) -> float:
         match = re.fullmatch if self.is_whole else re.search

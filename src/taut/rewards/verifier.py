@@ -11,8 +11,10 @@ for rewards and environments).
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
@@ -22,7 +24,7 @@ import httpx2
 import numpy as np
 
 from taut.config import Decision, read_secret
-from taut.errors import DataError, EngineError, UserCodeError
+from taut.errors import ConfigError, DataError, EngineError, UserCodeError, install_extra
 from taut.io import http
 
 if TYPE_CHECKING:
@@ -190,3 +192,23 @@ def scored(name: str, value: object) -> Score:
 def reason(error: BaseException) -> str:
     """An exception in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+
+
+def import_library(module: str, package: str, reward: str) -> Any:
+    """A library that only one reward needs. Raises ConfigError where it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"the reward {reward} needs {package} ({error}); expected it installed; {install_extra('rl')}"
+        ) from error
+
+
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """A regular expression of the configuration. Raises ConfigError."""
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(
+            f"pattern={pattern!r:.80} is no regular expression: {error}; expected one of Python's; correct it"
+        ) from error

@@ -123,26 +123,26 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 # -- policy gradients
 
 VALUE_RANGE = (0.05, 0.95)
-"""Quantiles of a critic's values over the states of a roll-out: ``value_low`` and ``value_high``."""
+"""Quantiles of a critic's values over the states of a rollout: ``value_low`` and ``value_high``."""
 
 
 @configclass
 class ShapingConfig:
-    """What is done to rewards before they are compared; in this order."""
+    """Shaping of rewards before they are compared, in this order."""
 
     missing_eos_penalty: Annotated[float, Field(ge=0)] = 0.0
-    """Taken off the reward of a completion that was cut before its end."""
+    """Penalty for a completion that was cut before its end."""
     soft_overlong: Annotated[int, Field(ge=1)] | None = None
-    """So many tokens before the limit a penalty begins, and falls to -1 there (DAPO). The limit is
-    rollout.max_new_tokens; of an environment, whose paths have several turns, rollout.environment.max_tokens."""
+    """Soft overlong punishment (DAPO): a penalty that begins this many tokens before the limit and falls to -1 at the
+    limit, rollout.max_new_tokens or, with an environment, rollout.environment.max_tokens. None: no penalty."""
     length_penalty: Annotated[float, Field(ge=0)] = 0.0
-    """Taken off for a completion as long as that limit; in proportion for shorter ones."""
+    """Penalty for a completion as long as that limit; in proportion for shorter ones."""
     clip: Annotated[float, Field(gt=0)] | None = None
-    """Rewards are held between minus this and this."""
+    """Clip range: rewards are clipped to [-clip, clip]. None: no clipping."""
     scale: Literal["none", "batch", "running"] = "none"
-    """Divide rewards by their standard deviation: of the roll-out, or of all so far."""
+    """Divide rewards by their standard deviation: of the rollout (batch), or of all rollouts so far (running)."""
     overlong: Literal["keep", "drop"] = "keep"
-    """drop: completions that were cut are compared with the others, and not learned from (DAPO's overlong filter)."""
+    """drop: completions that were cut are compared with the others, but not trained on (DAPO's overlong filter)."""
 
     def require_room(self, limit: int) -> None:
         """Raise ConfigError where the margin is longer than the completions."""
@@ -160,7 +160,7 @@ class Gae(NamedTuple):
     lam: float
     is_whitened: bool
     bootstraps_cut: bool = False
-    """A cut path gets the critic's value of the state after its last token in place of the path's reward."""
+    """A trajectory that was cut gets the critic's value of the state after its last token instead of its reward."""
 
 
 class KlPenalty(NamedTuple):
@@ -168,7 +168,7 @@ class KlPenalty(NamedTuple):
 
     coef: float
     target: float | None = None
-    """What an adaptive coefficient aims at, in nats a token; None: it stays."""
+    """The KL that an adaptive coefficient aims at, in nats a token; None: the coefficient is constant."""
 
 
 class PolicyCreditState(TypedDict):

@@ -16,12 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.config import Decision, configclass
@@ -56,24 +55,24 @@ LEARNING_RATES = DefaultRates(1e-5, 1e-4, "verl 1e-5; OpenRLHF 9e-6")
 
 @configclass
 class CriticConfig:
-    """The critic of PPO: what is still to be gained in a state."""
+    """The critic of PPO: it predicts the return of a state."""
 
     kind: Literal["own", "shared"] = "own"
-    """own: a model of its own; shared: a head on the policy's hidden states, which costs next to nothing."""
+    """own: a separate model; shared: a head on the policy's hidden states, which costs almost nothing."""
     model: str | None = None
-    """Of an own critic: directory (or hub name) of a reward model, whose head is kept, or of a language model, with the
-    policy's tokenizer. None: what the policy starts from."""
+    """For kind=own: directory (or hub name) of a reward model, whose head is kept, or of a language model, with the
+    policy's tokenizer. None: the model that the policy starts from."""
     head: Literal["zero", "normal"] | None = None
-    """How the head begins: at 0, or drawn from N(0, 1 / (D + 1)). None: as the reward model has it, else at 0."""
+    """Initialisation of the head: 0, or N(0, 1 / (D + 1)). None: the reward model's head, else 0."""
     lora_rank: Annotated[int, Field(ge=0)] = 0
-    """Of an own critic: train adapters of this rank, and the head; 0: all of it."""
+    """For kind=own: rank of the critic's adapters, which train with the head. 0: all weights train."""
     detach: bool = False
-    """Of a shared critic: keep its loss from training the policy's own weights."""
+    """For kind=shared: do not train the policy's weights with the critic's loss."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None
     """The highest learning rate of the critic, on the policy's schedule. None: optim.learning_rate if that is set, else
     1e-5, or 1e-4 with lora_rank (docs/hyperparameters.md)."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps at the start in which the critic alone learns: the policy's learning rate is 0."""
+    """Number of first steps in which only the critic learns: the policy's learning rate is 0."""
 
     def __post_init__(self) -> None:
         if self.kind == "own" and self.detach:
@@ -98,91 +97,73 @@ class CriticConfig:
         return Pace(CRITIC, self.rate(optim) / policy_rate, self.warmup_steps)
 
 
-class Setting(NamedTuple):
-    """What a critic has in common with the policy."""
+def build_critic(
+    config: CriticConfig,
+    policy: nn.Module,
+    path: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str,
+    longest: int,
+    new_ids: Sequence[int] = (),
+    one_sample: str | None = None,
+    recomputes: bool = False,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+) -> tuple[Critic, list[Decision]]:
+    """The critic of a policy, and the decisions about it. Shard its ``shards`` before the scorer.
 
-    policy: nn.Module
-    """As it trains: with its adapters and added tokens, not yet sharded."""
-    path: str
-    """What it was loaded from."""
-    dtype: torch.dtype
-    """What is computed in."""
-    device: torch.device
-    attention: str
-    """The name in force, as registered with the library."""
-    longest: int
-    """Tokens of the longest sample there can be."""
-    new_ids: Sequence[int] = ()
-    """Tokens that were added to the vocabulary."""
-    one_sample: str | None = None
-    """Why the policy runs one sample at a time; None: it packs."""
-    recomputes: bool = False
-    """Whether activations are computed again in backward."""
-    seed: int = 0
-    trust_remote_code: bool = False
-
-
-def build_critic(config: CriticConfig, setting: Setting) -> tuple[Critic, list[Decision]]:
-    """The critic, and why it is this one. Shard its ``shards`` before the scorer.
-
-    The caller sees to it that ``config.model`` has the policy's tokenizer and its length of context.
+    ``policy``: as it trains, with its adapters and added tokens (``new_ids``), not yet sharded. ``path``: the directory
+    or hub name that it was loaded from. ``attention``: the implementation, as registered with the library. ``longest``:
+    tokens of the longest sample there can be. ``one_sample``: why the policy runs one sample at a time; None: it packs.
+    ``recomputes``: whether activations are computed again in backward. The caller checks that ``config.model`` has the
+    policy's tokenizer and its length of context.
     """
-    if config.kind == "own":
-        return _own(config, setting)
-    shared = SharedCritic(setting.policy, detach=config.detach)
-    if config.head == "normal":
-        initialise(shared.score, setting.seed)
-    reason = "critic.kind=shared" + (", which does not train them" if config.detach else "")
-    reason += "; checkpoints have it, and it is not saved beside the model"
-    return shared, [
-        Decision("critic", "a head on the policy's hidden states", reason),
-        _head(config),
-    ]
-
-
-def _own(config: CriticConfig, setting: Setting) -> tuple[Critic, list[Decision]]:
-    path = setting.path if config.model is None else config.model
-    model, has_head = _load(path, setting)
-    if config.head == "normal":
-        initialise(scalar_head(model), setting.seed)
-    elif config.head == "zero" or not has_head:
-        initialise(scalar_head(model), seed=None)
-    add_tokens(model, list(setting.new_ids))
-    adapted = apply_lora(model, LoraConfig(rank=config.lora_rank), setting.seed)
-    if setting.recomputes:
-        contexts = partial(recompute_contexts, setting.dtype, setting.device)
-        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
-    named = "the policy's start" if config.model is None else "named by critic.model"
-    how = f", adapters of rank {config.lora_rank}" if config.lora_rank else ""
-    reasons = [Decision("critic", path + how, named), _head(config, has_head=has_head)]
-    idle = architecture.freeze_unused(adapted)
-    if idle:
-        reason = "no feature of a picture depends on them"
-        reasons.append(Decision("critic.frozen", f"{len(idle)} tensors", reason))
-    return OwnCritic(adapted), reasons
-
-
-def _load(path: str, setting: Setting) -> tuple[PreTrainedModel, bool]:
-    """The model with a scalar head, which has to pack where the policy does, and whether it came with the head."""
+    if config.kind == "shared":
+        shared = SharedCritic(policy, detach=config.detach)
+        if config.head == "normal":
+            initialise(shared.score, seed)
+        reason = "critic.kind=shared" + (", which does not train them" if config.detach else "")
+        reason += "; checkpoints have it, and it is not saved beside the model"
+        name = "a head on the policy's hidden states"
+        return shared, [Decision("critic", name, reason), _head(config)]
+    own_path = path if config.model is None else config.model
     try:
-        has_head = is_reward_config(load_config(path, setting.trust_remote_code))
+        has_head = is_reward_config(load_config(own_path, trust_remote_code))
         model = load_reward_model(
-            path,
+            own_path,
             None if has_head else NEW_HEAD,
-            dtype=setting.dtype,
-            device=setting.device,
-            attention=setting.attention,
-            trust_remote_code=setting.trust_remote_code,
+            dtype=dtype,
+            device=device,
+            attention=attention,
+            trust_remote_code=trust_remote_code,
         )
     except ModelError as error:
         raise ModelError(f"{KEY}: {error}; or set critic.kind=shared") from error
-    alone = "; ".join(one_sample_reasons(model, setting.longest))
-    if alone and not setting.one_sample:
+    alone = "; ".join(one_sample_reasons(model, longest))
+    if alone and not one_sample:
         raise ModelError(
-            f"{KEY}={path} runs one sample at a time ({alone}), and model={setting.path} does not; expected a critic "
+            f"{KEY}={own_path} runs one sample at a time ({alone}), and model={path} does not; expected a critic "
             "that packs as it does; name another, or set critic.kind=shared"
         )
-    return model, has_head
+    if config.head == "normal":
+        initialise(scalar_head(model), seed)
+    elif config.head == "zero" or not has_head:
+        initialise(scalar_head(model), seed=None)
+    add_tokens(model, list(new_ids))
+    adapted = apply_lora(model, LoraConfig(rank=config.lora_rank), seed)
+    if recomputes:
+        contexts = partial(recompute_contexts, dtype, device)
+        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    named = "the policy's start" if config.model is None else "named by critic.model"
+    how = f", adapters of rank {config.lora_rank}" if config.lora_rank else ""
+    decisions = [Decision("critic", own_path + how, named), _head(config, has_head=has_head)]
+    idle = architecture.freeze_unused(adapted)
+    if idle:
+        reason = "no feature of a picture depends on them"
+        decisions.append(Decision("critic.frozen", f"{len(idle)} tensors", reason))
+    return OwnCritic(adapted), decisions
 
 
 def _head(config: CriticConfig, *, has_head: bool = False) -> Decision:

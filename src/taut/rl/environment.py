@@ -32,7 +32,6 @@ import ast
 import json
 import math
 import operator
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -63,70 +62,19 @@ from taut.rl.turns import Bridge
 from taut.sandbox import HERE, Limits, Remote, open_remote, run_python, shared
 from taut.train.distributed import Ranks
 
-
-class Outcome(NamedTuple):
-    """What a call returned, or why it did not."""
-
-    value: Any = None
-    error: str | None = None
-
-
-def each(
-    jobs: Sequence[Callable[[], Any]],
-    timeout: float,
-    workers: int,
-    on_late: Callable[[threading.Thread], None] = lambda thread: None,
-) -> list[Outcome]:
-    """The outcome of each call, in their order; ``workers`` at a time, ``timeout`` seconds each.
-
-    ``on_late`` is told of each thread that is abandoned, at once: what it raises ends the calling.
-    """
-    found: dict[int, Outcome] = {}
-    done: SimpleQueue[tuple[int, Outcome]] = SimpleQueue()
-    deadlines: dict[int, float] = {}
-    threads: dict[int, threading.Thread] = {}
-    waiting = list(reversed(range(len(jobs))))
-    while len(found) < len(jobs):
-        while waiting and len(deadlines) < workers:
-            number = waiting.pop()
-            deadlines[number] = time.monotonic() + timeout
-            job = (number, jobs[number], done)
-            threads[number] = threading.Thread(target=_run, args=job, daemon=True)
-            threads[number].start()
-        try:
-            left = min(deadlines.values()) - time.monotonic()
-            number, outcome = done.get(timeout=max(left, 0.0))
-        except Empty:
-            number = min(deadlines, key=deadlines.__getitem__)
-            outcome = Outcome(None, f"did not return within {timeout:g} s")
-            on_late(threads[number])
-        if deadlines.pop(number, None) is not None:  # else it is one given up before
-            found[number] = outcome
-    return [found[number] for number in range(len(jobs))]
-
-
-def _run(number: int, job: Callable[[], Any], done: SimpleQueue[tuple[int, Outcome]]) -> None:
-    try:
-        outcome = Outcome(job())
-    except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code may raise anything; it is shown)
-        reason = " ".join(f"raised {type(error).__name__}: {error}".split())
-        outcome = Outcome(error=reason[:300])
-    done.put((number, outcome))
-
-
 # -- tools
 
-MOST_SAID = 4000
-"""Characters of what a tool returns that the policy is told."""
+MAX_RESULT = 4000
+"""Characters of a tool's result that the policy gets."""
 MOST_BITS = 4096
-"""Integers that the calculator makes have no more."""
+"""Bits of the calculator's largest integer."""
 MOST_DIGITS = 300
 """Places that the calculator rounds to."""
 LONGEST = 1000
-"""Characters of what it is asked."""
+"""Characters of an expression."""
 
 LIMITS = Limits(cpu_seconds=5, wall_seconds=8.0, total_seconds=8.0)
-"""Of a program that the policy runs."""
+"""Limits of a program that the policy runs."""
 ENDS = {
     "time": f"the program took more than {LIMITS.wall_seconds:g} s",
     "cpu": f"the program took more than {LIMITS.cpu_seconds} s of processor time",
@@ -156,29 +104,25 @@ def least_timeout(remote: Remote) -> float:
 
 
 def answer(kit: Mapping[str, ToolFunction], call: ToolCall) -> Message:
-    """What the policy is told of a call."""
-    return {
-        "role": "tool",
-        "tool_call_id": call.id,
-        "name": call.name or "tool",
-        "content": _said(kit, call),
-    }
-
-
-def _said(kit: Mapping[str, ToolFunction], call: ToolCall) -> str:
+    """The message with the result of a call, or with its error."""
     if call.error is not None:
-        return f"Error: {call.error}"
-    if call.name not in kit:
-        return f"Error: there is no tool {call.name}; there are {', '.join(kit)}"
-    try:
-        value = kit[call.name].function(**call.arguments)
-    except TautError:
-        raise
-    except (ValueError, TypeError, ArithmeticError, LookupError) as error:
-        return f"Error: {type(error).__name__}: {error}"[:MOST_SAID]
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    left = len(text) - MOST_SAID
-    return text if left <= 0 else f"{text[:MOST_SAID]}... ({left} characters more)"
+        text = f"Error: {call.error}"
+    elif call.name not in kit:
+        text = f"Error: there is no tool {call.name}; there are {', '.join(kit)}"
+    else:
+        try:
+            value = kit[call.name].function(**call.arguments)
+        except TautError:
+            raise
+        except (ValueError, TypeError, ArithmeticError, LookupError) as error:
+            text = f"Error: {type(error).__name__}: {error}"[:MAX_RESULT]
+        else:
+            is_text = isinstance(value, str)
+            text = value if is_text else json.dumps(value, ensure_ascii=False, default=str)
+            left = len(text) - MAX_RESULT
+            text = text if left <= 0 else f"{text[:MAX_RESULT]}... ({left} characters more)"
+    name = call.name or "tool"
+    return {"role": "tool", "tool_call_id": call.id, "name": name, "content": text}
 
 
 def python(code: str) -> str:
@@ -192,7 +136,7 @@ def python(code: str) -> str:
 
 
 def _run_python(code: str, remote: Remote) -> str:
-    """What the tool python returns."""
+    """The result of the tool python."""
     ran = run_python(code, limits=LIMITS, remote=remote)
     if ran.outcome == "ok":
         return ran.stdout or "(nothing was printed)"
@@ -221,11 +165,11 @@ def calculator(expression: str) -> str:
 
 
 def _round(value: Number, *digits: Any) -> Number:
-    """Python computes ten to the power of the digits, and lets nobody else run meanwhile."""
+    """``round`` with few digits: Python computes ten to the power of them, and no other thread runs meanwhile."""
     if any(abs(number) > MOST_DIGITS for number in digits):
         raise ValueError(f"round takes {MOST_DIGITS} digits at most")
-    found: Number = round(value, *digits)
-    return found
+    rounded: Number = round(value, *digits)
+    return rounded
 
 
 OPERATORS: dict[type[ast.AST], Callable[..., Number]] = {
@@ -267,22 +211,19 @@ def _value(node: ast.expr) -> Number:
         case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
             return OPERATORS[type(op)](_value(operand))
         case ast.BinOp(op=ast.Pow(), left=left, right=right):
-            return _power(_value(left), _value(right))
+            base, exponent = _value(left), _value(right)
+            is_whole = isinstance(base, int) and isinstance(exponent, int)
+            if is_whole and int(base).bit_length() * abs(exponent) > MOST_BITS:
+                raise ValueError("the power is too large")
+            power = base**exponent
+            if isinstance(power, complex):
+                raise ValueError("the power of a negative number is not real")
+            return power
         case ast.BinOp(op=op, left=left, right=right) if type(op) in OPERATORS:
             return _bounded(OPERATORS[type(op)](_value(left), _value(right)))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
             return _bounded(FUNCTIONS[name](*map(_value, args)))
     raise ValueError(f"{ast.unparse(node)[:80]} is no arithmetic")
-
-
-def _power(base: Number, exponent: Number) -> Number:
-    is_whole = isinstance(base, int) and isinstance(exponent, int)
-    if is_whole and int(base).bit_length() * abs(exponent) > MOST_BITS:
-        raise ValueError("the power is too large")
-    found = base**exponent
-    if isinstance(found, complex):
-        raise ValueError("the power of a negative number is not real")
-    return found
 
 
 def _bounded(value: Number) -> Number:
@@ -328,32 +269,39 @@ def load_own(spec: str, key: str, kind: str) -> Any:
 # -- environments
 
 Reward: TypeAlias = float | bool | Mapping[str, float | bool] | None
-"""What an environment says a path is worth; None: nothing."""
+"""The reward of a step, a number or numbers by name; None: the step has no reward."""
 
 REWARD = "environment"
 """The name of a reward that is a bare number."""
 MOST_LATE = 32
-"""When so many calls that were abandoned run beside the training, it is stopped."""
+"""Number of abandoned calls that still run at which the training stops."""
+
+
+class Outcome(NamedTuple):
+    """What a call returned, or why it did not."""
+
+    value: Any = None
+    error: str | None = None
 
 
 @configclass
 class EnvironmentConfig:
-    """What answers the policy between its turns."""
+    """The environment that answers the policy between its turns."""
 
     name: str | None = None
-    """tools: the tools named below. FILE.py:Class: one of your own. None by default: a completion is all there is."""
+    """tools: the tools named below. FILE.py:Class: your own environment. None: each completion is judged as it is."""
     tools: list[str] = field(default_factory=list)
     """With name=tools: calculator, python, or FILE.py:function with type hints and a docstring."""
     max_turns: Annotated[int, Field(ge=1)] = 8
-    """Turns of the policy; a path that has had them is cut."""
+    """Maximum number of turns of the policy; then the trajectory is cut."""
     max_tokens: Annotated[int, Field(ge=1)] = 4096
-    """Tokens a path may have after its prompt; then it is cut."""
+    """Maximum number of tokens after the prompt; then the trajectory is cut."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
-    """Seconds that reset and each step may take."""
+    """Time limit of reset and of each step, in seconds."""
     workers: Annotated[int, Field(ge=1)] = 16
-    """Steps that run side by side."""
+    """Number of steps that run in parallel."""
     remote: Remote = Remote()
-    """A service that runs the programs of the tool python in place of this machine."""
+    """A service that runs the programs of the tool python instead of this machine."""
 
     def __post_init__(self) -> None:
         if self.tools and self.name != "tools":
@@ -391,50 +339,78 @@ class EnvironmentConfig:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an environment answers."""
+    """An environment's answer to a turn."""
 
     messages: Sequence[Message] = ()
-    """What is said to the policy: messages with role user, tool or system."""
+    """Messages to the policy, with role user, tool or system."""
     done: bool = False
-    """Whether the path is over; else the policy has the next turn."""
+    """Whether the trajectory is over; else the policy has the next turn."""
     reward: Reward = None
 
 
 @dataclass(frozen=True, eq=False)
 class EnvironmentPool:
-    """An environment that is ready: how its instances are made, and how their paths become tokens."""
+    """A loaded environment: makes an instance for each trajectory, and calls the instances in threads."""
 
     config: EnvironmentConfig
     make: Callable[[], Any]
     """A new instance."""
     bridge: Bridge
     calls: CallFormat | None
-    """None: the template writes none, and no tools are on offer."""
+    """How the template writes tool calls; None: it writes none, and there are no tools."""
     tools: tuple[Tool, ...]
-    """On offer in every path; empty: a row's own are."""
+    """The tools of every trajectory; empty: those of its row."""
     context: int | None
     ranks: Ranks | None
     decisions: tuple[Decision, ...] = ()
     late: list[Thread] = field(default_factory=list)
-    """Of calls that were abandoned, those that still run."""
+    """Threads of abandoned calls that still run."""
 
     def each(self, jobs: Mapping[int, Callable[[], Any]]) -> dict[int, Outcome]:
-        """Call them all. A key is a path's number: the rank that has the path's environment is the one that calls.
+        """The outcome of each call: ``config.workers`` at a time, ``config.timeout`` seconds each. A key is the number
+        of a trajectory: the rank that has its environment calls.
 
-        Raises UserCodeError, on every rank alike, where one returned something of the wrong type.
+        Raises UserCodeError, on every rank, where a call returned a value of the wrong type.
         """
         rank, size = (self.ranks.rank, self.ranks.size) if self.ranks is not None else (0, 1)
-        mine = [number for number in jobs if number % size == rank]
-        todo, config = [partial(_or_wrong_type, jobs[number]) for number in mine], self.config
-        outcomes = each(todo, config.timeout, config.workers, self._abandon)
-        found = dict(zip(mine, outcomes, strict=True))
+        done: SimpleQueue[tuple[int, Outcome]] = SimpleQueue()
+
+        def run(number: int) -> None:
+            try:
+                outcome = Outcome(jobs[number]())
+            except UserCodeError as error:  # the run's error, not that of one trajectory
+                outcome = Outcome(error)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code may raise anything; it is shown)
+                reason = " ".join(f"raised {type(error).__name__}: {error}".split())
+                outcome = Outcome(error=reason[:300])
+            done.put((number, outcome))
+
+        outcomes: dict[int, Outcome] = {}
+        deadlines: dict[int, float] = {}
+        threads: dict[int, Thread] = {}
+        waiting = [number for number in list(jobs)[::-1] if number % size == rank]
+        while waiting or deadlines:
+            while waiting and len(deadlines) < self.config.workers:
+                number = waiting.pop()
+                deadlines[number] = time.monotonic() + self.config.timeout
+                threads[number] = Thread(target=run, args=(number,), daemon=True)
+                threads[number].start()
+            try:
+                left = min(deadlines.values()) - time.monotonic()
+                number, outcome = done.get(timeout=max(left, 0.0))
+            except Empty:
+                number = min(deadlines, key=deadlines.__getitem__)
+                outcome = Outcome(error=f"did not return within {self.config.timeout:g} s")
+                self._abandon(threads[number])
+            if deadlines.pop(number, None) is not None:  # else it was abandoned before
+                outcomes[number] = outcome
         if self.ranks is not None and size > 1:
-            shares: list[dict[int, Outcome]] = self.ranks.gather(found)
-            found = {number: outcome for share in shares for number, outcome in share.items()}
-        for number in sorted(found):
-            if isinstance(error := found[number].value, UserCodeError):
+            shares: list[dict[int, Outcome]] = self.ranks.gather(outcomes)
+            outcomes = {number: outcome for share in shares for number, outcome in share.items()}
+        for number in sorted(outcomes):
+            if isinstance(error := outcomes[number].value, UserCodeError):
                 raise error
-        return found
+        return outcomes
 
     def _abandon(self, thread: Thread) -> None:
         self.late[:] = [late for late in (*self.late, thread) if late.is_alive()]
@@ -457,22 +433,62 @@ def open_environments(
 ) -> EnvironmentPool | None:
     """The environment that ``config`` names; None where it names none.
 
-    ``ranks``: where ``play`` is called by all of them; None: by one process. ``rows``: all that will be played.
-    ``stop``: the texts that end a turn. Raises TautError where it cannot be had, or the template cannot carry it.
+    ``ranks``: those that sample together; None: one process. ``rows``: all prompts of the run. ``stop``: the texts that
+    end a turn. Raises TautError where the environment cannot be loaded, or the template cannot write its messages.
     """
     if config.name is None:
         return None
-    make, offered = _maker(config)
-    bridge = Bridge(renderer, stop_ids)
-    place, on_offer = next(((f"{row.place}: ", row.tools) for row in rows if row.tools), ("", ()))
+    make, offered = _load_environment(config)
+    bridge, template = Bridge(renderer, stop_ids), renderer.template
+    place, tools = next(((f"{row.place}: ", row.tools) for row in rows if row.tools), ("", ()))
     if offered:
-        place, on_offer = "", offered
-    calls, said = _call_format(renderer, on_offer, place)
-    if on_offer and calls is not None:
-        _require_whole(calls, stop)
-    _require_shown(renderer, offered)
-    decisions = [*said, *_proofs(bridge, calls, on_offer)]
-    return EnvironmentPool(config, make, bridge, calls, offered, context, ranks, tuple(decisions))
+        place, tools = "", offered
+    calls: CallFormat | None = None
+    try:
+        calls = derive_call_format(template)
+    except RenderError as error:
+        if tools:
+            raise RenderError(f"{place}{error}") from None
+        decision = Decision("tool calls", "none are read", str(error).partition(";")[0])
+    else:
+        example = " ".join(calls.example.split())
+        decision = Decision("tool calls", example, "as the template writes a call")
+    for text in stop:
+        if tools and calls is not None and text in calls.example:
+            raise ConfigError(
+                f"rollout.stop has {shown(text)}, which is part of a call as the chat template writes it "
+                f"({shown(calls.example.strip())}): no call would be whole; expected other texts; take it out"
+            )
+    prompt = template.apply(PROBE[:1], offered, "the probe", is_prompt=True).text
+    for tool in offered:
+        name = tool["function"]["name"]
+        if name not in prompt:
+            raise RenderError(
+                f"the chat template does not write the tool {shown(name)}; expected one that shows the policy what it "
+                f"may call; give another with {template.key}=FILE"
+            )
+    decisions = decision, _history(bridge, calls, tools)
+    return EnvironmentPool(config, make, bridge, calls, offered, context, ranks, decisions)
+
+
+def _history(bridge: Bridge, calls: CallFormat | None, tools: Sequence[Tool]) -> Decision:
+    """Whether the tokens between turns are those that the template writes there: after words, and after a call."""
+    turn: Message = {"role": "assistant", "content": "Yes."}
+    pairs: list[tuple[Message, Message]] = [(turn, {"role": "user", "content": "And then?"})]
+    if calls is not None and tools:
+        call = ToolCall("call00000", tools[0]["function"]["name"], {"text": "one"})
+        calling: Message = {**turn, "content": "", "tool_calls": [call.as_message()]}
+        result = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": "two"}
+        pairs = [(calling, result), *pairs]
+    written = [bridge.rewrites(turn, reply, tools) for turn, reply in pairs]
+    other = next((text for text in written if text is not None), None)
+    reason = "the template leaves earlier turns as they are"
+    if other is not None:
+        reason = (
+            f"the template would write earlier turns differently (from {other} on); what was sampled is kept, since "
+            "that is what the policy saw"
+        )
+    return Decision("history", "as sampled", reason)
 
 
 def read_reset(value: object, place: str) -> tuple[Message, ...] | None:
@@ -544,14 +560,6 @@ def _require_messages(value: object, place: str) -> None:
         )
 
 
-def _or_wrong_type(job: Callable[[], Any]) -> Any:
-    """What the call returns. A UserCodeError is returned, not raised: it is no error of one path."""
-    try:
-        return job()
-    except UserCodeError as error:
-        return error
-
-
 class ToolEnvironment:
     """Answers calls of tools until a turn has none; it gives no reward."""
 
@@ -572,8 +580,8 @@ class ToolEnvironment:
         return Step(messages)
 
 
-def _maker(config: EnvironmentConfig) -> tuple[Callable[[], Any], tuple[Tool, ...]]:
-    """How instances are made, and the tools they have."""
+def _load_environment(config: EnvironmentConfig) -> tuple[Callable[[], Any], tuple[Tool, ...]]:
+    """The constructor of instances, and their tools."""
     if config.name == "tools":
         loaded = [load_tool(name, config.remote) for name in config.tools]
         kit = {tool.name: tool for tool in loaded}
@@ -592,61 +600,3 @@ def _maker(config: EnvironmentConfig) -> tuple[Callable[[], Any], tuple[Tool, ..
             f"rollout.environment.name is {config.name}, which is no class with a method step; expected one; write it"
         )
     return found, read_tools(getattr(found, "tools", None), f"{config.name}: tools")
-
-
-def _call_format(
-    renderer: Renderer, offered: Sequence[Tool], place: str
-) -> tuple[CallFormat | None, list[Decision]]:
-    """How the template writes calls; it has to where tools are on offer. ``place``: of the row that offers them."""
-    try:
-        calls = derive_call_format(renderer.template)
-    except RenderError as error:
-        if offered:
-            raise RenderError(f"{place}{error}") from None
-        reason = str(error).partition(";")[0]
-        return None, [Decision("tool calls", "none are read", reason)]
-    return calls, [
-        Decision("tool calls", " ".join(calls.example.split()), "as the template writes a call")
-    ]
-
-
-def _require_whole(calls: CallFormat, stop: Sequence[str]) -> None:
-    """No stop string cuts a call."""
-    for text in stop:
-        if text in calls.example:
-            raise ConfigError(
-                f"rollout.stop has {shown(text)}, which is part of a call as the chat template writes it "
-                f"({shown(calls.example.strip())}): no call would be whole; expected other texts; take it out"
-            )
-
-
-def _require_shown(renderer: Renderer, offered: Sequence[Tool]) -> None:
-    """The template shows the policy every tool there is."""
-    text = renderer.template.apply(PROBE[:1], offered, "the probe", is_prompt=True).text
-    for tool in offered:
-        name = tool["function"]["name"]
-        if name not in text:
-            raise RenderError(
-                f"the chat template does not write the tool {shown(name)}; expected one that shows the policy what it "
-                f"may call; give another with {renderer.template.key}=FILE"
-            )
-
-
-def _proofs(bridge: Bridge, calls: CallFormat | None, offered: Sequence[Tool]) -> list[Decision]:
-    """That what comes between turns is what the template writes there: after words, and after a call."""
-    turn: Message = {"role": "assistant", "content": "Yes."}
-    pairs: list[tuple[Message, Message]] = [(turn, {"role": "user", "content": "And then?"})]
-    if calls is not None and offered:
-        call = ToolCall("call00000", offered[0]["function"]["name"], {"text": "one"})
-        asks: Message = {**turn, "content": "", "tool_calls": [call.as_message()]}
-        says = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": "two"}
-        pairs = [(asks, says), *pairs]
-    written = [bridge.rewrites(turn, said, offered) for turn, said in pairs]
-    other = next((text for text in written if text is not None), None)
-    if other is None:
-        return [Decision("history", "as sampled", "the template leaves earlier turns as they are")]
-    reason = (
-        f"the template would write earlier turns differently (from {other} on); what was sampled is kept, since that "
-        "is what the policy saw"
-    )
-    return [Decision("history", "as sampled", reason)]

@@ -1,13 +1,14 @@
-"""Monitors of rollouts: what is measured, when a run warns and when it stops.
+"""The `rollout` log event (generation statistics, rewards, sample completions), and the monitors of rollouts: when a
+run warns and when it stops.
 
     rewards      completions without a reward (an error of the reward, the environment or the engine, or a reward that
-                 does not apply), by share; roll-outs in which no completion has one
-    log-probs    the engine's against the trainer's own, of the same tokens: mean |difference|, effective sample size
-    ends         the share of completions that end by themselves, against that of the first roll-outs
-    signal       roll-outs in which no group's rewards differ, with a critic none at all: nothing is learned
+                 does not apply), by share; rollouts in which no completion has one
+    logprobs     the engine's against the trainer's own, of the same tokens: mean |difference|, effective sample size
+    ends         the share of completions that end by themselves, against that of the first rollouts
+    signal       rollouts in which no group's rewards differ, with a critic none at all: nothing is learned
     dropped      the share of answers that are cut and left out of training (shaping.overlong=drop)
-    values       the critic's values against the range of the returns of recent roll-outs
-    updates      where several updates train on a roll-out, KL(old || policy) and the share of clipped tokens; entropy
+    values       the critic's values against the range of the returns of recent rollouts
+    updates      where several updates train on a rollout, KL(old || policy) and the share of clipped tokens; entropy
                  against that of the first updates, as long as answers are not good: a policy that has learned its
                  task has lost its entropy too. Means of the last ``RECENT`` updates are compared with the limits
 
@@ -19,63 +20,176 @@ What it remembers goes into checkpoints. Numbers are in events.jsonl whatever th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from functools import partial
+from statistics import fmean, pstdev
 from typing import Annotated, Any, ClassVar, NotRequired
 
+import numpy as np
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from taut.config import configclass
+from taut.data.messages import named
 from taut.errors import CheckFailed
+from taut.inference.engine import Engine
+from taut.inference.vllm import ServerEngine
 from taut.losses.policy import largest_difference
-from taut.rl.rollout import Group
+from taut.rl.advantages import TrainSample
+from taut.rl.rollout import Group, Rollout, RolloutConfig
+from taut.rl.sampler import Trajectory
 from taut.train.trainer import StepReport, Trainer
 
 BEGINNING = 3
-"""Roll-outs, or updates, that later ones are compared with."""
+"""Number of first rollouts, or updates, that later ones are compared with."""
 RECENT = 5
-"""Roll-outs, or updates, that are averaged for that."""
+"""Number of last rollouts, or updates, that are averaged for that."""
 WARN_SILENT = 3
-"""Roll-outs in a row without a signal after which that is warned of."""
+"""Number of rollouts in a row without a signal after which the monitor warns."""
 GOOD = 0.7
 """Answers are good where their mean reward is this far from the worst to the best that any answer has had."""
 SHOWN = 3
-"""Errors that a message names."""
+"""Number of errors in a message."""
 DRIFT, LOW, HIGH = "old/kl_k1", "clip/low", "clip/high"
 """Metrics of the loss: KL(old || policy), by k1, because in k3 a single token that has become likely outweighs
 thousands; shares of tokens clipped from below and from above."""
 EXACT, ESTIMATE = "entropy", "entropy_estimate"
 """Metrics of the loss: the policy's entropy, where it is computed, and its estimate."""
 DIFFERENCE, EFFECTIVE, WEIGHT = "engine/difference", "engine/effective", "engine/weight"
-"""Metrics of the loss: mean |difference| of log-probs; effective sample size of the correction's weights by number of
+"""Metrics of the loss: mean |difference| of logprobs; effective sample size of the correction's weights by number of
 tokens; their mean."""
+
+
+def rollout_event(
+    rollout: Rollout,
+    samples: Sequence[TrainSample],
+    metrics: Mapping[str, float],
+    version: int,
+    config: RolloutConfig,
+    *,
+    is_judged: bool,
+) -> dict[str, Any]:
+    """The event's fields; groups that were left out count. ``samples``: what is trained on. ``metrics``: of the credit.
+    ``version``: of the weights that are trained.
+    """
+    trajectories = [one for group in rollout.all_groups for one in group.trajectories]
+    whole = [trajectory for trajectory in trajectories if trajectory.error is None]
+    failures = [trajectory.failure for trajectory in trajectories if trajectory.failure]
+    event: dict[str, Any] = {}
+    if is_judged:
+        # the mean of each part of the reward where it applies, and the number of answers that it could not judge
+        scores = [pair for trajectory in trajectories for pair in trajectory.verdict.parts.items()]
+        values: dict[str, list[float]] = {}
+        for name, score in scores:
+            if score.value is not None:
+                values.setdefault(name, []).append(score.value)
+        means = {f"reward/{name}": fmean(of_part) for name, of_part in values.items()}
+        num_unjudged = Counter(name for name, score in scores if score.unjudged is not None)
+        rewards = [trajectory.reward for trajectory in trajectories if trajectory.has_reward]
+        if rewards:
+            event |= {"reward": fmean(rewards), "reward_std": pstdev(rewards)}
+            event |= {"reward_min": min(rewards), "reward_max": max(rewards)}
+        event |= means | {f"reward/{name}_unjudged": float(n) for name, n in num_unjudged.items()}
+        event["groups_with_signal"] = sum(sample.has_signal for sample in samples)
+        event["left_out"] = len(rollout.left_out)
+        event["without_reward"] = len(trajectories) - len(rewards) - len(failures)
+        event["rewarded"] = len(rewards)
+    event["groups"] = len(rollout.all_groups)
+    event["completions"] = len(trajectories)
+    event["errors"] = len(failures)
+    event["seconds_generating"] = rollout.seconds_generating
+    event["seconds_judging"] = rollout.seconds_judging
+    event |= metrics
+    if whole:
+        lengths = [int(trajectory.sampled_at_N.size) for trajectory in whole]
+        event["stopped"] = fmean(trajectory.finish_reason == "stop" for trajectory in whole)
+        event["tokens_mean"], event["tokens_max"] = fmean(lengths), max(lengths)
+    staleness = [version - int(v) for trajectory in whole for v in trajectory.version_N[:1]]
+    if staleness:
+        event["staleness_mean"], event["staleness_max"] = fmean(staleness), max(staleness)
+    if config.environment.is_on and whole:
+        event["turns_mean"] = fmean(trajectory.num_turns for trajectory in whole)
+        event["calls"] = sum(trajectory.num_calls for trajectory in whole)
+        event["malformed_calls"] = sum(trajectory.num_malformed_calls for trajectory in whole)
+    if failures:
+        event["first_error"] = failures[0]
+    event["samples"] = [logged(trajectory, samples) for trajectory in best_and_worst(rollout)]
+    return event
+
+
+def push_event(engine: Engine) -> dict[str, float]:
+    """The event's fields about the last weights that were sent to a server."""
+    sync = engine.sync if isinstance(engine, ServerEngine) else None
+    if sync is None or sync.proof is None:
+        return {}
+    proof = sync.proof
+    return {
+        "push_seconds": proof.seconds,
+        "push_bytes": proof.num_bytes,
+        "push_equal": proof.num_equal,
+        "push_unread": len(proof.unread),
+        "push_error": proof.largest_error,
+        "push_change": proof.largest_change,
+        "server_restarts": sync.restarts,
+    }
+
+
+def best_and_worst(rollout: Rollout) -> list[Trajectory]:
+    """The best and the worst trajectory of the group whose rewards differ most; none where none has a reward."""
+    by_reward = [sorted(g.trajectories, key=lambda t: -t.reward) for g in rollout.rewarded]
+    if not by_reward:
+        return []
+    chosen = max(by_reward, key=lambda group: group[0].reward - group[-1].reward)
+    return [chosen[0], chosen[-1]] if len(chosen) > 1 else chosen
+
+
+def logged(trajectory: Trajectory, samples: Sequence[TrainSample]) -> dict[str, Any]:
+    """A trajectory as a field of the event, token by token, with its advantages in ``samples``."""
+    streams = {s.id: s.streams for train_sample in samples for s in train_sample.tree.samples}
+    advantage_N = streams.get(trajectory.name, {}).get("advantage_N")
+    return {
+        "id": trajectory.name,
+        "text": trajectory.text,
+        "messages": named(trajectory.messages) if trajectory.num_turns > 1 else [],
+        "references": list(trajectory.row.references),
+        "finish_reason": trajectory.finish_reason,
+        "reward": trajectory.reward,
+        "rewards": {name: score.value for name, score in trajectory.verdict.parts.items()},
+        "version": int(trajectory.version_N[0]) if trajectory.version_N.size else None,
+        "ids": trajectory.ids_T[trajectory.sampled_at_N].tolist(),
+        "logp": np.round(trajectory.logp_N, 4).tolist(),
+        "advantage": None if advantage_N is None else np.round(advantage_N, 4).tolist(),
+    }
+
+
+# -- monitors
 
 
 @configclass
 class RolloutMonitorConfig:
-    """When a run that generates warns, and when it stops."""
+    """When a run that generates warns or stops."""
 
     max_errors: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Share of a roll-out's completions that may be without a reward because of an error; with more the run stops."""
+    """Stop when a larger share of a rollout's completions has no reward because of an error."""
     warn_unrewarded: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """Share of a roll-out's completions without a reward, for whatever reason, above which a warning is logged."""
+    """Warn when a larger share of a rollout's completions has no reward, for any reason."""
     max_unrewarded: Annotated[int, Field(ge=1)] = 3
-    """Roll-outs in a row without a single reward at which the run stops. The updates of those before it are skipped."""
+    """Stop after this many rollouts in a row without a single reward. The updates of those before are skipped."""
     warn_logprob_difference: Annotated[float, Field(gt=0)] = 0.1
-    """Mean difference (nats a token) between the engine's log-probs and the trainer's that is told,"""
+    """Warn when the engine's logprobs differ from the trainer's by more: mean absolute difference, in nats a token."""
     max_logprob_difference: Annotated[float, Field(gt=0)] = 0.5
-    """and the one that stops the run before the update: the engine runs another model."""
+    """Stop before the update when they differ by more: the engine runs another model."""
     warn_effective_size: Annotated[float, Field(ge=0, le=1)] = 0.3
     """Warn before the update when the weights of tokens by trainer over engine have a lower mean, or a lower effective
-    sample size as a share of the tokens. An honest engine has 1 of both."""
+    sample size as a share of the tokens. Both are 1 if engine and trainer agree."""
     warn_stop_drop: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """How far the share of completions that end by themselves may fall below that of the first roll-outs untold."""
+    """Warn when the share of completions that end by themselves falls by more below that of the first rollouts."""
     max_without_signal: Annotated[int, Field(ge=0)] = 20
-    """Roll-outs in a row without any signal after which the run stops; 0: never."""
+    """Stop after this many rollouts in a row without any signal. 0 disables the stop."""
     warn_kl: Annotated[float, Field(gt=0)] = 0.5
-    """Warn when KL(old || policy), old being the policy that a roll-out began with, is larger: nats a token, mean of
+    """Warn when KL(old || policy) is larger, old being the policy at the start of the rollout: nats a token, mean of
     the last 5 updates."""
     warn_clipped: Annotated[float, Field(ge=0, le=1)] = 0.4
     """Warn when a larger share of the tokens has a ratio outside the clip range, mean of the last 5 updates."""
@@ -83,14 +197,14 @@ class RolloutMonitorConfig:
     """Warn when the entropy of the last 5 updates is below this share of that of the first 3, and the mean reward is
     not yet near the best that answers get. 0 disables the warning."""
     warn_dropped: Annotated[float, Field(ge=0, le=1)] = 0.2
-    """Warn when shaping.overlong=drop leaves a larger share of a roll-out's answers out of training."""
+    """Warn when shaping.overlong=drop leaves a larger share of a rollout's answers out of training."""
     warn_values: Annotated[float, Field(gt=0)] = 0.5
-    """Warn when the critic's values (their 5% and 95% quantiles) leave the range of the returns of the last 5 roll-outs
-    by more than this times its width. 0, where a new critic begins, is part of the range."""
+    """Warn when the critic's values (their 5% and 95% quantiles) leave the range of the returns of the last 5 rollouts
+    by more than this times its width. The range includes 0, the values of a new critic."""
 
 
 class RolloutMonitorState(TypedDict):
-    """What RolloutMonitor remembers; older checkpoints lack some."""
+    """The state of RolloutMonitor; older checkpoints lack some keys."""
 
     last: NotRequired[dict[str, list[float]]]
     first_entropy: NotRequired[list[float]]
@@ -104,23 +218,23 @@ class RolloutMonitorState(TypedDict):
 
 @dataclass
 class RolloutMonitor:
-    """The watch over one run."""
+    """The monitor of one run, with its state."""
 
     config: RolloutMonitorConfig
     section: str = "grpo"
     """The method's own section of the configuration, for the keys that warnings name."""
     ends_remedy: str = "lower optim.learning_rate"
-    """What to do where the policy ends fewer of its answers, in keys that the method has."""
+    """The remedy where the policy ends fewer of its answers, in keys that the method has."""
     first: list[float] = field(default_factory=list)
-    """Shares of ends of the first roll-outs,"""
+    """Shares of completions that end, of the first rollouts."""
     recent: list[float] = field(default_factory=list)
-    """and of the last."""
+    """The same of the last rollouts."""
     silent: int = 0
-    """Roll-outs in a row without a signal."""
+    """Number of rollouts in a row without a signal."""
     unrewarded: int = 0
-    """Roll-outs in a row without a single reward."""
-    told: set[str] = field(default_factory=set)
-    """What is told once."""
+    """Number of rollouts in a row without a single reward."""
+    warned: set[str] = field(default_factory=set)
+    """Names of the warnings that hold, which are not repeated."""
     last: dict[str, list[float]] = field(default_factory=dict)
     """Last numbers of each monitor of updates, of the returns and of the mean reward; at most ``RECENT`` of each."""
     extremes: list[float] = field(default_factory=list)
@@ -130,7 +244,7 @@ class RolloutMonitor:
 
     def require_rewards(self, groups: Sequence[Group], step: int) -> None:
         """Raise CheckFailed where too many completions have no reward because of an error, or where none has had one
-        for ``max_unrewarded`` roll-outs.
+        for ``max_unrewarded`` rollouts.
         """
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         errors = [trajectory.failure for trajectory in trajectories if trajectory.failure]
@@ -150,13 +264,32 @@ class RolloutMonitor:
             )
 
     def look(self, step: int, fields: Mapping[str, Any], emit: Callable[..., None]) -> None:
-        """Tell of a roll-out's numbers what is to be told. Raises CheckFailed where nothing has been learned for long;
-        then nothing is remembered of it.
+        """Warn about a rollout, whose event has these fields. Raises CheckFailed where nothing has been learned for
+        long; then the state stays as it was.
         """
-        if not self._look_at_rewards(step, fields, emit):
+        warn = partial(self._warn, step=step, emit=emit)
+        total = fields["completions"]
+        rewarded = fields.get("rewarded", total - fields["errors"])
+        why = fields.get("first_error") or "no reward applies to them"
+        if not rewarded:
+            self.unrewarded += 1
+            detail = (
+                f"none of {total} completions has a reward: {why}; nothing of this roll-out is learned; at "
+                f"{self.config.max_unrewarded} such roll-outs in a row the run stops (rollout_monitor.max_unrewarded)"
+            )
+            emit("warning", name="unrewarded", step=step, detail=detail)
             return
+        self.unrewarded = 0
+        detail = (
+            f"{total - rewarded} of {total} completions have no reward ({why}) and are not learned from; the mean "
+            f"reward is over the other {rewarded}; return a number for every completion "
+            "(rollout_monitor.warn_unrewarded)"
+        )
+        warn("unrewarded", detail, is_bad=total - rewarded > self.config.warn_unrewarded * total)
+
         silent = 0 if fields.get("groups_with_signal", 1) else self.silent + 1
-        if self.config.max_without_signal and silent >= self.config.max_without_signal:
+        most = self.config.max_without_signal
+        if most and silent >= most:
             raise CheckFailed(
                 f"step {step}: in the last {silent} roll-outs no group has rewards that differ, so nothing is "
                 f"learned (rewards are {fields['reward']:g} on average); expected some right and some wrong answers "
@@ -170,77 +303,39 @@ class RolloutMonitor:
                 f"{fields['reward']:g}), so rewards teach nothing; take easier or harder prompts, a larger rollout.n, "
                 "or rewards that tell answers apart"
             )
-            if self.config.max_without_signal:
-                limit = self.config.max_without_signal
-                detail += (
-                    f"; at {limit} in a row the run stops (rollout_monitor.max_without_signal)"
-                )
+            if most:
+                detail += f"; at {most} in a row the run stops (rollout_monitor.max_without_signal)"
             emit("warning", name="equal_rewards", step=step, detail=detail)
         if fields["errors"]:
             detail = f"{fields['errors']} completions have no reward because of an error; {fields['first_error']}"
             emit("warning", name="rewards", step=step, detail=detail)
-        self._look_at_ends(step, float(fields["stopped"]), emit)
+
+        if len(self.first) < BEGINNING:
+            self.first.append(float(fields["stopped"]))
+        else:
+            self.recent = [*self.recent, float(fields["stopped"])][-RECENT:]
+            before, now = sum(self.first) / len(self.first), sum(self.recent) / len(self.recent)
+            detail = (
+                f"{now:.0%} of the last completions ended by themselves, {before:.0%} of the first: the policy learns "
+                f"to run on; raise rollout.max_new_tokens if they need it, else {self.ends_remedy}"
+            )
+            has_fallen = now < before - self.config.warn_stop_drop
+            warn("stops", detail, is_bad=len(self.recent) == RECENT and has_fallen)
         if "reward" in fields:
             self._recent("reward", fields["reward"])
             every = [*self.extremes, fields["reward_min"], fields["reward_max"]]
             self.extremes = [min(every), max(every)]
-        self._look_at_dropped(step, fields, emit)
-        self._look_at_values(step, fields, emit)
-
-    def _look_at_rewards(
-        self, step: int, fields: Mapping[str, Any], emit: Callable[..., None]
-    ) -> bool:
-        """Warn where completions have no reward. Returns whether any has one."""
-        total = fields["completions"]
-        rewarded = fields.get("rewarded", total - fields["errors"])
-        why = fields.get("first_error") or "no reward applies to them"
-        if not rewarded:
-            self.unrewarded += 1
-            detail = (
-                f"none of {total} completions has a reward: {why}; nothing of this roll-out is learned; at "
-                f"{self.config.max_unrewarded} such roll-outs in a row the run stops (rollout_monitor.max_unrewarded)"
-            )
-            emit("warning", name="unrewarded", step=step, detail=detail)
-            return False
-        self.unrewarded = 0
-        detail = (
-            f"{total - rewarded} of {total} completions have no reward ({why}) and are not learned from; the mean "
-            f"reward is over the other {rewarded}; return a number for every completion "
-            "(rollout_monitor.warn_unrewarded)"
-        )
-        is_bad = total - rewarded > self.config.warn_unrewarded * total
-        self._warn("unrewarded", detail, step, emit, is_bad=is_bad, is_over=not is_bad)
-        return True
-
-    def _look_at_ends(self, step: int, share: float, emit: Callable[..., None]) -> None:
-        if len(self.first) < BEGINNING:
-            self.first.append(share)
-            return
-        self.recent = [*self.recent, share][-RECENT:]
-        before, now = sum(self.first) / len(self.first), sum(self.recent) / len(self.recent)
-        detail = (
-            f"{now:.0%} of the last completions ended by themselves, {before:.0%} of the first: the policy learns "
-            f"to run on; raise rollout.max_new_tokens if they need it, else {self.ends_remedy}"
-        )
-        is_bad = len(self.recent) == RECENT and now < before - self.config.warn_stop_drop
-        self._warn("stops", detail, step, emit, is_bad=is_bad, is_over=not is_bad)
-
-    def _look_at_dropped(
-        self, step: int, fields: Mapping[str, Any], emit: Callable[..., None]
-    ) -> None:
         share, limit = fields.get("dropped", 0.0), self.config.warn_dropped
         detail = (
             f"{share:.0%} of the answers are cut and left out of training by shaping.overlong=drop; expected at most "
             f"{limit:.0%} (rollout_monitor.warn_dropped); raise rollout.max_new_tokens, or set shaping.overlong=keep"
         )
-        self._warn("dropped", detail, step, emit, is_bad=share > limit, is_over=share <= limit / 2)
+        warn("dropped", detail, is_bad=share > limit, is_over=share <= limit / 2)
+        if "value_low" in fields:
+            self._look_at_values(fields, warn)
 
-    def _look_at_values(
-        self, step: int, fields: Mapping[str, Any], emit: Callable[..., None]
-    ) -> None:
-        """Compare the critic's values with returns; before ``RECENT`` roll-outs it has learned nothing."""
-        if "value_low" not in fields:
-            return
+    def _look_at_values(self, fields: Mapping[str, Any], warn: Callable[..., None]) -> None:
+        """Compare the critic's values with returns; before ``RECENT`` rollouts it has learned nothing."""
         lows = self._recent("return_min", fields["return_min"])
         highs = self._recent("return_max", fields["return_max"])
         if len(lows) < RECENT:
@@ -254,12 +349,13 @@ class RolloutMonitor:
             "(rollout_monitor.warn_values); lower critic.learning_rate, or raise critic.warmup_steps"
         )
         outside = max(least - low, high - most)
-        is_bad, is_over = margin > 0 and outside > margin, outside <= margin / 2
-        self._warn("values", detail, step, emit, is_bad=is_bad, is_over=is_over)
+        is_bad = margin > 0 and outside > margin
+        warn("values", detail, is_bad=is_bad, is_over=outside <= margin / 2)
 
     def _look_at_update(self, report: StepReport, emit: Callable[..., None]) -> None:
         """Warn of a policy that leaves the one that answered, of clipped tokens, and of entropy that is lost."""
         config, metrics = self.config, report.metrics
+        warn = partial(self._warn, step=report.step, emit=emit)
         less = "lower optim.learning_rate, or train less on each roll-out (rollout.minibatches, rollout.epochs)"
         if DRIFT in metrics:
             drift, limit = fmean(self._recent("drift", metrics[DRIFT])), config.warn_kl
@@ -267,8 +363,7 @@ class RolloutMonitor:
                 f"the policy is {drift:.2g} nats a token away from the one that answered (KL, mean of the last "
                 f"updates); expected at most {limit:g} (rollout_monitor.warn_kl); {less}"
             )
-            is_bad, is_over = drift > limit, drift <= limit / 2
-            self._warn("drift", detail, report.step, emit, is_bad=is_bad, is_over=is_over)
+            warn("drift", detail, is_bad=drift > limit, is_over=drift <= limit / 2)
         if LOW in metrics:
             clipped = fmean(self._recent("clipped", metrics[LOW] + metrics[HIGH]))
             limit = config.warn_clipped
@@ -276,8 +371,7 @@ class RolloutMonitor:
                 f"{clipped:.0%} of the tokens have a ratio outside the clip range (mean of the last updates); "
                 f"expected at most {limit:.0%} (rollout_monitor.warn_clipped); {less}"
             )
-            is_bad, is_over = clipped > limit, clipped <= limit / 2
-            self._warn("clipped", detail, report.step, emit, is_bad=is_bad, is_over=is_over)
+            warn("clipped", detail, is_bad=clipped > limit, is_over=clipped <= limit / 2)
         if ESTIMATE not in metrics:
             return
         entropy = metrics.get(EXACT, metrics[ESTIMATE])
@@ -295,8 +389,7 @@ class RolloutMonitor:
             "nothing is learned from equal answers; lower optim.learning_rate, or raise rollout.temperature"
         )
         limit, is_good = config.warn_entropy * before, reward >= worst + GOOD * (best - worst)
-        is_bad, is_over = now < limit and not is_good, now >= 2 * limit
-        self._warn("entropy", detail, report.step, emit, is_bad=is_bad, is_over=is_over)
+        warn("entropy", detail, is_bad=now < limit and not is_good, is_over=now >= 2 * limit)
 
     def _recent(self, name: str, value: float) -> list[float]:
         """The last ``RECENT`` numbers of a name, this one included."""
@@ -311,13 +404,13 @@ class RolloutMonitor:
         emit: Callable[..., None],
         *,
         is_bad: bool,
-        is_over: bool,
+        is_over: bool | None = None,
     ) -> None:
-        """Emit a warning if a number is bad, and not again before it is over."""
-        if is_over:
-            self.told.discard(name)
-        elif is_bad and name not in self.told:
-            self.told.add(name)
+        """Emit a warning if a number is bad, and not again before it ``is_over``: by default, is not bad."""
+        if not is_bad if is_over is None else is_over:
+            self.warned.discard(name)
+        elif is_bad and name not in self.warned:
+            self.warned.add(name)
             emit("warning", name=name, step=step, detail=detail)
 
     def __call__(self, report: StepReport, trainer: Trainer) -> None:
@@ -355,8 +448,8 @@ class RolloutMonitor:
                 f"{self.section}.rollout_correction_level=geometric or token does not",
             ),
         ):
-            if is_bad and name not in self.told:
-                self.told.add(name)
+            if is_bad and name not in self.warned:
+                self.warned.add(name)
                 detail = f"engine and trainer: {detail}"
                 trainer.emit("warning", name=f"rollout_{name}", step=report.step, detail=detail)
 
@@ -371,7 +464,7 @@ class RolloutMonitor:
             "recent": list(self.recent),
             "silent": self.silent,
             "unrewarded": self.unrewarded,
-            "told": sorted(self.told),
+            "told": sorted(self.warned),
         }
 
     def recall(self, remembered: Mapping[str, Any]) -> None:
@@ -380,5 +473,5 @@ class RolloutMonitor:
         self.first_entropy = list(remembered.get("first_entropy", ()))
         self.extremes = list(remembered.get("extremes", ()))
         self.first, self.recent = list(remembered["first"]), list(remembered["recent"])
-        self.silent, self.told = int(remembered["silent"]), set(remembered["told"])
+        self.silent, self.warned = int(remembered["silent"]), set(remembered["told"])
         self.unrewarded = int(remembered.get("unrewarded", 0))  # older checkpoints have none

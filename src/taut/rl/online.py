@@ -46,9 +46,8 @@ from taut.data.prompts import PromptRow, PromptSet
 from taut.losses import Loss
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
-from taut.rl import metrics
 from taut.rl.advantages import Credit, TrainSample, as_tuple
-from taut.rl.monitors import RolloutMonitor, RolloutMonitorState
+from taut.rl.monitors import RolloutMonitor, RolloutMonitorState, push_event, rollout_event
 from taut.rl.rollout import POLICY, Group, Rollout, RolloutConfig, RolloutWorker, score_trees
 from taut.rl.sampler import Trajectory
 from taut.train.log.events import to_json
@@ -385,7 +384,7 @@ class Online:
             seconds = time.perf_counter() - began
             samples, of_credit = self.credit.assign(groups, scores)
         is_judged = self.worker.is_judged
-        fields = metrics.fields(
+        fields = rollout_event(
             rollout, samples, of_credit, version, self.config, is_judged=is_judged
         )
         replayed = [sample for sample in self.replayed if self._is_young(sample.version, version)]
@@ -395,7 +394,7 @@ class Online:
             **fields,
             num_replayed=len(replayed),
             seconds_scoring=seconds,
-            **metrics.push(self.worker.engine),
+            **push_event(self.worker.engine),
         )
         self.monitor.look(step, fields, emit)
         if groups:

@@ -5,10 +5,10 @@ The prompts of a phase are a pure function of the seed and the phase (``Order`` 
 by other prompts: dynamic sampling, as in DAPO (arXiv 2503.14476). The replacements are a function of the seed, the
 phase and the round, so a restart needs no memory of them.
 
-One rank judges for all, and asks the engine where it is a server. ``RolloutWorker`` touches no tensor, so it may run in
-a thread while the model trains.
+One rank judges for all, and calls the engine if it is a server. ``RolloutWorker`` touches no tensor, so it may run in a
+thread while the model trains.
 
-``scored`` then asks the trainer's own models: logprobs of the current policy and of the reference, values of the
+``score_trees`` then runs the trainer's own models: logprobs of the current policy and of the reference, values of the
 critic. Trajectories are packed, shared and dealt out to ranks as in a training step, without gradient; every rank
 gets all results, by sample.
 """
@@ -33,6 +33,7 @@ from taut.errors import ConfigError, DataError, TautError
 from taut.inference.engine import Engine, Sampling
 from taut.inference.local import LocalConfig
 from taut.inference.vllm import ServerConfig, ServerEngine
+from taut.io.console import counted
 from taut.losses.advantages import are_alike
 from taut.rewards.panel import Panel, Verdict
 from taut.rewards.verifier import Answered, Score
@@ -43,49 +44,51 @@ from taut.train.trainer import Role, Trainer, pad_microbatches, plan_microbatche
 from taut.types import FloatArray, Packed, Sample, Scores, Tree, Wants
 
 RESERVED = ("shaped", "kept")
-"""Names of other numbers of a roll-out: no reward's."""
+"""Names of other metrics of a rollout, which no reward may have."""
 
 TRIES = 8
-"""Rounds in which others are asked where nothing at all can be learned, and something must be."""
+"""Rounds in which other prompts are sampled where a rollout needs a useful group."""
 
 T = TypeVar("T")
 
 
 @configclass
 class RolloutConfig:
-    """How completions are drawn, and how long they are trained on."""
+    """How completions are sampled, and for how many steps a rollout is trained on."""
 
     n: Annotated[int, Field(ge=1)] = 8
-    """Completions of each prompt: a group."""
+    """Completions per prompt: the size of a group."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 256
-    """Tokens a completion may have; then it is cut. Of an environment: each turn."""
+    """Maximum number of tokens of a completion; then it is cut. With an environment: of each turn."""
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
-    """Divides the logits, of the engine and of the log-probs that are trained on. Tokens are drawn from the whole
-    distribution: ratios of a truncated one (top-p, top-k, min-p) would be biased."""
+    """Sampling temperature. The logprobs that are trained on are at the same temperature. Tokens are sampled from the
+    whole distribution: a truncated distribution (top-p, top-k, min-p) would bias the ratios."""
     stop: list[str] = field(default_factory=list)
-    """Texts that end a completion, beside the model's own stop set."""
+    """Texts that end a completion, in addition to the model's stop set."""
     minibatches: Annotated[int, Field(ge=1)] = 1
-    """Optimizer steps that one pass over a roll-out makes; it has so many times batch.samples_per_step prompts. Where
-    fewer groups than that are left of it, some are trained on more than once."""
+    """Optimizer steps per pass over a rollout, which has batch.samples_per_step prompts for each of them. If fewer
+    groups than that remain, some are trained on more than once."""
     epochs: Annotated[int, Field(ge=1)] = 1
-    """Passes over a roll-out."""
+    """Passes over a rollout."""
     dynamic_sampling_rounds: Annotated[int, Field(ge=0)] = 0
-    """Rounds in which groups from which nothing can be learned, as their rewards are all equal, are replaced by other
-    prompts (dynamic sampling); what is such a group still is then left out, if any other is not. Rewards count as they
-    are, before shaping."""
+    """Dynamic sampling (DAPO): number of rounds in which groups whose rewards are all equal are replaced by other
+    prompts. Groups that are still without a signal are then left out, unless all are. Rewards are compared before
+    shaping."""
     replay_groups: Annotated[int, Field(ge=0)] = 0
-    """Groups of earlier roll-outs with a signal that are trained on again beside each new roll-out, newest first."""
+    """Number of groups of earlier rollouts that are trained on again with each new rollout, newest first. Only groups
+    with a signal are kept."""
     asynchronous: bool = False
-    """Generate the next roll-out while this one is trained on, with the weights before it: engine=server only. Then no
-    two runs are the same bit for bit."""
+    """Generate the next rollout while training on the current one, with the weights before it. Requires engine=server.
+    Runs are then not reproducible bit for bit."""
     max_staleness: Annotated[int, Field(ge=1)] | None = None
-    """Updates that the weights may have had since a completion was drawn from them; older ones are not trained on."""
+    """Maximum number of updates between the weights that sampled a completion and those that are trained; older
+    completions are not trained on. None: no limit."""
     reference: str | None = None
-    """The column with the right answer; by default answers, answer, ..., or the last assistant message."""
+    """The column with the right answer. None: answers, answer, ..., or the last assistant message."""
     engine: Literal["local", "server"] = "local"
-    """local: in this process, on the weights that train. server: at url, to which they are sent."""
+    """local: in this process, on the weights that train. server: at url; the weights are sent to it."""
     url: str | None = None
-    """Where the server answers, as in http://127.0.0.1:8000/v1."""
+    """URL of the server, as in http://127.0.0.1:8000/v1."""
     local: LocalConfig = LocalConfig()
     server: ServerConfig = ServerConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
@@ -124,22 +127,30 @@ class RolloutConfig:
 
     @property
     def grows(self) -> int:
-        """Tokens that a path may have beyond its prompt."""
+        """Maximum number of tokens of a trajectory after its prompt."""
         return self.environment.max_tokens if self.environment.is_on else self.max_new_tokens
 
     @property
     def updates(self) -> int:
-        """Optimizer steps that a roll-out is trained on."""
+        """Optimizer steps per rollout."""
         return self.minibatches * self.epochs
 
     def sampling(self, seed: int) -> Sampling:
-        """How the engine draws. ``seed``: of the phase."""
+        """How the engine samples. ``seed``: of the phase."""
         return Sampling(
             n=self.n,
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature,
             stop=self.stop,
             seed=seed,
+        )
+
+    def describe(self, num_steps: int, samples_per_step: int) -> str:
+        """The plan of a run in a sentence."""
+        num_prompts = counted(samples_per_step * self.minibatches, "prompts")
+        return (
+            f"{counted(num_steps, 'steps')}, {self.updates} on each rollout: {num_prompts}, "
+            f"{counted(self.n, 'completions')} each, of at most {counted(self.grows, 'tokens')}"
         )
 
 
@@ -187,7 +198,7 @@ class Rollout:
 
 @dataclass(frozen=True, eq=False)
 class RolloutWorker:
-    """Rolls out. Every rank has one; the engine in this process wants all of them."""
+    """Generates rollouts. Every rank has one, and all ranks call an engine in this process."""
 
     config: RolloutConfig
     prompts: Sequence[PromptRow]
@@ -198,14 +209,14 @@ class RolloutWorker:
     seed: int
     ranks: Ranks
     is_judged: bool = True
-    """False: nobody says what completions are worth, and all are learned from."""
+    """False: completions have no reward, and all are learned from."""
     is_useful: Callable[[Group], bool] = lambda group: group.has_signal
     """Whether anything can be learned from a group."""
     needs_one: bool = False
-    """Whether a roll-out without a useful group cannot be trained on: then others are asked, whatever
-    dynamic_sampling_rounds says."""
+    """Whether a rollout without a useful group cannot be trained on: then other prompts are sampled, whatever
+    dynamic_sampling_rounds is."""
     settled: Sequence[Decision] = ()
-    """What was chosen for the user when it was opened."""
+    """What was decided for the user when it was opened."""
 
     def roll(self, phase: int, indices: Sequence[int]) -> Rollout:
         """The groups of these prompts, with their rewards. Every rank calls it, and all get the same."""
@@ -248,7 +259,7 @@ class RolloutWorker:
         return Rollout(groups, left_out, generating, judging)
 
     def close(self) -> None:
-        """End what it was opened with."""
+        """Close rewards and engine."""
         if self.panel is not None:
             self.panel.close()
         if isinstance(self.engine, ServerEngine):
@@ -283,7 +294,7 @@ class RolloutWorker:
 
 
 def with_own(said: Verdict, trajectory: Trajectory) -> Verdict:
-    """The verdict with what the environment itself said of the path. Raises DataError where the two share a name."""
+    """The verdict with the environment's rewards. Raises DataError where two rewards have one name."""
     if not trajectory.rewards:
         return said
     for name in trajectory.rewards:
@@ -300,7 +311,7 @@ def with_own(said: Verdict, trajectory: Trajectory) -> Verdict:
 
 
 def answered(trajectory: Trajectory) -> Answered:
-    """What rewards are told of a trajectory: the path up to its last turn, which is what they judge."""
+    """A trajectory as the rewards get it: up to the policy's last turn, which they judge."""
     row, roles = trajectory.row, [message["role"] for message in trajectory.messages]
     num_after = roles[::-1].index("assistant") if "assistant" in roles else 0
     return Answered(
@@ -315,13 +326,13 @@ def answered(trajectory: Trajectory) -> Answered:
 
 
 def seed_of(seed: int, phase: int, number: int) -> int:
-    """The seed of a round of a phase: a prompt that is asked again draws anew."""
+    """The seed of a round of a phase: a prompt that is sampled again has other completions."""
     digest = hashlib.sha256(f"rollout/{seed}/{phase}/{number}".encode()).digest()
     return int.from_bytes(digest[:8]) >> 1
 
 
 def distinct(rows: Sequence[PromptRow]) -> list[PromptRow]:
-    """The rows, each with an id of its own, where one is asked more than once."""
+    """The rows, each with its own id, where a row occurs more than once."""
     times: dict[str, int] = {}
     named = []
     for row in rows:

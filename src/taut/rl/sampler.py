@@ -54,27 +54,27 @@ class Trajectory:
     sampled_at_N: IntArray
     """Ascending positions into ``ids_T``: what the policy chose."""
     logp_N: FloatArray
-    """log-probability of each under the policy it was drawn from, as the engine says; NaN where it cannot."""
+    """The engine's logprob of each sampled token; NaN where the engine gives none."""
     version_N: IntArray
-    """The step whose update the weights had that each was drawn from."""
+    """The version of the weights that sampled each token: the step of their last update."""
     finish_reason: FinishReason
     """Of the last completion; length also where an environment's limit of turns or tokens cut the path."""
     text: str
-    """Of the last completion, without what ended it: what verifiers read."""
+    """Of the last completion, without its end token: the text that verifiers read."""
     messages: tuple[Message, ...] = ()
-    """The conversation after the prompt: the policy's turns and what the environment said, with tool calls."""
+    """The conversation after the prompt: the policy's turns with their tool calls, and the environment's messages."""
     num_turns: int = 1
     error: str | None = None
-    """Why there is no completion to learn from, where finish_reason is error: the engine's or environment's words."""
+    """The engine's or environment's reason where finish_reason is error."""
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """What the environment itself said the path is worth, by name; empty: rewards judge it."""
+    """The environment's rewards, by name; empty: it gives none."""
     turn_rewards: tuple[tuple[int, float], ...] = ()
     """The part of ``rewards`` that steps gave: (n, sum of the step's rewards), where sampled token n is the last of the
     turn that the step answered. What ``cut`` gave belongs to the whole path and is left out."""
     num_calls: int = 0
-    """Calls of tools that the policy made."""
+    """Tool calls of the policy."""
     num_malformed_calls: int = 0
-    """Those of them that could not be read; the environment was told."""
+    """Tool calls that could not be read."""
     first_messages: tuple[Message, ...] | None = None
     """The messages that an environment began with; None: the row's prompt."""
     media: tuple[Media, ...] = ()
@@ -113,7 +113,7 @@ class Trajectory:
 
     @property
     def version(self) -> int:
-        """The oldest weights it was drawn from."""
+        """The version of the oldest weights that sampled it."""
         return int(self.version_N.min())
 
 

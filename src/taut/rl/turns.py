@@ -27,9 +27,9 @@ from taut.errors import RenderError
 from taut.types import Media
 
 WORD = "Understood"
-"""What stands in place of a turn."""
+"""Replaces a turn of the policy."""
 REPLY = "Replied"
-"""What stands in place of what others say."""
+"""Replaces the messages of others."""
 PLACE = "the conversation"
 
 Rendered: TypeAlias = tuple[Ids, tuple[Media, ...]]
@@ -37,13 +37,13 @@ Rendered: TypeAlias = tuple[Ids, tuple[Media, ...]]
 
 
 class Bridge:
-    """Finds the tokens between turns for one renderer and stop set."""
+    """The tokens between turns, for one renderer and stop set."""
 
     def __init__(self, renderer: Renderer, stop_ids: Collection[int]) -> None:
         self.renderer, self.template = renderer, renderer.template
         self.stop_ids = frozenset(stop_ids)
         self.heard: set[str] = set()
-        """Roles whose words the template is known to write after a turn."""
+        """Roles whose messages the template was seen to write after a turn."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Ids:
         """History and generation prompt, where no turn has been sampled yet."""
@@ -63,43 +63,36 @@ class Bridge:
     def follows(
         self, history: Sequence[Message], said: Sequence[Message], tools: Sequence[Tool], last: int
     ) -> Rendered:
-        """What follows the last turn of ``history``, whose last sampled token is ``last``, when ``said`` was answered,
-        and the pictures as they lie in it.
+        """The tokens after the last turn of ``history``, whose last sampled token is ``last``, up to the next turn,
+        where the messages ``said`` are the answer; and the pictures as they lie among the tokens.
 
-        Raises RenderError where the template does not take these messages, or leaves out what one says; and for a
-        picture that would change what the pictures before it are to the model.
+        Raises RenderError where the template does not take these messages, or leaves out the content of one; and for a
+        picture that would change the tokens of the pictures before it.
         """
         assert history[-1]["role"] == "assistant" and said
-        word = _unused(WORD, said, tools)
+        word, others = WORD, str([said, tools])
+        while word in others:  # the search for the word begins at the end
+            word += "x"
         turns = _canonical(history, said, word)
         if not self.heard >= {message["role"] for message in said}:
             self._require_heard(turns, said, tools, word)
         ids, placed = self._from_end(turns, said, tools, word)
         ids = ids[1:] if last in self.stop_ids else ids
-        self._require_apart(turns, placed)
+        store = self.template.pictures.image_store
+        depends_on_count = store is not None and store.processor.depends_on_count
+        if depends_on_count and placed and images_of(turns):
+            raise RenderError(
+                "the conversation gets another picture, and this model's processor makes other tokens of the pictures "
+                "before it then; expected all pictures in the first messages; show one only"
+            )
         return ids, self.template.pictures.find(ids, placed, PLACE)
 
-    def _require_apart(self, turns: Sequence[Message], placed: Sequence[Placed]) -> None:
-        """New pictures leave those before them what they are."""
-        image_store = self.template.pictures.image_store
-        if (
-            image_store is None
-            or not placed
-            or not image_store.processor.depends_on_count
-            or not images_of(turns)
-        ):
-            return
-        raise RenderError(
-            "the conversation gets another picture, and this model's processor makes other tokens of the pictures "
-            "before it then; expected all pictures in the first messages; show one only"
-        )
-
     def rewrites(self, turn: Message, said: Message, tools: Sequence[Tool]) -> str | None:
-        """None where prompt, turn and what is between are, token for token, the template's own rendering of the whole;
-        else what it writes in the turn's place once that is history.
+        """None where prompt, turn and the tokens after it are, token for token, the template's own rendering of the
+        whole; else what the template writes instead of the turn once that is history.
 
-        Where the generation prompt begins a thought, the turn goes on with one. Raises RenderError where what follows
-        a turn depends on what was said in it.
+        Where the generation prompt begins a thought, the turn goes on with one. Raises RenderError where the tokens
+        after a turn depend on its content.
         """
         asked = PROBE[:1]
         prompt = self.prompt(asked, tools)
@@ -129,9 +122,7 @@ class Bridge:
     def _from_end(
         self, turns: Sequence[Message], said: Sequence[Message], tools: Sequence[Tool], word: str
     ) -> tuple[Ids, tuple[Placed, ...]]:
-        """What the template writes after the word in the last turn, from the token that ends the turn on, and the
-        pictures in it.
-        """
+        """The tokens after the word in the last turn, from the token that ends the turn on, and their pictures."""
         whole = self.template.apply((*turns, *said), tools, PLACE, is_prompt=True)
         _, is_there, after = whole.text.rpartition(word)
         placed = whole.pictures[len(images_of(turns)) :]
@@ -155,7 +146,7 @@ class Bridge:
     def _require_heard(
         self, turns: Sequence[Message], said: Sequence[Message], tools: Sequence[Tool], word: str
     ) -> None:
-        """The template writes, after a turn, what these roles say. Asked once of each."""
+        """Raise RenderError unless the template writes the messages of these roles after a turn; once for each role."""
         replies = [{**message, "content": f"{REPLY}{k}."} for k, message in enumerate(said)]
         text = self.template.decode(self._from_end(turns, replies, tools, word)[0])
         for message in replies:
@@ -183,61 +174,45 @@ class Bridge:
 
 
 def moved(media: Sequence[Media], by: int) -> tuple[Media, ...]:
-    """The same pictures so many tokens later."""
-    return tuple(replace(one, start=one.start + by, stop=one.stop + by) for one in media)
+    """The same pictures ``by`` tokens later."""
+    return tuple(replace(it, start=it.start + by, stop=it.stop + by) for it in media)
 
 
 def _canonical(history: Sequence[Message], said: Sequence[Message], word: str) -> list[Message]:
-    """The conversation with every turn replaced: what was sampled may be anything, and what comes after is the same."""
-    found: list[Message] = []
+    """The conversation with every turn replaced by the word, or by calls, the last of which has the word in the last
+    turn: the tokens after a turn do not depend on what was sampled in it.
+    """
+    turns: list[Message] = []
     everything = [*history, *said]
     for index, message in enumerate(history):
         if message["role"] != "assistant":
-            found.append(message)
-            continue
-        calls = _calls(message, everything[index + 1 :])
-        turn: Message = {"role": "assistant", "content": "" if calls else word}
-        if calls:
-            turn["tool_calls"] = calls
-        found.append(turn)
-    return _marked(found, word)
-
-
-def _marked(messages: list[Message], word: str) -> list[Message]:
-    """With the word in the last call of the last turn."""
-    last = messages[-1]
-    if "tool_calls" in last:
-        *others, call = last["tool_calls"]
+            turns.append(message)
+        elif calls := _calls(message, everything[index + 1 :]):
+            turns.append({"role": "assistant", "content": "", "tool_calls": calls})
+        else:
+            turns.append({"role": "assistant", "content": word})
+    if "tool_calls" in turns[-1]:
+        *others, call = turns[-1]["tool_calls"]
         call = {**call, "function": {**call["function"], "arguments": {"text": word}}}
-        messages = [*messages[:-1], {**last, "tool_calls": [*others, call]}]
-    return messages
+        turns[-1] = {**turns[-1], "tool_calls": [*others, call]}
+    return turns
 
 
 def _calls(turn: Message, after: Sequence[Message]) -> list[Tool]:
-    """The calls of a turn as templates want them: one for each answer of a tool, be it to a call that none could read;
-    else its own."""
-    calls = turn.get("tool_calls", [])
-    names = {_id(call.get("id"), k): call["function"]["name"] for k, call in enumerate(calls)}
-    own, asked = list(names), {}
+    """The calls of a turn as templates take them: one for each tool message after it, even if its call could not be
+    read; else the turn's own.
+    """
+    names: dict[str, str] = {}
+    for k, call in enumerate(turn.get("tool_calls", [])):
+        index = call.get("id")
+        index = index if isinstance(index, str) and index else own_id(k)  # a row may have none
+        names[index] = call["function"]["name"]
+    indices, answered = list(names), {}
     answers = takewhile(lambda message: message["role"] == "tool", after)
     for k, answer in enumerate(answers):
-        index = answer.get("tool_call_id") or (own[k] if k < len(own) else own_id(k))
-        asked[index] = answer.get("name") or names.get(index, "tool")
-    return [_call(name, index) for index, name in (asked or names).items()]
-
-
-def _id(given: object, number: int) -> str:
-    """A call's own id; by its place in the turn where a row has none."""
-    return given if isinstance(given, str) and given else own_id(number)
-
-
-def _call(name: str, index: str) -> Tool:
-    return {"id": index, "type": "function", "function": {"name": name, "arguments": {"text": "x"}}}
-
-
-def _unused(word: str, said: Sequence[Message], tools: Sequence[Tool]) -> str:
-    """The word, made longer until nothing has it that may come after a turn: it is looked for from the end."""
-    text = str([said, tools])
-    while word in text:
-        word += "x"
-    return word
+        index = answer.get("tool_call_id") or (indices[k] if k < len(indices) else own_id(k))
+        answered[index] = answer.get("name") or names.get(index, "tool")
+    return [
+        {"id": index, "type": "function", "function": {"name": name, "arguments": {"text": "x"}}}
+        for index, name in (answered or names).items()
+    ]

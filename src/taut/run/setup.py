@@ -44,7 +44,7 @@ from taut.train.monitors import TOLERANCE, Divergence, FirstStep, Spikes, Untouc
 from taut.train.oom import build_fit
 from taut.train.optim import Rate, build_optimizer, learning_rate
 from taut.train.signals import Interrupts
-from taut.train.trainer import Prefetch, StepSource, Trainer, emit_nowhere
+from taut.train.trainer import Prefetch, Trainer, emit_nowhere
 
 ALONE_TOKENS = 1024
 """Tokens of the first step that are also run one sample at a time."""
@@ -183,12 +183,15 @@ def join_models(
     decisions = [*loaded.decisions, *reasons]
     dtype, one_sample = loaded.dtype.dtype, loaded.one_sample
     noise = install_noise(model, run.noise, run.seed)
-    is_compared = noise is None and not run.has_scalar_head
     # A run that generates is compared with its engine instead.
-    is_compared = is_compared and not run.generates
+    is_compared = noise is None and not run.has_scalar_head and not run.generates
     logps: dict[str, Tensor] = {}
     if compared is not None and compared.cursor == START and is_compared:
-        logps = _library_logps(compared.source, model, dtype, ranks.device)
+        samples = {s.id: s for tree in compared.source.prepare(1) for s in tree.samples}
+        sizes = [(sample.id, sample.num_tokens) for sample in samples.values()]
+        with torch.no_grad(), compute_context(dtype, ranks.device):
+            for name in ids_to_compare(sizes, ALONE_TOKENS):
+                logps[name] = library_logps(model, samples[name], ranks.device)
     policy, reasons = build_policy(run, one_sample, has_noise=noise is not None)
     decisions.extend(reasons)
     if run.activation_checkpointing:
@@ -227,16 +230,6 @@ def join_models(
         saved_dtype=checkpoint_dtype(inputs.config),
         decisions=decisions,
     )
-
-
-def _library_logps(
-    source: StepSource, model: nn.Module, dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
-    """The library's own logprobs of some of the first step's samples, each run alone."""
-    samples = {s.id: s for tree in source.prepare(1) for s in tree.samples}
-    chosen = ids_to_compare([(s.id, s.num_tokens) for s in samples.values()], ALONE_TOKENS)
-    with torch.no_grad(), compute_context(dtype, device):
-        return {name: library_logps(model, samples[name], device) for name in chosen}
 
 
 def build_policy(

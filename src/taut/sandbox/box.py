@@ -174,7 +174,10 @@ class Sandbox:
             "has_namespaces": self._has_namespaces,
             "readable": self._readable,
             "calls": allowed.compiled(self._has_namespaces).hex(),
-            "user": _spare_user() if is_another else 0,
+            # an unused number, another for each jail: what the kernel counts by user is counted by jail
+            "user": 0x70000000 + (os.getpid() % 2**15) * 2**12 + next(_USERS) % 2**12
+            if is_another
+            else 0,
         }
 
 
@@ -192,8 +195,3 @@ def _cgroups() -> Path | str:
         return cgroup.find_parent()
     except OSError as error:
         return str(error)
-
-
-def _spare_user() -> int:
-    """An unused user number, another for each jail: what the kernel counts by user is counted by jail."""
-    return 0x70000000 + (os.getpid() % 2**15) * 2**12 + next(_USERS) % 2**12

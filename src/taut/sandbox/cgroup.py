@@ -54,13 +54,31 @@ def find_parent(root: Path | None = None) -> Path:
 
     Raises OSError with the reason if there is none. ``root``: where cgroups are mounted.
     """
-    root = root or _mounted()
+    if root is None:
+        mounts = [
+            line.partition(" - ") for line in Path("/proc/self/mountinfo").read_text().splitlines()
+        ]
+        places = [mount.split()[4] for mount, _, kind in mounts if kind.startswith("cgroup2 ")]
+        if not places:
+            raise OSError("cgroups of version 2 are not mounted")
+        root = Path(places[0])
     own = root / _own_name().lstrip("/")
     reasons = []
     for folder in (own, own.parent) if own != root else (own,):
         try:
-            _enable(folder)
-            _remove_left(folder)
+            lacking = _NEEDED - set((folder / "cgroup.controllers").read_text().split())
+            if lacking:
+                raise OSError(f"it has no controller {' and '.join(sorted(lacking))}")
+            if not os.access(folder / "cgroup.procs", os.W_OK):
+                raise OSError("this user may not write it")
+            control = folder / "cgroup.subtree_control"
+            if _NEEDED - set(control.read_text().split()):
+                control.write_text(" ".join(f"+{name}" for name in sorted(_NEEDED)))
+            # cgroups of processes that have ended; one with processes in it cannot be removed
+            for left in folder.glob("taut-*-*"):
+                if not Path("/proc", left.name.split("-")[1]).exists():
+                    with contextlib.suppress(OSError):
+                        left.rmdir()
             tried = Cgroup(folder)
             try:
                 _enter(tried)
@@ -72,30 +90,11 @@ def find_parent(root: Path | None = None) -> Path:
     raise OSError("; ".join(reasons))
 
 
-def _mounted() -> Path:
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        mount, _, kind = line.partition(" - ")
-        if kind.startswith("cgroup2 "):
-            return Path(mount.split()[4])
-    raise OSError("cgroups of version 2 are not mounted")
-
-
 def _own_name() -> str:
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         if line.startswith("0::"):
             return line.removeprefix("0::")
     raise OSError("this process is in no cgroup of version 2")
-
-
-def _enable(folder: Path) -> None:
-    lacking = _NEEDED - set((folder / "cgroup.controllers").read_text().split())
-    if lacking:
-        raise OSError(f"it has no controller {' and '.join(sorted(lacking))}")
-    if not os.access(folder / "cgroup.procs", os.W_OK):
-        raise OSError("this user may not write it")
-    control = folder / "cgroup.subtree_control"
-    if _NEEDED - set(control.read_text().split()):
-        control.write_text(" ".join(f"+{name}" for name in sorted(_NEEDED)))
 
 
 def _enter(cgroup: Cgroup) -> None:
@@ -104,14 +103,6 @@ def _enter(cgroup: Cgroup) -> None:
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     if done.returncode:
         raise OSError(f"no process can move below it: {done.stderr.strip()[-200:]}")
-
-
-def _remove_left(folder: Path) -> None:
-    """Remove the cgroups of processes that have ended; one with processes in it cannot be removed."""
-    for left in folder.glob("taut-*-*"):
-        if not Path("/proc", left.name.split("-")[1]).exists():
-            with contextlib.suppress(OSError):
-                left.rmdir()
 
 
 def _remove(path: Path) -> None:

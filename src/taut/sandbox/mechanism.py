@@ -110,7 +110,17 @@ ATTEMPTS = tuple(_ATTEMPTS)
 
 def find(name: MechanismName) -> Finding:
     """Try a mechanism with the trial program."""
-    lack = _lack_of(name)
+    lack = None
+    if sys.platform != "linux":
+        lack = f"it needs Linux, this is {sys.platform}"
+    elif os.uname().machine not in ("x86_64", "aarch64"):
+        lack = f"it is written for x86_64 and aarch64, this is {os.uname().machine}"
+    elif name == "gvisor" and gvisor.runsc() is None:
+        lack = "runsc is not installed"
+    elif name == "bubblewrap" and walls.bwrap() is None:
+        lack = "bwrap is not installed"
+    elif name == "landlock" and kernel.landlock_version() < kernel.LANDLOCK_OLDEST:
+        lack = f"found version {kernel.landlock_version()} of it, expected {kernel.LANDLOCK_OLDEST} or later"
     if lack is not None:
         return Finding(name, lack, (), "")
     sandbox = Sandbox(Mechanism(name, ""))
@@ -154,21 +164,6 @@ def open_sandbox(wanted: MechanismName | None = None, packages: Sequence[str] = 
                 f"found no folder {folder} among the sandbox's packages; expected a folder to import from; correct it"
             )
     return Sandbox(choose(wanted), packages)
-
-
-def _lack_of(name: MechanismName) -> str | None:
-    """Why a mechanism cannot be tried; None: it can."""
-    if sys.platform != "linux":
-        return f"it needs Linux, this is {sys.platform}"
-    if os.uname().machine not in ("x86_64", "aarch64"):
-        return f"it is written for x86_64 and aarch64, this is {os.uname().machine}"
-    if name == "gvisor" and gvisor.runsc() is None:
-        return "runsc is not installed"
-    if name == "bubblewrap" and walls.bwrap() is None:
-        return "bwrap is not installed"
-    if name == "landlock" and kernel.landlock_version() < kernel.LANDLOCK_OLDEST:
-        return f"found version {kernel.landlock_version()} of it, expected {kernel.LANDLOCK_OLDEST} or later"
-    return None
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from taut import cli
 from taut.config import configclass
 from taut.errors import ConfigError
 from taut.losses.loss import Loss, Unit
-from taut.methods import METHODS
+from taut.methods import METHODS, commands_for
 from taut.methods.method import RunConfig
 from taut.train.optim import DefaultRates
 from taut.types import LossSum, Packed, Scores
@@ -104,6 +104,10 @@ def test_it_trains_and_resumes(trained: Path) -> None:
         taut.resume(trained, steps=5, **{"toy.q": 0.5})
     assert taut.resume(trained, steps=5).steps == 5
     assert len(column(trained, "loss")) == 5
+
+
+def test_a_row_of_its_kind_names_its_command() -> None:
+    assert commands_for("sft").endswith(", taut toy")
 
 
 def test_it_is_a_command(

@@ -128,7 +128,7 @@ def test_adapters_of_a_critic_train_with_its_head_and_nothing_else(place: Path) 
 
 def test_a_shared_head_reads_the_adapted_policy(place: Path) -> None:
     policy = apply_lora(load(place / "policy"), LoraConfig(rank=2), 0)
-    critic, _ = build_critic(CriticConfig(**KINDS["shared"]), setting_of(place, policy))
+    critic, _ = build_critic(CriticConfig(**KINDS["shared"]), **setting_of(place, policy))
     scorer = Scorer(policy, critic=critic)
     add_gradient(scorer, [pack(judged(), SHARE_ALL)])
     found = gradients(scorer)
@@ -198,7 +198,7 @@ def test_an_own_critic_is_saved_for_the_library_and_read_back(
     found = values_of(scorer, [sample])
     torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=1e-6)
     again, _ = build_critic(
-        CriticConfig(model=str(tmp_path / "critic")), setting_of(place, scorer.model)
+        CriticConfig(model=str(tmp_path / "critic")), **setting_of(place, scorer.model)
     )
     found = values_of(Scorer(scorer.model, critic=again), judged())
     torch.testing.assert_close(found, values_of(scorer, judged()), rtol=0, atol=1e-12)

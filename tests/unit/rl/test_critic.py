@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny_critics import ATTENTION, CPU, load, save_models, setting_of
+from tests.tiny_critics import load, save_models, setting_of
 from tests.tiny_models import save_tiny
 
 from taut.config import from_mapping
 from taut.errors import ConfigError, ModelError
 from taut.models.heads import OwnCritic, SharedCritic
-from taut.rl.critic import LEARNING_RATES, CriticConfig, Setting, build_critic
+from taut.rl.critic import LEARNING_RATES, CriticConfig, build_critic
 from taut.train.optim import OptimConfig, Pace
 
 
@@ -98,7 +98,7 @@ def test_what_is_chosen_is_told(
 ) -> None:
     if "model" in settings:
         settings = {**settings, "model": settings["model"].format(place=place)}
-    critic, reasons = build_critic(CriticConfig(**settings), setting_of(place, policy))
+    critic, reasons = build_critic(CriticConfig(**settings), **setting_of(place, policy))
     assert type(critic) is kind
     assert reasons == [tuple(word.format(place=place) for word in reason) for reason in expected]
 
@@ -112,8 +112,8 @@ def test_a_critic_that_cannot_pack_is_refused_beside_a_policy_that_does(
     with pytest.raises(
         ModelError, match=r"runs one sample at a time .longrope.* a critic that pac"
     ):
-        build_critic(config, setting_of(place, policy))
-    critic, _ = build_critic(config, setting_of(place, policy, one_sample="so does the policy"))
+        build_critic(config, **setting_of(place, policy))
+    critic, _ = build_critic(config, **setting_of(place, policy, one_sample="so does the policy"))
     assert type(critic) is OwnCritic
 
 
@@ -124,14 +124,14 @@ def test_an_architecture_without_such_a_class_is_refused(
     with pytest.raises(
         ModelError, match=r"no AutoModelForSequenceClassification for granite.*=shared"
     ):
-        build_critic(config, setting_of(place, policy))
+        build_critic(config, **setting_of(place, policy))
 
 
 def test_a_directory_that_is_no_model_is_told_with_its_key(
     place: Path, policy: torch.nn.Module
 ) -> None:
     with pytest.raises(ModelError, match=r"critic.model: model=.*nowhere does not exist"):
-        build_critic(CriticConfig(model=str(place / "nowhere")), setting_of(place, policy))
+        build_critic(CriticConfig(model=str(place / "nowhere")), **setting_of(place, policy))
 
 
 def test_a_reward_model_with_two_numbers_is_refused(place: Path, policy: torch.nn.Module) -> None:
@@ -142,6 +142,6 @@ def test_a_reward_model_with_two_numbers_is_refused(place: Path, policy: torch.n
         "id2label": {"0": "a", "1": "b"},
     }
     (odd / "config.json").write_text(json.dumps(config))
-    setting = Setting(policy, "policy", torch.float64, CPU, ATTENTION, longest=64)
+    settings = setting_of(place, policy) | {"path": "policy"}
     with pytest.raises(ModelError, match=r"critic.model: .*2 labels"):
-        build_critic(CriticConfig(model=str(odd)), setting)
+        build_critic(CriticConfig(model=str(odd)), **settings)

@@ -357,7 +357,7 @@ def test_monitors_go_on_after_a_resume() -> None:
     monitor.look(1, critic(0.0, 1.0), log)
     other = RolloutMonitor(RolloutMonitorConfig())
     other.recall(json.loads(json.dumps(monitor.remember())))
-    assert other == monitor and {"drift", "entropy"} <= other.told
+    assert other == monitor and {"drift", "entropy"} <= other.warned
     updates(other, log, [update(kl=2.0, entropy=0.01)])
     assert [name for name, _ in log] == ["drift", "entropy"]
     old = {key: monitor.remember()[key] for key in ("first", "recent", "silent", "told")}

@@ -424,7 +424,7 @@ def test_where_e2b_s_machines_are(made: dict[str, Any], url: str | None) -> None
         recording = cast(Client, Recording())
         service = E2B("https://api", None, "example.org", "t", KEY, 1.0)
         async with service.machine(recording, LIMITS) as one:
-            await one.run(b"{}", 1.0)
+            await one(b"{}", 1.0)
 
     if url is None:
         with pytest.raises(Passing):

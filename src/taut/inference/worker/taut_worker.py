@@ -1,4 +1,4 @@
-"""What taut adds to vLLM's worker: load weights from a folder, and say by checksums which ones it has.
+"""taut's extension of vLLM's worker: loads weights from a folder, and reports checksums of the weights it has.
 
     VLLM_SERVER_DEV_MODE=1 PYTHONPATH=(this folder) vllm serve DIR --worker-extension-cls taut_worker.TautWorker
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 START = uuid.uuid4().hex
-"""Tells this process from the one that a restart puts in its place."""
+"""Identifies this process: another value after a restart."""
 NUM_COLUMNS = 16
 """Columns of a weight that are read through its kernel."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -39,18 +39,18 @@ class TautWorker:
     """Mixed into vLLM's worker, whose ``model_runner`` and ``reload_weights`` it uses."""
 
     taut_version = -1
-    """Of the weights that were loaded last; -1: those the server started with."""
+    """Version of the weights loaded last; -1: those the server started with."""
     taut_folder = ""
-    """Where they lay. Its name is random, so that it tells one push from another of the same version."""
+    """Their folder. Its name is random, which distinguishes pushes of the same version."""
 
     def taut_held(self) -> dict[str, Any]:
-        """Which process this is, and what it has."""
+        """The process and its weights."""
         dtype = str(_worker(self).model_runner.model_config.dtype).removeprefix("torch.")
         held = {"start": START, "version": self.taut_version, "folder": self.taut_folder}
         return {**held, "dtype": dtype}
 
     def taut_load(self, folder: str, version: int) -> dict[str, Any]:
-        """Put the weights of a folder's files, named as in the checkpoint, in the place of those the model has."""
+        """Replace the model's weights by those of a folder's files, named as in the checkpoint."""
         try:
             list(Path(folder).iterdir())  # raises where glob finds nothing
             files = _files(folder)
@@ -60,31 +60,34 @@ class TautWorker:
             return {"error": f"cannot read {error.filename}: {error.strerror}"}
         if not files:
             return {"error": f"sees no file in {folder}"}
-        self.taut_version, self.taut_folder = version, folder  # said even if it fails half-way
+        self.taut_version, self.taut_folder = (
+            version,
+            folder,
+        )  # reported even if loading fails half-way
         _worker(self).reload_weights(weights_iterator=_tensors(files))
         for _, layer in _copied(_worker(self).model_runner.get_model()):
             layer.quant_method.process_weights_after_loading(layer)
         return {}
 
     def taut_checksums(self, folder: str) -> list[dict[str, Any]]:
-        """Of every parameter: its name, the folder's tensors it is made of, and the checksum of what can be read."""
+        """For every parameter: its name, the folder's tensors it is made of, and the checksum of the readable part."""
         runner = _worker(self).model_runner
         model, dtype = runner.get_model(), runner.model_config.dtype
         parts = _parts(model, [name for name, _ in _tensors(_files(folder))])
-        found = []
+        reports = []
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 at, read = None, parameter
                 if not parameter.numel():
                     at, read = _through(model.get_submodule(name.rpartition(".")[0]), dtype)
-                found.append(_report(name, parts.get(_plain(name), []), at, read.to(dtype)))
+                reports.append(_report(name, parts.get(_plain(name), []), at, read.to(dtype)))
             names = {parameter: name for name, parameter in model.named_parameters()}
             for name, layer in _copied(model):
                 at, read = _through(layer, dtype)
-                found.append(
+                reports.append(
                     _report(f"{name}'s copy", parts.get(_plain(names[layer.weight]), []), at, read)
                 )
-        return found
+        return reports
 
 
 def checksum(tensor: Tensor) -> int:

@@ -143,34 +143,29 @@ class RemoteSandbox:
         try:
             async with self._limit, attempts:
                 with anyio.fail_after(seconds):
-                    return await _trials(attempts, program, trials, limits, stop_early)
+                    results: list[Ran] = []
+                    spent, printed, is_lost = 0.0, 0, False
+                    for trial in trials:
+                        left = limits.total_seconds - spent
+                        is_failed = stop_early and bool(results) and results[-1].outcome != "ok"
+                        is_over = left <= 0 or printed > _OUTPUTS * 1024 * limits.output_kb
+                        if is_lost or is_failed or is_over:
+                            results.append(Ran("", "", "not_run", 0.0))
+                            continue
+                        trial_seconds = min(limits.wall_seconds, left)
+                        ran = await attempts.run(program, trial, trial_seconds)
+                        if ran is None:
+                            is_lost = True
+                            ran = Ran("", "", await attempts.blame_program(), trial_seconds)
+                        results.append(ran)
+                        spent += ran.seconds
+                        printed += len(ran.stdout) + len(ran.stderr)
+                    return results
         except TimeoutError:
             last = f"; the last failure: {attempts.last}" if attempts.last else ""
             raise self._error(f"was not done with a program within {seconds:g} s{last}") from None
         except _Failed as error:
             raise self._error(f"failed: {error}") from None
-
-
-async def _trials(
-    attempts: _Attempts, program: str, trials: Sequence[Trial], limits: Limits, stop_early: bool
-) -> list[Ran]:
-    results: list[Ran] = []
-    spent, printed, is_lost = 0.0, 0, False
-    for trial in trials:
-        left = limits.total_seconds - spent
-        is_failed = stop_early and bool(results) and results[-1].outcome != "ok"
-        if is_lost or is_failed or left <= 0 or printed > _OUTPUTS * 1024 * limits.output_kb:
-            results.append(Ran("", "", "not_run", 0.0))
-            continue
-        seconds = min(limits.wall_seconds, left)
-        ran = await attempts.run(program, trial, seconds)
-        if ran is None:
-            outcome = await attempts.blame_program()
-            ran, is_lost = Ran("", "", outcome, seconds), True
-        results.append(ran)
-        spent += ran.seconds
-        printed += len(ran.stdout) + len(ran.stderr)
-    return results
 
 
 class _Failed(Exception):
@@ -247,7 +242,7 @@ class _Attempts:
                 self._machine = await self._stack.enter_async_context(opened)
             except Passing as failure:
                 raise failure.unsent() from None
-        printed = await self._machine.run(json.dumps(job).encode(), seconds)
+        printed = await self._machine(json.dumps(job).encode(), seconds)
         return _ran(printed, nonce, seconds, self._limits)
 
 

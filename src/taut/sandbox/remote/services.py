@@ -25,9 +25,9 @@ import itertools
 import math
 import re
 import shlex
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 from urllib.parse import quote
 
 import anyio
@@ -177,12 +177,8 @@ class Printed(NamedTuple):
     """How the service ended it; None: it did not, or does not say so."""
 
 
-class Machine(Protocol):
-    """A machine on which nothing has run."""
-
-    async def run(self, job: bytes, seconds: float) -> Printed:
-        """Run the job within ``seconds`` of its own. Raises Passing or SandboxError."""
-        ...
+Machine: TypeAlias = Callable[[bytes, float], Awaitable[Printed]]
+"""A machine on which nothing has run: runs a job within so many seconds of its own. Raises Passing or SandboxError."""
 
 
 class Service(Protocol):
@@ -232,42 +228,34 @@ class Piston:
         self._headers = {"Authorization": f"Bearer {secret}"} if secret else {}
 
     @asynccontextmanager
-    async def machine(self, client: Client, limits: Limits) -> AsyncIterator[_PistonBox]:
+    async def machine(self, client: Client, limits: Limits) -> AsyncIterator[Machine]:
         """The next server, which makes a box for each request."""
-        yield _PistonBox(
-            client, limits, f"{next(self._urls)}/execute", self._version, self._headers
-        )
+        url = f"{next(self._urls)}/execute"
 
+        async def run(job: bytes, seconds: float) -> Printed:
+            milliseconds = int((seconds + START) * 1000)
+            body = await client.send(
+                "POST",
+                url,
+                seconds=seconds + START + WAIT,
+                most=most_printed(limits),
+                body={
+                    "language": "python",
+                    "version": self._version,
+                    "files": [{"name": "main.py", "content": BOOTSTRAP}],
+                    "stdin": job.decode(),
+                    "run_timeout": milliseconds,
+                    "run_cpu_time": milliseconds,
+                },
+                headers=self._headers,
+            )
+            result = field(parsed(body, url), "run", dict, url)
+            text = field(result, "stdout", str, url)
+            if result.get("status") == "XX":
+                raise Passing(f"{url}: its sandbox failed ({result.get('message')!r:.100})", BROKEN)
+            return Printed(text, _PISTON_ENDINGS.get(str(result.get("status"))))
 
-class _PistonBox:
-    def __init__(
-        self, client: Client, limits: Limits, url: str, version: str, headers: dict[str, str]
-    ) -> None:
-        self._client, self._limits, self._url = client, limits, url
-        self._version, self._headers = version, headers
-
-    async def run(self, job: bytes, seconds: float) -> Printed:
-        milliseconds = int((seconds + START) * 1000)
-        body = await self._client.send(
-            "POST",
-            self._url,
-            seconds=seconds + START + WAIT,
-            most=most_printed(self._limits),
-            body={
-                "language": "python",
-                "version": self._version,
-                "files": [{"name": "main.py", "content": BOOTSTRAP}],
-                "stdin": job.decode(),
-                "run_timeout": milliseconds,
-                "run_cpu_time": milliseconds,
-            },
-            headers=self._headers,
-        )
-        run = field(parsed(body, self._url), "run", dict, self._url)
-        text = field(run, "stdout", str, self._url)
-        if run.get("status") == "XX":
-            raise Passing(f"{self._url}: its sandbox failed ({run.get('message')!r:.100})", BROKEN)
-        return Printed(text, _PISTON_ENDINGS.get(str(run.get("status"))))
+        yield run
 
 
 # -- E2B
@@ -296,7 +284,7 @@ class E2B:
         self._secret, self._spare = secret, spare
 
     @asynccontextmanager
-    async def machine(self, client: Client, limits: Limits) -> AsyncIterator[_E2BMachine]:
+    async def machine(self, client: Client, limits: Limits) -> AsyncIterator[Machine]:
         """A new machine; E2B ends it at its timeout if this fails."""
         keys = {"X-API-KEY": self._secret}
         body = await client.send(
@@ -325,9 +313,33 @@ class E2B:
         ):
             if isinstance(made.get(name), str):
                 headers[header] = made[name]
-        url = self._machines or f"https://{_E2B_PORT}-{number}.{domain}"
+        url = f"{self._machines or f'https://{_E2B_PORT}-{number}.{domain}'}/execute"
+
+        async def run(job: bytes, seconds: float) -> Printed:
+            body = await client.send(
+                "POST",
+                url,
+                seconds=seconds + START + WAIT,
+                most=most_printed(limits),
+                body={
+                    "code": RUN % base64.b64encode(job).decode(),
+                    "context_id": None,
+                    "language": "python",
+                    "env_vars": None,
+                },
+                headers=headers,
+                may_be_gone=(404, 409, 410),
+            )
+            messages = [parsed(line, url) for line in body.splitlines() if line.strip()]
+            texts = [
+                field(message, "text", str, url)
+                for message in messages
+                if isinstance(message, dict) and message.get("type") == "stdout"
+            ]
+            return Printed("".join(texts))
+
         try:
-            yield _E2BMachine(client, limits, f"{url}/execute", headers)
+            yield run
         finally:
             with anyio.CancelScope(shield=True), suppress(Passing, SandboxError):
                 await client.send(
@@ -337,34 +349,6 @@ class E2B:
                     most=SMALL,
                     headers=keys,
                 )
-
-
-class _E2BMachine:
-    def __init__(self, client: Client, limits: Limits, url: str, headers: dict[str, str]) -> None:
-        self._client, self._limits, self._url, self._headers = client, limits, url, headers
-
-    async def run(self, job: bytes, seconds: float) -> Printed:
-        body = await self._client.send(
-            "POST",
-            self._url,
-            seconds=seconds + START + WAIT,
-            most=most_printed(self._limits),
-            body={
-                "code": RUN % base64.b64encode(job).decode(),
-                "context_id": None,
-                "language": "python",
-                "env_vars": None,
-            },
-            headers=self._headers,
-            may_be_gone=(404, 409, 410),
-        )
-        messages = [parsed(line, self._url) for line in body.splitlines() if line.strip()]
-        texts = [
-            field(it, "text", str, self._url)
-            for it in messages
-            if isinstance(it, dict) and it.get("type") == "stdout"
-        ]
-        return Printed("".join(texts))
 
 
 # -- Morph
@@ -387,7 +371,7 @@ class Morph:
         self._headers = {"Authorization": f"Bearer {secret}"}
 
     @asynccontextmanager
-    async def machine(self, client: Client, limits: Limits) -> AsyncIterator[_MorphMachine]:
+    async def machine(self, client: Client, limits: Limits) -> AsyncIterator[Machine]:
         """A new machine, once it is ready; Morph ends it at its ttl if this fails."""
         url = f"{self.address}/instance"
         body = await client.send(
@@ -407,6 +391,34 @@ class Morph:
         if not _MORPH_NUMBER.fullmatch(number):
             raise Passing(f"{url} named a machine that cannot be addressed", BROKEN)
         url = f"{url}/{number}"
+
+        async def command(text: str, seconds: float, most: int) -> str:
+            body = await client.send(
+                "POST",
+                f"{url}/exec",
+                seconds=seconds,
+                most=most,
+                body={"command": [text]},
+                headers=self._headers,
+                may_be_gone=(404, 409, 410),
+            )
+            printed: str = field(parsed(body, f"{url}/exec"), "stdout", str, f"{url}/exec")
+            return printed
+
+        async def run(job: bytes, seconds: float) -> Printed:
+            text = base64.b64encode(job).decode()
+            for start in range(0, len(text), _MORPH_PART):
+                into = ">" if start == 0 else ">>"
+                part = f"printf %s {text[start : start + _MORPH_PART]} {into} {_MORPH_JOB}"
+                try:
+                    await command(part, _MORPH_SECONDS, SMALL)
+                except Passing as failure:
+                    raise failure.unsent() from None
+            # Python has the whole job only once the file is removed and closed: the program cannot read it.
+            python = f"python3 -s -c {shlex.quote(BOOTSTRAP)}"
+            line = f"{{ base64 -d {_MORPH_JOB}; rm -f {_MORPH_JOB}; }} | {python}"
+            return Printed(await command(line, seconds + START + WAIT, most_printed(limits)))
+
         try:
             while field(made, "status", str, url) != "ready":
                 if made["status"] == "error":
@@ -416,44 +428,7 @@ class Morph:
                     "GET", url, seconds=_MORPH_SECONDS, most=SMALL, headers=self._headers
                 )
                 made = parsed(body, url)
-            yield _MorphMachine(client, limits, f"{url}/exec", self._headers)
+            yield run
         finally:
             with anyio.CancelScope(shield=True), suppress(Passing, SandboxError):
                 await client.send("DELETE", url, seconds=5, most=SMALL, headers=self._headers)
-
-
-class _MorphMachine:
-    def __init__(self, client: Client, limits: Limits, url: str, headers: dict[str, str]) -> None:
-        self._client, self._limits, self._url, self._headers = client, limits, url, headers
-
-    async def run(self, job: bytes, seconds: float) -> Printed:
-        text = base64.b64encode(job).decode()
-        for start in range(0, len(text), _MORPH_PART):
-            into = ">" if start == 0 else ">>"
-            part = f"printf %s {text[start : start + _MORPH_PART]} {into} {_MORPH_JOB}"
-            try:
-                await self._command(part, _MORPH_SECONDS, SMALL)
-            except Passing as failure:
-                raise failure.unsent() from None
-        # Python has the whole job only once the file is removed and closed: the program cannot read it.
-        python = f"python3 -s -c {shlex.quote(BOOTSTRAP)}"
-        return Printed(
-            await self._command(
-                f"{{ base64 -d {_MORPH_JOB}; rm -f {_MORPH_JOB}; }} | {python}",
-                seconds + START + WAIT,
-                most_printed(self._limits),
-            )
-        )
-
-    async def _command(self, command: str, seconds: float, most: int) -> str:
-        body = await self._client.send(
-            "POST",
-            self._url,
-            seconds=seconds,
-            most=most,
-            body={"command": [command]},
-            headers=self._headers,
-            may_be_gone=(404, 409, 410),
-        )
-        found: str = field(parsed(body, self._url), "stdout", str, self._url)
-        return found

@@ -18,7 +18,7 @@ from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
 from taut.rl.advantages import TrainSample
 from taut.rl.environment import EnvironmentConfig
-from taut.rl.metrics import best_and_worst, fields, push, shown
+from taut.rl.monitors import best_and_worst, logged, push_event, rollout_event
 from taut.rl.rollout import Group, Rollout, RolloutConfig, sample_of
 from taut.types import Tree
 from taut.vision.content import ImageRef
@@ -51,7 +51,7 @@ def event(
 ) -> dict[str, Any]:
     samples, metrics = All(CrossEntropy()).assign(found.rewarded, {})
     how = config or RolloutConfig()
-    return fields(found, samples, metrics, version, how, is_judged=is_judged)
+    return rollout_event(found, samples, metrics, version, how, is_judged=is_judged)
 
 
 def test_everything_that_was_generated_counts() -> None:
@@ -101,7 +101,7 @@ def test_turns_and_calls_of_an_environment() -> None:
     assert (told["turns_mean"], told["calls"], told["malformed_calls"]) == (3, 2, 1)
 
 
-def test_the_best_and_the_worst_of_the_group_that_differs_most_are_shown() -> None:
+def test_the_best_and_the_worst_of_the_group_that_differs_most_are_logged() -> None:
     groups = [group("a", 0.5, 0.4), group("b", 0.1, 0.9, 0.3), group("c", 1.0)]
     best, worst = best_and_worst(Rollout(groups))
     assert (best.row.id, best.reward, worst.reward) == ("b", 0.9, 0.1)
@@ -114,23 +114,23 @@ def test_a_path_is_shown_token_by_token() -> None:
     path = replace(path, rollout=2)
     unknown = replace(path, logp_N=np.array([math.nan]))
     sample = replace(sample_of(path), streams={"advantage_N": np.array([0.123456])})
-    told = shown(unknown, [TrainSample(4, Tree((sample,)))])
+    told = logged(unknown, [TrainSample(4, Tree((sample,)))])
     assert told["ids"] == [10] and math.isnan(told["logp"][0])
     assert told["advantage"] == [0.1235]
     assert told["rewards"] == {"r": 1.0, "other": None}
     assert (told["version"], told["finish_reason"]) == (4, "stop")
-    assert shown(path, [])["advantage"] is None
+    assert logged(path, [])["advantage"] is None
 
 
 def test_an_engine_in_this_process_is_pushed_nothing() -> None:
-    assert push(FakeEngine(lambda name, index: "")) == {}
+    assert push_event(FakeEngine(lambda name, index: "")) == {}
 
 
 def test_a_path_with_pictures_can_be_told() -> None:
     picture = {"type": "image", "image": ImageRef("bytes", b"12")}
     said = {"role": "user", "content": [picture, {"type": "text", "text": "Look."}]}
     path = rolled().groups[0].trajectories[0]
-    told = shown(replace(path, messages=(said,), num_turns=2), [])
+    told = logged(replace(path, messages=(said,), num_turns=2), [])
     assert json.loads(json.dumps(told["messages"])) == [
         {"role": "user", "content": "[picture of 2 bytes]Look."}
     ]
