@@ -39,8 +39,10 @@ from taut.data.cache import default_directory
 from taut.demo.fetch import get_model
 from taut.methods.method import RunConfig
 from taut.models.load import quiet_library
-from taut.plan import Kernels, calibrate, footprint, predict_steps, workload
-from taut.plan.measuring import peak_bytes, tensors_of
+from taut.plan.memory import footprint, peak_bytes, predict_steps, tensors_of
+from taut.plan.rates import calibrate
+from taut.plan.steps import workload
+from taut.plan.tracing import Kernels
 from taut.run.inputs import load_inputs
 from taut.run.setup import build
 from taut.train import distributed

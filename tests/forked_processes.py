@@ -11,18 +11,18 @@ import importlib
 import multiprocessing
 import os
 import runpy
-import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
-from typing import Any, BinaryIO
+from typing import Any
 
 from taut.io import processes
 
@@ -109,29 +109,16 @@ def require_clean() -> None:
 
 
 class ForkedProcess:
-    """What ``taut.io.processes`` asks of a subprocess.Popen, for a forked process."""
+    """What ``taut.io.helper`` asks of a subprocess.Popen, for a forked process."""
 
-    def __init__(self, pid: int, stdin: BinaryIO, stdout: BinaryIO) -> None:
-        self.pid, self.stdin, self.stdout = pid, stdin, stdout
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
         self.returncode: int | None = None
 
-    def poll(self) -> int | None:
-        return self._wait(os.WNOHANG)
-
     def wait(self) -> int:
-        code = self._wait(0)
-        assert code is not None
-        return code
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-    def _wait(self, options: int) -> int | None:
         if self.returncode is None:
-            pid, status = os.waitpid(self.pid, options)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
+            _, status = os.waitpid(self.pid, 0)
+            self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
 
@@ -139,24 +126,25 @@ def fork_bounded_process() -> None:
     """In a forked process: fork the process of ``taut.io.processes`` now. It would start at the first call and then
     have to import transformers.
     """
-    reads_requests, requests = os.pipe()
-    answers, writes_answers = os.pipe()
-    alive, keeps_alive = os.pipe()
+    pipe, theirs = Pipe()
+    held, leash = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.setsid()
         os.environ.clear()
-        os.dup2(reads_requests, 0)
-        os.dup2(writes_answers, 1)
-        os.dup2(alive, 3)  # all others are the parent's
-        os.closerange(4, os.sysconf("SC_OPEN_MAX"))
-        processes.serve(3)
+        os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+        os.dup2(0, 1)
+        os.dup2(theirs.fileno(), 100)
+        os.dup2(held, 101)
+        os.closerange(3, 100)  # all others are the parent's
+        os.closerange(102, os.sysconf("SC_OPEN_MAX"))
+        processes.serve(100, 101)
         os._exit(0)
-    for descriptor in (reads_requests, writes_answers, alive):
-        os.close(descriptor)
-    process = ForkedProcess(pid, os.fdopen(requests, "wb", 0), os.fdopen(answers, "rb", 0))
-    processes._server._process = process  # type: ignore[assignment]
-    processes._server._alive = keeps_alive
+    theirs.close()
+    os.close(held)
+    helper = processes._helper
+    helper.process = ForkedProcess(pid)  # type: ignore[assignment]
+    helper._pipe, helper._leash = pipe, leash
 
 
 def worlds(num_ranks: int) -> list[dict[str, str]]:

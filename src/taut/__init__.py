@@ -105,9 +105,9 @@ def runs(*directories: str | PathLike[str]) -> list[RunState]:
 
 def show(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> None:
     """Print the resolved configuration and the first samples, their targets coloured. Takes a run of any ``method``."""
-    from taut.commands import train
+    from taut.commands import show as command
 
-    train.show(_configure_run(run, keys))
+    command.show(_configure_run(run, keys))
 
 
 def check(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -72,7 +73,7 @@ OTHERS = {
     "show": Command(
         "[RUN.toml] [key=value ...]",
         "print the resolved configuration, and which tokens are targets",
-        "taut.commands.train:show",
+        "taut.commands.show:show",
         "taut.methods.method:RunConfig",
         has_method=True,
     ),
@@ -299,7 +300,7 @@ def config_class(command: Command) -> type[Any]:
 def _run(name: str, command: Command, words: Sequence[str]) -> int:
     if command.call == TRAIN:
         _require_free_out(words)
-    from taut.config import ELSEWHERE, INSTEAD, load
+    from taut.config import ELSEWHERE, INSTEAD, describe, load
     from taut.io import temporary
 
     temporary.clear()
@@ -314,14 +315,16 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
     else:
         cls = config_class(command)
         classes = METHODS.values() if command.has_method else [cls]
-        known = switches(cls).union(*map(switches, classes))
-        keys = keys_of(cls).union(*map(keys_of, classes))
+        rows = [row for described in (cls, *classes) for row in describe(described)]
+        keys = {row.key for row in rows}
+        switches = {row.key for row in rows if row.type == "true | false"}
         foreign = {*ELSEWHERE, *INSTEAD} - keys
-        sorted_words = sort_words(words, known, command.alone, command.many, foreign)
+        sorted_words = sort_words(words, switches, command.alone, command.many, foreign)
         if "data.train" in keys:
-            sorted_words = sorted_words._replace(
-                overrides=list(map(_expand_data, sorted_words.overrides))
-            )
+            overrides = [
+                re.sub(r"^\s*data\s*=", "data.train=", word) for word in sorted_words.overrides
+            ]
+            sorted_words = sorted_words._replace(overrides=overrides)  # data=FILE is short for it
         if command.has_method and not command.is_raw:
             cls = _import_name("taut.methods.method:class_of")(*sorted_words)
         result = call(*sorted_words) if command.is_raw else call(load(cls, *sorted_words))
@@ -350,12 +353,6 @@ def _require_free_out(words: Sequence[str]) -> None:
         require_usable(user_path(settings["out"], "out"), resume=False, overwrite=False)
 
 
-def _expand_data(override: str) -> str:
-    """``data=FILE`` is short for ``data.train=FILE``."""
-    key, equals, value = override.partition("=")
-    return f"data.train={value}" if equals and key.strip() == "data" else override
-
-
 def _help(name: str, command: Command) -> str:
     from taut.config import describe
 
@@ -377,20 +374,6 @@ def _import_name(name: str) -> Any:
     """The object that ``module:name`` names."""
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)
-
-
-def switches(cls: type[Any]) -> set[str]:
-    """The boolean keys."""
-    from taut.config import describe
-
-    return {row.key for row in describe(cls) if row.type == "true | false"}
-
-
-def keys_of(cls: type[Any]) -> set[str]:
-    """Every key."""
-    from taut.config import describe
-
-    return {row.key for row in describe(cls)}
 
 
 def sort_words(

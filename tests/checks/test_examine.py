@@ -18,9 +18,9 @@ from tests.forked_processes import run
 from taut.checks import CHECKS, Check
 from taut.checks.examine import Examination, examine
 from taut.checks.registry import Finding, failed, passed, skipped
-from taut.checks.report import as_json
 from taut.checks.session import Session
 from taut.cli import main
+from taut.commands.check import as_json
 from taut.errors import CheckFailed
 
 LATER = "reference.equals_policy"

@@ -108,7 +108,7 @@ def test_a_planted_fault_makes_its_own_check_fail_and_no_other(
 
 @pytest.mark.parametrize("fault", asked_of_every_check(first_faults()[:2]))
 def test_the_innocent_twin_of_a_fault_passes_every_check(fault: Fault, tmp_path: Path) -> None:
-    part = CHECKS[fault.check].part  # test_honest.py asks the full part of sound runs
+    part = CHECKS[fault.check].part  # test_sound_runs.py asks the full part of sound runs
     with pytest.MonkeyPatch.context() as patch:
         place = Place(tmp_path, patch)
         found = examined(fault.plant(place, False), part, place)

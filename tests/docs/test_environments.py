@@ -20,7 +20,7 @@ def test_the_example_plays(tmp_path: Path) -> None:
     file = tmp_path / "guess.py"
     file.write_text(code)
     renderer = renderer_of()
-    world = world_of(EnvironmentConfig(name=f"{file}:Guess"), renderer)
+    environments = world_of(EnvironmentConfig(name=f"{file}:Guess"), renderer)
     said = [["50", "hm", "42"], ["7"] * 6, ["50", "hm", "and so on and on"]]
     engine = Scripted(
         renderer,
@@ -28,7 +28,7 @@ def test_the_example_plays(tmp_path: Path) -> None:
         most=8,
     )
     rows = [row_of(renderer, name, secret=42) for name in "abc"]
-    found, lost, cut = sample_trajectories(engine, rows, Sampling(), world)
+    found, lost, cut = sample_trajectories(engine, rows, Sampling(), environments)
     assert found.rewards == {"found": 1.0, "speed": 0.5}
     assert [m["content"] for m in found.messages[1::2]] == ["Lower.", "That is no number."]
     assert (lost.rewards, lost.num_turns, lost.finish_reason) == ({"found": 0.0}, 6, "stop")

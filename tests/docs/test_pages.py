@@ -20,7 +20,7 @@ from tests.docs.pages import (
 )
 
 from taut.cli import commands as all_commands
-from taut.cli import config_class, sort_words, switches
+from taut.cli import config_class, sort_words
 from taut.config import describe, load
 from taut.errors import install_extra
 from taut.methods import METHODS, command_of
@@ -111,7 +111,9 @@ def test_every_command_of_a_page_is_accepted(page: str, command: str, tmp_path: 
     if called.has_method and (named or not called.is_raw):
         cls = class_of(None, [word.removeprefix("--") for word in named])
         given = [word for word in given if word not in ("--full", "--json")]
-    path, overrides = sort_words(given, switches(cls), called.alone)
+    path, overrides = sort_words(
+        given, {row.key for row in describe(cls) if row.type == "true | false"}, called.alone
+    )
     if any(word.startswith("recipe=") for word in overrides):
         return
     if called.is_raw:  # it says data for data.train

@@ -41,5 +41,5 @@ def test_a_prompt_that_is_text_has_no_template() -> None:
 def test_every_number_of_a_roll_out_is_told() -> None:
     names = re.findall(r'"(\w+)"(?:\]|:)', TELLING[: TELLING.index("def shown")])
     assert len(names) > 20
-    shown = set(re.findall(r"`([\w*]+)`", PAGE[PAGE.index("## What is told") :]))
+    shown = set(re.findall(r"`([\w*]+)`", PAGE[PAGE.index("## What is reported") :]))
     assert [n for n in names if n not in shown and f"{n.partition('_')[0]}_*" not in shown] == []

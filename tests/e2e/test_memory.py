@@ -16,7 +16,7 @@ from tests.chat_runs import PLAIN, column, events, largest_difference, sft, weig
 
 import taut
 from taut.cli import main
-from taut.commands.train import _kept
+from taut.commands.train import _stopped
 from taut.errors import OutOfMemory
 from taut.evals.during import HeldOut
 from taut.inference.local import LocalEngine
@@ -276,8 +276,8 @@ def test_with_several_ranks_the_newest_checkpoint_is_named_and_none_is_written(g
     )
     built: Any = SimpleNamespace(trainer=trainer)
     checkpoints: Any = SimpleNamespace(folder=folder)
-    error = _kept(built, OutOfMemory("no room"), checkpoints)
+    error = _stopped(built, OutOfMemory("no room"), checkpoints)
     assert str(error).startswith(f"no room; the newest checkpoint is {folder / 'step-000006'}; ")
     assert said[0]["outcome"] == "stopped"
     shutil.rmtree(folder)
-    assert "there is no checkpoint yet" in str(_kept(built, OutOfMemory("no room"), checkpoints))
+    assert "there is no checkpoint yet" in str(_stopped(built, OutOfMemory("no room"), checkpoints))

@@ -105,7 +105,7 @@ def test_a_resume_may_change_the_learning_rate_of_the_steps_to_come(go: Go) -> N
     )  # the third is of the weights of step 2
     assert column(out, "loss")[3] != column(whole, "loss")[3]
     (warning,) = [it for it in events(out, "warning") if it["name"] == "schedule"]
-    said = "optim.learning_rate: 0.001 then, 0.0005 now: in force from step 3 on"
+    said = "optim.learning_rate: 0.001 then, 0.0005 now: active from step 3 on"
     assert warning["detail"] == said
     again = go("out", steps=4, resume=True, optim__learning_rate=5e-4, **keys)
     assert again.notice is not None, "nothing is left to do"

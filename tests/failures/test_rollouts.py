@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from tests.chat_runs import QUIET
-from tests.unit.rl.test_advantages import paths, policy
+from tests.unit.rl.test_advantages import assign, paths, policy
 
 from taut.config import from_mapping
 from taut.data.batching import Order
@@ -15,7 +15,7 @@ from taut.data.prompts import PromptSet
 from taut.errors import ConfigError
 from taut.methods.grpo import Grpo
 from taut.rl.advantages import Gae, ShapingConfig
-from taut.rl.monitors import BEGINNING, RECENT, Guard, RolloutMonitorConfig
+from taut.rl.monitors import BEGINNING, RECENT, RolloutMonitor, RolloutMonitorConfig
 from taut.rl.online import Online
 from taut.rl.rollout import VALUE, RolloutConfig
 
@@ -41,7 +41,7 @@ def test_a_missing_end_is_punished_where_the_answer_was_cut_and_nowhere_else() -
     cut, ended = paths([[1.0, 1.0]], a0="length")
     sizes = {path.name: path.sampled_at_N.size for path in (cut, ended)}
     said = {name: {VALUE: np.zeros(size)} for name, size in sizes.items()}
-    given = credit.trees([cut, ended], said)
+    given = assign(credit, [cut, ended], said)
     # without a discount every token answers for what the last one gets
     assert given.advantages[cut.name].tolist() == [0.5] * sizes[cut.name]
     assert given.advantages[ended.name].tolist() == [1.0] * sizes[ended.name]
@@ -50,11 +50,11 @@ def test_a_missing_end_is_punished_where_the_answer_was_cut_and_nowhere_else() -
 
 
 def test_answers_that_cease_to_end_are_told_once() -> None:
-    guard, told = Guard(RolloutMonitorConfig()), list[tuple[Any, ...]]()
+    monitor, told = RolloutMonitor(RolloutMonitorConfig()), list[tuple[Any, ...]]()
 
     def look(share: float) -> None:
         fields = {"stopped": share, "errors": 0, "completions": 8, "groups_with_signal": 1}
-        guard.look(1, fields, lambda *kind, **said: told.append((*kind, said["name"])))
+        monitor.look(1, fields, lambda *kind, **said: told.append((*kind, said["name"])))
 
     for share in [0.9] * (BEGINNING + RECENT):
         look(share)
@@ -68,8 +68,8 @@ def test_answers_that_cease_to_end_are_told_once() -> None:
 def test_what_is_older_than_allowed_is_not_trained_on(version: int, *, is_young: bool) -> None:
     config = RolloutConfig(replay_groups=4, max_staleness=3, minibatches=2)
     order = Order(np.ones(4), 0, 2)
-    guard = Guard(RolloutMonitorConfig())
-    method = Online(config, cast(PromptSet, None), order, policy(), guard, 0)
+    monitor = RolloutMonitor(RolloutMonitorConfig())
+    method = Online(config, cast(PromptSet, None), order, policy(), monitor, 0)
     drawn_at = 4
     # its second update is one further from the weights it was drawn from
     assert method._is_young(drawn_at, drawn_at + 1 + version) == is_young

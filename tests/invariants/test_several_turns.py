@@ -19,7 +19,7 @@ from taut.inference.local import LocalEngine
 from taut.models.attention_backends import PREFIX
 from taut.models.precision import compute_context
 from taut.models.scorer import Scorer
-from taut.rl.environment import EnvironmentConfig, Step, World
+from taut.rl.environment import EnvironmentConfig, EnvironmentPool, Step
 from taut.rl.sampler import Trajectory, sample_trajectories
 from taut.rl.turns import Bridge
 from taut.types import Packed, Sample
@@ -41,9 +41,9 @@ def scorer() -> Scorer:
     return Scorer(model)
 
 
-def world(renderer: Renderer, stop_ids: tuple[int, ...], turns: int) -> World:
+def environments(renderer: Renderer, stop_ids: tuple[int, ...], turns: int) -> EnvironmentPool:
     config = EnvironmentConfig(name="asks", max_turns=turns)
-    return World(config, Asks, Bridge(renderer, stop_ids), None, (), 256, None)
+    return EnvironmentPool(config, Asks, Bridge(renderer, stop_ids), None, (), 256, None)
 
 
 def sample(trajectory: Trajectory, seed: int) -> Sample:
@@ -68,7 +68,7 @@ def test_the_engine_and_the_trainer_agree_on_every_turn(scorer: Scorer) -> None:
     engine = LocalEngine(scorer, tiny_tokenizer(), stop_ids, context=256)
     rows = [row_of(renderer, name) for name in "ab"]
     sampling = Sampling(n=3, max_new_tokens=20, seed=1)
-    found = sample_trajectories(engine, rows, sampling, world(renderer, stop_ids, turns=3))
+    found = sample_trajectories(engine, rows, sampling, environments(renderer, stop_ids, turns=3))
     assert max(trajectory.num_turns for trajectory in found) == 3
     assert len({tuple(trajectory.ids_T.tolist()) for trajectory in found}) == 6
     for policy in (ALONE, PackPolicy(True, 1)):
@@ -76,7 +76,7 @@ def test_the_engine_and_the_trainer_agree_on_every_turn(scorer: Scorer) -> None:
         with torch.no_grad():
             logp_N = scorer(packed).logp_N
         assert float((logp_N - packed.streams["engine_logp_N"]).abs().max()) < LIMIT
-    again = sample_trajectories(engine, rows, sampling, world(renderer, stop_ids, turns=3))
+    again = sample_trajectories(engine, rows, sampling, environments(renderer, stop_ids, turns=3))
     assert [e.ids_T.tolist() for e in again] == [e.ids_T.tolist() for e in found]
 
 
@@ -86,7 +86,10 @@ def test_paths_that_branch_share_their_past(scorer: Scorer) -> None:
         renderer, lambda name, index, turn: "first" if turn == 0 else f"{name[-3:]} goes on"
     )
     left, right = sample_trajectories(
-        engine, [row_of(renderer)], Sampling(n=2), world(renderer, renderer.stop_ids, turns=2)
+        engine,
+        [row_of(renderer)],
+        Sampling(n=2),
+        environments(renderer, renderer.stop_ids, turns=2),
     )
     samples = [sample(left, 1), sample(right, 2)]
     common = int((left.ids_T != right.ids_T).argmax())

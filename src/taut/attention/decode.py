@@ -223,12 +223,7 @@ def _first_visible(distance: int, window: int | None) -> int:
 
 
 def _merge_level(
-    out: Tensor,
-    lse: Tensor,
-    layer: nn.Module,
-    queries: Tensor,
-    parts: Sequence[Part],
-    call: Call,
+    out: Tensor, lse: Tensor, layer: nn.Module, queries: Tensor, parts: Sequence[Part], call: Call
 ) -> None:
     """Add parts over different rows to ``out`` and ``lse``, at once where there is no gap between them.
 

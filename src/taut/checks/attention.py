@@ -1,5 +1,6 @@
 """Attention: that every layer calls the chosen one, that it is causal, keeps packed samples apart, and computes what
-the library's own attention computes for a sample alone.
+the library's own attention computes for a sample alone; and that a reward model's scores are those of transformers' own
+class, with which people load the model.
 
 Changes are measured to rounding. A mean over a sample's targets (``drift``) is compared where two ways of computing
 differ by rounding anyway.
@@ -11,24 +12,18 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from taut.checks.measure import (
-    drift,
-    first_layer_that_moves,
-    first_text_token,
-    gap,
-    largest_gap,
-    most_different,
-    replace_tokens,
-)
+from taut.checks import measure
 from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
-from taut.checks.session import Session
+from taut.checks.session import Session, is_text, num_tokens
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.models import architecture
 from taut.models.attention_backends import observe
@@ -81,17 +76,17 @@ def every_layer_calls_the_attention(session: Session) -> Finding:
 def later_tokens_change_nothing_before(session: Session) -> Finding:
     """Does a later token leave everything before it as it is?"""
     sample, quantity = session.pair[0], session.quantity
-    at = first_text_token(sample, sample.num_tokens // 2)
-    changed = replace_tokens(session, sample, [at])
+    at = measure.first_text_token(sample, sample.num_tokens // 2)
+    changed = measure.replace_tokens(session, sample, [at])
     is_before = sample.target_at_N < at  # the changed token itself is not among its predictions
     left, right = session.alone[sample.id], session.numbers([changed])[sample.id]
-    moved = gap(left[is_before], right[is_before])
+    moved = measure.gap(left[is_before], right[is_before])
     if moved > session.exact:
         packs = pack([sample], ALONE), pack([changed], ALONE)
         return failed(
             f"changing token {at} of {sample.id} changes {quantity.one} before it by {moved:.3g} {quantity.unit}",
             measured=(moved, quantity.unit),
-            evidence=[first_layer_that_moves(session, *packs, range(at))],
+            evidence=[measure.first_layer_that_moves(session, *packs, range(at))],
             remedy="the model looks ahead, and taut trains causal language models; train another model",
         )
     return passed("nothing before a changed token moves", moved, quantity.unit)
@@ -104,9 +99,11 @@ def layers_with_state_are_known(session: Session) -> Finding:
     Attention is switched off: what still passes from one token to the next goes through a layer with state.
     """
     sample, unit = session.short_sample, session.quantity.unit
-    left, right = (pack([one], ALONE) for one in (sample, replace_tokens(session, sample, [0])))
+    left, right = (
+        pack([probe], ALONE) for probe in (sample, measure.replace_tokens(session, sample, [0]))
+    )
     with session.inference(), observe(is_deaf=True):
-        moved = gap(session.forward(left)[1:], session.forward(right)[1:])
+        moved = measure.gap(session.forward(left)[1:], session.forward(right)[1:])
     known = architecture.stateful_layers(session.scorer.model)
     if known:
         layers = ", ".join(known[:3])
@@ -114,7 +111,7 @@ def layers_with_state_are_known(session: Session) -> Finding:
         return passed(says, moved, unit)
     if moved > session.exact:
         with observe(is_deaf=True):
-            where = first_layer_that_moves(session, left, right, range(1, left.num_tokens))
+            where = measure.first_layer_that_moves(session, left, right, range(1, left.num_tokens))
         return failed(
             f"a token changes what follows it by {moved:.3g} {unit} with attention taken out",
             measured=(moved, unit),
@@ -134,15 +131,15 @@ def packed_samples_do_not_see_each_other(session: Session) -> Finding:
     if session.loaded.one_sample is not None:
         return skipped(f"nothing is packed: {session.loaded.one_sample}")
     (first, second), quantity = session.pair, session.quantity
-    changed = replace_tokens(session, first, range(first.num_tokens))
-    moved = gap(session.packed[second.id], session.numbers([changed, second])[second.id])
+    changed = measure.replace_tokens(session, first, range(first.num_tokens))
+    moved = measure.gap(session.packed[second.id], session.numbers([changed, second])[second.id])
     if moved > session.exact:
         packs = pack([first, second], ALONE), pack([changed, second], ALONE)
         inside = range(first.num_tokens, first.num_tokens + second.num_tokens)
         return failed(
             f"other words in {first.id} change {quantity.one} of {second.id} by {moved:.3g} {quantity.unit}",
             measured=(moved, quantity.unit),
-            evidence=[first_layer_that_moves(session, *packs, inside)],
+            evidence=[measure.first_layer_that_moves(session, *packs, inside)],
             remedy=f"{session.loaded.attention.name} does not keep samples apart in this model; set "
             "attention=reference, and please report the model",
         )
@@ -158,7 +155,7 @@ def positions_begin_with_each_sample(session: Session) -> Finding:
     if session.loaded.one_sample is not None:
         return skipped(f"nothing is packed: {session.loaded.one_sample}")
     first, second = session.pair
-    name, moved = most_different(session.packed, session.alone)
+    name, moved = measure.most_different(session.packed, session.alone)
     unit = session.unit_per_token
     if moved > session.tolerance:
         return failed(
@@ -186,7 +183,7 @@ def kernels_of_the_library_agree(session: Session) -> Finding:
     kernels = ["eager", *(["sdpa"] if session.model._supports_sdpa else [])]
     first, second = session.pair
     alone = {kernel: _library_numbers(session, kernel, [second]) for kernel in kernels}
-    apart = drift(alone[kernels[0]], alone[kernels[-1]])
+    apart = measure.drift(alone[kernels[0]], alone[kernels[-1]])
     if apart > session.tolerance:
         return failed(
             f"the {many} of {second.id} alone differ by {apart:.3g} {unit} between {' and '.join(kernels)}",
@@ -212,7 +209,7 @@ def kernels_of_the_library_agree(session: Session) -> Finding:
         numbers = _library_numbers(
             session, used, [first, second], has_positions, has_mask, uses_cache
         )
-        moved = drift(alone[used], numbers)
+        moved = measure.drift(alone[used], numbers)
         verdict = "right" if moved <= session.tolerance else "LEAKS"
         positions = "position_ids" if has_positions else "no position_ids"
         mask = "mask of ones" if has_mask else "no mask"
@@ -280,10 +277,10 @@ def packed_agrees_with_alone_by_the_library(session: Session) -> Finding:
     ours = (session.packed if is_packed else session.alone)[sample.id]
     with session.inference():
         theirs = library_numbers(session, sample)
-    moved, unit = drift(ours, theirs), session.unit_per_token
+    moved, unit = measure.drift(ours, theirs), session.unit_per_token
     library, limit = library_attention(session.model), session.tolerance
     if not moved <= limit:
-        _, at = largest_gap(ours, theirs)
+        _, at = measure.largest_gap(ours, theirs)
         token = session.inputs.token(int(sample.ids_T[sample.target_at_N[at]]))
         return failed(
             f"the {session.quantity.many} of {sample.id} differ by {moved:.3g} {unit} (at most {limit:g} is rounding) "
@@ -306,20 +303,117 @@ def a_shared_prefix_changes_nothing(session: Session) -> Finding:
     One sample with two different ends.
     """
     skip_if(not session.trainer.policy.share_prefixes, "prefixes are not shared in this run")
-    sample = max(session.pair, key=lambda one: one.num_tokens)
-    half = first_text_token(sample, max(1, sample.num_tokens // 2))
+    sample = max(session.pair, key=lambda sample: sample.num_tokens)
+    half = measure.first_text_token(sample, max(1, sample.num_tokens // 2))
     after = range(half, sample.num_tokens)
-    other = replace_tokens(session, sample, after, f"{sample.id} with another end")
+    other = measure.replace_tokens(session, sample, after, f"{sample.id} with another end")
     with session.inference():  # once around all: autocast keeps its casts
         shared = session.numbers([sample, other], PackPolicy(min_saved_tokens=1))
         alone = {sample.id: session.alone[sample.id], **session.numbers([other])}
-    name, moved = most_different(alone, shared)
+    name, moved = measure.most_different(alone, shared)
     unit = session.unit_per_token
     if moved > session.tolerance:
         return failed(
             f"with its first {half} tokens shared, the {session.quantity.many} of {name} are {moved:.3g} {unit} off",
             measured=(moved, unit),
-            evidence=[f"{one}: {drift(shared[one], alone[one]):.3g}" for one in alone],
+            evidence=[f"{name}: {measure.drift(shared[name], alone[name]):.3g}" for name in alone],
             remedy="set batch.share_prefixes=false, and please report the model",
         )
     return passed(f"{half} shared tokens change nothing", moved, unit)
+
+
+# -- scores of a reward model
+
+
+def _scored_samples(session: Session) -> list[Sample]:
+    """A few samples of the batch, as they are scored: at the end, or at the end of each step."""
+    chosen: list[Sample] = []
+    for sample in session.tree_samples:
+        fits = num_tokens([*chosen, sample]) <= 192 and len(chosen) < 4
+        if fits or len(chosen) < 2:
+            chosen.append(sample)
+    return chosen
+
+
+@check("reward.batch", after=["attention.shared"])
+def a_score_does_not_depend_on_the_batch(session: Session) -> Finding:
+    """Is a score the same whatever else is in the batch?
+
+    Alone, with others in either order, with a longer sample, and with its beginning shared.
+    """
+    skip_if(not session.is_scalar, "the model gives no scores")
+    if session.loaded.one_sample is not None:
+        return skipped(f"nothing is packed: {session.loaded.one_sample}")
+    samples = _scored_samples(session)
+    longest = max(samples, key=lambda sample: sample.num_tokens)
+    ids_T = np.concatenate([longest.ids_T, longest.ids_T[is_text(longest)]])
+    longer = replace(longest, id=f"{longest.id} twice", ids_T=ids_T, group=-1)
+    batches: list[tuple[str, list[Sample], PackPolicy]] = [
+        ("with others", samples, ALONE),
+        ("with the same in reverse order", samples[::-1], ALONE),
+        ("with a longer one", [longer, *samples], ALONE),
+    ]
+    if session.trainer.policy.share_prefixes:
+        sharing = PackPolicy(min_saved_tokens=1)
+        batches.append(("with its beginning shared", [*samples, longer], sharing))
+    worst, where = 0.0, ""
+    with session.inference():  # once around all: autocast keeps its casts
+        alone = {sample.id: session.numbers([sample])[sample.id] for sample in samples}
+        for how, batch, policy in batches:
+            scores = session.numbers(batch, policy)
+            for name, score in alone.items():
+                says = f"{name}: {float(score[-1]):.4g} alone, {float(scores[name][-1]):.4g} {how}"
+                worst, where = max((worst, where), (measure.gap(scores[name], score), says))
+    if worst > session.tolerance:
+        return failed(
+            f"a score changes by {worst:.3g} with the rest of the batch",
+            measured=(worst, "points"),
+            evidence=[where, f"at most {session.tolerance:g} is rounding in {session.dtype}"],
+            remedy="scores are read at another sample's token; set batch.share_prefixes=false, and please report this",
+        )
+    return passed(f"alone as in {len(batches)} other batches", worst, "points")
+
+
+@check("reward.library", after=["reward.batch"])
+def the_library_gives_the_same_score(session: Session) -> Finding:
+    """Does transformers' own class give a sample the same score, at its last token?
+
+    Given a sample alone, that class looks for the last token that is not the pad. The pad is the one that the tokenizer
+    is saved with.
+    """
+    skip_if(not session.is_scalar, "the model gives no scores")
+    skip_if(session.ranks.size > 1, "the library's own path runs on one rank")
+    pad = session.served_tokenizer.pad_token_id
+    worst, where, number = 0.0, "", 0
+    for sample in _scored_samples(session):
+        ours = session.numbers([sample])[sample.id]
+        config = architecture.text_config(session.model)
+        pad_before, config.pad_token_id = config.pad_token_id, pad
+        ids_T = torch.from_numpy(sample.ids_T).to(session.ranks.device)
+        decoder, library = architecture.decoder(session.model), library_attention(session.model)
+        pictures = tower.library_arguments(decoder, sample.media, ids_T)
+        try:
+            with session.inference(), library_kernel(session, library):
+                output = session.model(input_ids=ids_T[None], use_cache=False, **pictures)
+                theirs: Tensor = output.logits.float().cpu()[0]
+        finally:
+            config.pad_token_id = pad_before
+        if theirs.ndim == 2:  # a number for each token, not one for the sequence
+            reads = sample.read_at_R
+            theirs = theirs[[sample.num_tokens - 1] if reads is None else reads.tolist(), 0]
+        number += len(ours)
+        token = session.inputs.token(int(sample.ids_T[-1]))
+        scores = f"{float(ours[-1]):.4g}, by the library {float(theirs[-1]):.4g}"
+        says = f"{sample.id}, which ends with {token!r}: {scores}"
+        worst, where = max((worst, where), (measure.gap(ours, theirs), says))
+    name, limit = type(session.model).__name__, session.tolerance
+    if not worst <= limit:
+        pad_name = "none" if pad is None else session.inputs.token(pad)
+        return failed(
+            f"{name} gives another score: {worst:.3g} apart (at most {limit:g} is rounding)",
+            measured=(worst, "points"),
+            evidence=[where, f"the pad is {pad_name}"],
+            remedy="what is served would not be what was trained: scores are read at another token; give the tokenizer "
+            "a pad that ends no answer, or please report this",
+        )
+    return passed(f"as {name} gives {number} scores, pad {pad}", worst, "points")

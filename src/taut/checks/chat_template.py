@@ -97,9 +97,9 @@ class Rendered:
     chats: tuple[Chat, ...]
     turns: tuple[Turn, ...]
     """The turns of all chats; a prompt with its completion is one too."""
-    refused: tuple[RenderError, ...]
+    refused: Sequence[RenderError]
     """Why the template does not take a conversation, for each that it refuses."""
-    documents: tuple[Text, ...]
+    documents: Sequence[Text]
     ids_of: Mapping[Text, Ids]
 
 
@@ -136,8 +136,13 @@ def rendered(session: Session) -> Rendered:
             break
     texts = [chat.whole for chat in chats] + documents
     texts += [text for turn in turns for text in (turn.prompt, turn.row)]
-    ids_of = template.encode(texts)
-    return Rendered(tuple(chats), tuple(turns), tuple(refused), tuple(documents), ids_of)
+    return Rendered(tuple(chats), tuple(turns), refused, documents, template.encode(texts))
+
+
+def _chats(session: Session) -> tuple[Chat, ...]:
+    """The rows that are conversations; a check that needs them is skipped where there are none."""
+    skip_if(not rendered(session).chats, NO_CHATS)
+    return rendered(session).chats
 
 
 def _rendered_chat(row: Conversation, template: Template) -> Chat:
@@ -287,10 +292,9 @@ def messages_have_no_special_tokens(session: Session) -> Finding:
 
     In a conversation that was rendered before they are there twice.
     """
-    chats, tokenizer = rendered(session).chats, session.tokenizer
-    skip_if(not chats, NO_CHATS)
+    chats, tokenizer = _chats(session), session.tokenizer
     added = tokenizer.added_tokens_decoder.values()
-    special = [*tokenizer.all_special_tokens, *(one.content for one in added if one.special)]
+    special = [*tokenizer.all_special_tokens, *(token.content for token in added if token.special)]
     wanted = {*session.run.tokens.add, ""}  # tokens that were made for the messages
     tokens = [token for token in dict.fromkeys(special) if token not in wanted]
     places: list[tuple[str, str, str]] = []  # token, row, words around it
@@ -329,8 +333,7 @@ def system_messages_are_written(session: Session) -> Finding:
 
     Also what the template writes of its own if there is none.
     """
-    chats = rendered(session).chats
-    skip_if(not chats, NO_CHATS)
+    chats = _chats(session)
     num_with, dropped = 0, []
     for chat in chats:
         systems = [message for message in chat.row.messages if message["role"] == "system"]
@@ -374,8 +377,7 @@ def messages_are_written_word_for_word(session: Session) -> Finding:
 
     Each message's words are looked for in the rendering, in their order. White space around them may go, and is noted.
     """
-    chats = rendered(session).chats
-    skip_if(not chats, NO_CHATS)
+    chats = _chats(session)
     number, kinds, lost = 0, set(), []
     for chat in chats:
         text, at = chat.whole.text, 0
@@ -423,33 +425,15 @@ SWITCH = "enable_thinking"
 def reasoning_is_written_where_rows_have_it(session: Session) -> Finding:
     """Is reasoning written where rows have it, and opened by the prompt only there?"""
     skip_if(session.is_generated, GENERATED)
-    rows = rendered(session)
-    skip_if(not rows.chats, NO_CHATS)
-    turns = [turn for chat in rows.chats for turn in chat.turns]
+    turns = [turn for chat in _chats(session) for turn in chat.turns]
+    ids_of = rendered(session).ids_of
     reasoned = [turn for turn in turns if _reasoning(turn.message)]
 
-    def fault(says: str, wrong: list[Turn], number: int, shown: list[str], remedy: str) -> Finding:
-        return failed(
-            f"{says} {len(wrong)} of {number} answers",
-            measured=(len(wrong), f"of {number} answers"),
-            evidence=shown[:SHOWN],
-            remedy=remedy,
-        )
-
     lost = [turn for turn in reasoned if _reasoning(turn.message) not in turn.row.text]
-    if lost:
-        return fault(
-            "the template leaves out the reasoning of",
-            lost,
-            len(reasoned),
-            [f"{turn.place}: {quoted(_reasoning(turn.message))}" for turn in lost],
-            "give a template that writes the reasoning of the answer being trained with data.template=FILE, or take it "
-            "out of the rows",
-        )
     opened, openings = [], []
     for turn in turns:
         prompt, row = turn.prompt.text, turn.row.text
-        prompt_ids, row_ids = rows.ids_of[turn.prompt], rows.ids_of[turn.row]
+        prompt_ids, row_ids = ids_of[turn.prompt], ids_of[turn.row]
         is_prefix = row_ids[: len(prompt_ids)] == prompt_ids
         is_closed_at_once = is_prefix and turn.written.lstrip().startswith(CLOSE)
         is_opened = prompt.rstrip().endswith(OPEN) and not _reasoning(turn.message)
@@ -458,32 +442,48 @@ def reasoning_is_written_where_rows_have_it(session: Session) -> Finding:
             at = common_length(prompt, row)
             then = quoted(row[at : at + 60])
             openings.append(f"{turn.place}: {quoted(prompt[-40:])}, the row then {then}")
+    closed = [
+        turn
+        for turn in reasoned
+        if turn.prompt.text.rstrip().endswith(CLOSE) and not turn.is_prefix
+    ]
     source = session.language.renderer.template.template
     has_switch = isinstance(source, str) and SWITCH in source
-    if opened:
-        shortest_way = f": the model's own after a first line {{%- set {SWITCH} = false %}}"
-        return fault(
+    shortest_way = f": the model's own after a first line {{%- set {SWITCH} = false %}}"
+    faults = (
+        (
+            "the template leaves out the reasoning of",
+            lost,
+            len(reasoned),
+            [f"{turn.place}: {quoted(_reasoning(turn.message))}" for turn in lost],
+            "give a template that writes the reasoning of the answer being trained with data.template=FILE, or take it "
+            "out of the rows",
+        ),
+        (
             f"the generation prompt opens {OPEN} for answers without reasoning:",
             opened,
             len(turns),
             openings,
             "give rows with reasoning, or a template whose generation prompt does not open it with data.template=FILE"
             + (shortest_way if has_switch else ""),
-        )
-    closed = [
-        turn
-        for turn in reasoned
-        if turn.prompt.text.rstrip().endswith(CLOSE) and not turn.is_prefix
-    ]
-    if closed:
-        return fault(
+        ),
+        (
             f"the generation prompt closes {CLOSE} before the reasoning of",
             closed,
             len(reasoned),
             [f"{turn.place}: {quoted(turn.prompt.text[-40:])}" for turn in closed],
             "give a template whose generation prompt leaves reasoning open with data.template=FILE, or take it out of "
             "the rows",
-        )
+        ),
+    )
+    for says, wrong, number, shown, remedy in faults:
+        if wrong:
+            return failed(
+                f"{says} {len(wrong)} of {number} answers",
+                measured=(len(wrong), f"of {number} answers"),
+                evidence=shown[:SHOWN],
+                remedy=remedy,
+            )
     says = "reasoning is written" if reasoned else "no row has reasoning"
     num_empty = sum(
         "".join(turn.written.split()).startswith((OPEN + CLOSE, CLOSE))
@@ -715,15 +715,13 @@ def no_token_spans_prompt_and_answer(session: Session) -> Finding:
 def answers_are_trained_as_first_written(session: Session) -> Finding:
     """Is every answer trained as the model writes it, whatever the template makes of it once it is history?"""
     skip_if(session.is_generated, GENERATED)
-    chats = rendered(session).chats
-    skip_if(not chats, NO_CHATS)
+    chats = _chats(session)
     unit = f"of {len(chats)} rows"
     rewritten = []
     for chat in chats:
         for turn in chat.turns:
             if not chat.whole.text.startswith(turn.row.text.rstrip()):
-                place = f"{short_place(chat.place)}: messages[{turn.index}]"
-                rewritten.append(f"{place} is written differently once history")
+                rewritten.append(f"{turn.place} is written differently once history")
                 break
     if session.run.data.targets == "all" and rewritten:
         return failed(
@@ -762,7 +760,8 @@ def targets_are_the_answers(session: Session) -> Finding:
             continue  # data.rows
         num_rows += 1
         notes += [
-            f"{short_place(one.id)}: {quoted(_targets_as_text(session, [one]))}" for one in samples
+            f"{short_place(sample.id)}: {quoted(_targets_as_text(session, [sample]))}"
+            for sample in samples
         ]
         if isinstance(row, Completion):
             answers, others = [row.completion.strip()], [row.prompt]

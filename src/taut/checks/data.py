@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, islice
 from typing import Any, NamedTuple, TypeAlias
@@ -250,10 +250,10 @@ def every_column_that_matters_is_read(session: Session) -> Finding:
             remedy=REMEDY_BY_FORMAT["tools" if name == "tools" else kind].format(name)
             + ", or name it in data.ignore_keys if it is not to be used",
         )
-    kinds = " and ".join(Counter(one.how.format for one in read))
+    kinds = " and ".join(Counter(row.how.format for row in read))
     if session.is_generated:
         return passed(f"{kinds}; rewards read the other columns", len(read), "rows")
-    counts = Counter(name for one in read for name in one.how.unread)
+    counts = Counter(name for row in read for name in row.how.unread)
     notes = [f"not read: {name}, in {times:,} rows" for name, times in counts.most_common(SHOWN)]
     left = f"{len(counts)} columns are not read" if counts else "every column is read"
     return passed(f"{kinds}; {left}", len(read), "rows", notes)
@@ -650,7 +650,7 @@ def tokens_are_those_of_the_text(session: Session) -> Finding:
         )
     if fault := _broken_characters(session) or _escaped_texts(first_rows(session)):
         return fault
-    broken = [one for split in texts(session).values() for one in split.broken]
+    broken = [text for split in texts(session).values() for text in split.broken]
     notes = [f"{len(broken):,} rows have broken characters"] if broken else []
     notes += _broken_examples(broken)
     if num_unknown:
@@ -669,14 +669,14 @@ def tokens_are_those_of_the_text(session: Session) -> Finding:
 def _broken_characters(session: Session) -> Finding | None:
     """Characters lost or doubled by a wrong encoding in many rows of the training data; or any in some rows."""
     train = texts(session)["train"]
-    every = [one for split in texts(session).values() for one in split.broken]
+    every = [text for split in texts(session).values() for text in split.broken]
     num_every = sum(len(split.places) for split in texts(session).values())
-    misread = [one for one in train.broken if one.what != CONTROLS]
+    misread = [text for text in train.broken if text.what != CONTROLS]
     is_many = len(misread) > BROKEN * len(train.places)
     broken, number = (misread, len(train.places)) if is_many else (every, num_every)
     if not is_many and len(broken) <= 0.001 * number:
         return None
-    kinds = " or ".join(dict.fromkeys(one.what for one in broken))
+    kinds = " or ".join(dict.fromkeys(text.what for text in broken))
     says, unit = f"{len(broken):,} of {number:,} rows have {kinds}", f"of {number:,} rows"
     if is_many:
         return failed(
@@ -696,9 +696,11 @@ def _broken_characters(session: Session) -> Finding | None:
 
 def _broken_examples(broken: Sequence[BrokenText]) -> list[str]:
     """The first row of each different excerpt: one broken document may be in many rows."""
-    first = {one.excerpt: one for one in reversed(broken)}
-    different = [one for one in broken if first[one.excerpt] is one]
-    return [f"{short_place(one.place)}: {one.excerpt!r} ({one.what})" for one in different[:SHOWN]]
+    first = {text.excerpt: text for text in reversed(broken)}
+    different = [text for text in broken if first[text.excerpt] is text]
+    return [
+        f"{short_place(text.place)}: {text.excerpt!r} ({text.what})" for text in different[:SHOWN]
+    ]
 
 
 def _escaped_texts(rows: Sequence[Row]) -> Finding | None:
@@ -741,12 +743,12 @@ def most_rows_have_something_to_learn(session: Session) -> Finding:
     """
     skip_if(session.is_generated, GENERATED)
     report, look, pairs = session.train.report, flat_train(session), exchanges(session)
-    without = [one for one in report.dropped if one.reason == WITHOUT]
+    without = [row for row in report.dropped if row.reason == WITHOUT]
     if 2 * len(without) > report.num_rows:
         return failed(
             f"{len(without):,} of {report.num_rows:,} rows have nothing to learn and were dropped",
             measured=(len(without), f"of {report.num_rows:,} rows"),
-            evidence=[one.place for one in without[:SHOWN]],
+            evidence=[row.place for row in without[:SHOWN]],
             remedy="see that rows have assistant turns that are learned (roles, train: false, data.targets); what "
             "data.without_targets=drop leaves out is most of the data",
         )
@@ -761,46 +763,42 @@ def most_rows_have_something_to_learn(session: Session) -> Finding:
     if len(pairs) >= fewest and all(answer.lower() in placeholders for answer in answers):
         missing = pairs
 
-    def no_answer(tell: Callable[..., Finding], remedy: str) -> Finding:
-        return tell(
-            f"{empty.size:,} of {look.num_samples:,} samples have no answer but its end",
-            measured=(int(empty.size), f"of {look.num_samples:,} samples"),
-            evidence=[look.name(int(number)) for number in empty[:SHOWN]],
-            remedy=remedy,
-        )
+    def about(same: Sequence[Exchange]) -> dict[str, Any]:
+        """The finding about rows with one answer."""
+        answer = cut_end(same[0].answer.strip(), 20)
+        return {
+            "says": f"{len(same):,} of {len(pairs):,} answers are {answer}",
+            "measured": (len(same), f"of {len(pairs):,} rows"),
+            "evidence": [pair.place for pair in same[:SHOWN]],
+        }
 
-    def one_answer(tell: Callable[..., Finding], same: list[Exchange], remedy: str) -> Finding:
-        return tell(
-            f"{len(same):,} of {len(pairs):,} answers are {cut_end(same[0].answer.strip(), 20)}",
-            measured=(len(same), f"of {len(pairs):,} rows"),
-            evidence=[one.place for one in same[:SHOWN]],
-            remedy=remedy,
-        )
-
+    about_empty: dict[str, Any] = {
+        "says": f"{empty.size:,} of {look.num_samples:,} samples have no answer but its end",
+        "measured": (int(empty.size), f"of {look.num_samples:,} samples"),
+        "evidence": [look.name(int(number)) for number in empty[:SHOWN]],
+    }
     if 2 * empty.size > look.num_samples:
-        return no_answer(
-            failed,
+        remedy = (
             "the model would learn to say nothing; see what the answers are, and what the template writes of them "
-            "(taut show)",
+            "(taut show)"
         )
+        return failed(**about_empty, remedy=remedy)
     by_program = "a program wrote it where there was no value; remove these rows"
     if 2 * len(missing) > len(pairs):
         remedy = f"{by_program}, or name the right column in data.columns"
-        return one_answer(failed, missing, remedy)
+        return failed(**about(missing), remedy=remedy)
     if missing:
-        return one_answer(warned, missing, by_program)
+        return warned(**about(missing), remedy=by_program)
     if empty.size:
-        return no_answer(
-            warned, "remove these rows, or the model learns to say nothing to some prompts"
-        )
+        remedy = "remove these rows, or the model learns to say nothing to some prompts"
+        return warned(**about_empty, remedy=remedy)
     common, times = Counter(answers).most_common(1)[0] if answers else ("", 0)
     if common and times >= fewest and times > 0.9 * len(pairs):
-        return one_answer(
-            warned,
-            [pair for pair in pairs if pair.answer.strip() == common],
-            "see that the answer's column is the right one (data.columns); a model that says the same to "
-            "everything has the lowest loss on these rows",
+        remedy = (
+            "see that the answer's column is the right one (data.columns); a model that says the same to everything "
+            "has the lowest loss on these rows"
         )
+        return warned(**about([p for p in pairs if p.answer.strip() == common]), remedy=remedy)
     share = int(look.is_target_T.sum()) / look.ids_T.size
     notes = [f"{len(without):,} rows without targets were dropped"] if without else []
     says = f"{share:.0%} of tokens are targets{look.looked_at}"
@@ -815,8 +813,8 @@ def most_samples_are_kept_whole(session: Session) -> Finding:
     was cut has lost the place where it ends.
     """
     report, config = session.train.report, session.run.data
-    dropped = [one for one in report.dropped if one.reason != WITHOUT]
-    cut = [one for one in report.cut if one.targets_lost]
+    dropped = [row for row in report.dropped if row.reason != WITHOUT]
+    cut = [row for row in report.cut if row.targets_lost]
     is_split = config.too_long == "split"
     are_documents = all(isinstance(row, Document) for row in first_rows(session))
     lost = [*dropped, *([] if are_documents else cut)]
@@ -824,15 +822,15 @@ def most_samples_are_kept_whole(session: Session) -> Finding:
     num_lost = len(lost)
     if session.run.compares_answers:
         number, unit = report.num_rows, "rows"
-        num_lost = len({re.sub(r"#\d+$", "", one.place) for one in lost})
-    targets_lost = sum(one.targets_lost for one in (*dropped, *cut))
+        num_lost = len({re.sub(r"#\d+$", "", row.place) for row in lost})
+    targets_lost = sum(row.targets_lost for row in (*dropped, *cut))
     share = targets_lost / (report.num_targets + targets_lost)
     if 2 * num_lost > number:
         what = "were dropped for their length" if len(dropped) >= len(cut) else "lost their end"
         return failed(
             f"{num_lost:,} of {number:,} {unit} {what}",
             measured=(num_lost, f"of {number:,} {unit}"),
-            evidence=[f"{one.place}: {one.reason}" for one in lost[:SHOWN]],
+            evidence=[f"{row.place}: {row.reason}" for row in lost[:SHOWN]],
             remedy=f"{share:.1%} of what is to be learned is gone; raise data.max_length, or lower data.min_length",
         )
     if not report.dropped and not report.cut:

@@ -308,9 +308,9 @@ def _places(hashes: Hashes, known: Hashes) -> IntArray:
     may_be[(known >> np.uint64(40)) & low] = True
     places = np.full(hashes.size, -1)
     maybe = np.flatnonzero(may_be[(hashes >> np.uint64(40)) & low])
-    found = np.minimum(np.searchsorted(known, hashes[maybe]), known.size - 1)
-    is_there = known[found] == hashes[maybe]
-    places[maybe[is_there]] = found[is_there]
+    nearest = np.minimum(np.searchsorted(known, hashes[maybe]), known.size - 1)
+    is_there = known[nearest] == hashes[maybe]
+    places[maybe[is_there]] = nearest[is_there]
     return places
 
 
@@ -362,17 +362,17 @@ def pairs_do_not_contradict_each_other(session: Session) -> Finding:
     """
     skip_if(session.run.row_kind != "preference", "the rows are no comparisons")
     report, loaded = pair_report(session), session.train.report
-    same = [one for one in loaded.dropped if "are the same, token for token" in one.reason]
+    same = [row for row in loaded.dropped if "are the same, token for token" in row.reason]
     if same and 2 * len(same) > loaded.num_rows:
         return failed(
             f"{len(same):,} of {loaded.num_rows:,} rows have the same answer twice",
             measured=(len(same), "rows"),
-            evidence=[one.place for one in same[:SHOWN]],
+            evidence=[row.place for row in same[:SHOWN]],
             remedy="name the right columns in data.columns: chosen and rejected are to differ",
         )
     unit = f"of {report.num_pairs:,} pairs"
     number = len(report.contradictions)
-    places = [f"{one.place} and {one.earlier}" for one in report.contradictions[:SHOWN]]
+    places = [f"{pair.place} and {pair.earlier}" for pair in report.contradictions[:SHOWN]]
     if report.is_many(number):
         return failed(
             f"{number:,} of {report.num_pairs:,} pairs contradict another: the same answers, the other way round",
@@ -433,7 +433,9 @@ def few_labels_look_flipped(session: Session) -> Finding:
     if flips.rate is None:
         return passed(f"cannot tell: {flips.reason}")
     interval, unit = f"{flips.low:.0%} to {flips.high:.0%}", f"of {flips.num_pairs:,} pairs"
-    suspects = [f"{one.place}: flipped with {one.confidence:.0%}" for one in flips.suspects[:SHOWN]]
+    suspects = [
+        f"{pair.place}: flipped with {pair.confidence:.0%}" for pair in flips.suspects[:SHOWN]
+    ]
     if flips.is_alarming:
         return failed(
             f"{flips.rate:.0%} of the labels look flipped ({interval})",

@@ -51,18 +51,18 @@ class Examination:
 
     @property
     def failures(self) -> list[Answered]:
-        return [one for one in self.answered if one.finding.outcome == "failed"]
+        return [answered for answered in self.answered if answered.finding.outcome == "failed"]
 
     @property
     def warnings(self) -> list[Answered]:
-        return [one for one in self.answered if one.finding.outcome == "warning"]
+        return [answered for answered in self.answered if answered.finding.outcome == "warning"]
 
     @property
     def seconds(self) -> float:
-        return sum(one.seconds for one in self.answered)
+        return sum(answered.seconds for answered in self.answered)
 
     def count(self, outcome: Outcome) -> int:
-        return sum(one.finding.outcome == outcome for one in self.answered)
+        return sum(answered.finding.outcome == outcome for answered in self.answered)
 
 
 def examine(
@@ -95,7 +95,7 @@ def examine(
             finding, missing = _ask(name, check, session)
         by_rank: list[Finding] = session.ranks.gather(finding)
         # the first of the worst stands for all
-        finding = min(by_rank, key=lambda one: {"failed": 0, "warning": 1}.get(one.outcome, 2))
+        finding = min(by_rank, key=lambda other: {"failed": 0, "warning": 1}.get(other.outcome, 2))
         if finding.outcome == "failed" or cause:
             causes[name] = cause or name
         seconds = time.perf_counter() - began
@@ -137,10 +137,12 @@ def before_training(built: Built) -> Examination | None:
         return None
     examination = examine(Session.of(built))
     failures = []
-    for one in examination.failures:
-        shown = "; ".join(one.finding.evidence[:3])
+    for answered in examination.failures:
+        shown = "; ".join(answered.finding.evidence[:3])
         evidence = f" ({shown})" if shown else ""
-        failures.append(f"{one.name}: {one.finding.says}{evidence}; {one.finding.remedy}")
+        failures.append(
+            f"{answered.name}: {answered.finding.says}{evidence}; {answered.finding.remedy}"
+        )
     if failures:
         raise CheckFailed(" | ".join(failures))
     return examination

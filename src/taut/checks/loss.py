@@ -23,23 +23,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from taut import losses
+from taut.checks import measure
 from taut.checks.attention import library_numbers
-from taut.checks.measure import (
-    GRADIENT_ROUNDING,
-    FirstStep,
-    drift,
-    first_step,
-    gap,
-    gradients_of,
-    head_of,
-    largest_gap,
-    local,
-    most_different,
-    most_different_gradient,
-    norm,
-    target_name,
-    trained,
-)
 from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import Session, num_tokens
 from taut.data.packing import ALONE, PackPolicy, pack
@@ -226,8 +211,10 @@ def a_new_adapter_changes_nothing(session: Session) -> Finding:
         for parameter, is_required in required.items():
             parameter.requires_grad_(is_required)
     is_exact = not session.run.lora.dora  # DoRA divides by a norm and multiplies with it
-    difference, limit = (gap, session.exact) if is_exact else (drift, session.tolerance)
-    name, moved = most_different(with_adapter, without, difference)
+    difference, limit = measure.drift, session.tolerance
+    if is_exact:
+        difference, limit = measure.gap, session.exact
+    name, moved = measure.most_different(with_adapter, without, difference)
     if moved > limit:
         not_zero = [
             f"{parameter_name} is not zero"
@@ -272,7 +259,7 @@ def every_trained_tensor_gets_a_gradient(session: Session) -> Finding:
 
     One that has a gradient and that the optimizer does not have fails too: something makes it train unasked.
     """
-    step, model, batch = first_step(session), session.scorer.model, session.batch
+    step, model, batch = measure.first_step(session), session.scorer.model, session.batch
     number = len(step.norms) + len(step.absent)
 
     def shortened(names: Sequence[str]) -> list[str]:
@@ -328,29 +315,29 @@ def every_trained_tensor_gets_a_gradient(session: Session) -> Finding:
     if zero:
         notes.append(f"{len(zero)} are zero in this batch, as expected: {', '.join(zero[:2])}")
     if architecture.has_parts(model):
-        notes.append(architecture.count_by_part(trained(session)))
+        notes.append(architecture.count_by_part(measure.trained(session)))
     return passed("all trained tensors get a gradient", number, "tensors", notes)
 
 
-def _is_zero_at_start(session: Session, step: FirstStep, name: str) -> bool:
+def _is_zero_at_start(session: Session, step: measure.FirstStep, name: str) -> bool:
     """Whether this tensor's gradient may be zero: sparse, an adapter's first matrix, or of a critic that outputs 0."""
     if SPARSE.search(name):
         return True
     second = FIRST_MATRIX.sub(lambda match: match[0][:-1] + "B", name)
-    matrix = trained(session).get(second)
+    matrix = measure.trained(session).get(second)
     has_gradient = second != name and step.norms.get(second, 0.0) != 0.0
-    if has_gradient and matrix is not None and not bool(torch.any(local(matrix))):
+    if has_gradient and matrix is not None and not bool(torch.any(measure.local(matrix))):
         return True
     critic = session.scorer.critic
     if not isinstance(critic, OwnCritic) or not name.startswith(f"{CRITIC}."):
         return False
-    return norm(scalar_head(critic.model).weight) == 0.0
+    return measure.norm(scalar_head(critic.model).weight) == 0.0
 
 
 @check("loss.gradient", after=["loss.reached"])
 def every_gradient_is_finite(session: Session) -> Finding:
     """Is the gradient of every tensor finite?"""
-    step = first_step(session)
+    step = measure.first_step(session)
     assert step.report is not None, "asked after loss.reached"
     wrong = [name for name, value in step.norms.items() if not math.isfinite(value)]
     if wrong:
@@ -414,7 +401,7 @@ def linear_weights_are_the_derivative(session: Session) -> Finding:
                 f"the weights of {name} differ from its derivative by {100 * worst:.3g}%",
                 measured=(worst, "relative"),
                 evidence=[
-                    f"{target_name(session, packed, at)}: weight {float(weight[row, at]):.6g}, derivative "
+                    f"{measure.target_name(session, packed, at)}: weight {float(weight[row, at]):.6g}, derivative "
                     f"{float(derivative[row, at]):.6g}"
                 ],
                 remedy="make the loss's linear_weights the derivative of its terms, or have it return None",
@@ -443,7 +430,7 @@ def the_reference_is_the_policy_at_the_start(session: Session) -> Finding:
     obstacle = session.run.models().unlike_the_start
     if obstacle is not None:
         return skipped(obstacle)
-    report = first_step(session).report
+    report = measure.first_step(session).report
     assert report is not None, "asked after loss.reached"
     worst, where, number = 0.0, "", 0
     for packed, scores in report.scored:
@@ -453,13 +440,11 @@ def the_reference_is_the_policy_at_the_start(session: Session) -> Finding:
             with session.inference(), role.active():
                 reference_N = role.streams(packed)[STREAM].cpu()
         number += packed.num_targets
-        apart, at = largest_gap(logp_N.double(), reference_N.double())
-        if apart > worst or not where:
-            worst = apart
-            where = (
-                f"{target_name(session, packed, at)}: {float(logp_N[at]):.6g}, by the reference "
-                f"{float(reference_N[at]):.6g}"
-            )
+        apart, at = measure.largest_gap(logp_N.double(), reference_N.double())
+        if apart > worst:
+            ours, theirs = float(logp_N[at]), float(reference_N[at])
+            target, worst = measure.target_name(session, packed, at), apart
+            where = f"{target}: {ours:.6g}, by the reference {theirs:.6g}"
     if worst > session.exact:
         return failed(
             f"policy and reference differ by {worst:.3g} nats before the first update",
@@ -533,11 +518,11 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
     """
     if why_not := session.run.loss_not_in_samples:
         return skipped(why_not)
-    report = first_step(session).report
+    report = measure.first_step(session).report
     assert report is not None, "asked after loss.reached"
     samples, listed = session.tree_samples, _summed(session, report.scored)
     unit = "nats a target" if set(session.trainer.source.loss.units) == CROSS_ENTROPY else ""
-    differ = [line for one in samples if (line := _difference(one, listed.get(one.id)))]
+    differ = [line for sample in samples if (line := _difference(sample, listed.get(sample.id)))]
     if differ:
         return failed(
             f"{len(differ)} of {len(samples)} samples are not summed as they are",
@@ -557,7 +542,7 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
         says = "from what the step lists; samples alone would have other noise"
         return passed(says, loss, unit)
     with session.inference():
-        numbers = {one.id: _as_array(library_numbers(session, one)) for one in samples}
+        numbers = {sample.id: _as_array(library_numbers(session, sample)) for sample in samples}
     alone, slopes = _loss_of(session, samples, numbers)
     number = sum(len(values) for values in numbers.values())
     slope = sum(float(values.abs().sum()) for values in slopes.values())
@@ -567,8 +552,8 @@ def the_first_loss_is_that_of_its_samples(session: Session) -> Finding:
             f"the step's loss is {loss:.6g}, and {alone:.6g} from its samples alone (rounding: {limit:.2g})",
             measured=(loss - alone, unit),
             evidence=[
-                f"{one.id}: {float(numbers[one.id].mean()):.6g} alone"
-                for one in samples[:SAMPLES_SHOWN]
+                f"{sample.id}: {float(numbers[sample.id].mean()):.6g} alone"
+                for sample in samples[:SAMPLES_SHOWN]
             ],
             remedy="the training forward does not compute this model; set batch.share_prefixes=false and "
             "attention=reference, and please report the model",
@@ -637,7 +622,7 @@ def the_chunked_head_gives_the_plain_gradient(session: Session) -> Finding:
     skip_if(session.is_scalar, "a reward model has no output head")
     if session.ranks.size > 1:
         return skipped("a sharded head is whole only inside the model; asked on one rank")
-    head = first_step(session).heads[0]
+    head = measure.first_step(session).heads[0]
     hidden_ND = head.hidden_ND[:48].detach()
     target_N = head.packed.target_N[:48].to(hidden_ND.device)
     generator = torch.Generator().manual_seed(0)
@@ -677,7 +662,7 @@ def _head_gradients(
             leaves[name] = copy
         return copy
 
-    spec = head_of(session)
+    spec = measure.head_of(session)
     rows = spec.rows
     spec = replace(
         spec,
@@ -728,9 +713,11 @@ def the_packed_gradient_is_that_of_its_samples(session: Session) -> Finding:
             with trainer.compute_backward():
                 loss.backward()  # type: ignore[no-untyped-call]
 
-    ours = gradients_of(session, lambda: add_gradients(trainer, session.trees, 1))
-    name, error = most_different_gradient(gradients_of(session, alone_backward), ours)
-    library, limit = library_attention(session.model), GRADIENT_ROUNDING[session.dtype]
+    ours = measure.gradients_of(session, lambda: add_gradients(trainer, session.trees, 1))
+    name, error = measure.most_different_gradient(
+        measure.gradients_of(session, alone_backward), ours
+    )
+    library, limit = library_attention(session.model), measure.GRADIENT_ROUNDING[session.dtype]
     if not error <= limit:
         return failed(
             f"the gradient of {name} differs by {100 * error:.3g}% from the same samples alone (at most "
@@ -753,7 +740,7 @@ def micro_batches_do_not_change_the_step(session: Session) -> Finding:
     trees = session.trees
     skip_if(len(trees) < 2, "the first step has one tree of samples")
     ours, loss = _step_of(session, session.trainer)
-    limit, worst, worst_name = GRADIENT_ROUNDING[session.dtype], 0.0, ""
+    limit, worst, worst_name = measure.GRADIENT_ROUNDING[session.dtype], 0.0, ""
     trainer = session.trainer
     budget, policy = trainer.budget, trainer.policy
     if trees[0].is_atom:
@@ -772,7 +759,7 @@ def micro_batches_do_not_change_the_step(session: Session) -> Finding:
         )
     for how, other_trainer in cuts.items():
         theirs, other = _step_of(session, other_trainer)
-        name, error = most_different_gradient(ours, theirs)
+        name, error = measure.most_different_gradient(ours, theirs)
         # advantages add up to 0, and a policy's loss begins there
         apart = abs(other - loss) / max(abs(loss), 0.1)
         if not (error <= limit and apart <= limit / 4):
@@ -797,4 +784,4 @@ def _step_of(session: Session, trainer: Trainer) -> tuple[dict[str, Tensor], flo
     def backward() -> None:
         losses_seen.append(add_gradients(trainer, session.trees, 1).loss)
 
-    return gradients_of(session, backward), losses_seen[0]
+    return measure.gradients_of(session, backward), losses_seen[0]

@@ -13,9 +13,7 @@ from taut.data.packing import pack
 from taut.errors import ModelError
 from taut.models import architecture
 from taut.models.scorer import CHUNK_ELEMENTS, MIN_CHUNK_ROWS
-from taut.plan import (
-    FUSED,
-    Kernels,
+from taut.plan.memory import (
     device_memory,
     footprint,
     measure,
@@ -23,8 +21,9 @@ from taut.plan import (
     predict,
     predict_steps,
     stages,
-    workload,
 )
+from taut.plan.steps import workload
+from taut.plan.tracing import FUSED, Kernels
 from taut.types import Sample
 
 GIB, MIB = 2**30, 2**20

@@ -141,7 +141,7 @@ def a_few_samples_are_learned_by_heart(session: Session) -> Finding:
     samples = [sample for tree in trees for sample in tree.samples]
     if (
         session.trainer.source.loss.mismatched
-        and len({one.values["label"] > 0.5 for one in samples}) < 2
+        and len({sample.values["label"] > 0.5 for sample in samples}) < 2
     ):
         return skipped("the shortest rows are all good, or all bad: alone they teach nothing")
     is_whole = all(p.requires_grad for p in session.scorer.model.parameters())
@@ -209,11 +209,11 @@ def _consistent_trees(trees: Sequence[Tree]) -> list[Tree]:
     for tree in trees:
         by_label.setdefault(tree.samples[0].values.get("label", 0.0) > 0.5, []).append(tree)
     chosen: list[Tree] = []
-    for tree in (one for turn in zip_longest(*by_label.values()) for one in turn):
+    for tree in (tree for turn in zip_longest(*by_label.values()) for tree in turn):
         if tree is None:
             continue
-        others = [sample for one in chosen for sample in one.samples]
-        is_new = not any(contradict(one, other) for one in tree.samples for other in others)
+        others = [sample for earlier in chosen for sample in earlier.samples]
+        is_new = not any(contradict(sample, other) for sample in tree.samples for other in others)
         together = [*others, *tree.samples]
         fits = num_tokens(together) <= 96 and len(together) <= 4
         if is_new and (fits or not chosen):

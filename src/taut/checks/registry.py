@@ -169,8 +169,8 @@ def merged(topics: Sequence[Mapping[str, Check]]) -> dict[str, Check]:
     ordered: dict[str, Check] = {}
     while any(waiting):
         for topic in filter(None, waiting):
-            name, one = topic[0]
-            earlier = {*one.after, one.follows} - {None}
+            name, check = topic[0]
+            earlier = {*check.after, check.follows} - {None}
             if earlier <= ordered.keys():
                 topic.pop(0)
                 break
@@ -179,6 +179,6 @@ def merged(topics: Sequence[Mapping[str, Check]]) -> dict[str, Check]:
             raise AssertionError(
                 f"no next check: each of {stuck} comes after one that is not asked"
             )
-        causes = {cause for direct in one.after for cause in (direct, *ordered[direct].after)}
-        ordered[name] = one._replace(after=tuple(other for other in ordered if other in causes))
+        causes = {cause for direct in check.after for cause in (direct, *ordered[direct].after)}
+        ordered[name] = check._replace(after=tuple(other for other in ordered if other in causes))
     return ordered

@@ -33,10 +33,8 @@ from taut.methods.inputs import engine_of
 from taut.rewards import Panel, Score, Verdict
 from taut.rewards.user import UserReward
 from taut.rewards.verifier import Judged
-from taut.rl.advantages import judged_trajectories
 from taut.rl.online import Online
-from taut.rl.rollout import Group, Roller, scored
-from taut.rl.sampler import Trajectory
+from taut.rl.rollout import Group, Rollout, RolloutWorker, score_trees
 from taut.train.monitors import TOLERANCE
 from taut.types import Completion, FloatArray, Media, Prompt, Sample
 
@@ -56,10 +54,10 @@ def _online(session: Session) -> Online:
 
 @once
 @owned_by("rollout.opens")
-def roller(session: Session) -> Roller:
+def rollout_worker(session: Session) -> RolloutWorker:
     """Engine, rewards and environment. A check that needs them is skipped for a run that does not generate."""
     skip_if(not session.is_generated, NONE_GENERATED)
-    return _online(session).roller
+    return _online(session).worker
 
 
 def close(session: Session) -> None:
@@ -71,9 +69,9 @@ def close(session: Session) -> None:
 @check("rollout.opens", after=["model.trains"])
 def engine_rewards_and_environment_open(session: Session) -> Finding:
     """Can engine, rewards and environment be opened as the run names them?"""
-    opened = roller(session)
+    opened = rollout_worker(session)
     rewards = [] if opened.panel is None else opened.panel.names
-    environment = opened.config.environment.name if opened.world is not None else None
+    environment = opened.config.environment.name if opened.environments is not None else None
     parts = [opened.config.engine, *rewards, *([environment] if environment else [])]
     notes = [f"{name} is {value}: {reason}" for name, value, reason in opened.settled]
     return passed(", ".join(parts), len(rewards), "rewards", notes)
@@ -85,17 +83,23 @@ def prompts_leave_room_for_answers(session: Session) -> Finding:
 
     The longest prompt and its answer, against the tokens that model and engine take in all.
     """
-    engine, world = roller(session).engine, roller(session).world
+    engine, environments = rollout_worker(session).engine, rollout_worker(session).environments
     context: int | None = getattr(engine, "context", None)
-    length_S, most = session.train.lengths, roller(session).config.grows
+    length_S, most = session.train.lengths, rollout_worker(session).config.grows
     unit, longest = f"of {len(session.train):,} prompts", int(length_S.max())
     says = f"tokens of the longest prompt, and {most:,} of an answer"
     if context is None:
         return passed(f"{says}; the model names no context", longest, "tokens")
-    if isinstance(engine, ServerEngine) and world is None and engine.served_context is not None:
+    if (
+        isinstance(engine, ServerEngine)
+        and environments is None
+        and engine.served_context is not None
+    ):
         # a server cuts no answer: it refuses prompts whose answer may be longer than it takes
-        served, own = engine.served_context, engine.model_context
-        needed_S = length_S + (most if own is None else np.minimum(most, own - length_S))
+        served, model_context = engine.served_context, engine.model_context
+        needed_S = length_S + (
+            most if model_context is None else np.minimum(most, model_context - length_S)
+        )
         long = np.flatnonzero(needed_S > served)
         if long.size:
             return failed(
@@ -135,8 +139,8 @@ def turns_are_joined_as_the_template_joins_them(session: Session) -> Finding:
     prompt have to be, token for token, the conversation rendered as a whole. A template that writes turns otherwise
     once they are history keeps what comes between; that is a note.
     """
-    world = roller(session).world
-    if world is None:
+    environments = rollout_worker(session).environments
+    if environments is None:
         return skipped("no environment answers: a path has one turn")
     assert isinstance(session.train, PromptSet)
     rows = [row for row in session.train.prompt_rows[:8] if row.references]
@@ -146,7 +150,7 @@ def turns_are_joined_as_the_template_joins_them(session: Session) -> Finding:
     for place, text in turns:
         turn = {"role": "assistant", "content": text}
         try:
-            instead = world.bridge.rewrites(turn, reply, world.tools)
+            instead = environments.bridge.rewrites(turn, reply, environments.tools)
         except RenderError as error:
             says, remedy = split_error(error)
             return failed(
@@ -218,9 +222,9 @@ def rewards_know_right_answers(session: Session) -> Finding:
     findings = []
     evaluated = session.run.eval.answers
     if session.run.training_rewards:
-        panel, train = roller(session).panel, session.train
+        panel, train = rollout_worker(session).panel, session.train
         assert panel is not None and isinstance(train, PromptSet)
-        max_errors = _online(session).guard.config.max_errors
+        max_errors = _online(session).monitor.config.max_errors
         findings.append(judge_rewards(panel, train.prompt_rows, max_errors, "", num_tokens))
     if evaluated.rewards:
         answering = _answering(session)
@@ -288,29 +292,33 @@ def judge_rewards(
         )
         for part in panel.parts
     ]
-    names = {kind: [one.name for one in marks if one.judges == kind] for kind in get_args(Judged)}
+    names = {
+        kind: [reward.name for reward in marks if reward.judges == kind]
+        for kind in get_args(Judged)
+    }
     if not key and names["correctness"]:
         # The total is learned from: a reward with a scale of its own is asked within it.
         marks = [
-            one._replace(judges="form", must_apply=False)
-            if one.judges == "correctness" and one.full_marks is None
-            else one
-            for one in marks
+            reward._replace(judges="form", must_apply=False)
+            if reward.judges == "correctness" and reward.full_marks is None
+            else reward
+            for reward in marks
         ]
         marks.append(_marks(TOTAL, "correctness", None, True, graded))
     setting = f"{key}.rewards" if key else "rewards"
-    for one in marks:
-        if fault := _reward_fault(one, len(rows), max_errors, setting):
+    for reward in marks:
+        if fault := _reward_fault(reward, len(rows), max_errors, setting):
             return fault
     if not names["correctness"]:
         says = f"{', '.join(names['form'])} can be computed; no reward judges correctness"
         return passed(says, len(rows), "right answers")
-    judging = [one for one in marks if one.judges == "correctness"]
+    judging = [reward for reward in marks if reward.judges == "correctness"]
     notes = [
-        f"{one.name}: {one.mean:.3g} on average of {len(rows)} right answers" for one in judging
+        f"{reward.name}: {reward.mean:.3g} on average of {len(rows)} right answers"
+        for reward in judging
     ]
-    says = f"right answers are known as right by {', '.join(one.name for one in judging)}"
-    return passed(says, min(one.mean for one in judging), "on average", notes)
+    says = f"right answers are known as right by {', '.join(reward.name for reward in judging)}"
+    return passed(says, min(reward.mean for reward in judging), "on average", notes)
 
 
 def _right_answers(row: PromptRow) -> list[str]:
@@ -405,16 +413,16 @@ def _small_rollout(session: Session) -> list[Group]:
     """The first prompts, rolled out as in training but for their number and length; nothing is rewarded. A check that
     needs them is skipped where there are none.
     """
-    own = roller(session)
-    skip_if(own.config.engine == "server", "a server is asked by engine.logps, in the full part")
+    full = rollout_worker(session)
+    skip_if(full.config.engine == "server", "a server is asked by engine.logps, in the full part")
     config = replace(
-        own.config,
-        n=max(2, min(own.config.n, 3)),
-        max_new_tokens=min(own.config.max_new_tokens, 8),
+        full.config,
+        n=max(2, min(full.config.n, 3)),
+        max_new_tokens=min(full.config.max_new_tokens, 8),
         dynamic_sampling_rounds=0,
     )
-    small = replace(own, config=config, panel=None, is_judged=False, needs_one=False)
-    return list(small.roll(0, range(min(2, len(own.prompts)))).groups)
+    small = replace(full, config=config, panel=None, is_judged=False, needs_one=False)
+    return list(small.roll(0, range(min(2, len(full.prompts)))).groups)
 
 
 @check(
@@ -428,7 +436,7 @@ def each_group_answers_one_prompt(session: Session) -> Finding:
     one. That all answers to a prompt are the same has a probability, that of the engine's own draws: it tells a stream
     that is used twice from a model that is sure.
     """
-    groups, world = _small_rollout(session), roller(session).world
+    groups, environments = _small_rollout(session), rollout_worker(session).environments
     wrong: list[str] = []
     sizes = {len(group.trajectories) for group in groups}
     if len(sizes) > 1:
@@ -445,12 +453,18 @@ def each_group_answers_one_prompt(session: Session) -> Finding:
             wrong.append(f"{group.row.id}: completions are numbered {numbers}")
         first = {path.ids_T.tobytes(): path for path in reversed(group.trajectories)}
         for trajectory in group.trajectories:
-            row, asked = trajectory.row, trajectory.asked
+            row, messages = trajectory.row, trajectory.first_messages
             name = f"{row.id}#{trajectory.index}"
             prompt: list[int] = row.ids_T.tolist()
             media: Sequence[Media] = row.media
-            if world is not None and asked is not None and (asked != row.prompt or world.tools):
-                prompt, media = world.bridge.prompt_media(asked, world.tools or row.tools)
+            if (
+                environments is not None
+                and messages is not None
+                and (messages != row.prompt or environments.tools)
+            ):
+                prompt, media = environments.bridge.prompt_media(
+                    messages, environments.tools or row.tools
+                )
             begin = trajectory.ids_T[: len(prompt)].tolist(), trajectory.media[: len(media)]
             if begin != (prompt, tuple(media)):
                 wrong.append(f"{name} does not begin with its prompt")
@@ -483,37 +497,42 @@ def _wrong_advantages(session: Session, groups: Sequence[Group]) -> list[str]:
     credit = source.credit
     judged = []
     for number, group in enumerate(groups):
-        trajectories: tuple[Trajectory, ...] = tuple(
-            replace(trajectory, finish_reason="stop") for trajectory in group.trajectories
-        )
+        trajectories = [replace(t, finish_reason="stop") for t in group.trajectories]
         good = next(
             (at for at, trajectory in enumerate(trajectories) if trajectory.error is None), 0
         )
         rewards = [credit.good - (at != good) / (1 + number) for at in range(len(trajectories))]
-        verdicts = tuple(Verdict({"check": Score(reward)}, reward) for reward in rewards)
-        judged.append(Group(trajectories, verdicts))
-    paths = judged_trajectories(judged, 0)
-    counts = Counter(path.name for path in paths)
+        judged.append(
+            Group(
+                tuple(
+                    replace(trajectory, verdict=Verdict({"check": Score(reward)}, reward))
+                    for trajectory, reward in zip(trajectories, rewards, strict=True)
+                )
+            )
+        )
+    judged = Rollout(judged).rewarded
+    counts = Counter(trajectory.name for group in judged for trajectory in group.trajectories)
     wrong = [f"{name} names {times} paths" for name, times in counts.items() if times > 1]
-    if wrong or not paths or not session.is_policy_gradient:
+    if wrong or not judged or not session.is_policy_gradient:
         return wrong
-    scores = scored(session.trainer, credit.bare(paths), credit.asked, source.crew.roles, 1)
-    advantages_of = credit.trees(paths, scores).advantages
+    scores = score_trees(session.trainer, credit.bare(judged), credit.wants, source.roles, 1)
+    train_samples, _ = credit.assign(judged, scores)
     # these comparisons of rewards add up to 0 in each group
     centred = (advantages.group, advantages.mean, advantages.rloo, advantages.maxrl)
     if credit.estimator is None or credit.estimator.compare not in centred:
         return []
-    advantage_of = {name: float(advantage_N[0]) for name, advantage_N in advantages_of.items()}
+    advantage_of = {
+        sample.id: float(sample.streams["advantage_N"][0])
+        for train_sample in train_samples
+        for sample in train_sample.tree.samples
+    }
     if credit.estimator.is_whitened:
         # All have one offset: the mean over tokens is not that over samples.
         offset = fmean(advantage_of.values())
         advantage_of = {name: advantage - offset for name, advantage in advantage_of.items()}
-    by_group: dict[int, list[Trajectory]] = {}
-    for path in paths:
-        by_group.setdefault(path.group, []).append(path)
-    for together in by_group.values():
-        each = [advantage_of[path.name] for path in together]
-        place = together[0].row.id
+    for group in judged:
+        each = [advantage_of[trajectory.name] for trajectory in group.trajectories]
+        place = group.row.id
         if abs(sum(each)) > 1e-6 * sum(map(abs, each)):
             wrong.append(f"{place}: the advantages of its group add up to {sum(each):.3g}, not 0")
         elif credit.is_plain and len(each) > 1 and (max(each) != each[0] or each[0] <= 0):
@@ -545,7 +564,7 @@ def rewards_read_the_sampled_text(session: Session) -> Finding:
         if ids and ids[-1] in session.stops.ids:
             ids = ids[:-1]
         text = str(session.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-        for stop in roller(session).config.stop:
+        for stop in rollout_worker(session).config.stop:
             text = text.partition(stop)[0]
         if trajectory.text != text:
             name = f"{trajectory.row.id}#{trajectory.index}"
@@ -583,7 +602,7 @@ def sampled(session: Session) -> Sampled:
     skip_if(session.is_scalar, "a reward model generates nothing")
     try:
         if session.is_generated:
-            engine: Any = roller(session).engine
+            engine: Any = rollout_worker(session).engine
         else:
             engine = engine_of(session.inputs, session.built.models, session.ranks)()
     except ModelError as error:
@@ -606,8 +625,8 @@ def sampled(session: Session) -> Sampled:
     skip_if(not prompts, "no prompt leaves room for an answer")
     if isinstance(engine, ServerEngine):
         engine.update(0)
-    asked = [*prompts.values()]
-    return Sampled(engine, asked, engine.generate(asked, _sampling(session)))
+    different = [*prompts.values()]
+    return Sampled(engine, different, engine.generate(different, _sampling(session)))
 
 
 def _sampling(session: Session) -> Sampling:
@@ -653,11 +672,13 @@ def engine_and_trainer_agree(session: Session) -> Finding:
     method that learns from its own completions; for others it shows that what is evaluated is what trains.
     """
     engine, prompts, answers = sampled(session)
-    refused = [one for one in answers if one.logp_N is None or not one.ids_N.size]
+    refused = [answer for answer in answers if answer.logp_N is None or not answer.ids_N.size]
     if refused:
         return failed(
             f"the engine fails on {len(refused)} of {len(answers)} completions",
-            evidence=[f"{one.prompt_id}: {one.error or 'no logprobs'}" for one in refused[:SHOWN]],
+            evidence=[
+                f"{answer.prompt_id}: {answer.error or 'no logprobs'}" for answer in refused[:SHOWN]
+            ],
             remedy="see what the engine, or the server's log, says of it",
         )
     gaps = []
@@ -710,9 +731,9 @@ def the_same_seed_gives_the_same_completions(session: Session) -> Finding:
 
     def changed(left: Sequence[Completion], right: Sequence[Completion]) -> list[str]:
         return [
-            f"{one.prompt_id}: {one.ids_N.tolist()[:6]}, then {other.ids_N.tolist()[:6]}"
-            for one, other in zip(left, right, strict=True)
-            if one.ids_N.tolist() != other.ids_N.tolist()
+            f"{answer.prompt_id}: {answer.ids_N.tolist()[:6]}, then {other.ids_N.tolist()[:6]}"
+            for answer, other in zip(left, right, strict=True)
+            if answer.ids_N.tolist() != other.ids_N.tolist()
         ]
 
     def fault(lines: list[str], number: int, how: str) -> Finding:
@@ -730,7 +751,7 @@ def the_same_seed_gives_the_same_completions(session: Session) -> Finding:
     half = prompts[1::2]
     fewer = engine.generate(half, _sampling(session))
     names = {prompt.id for prompt in half}
-    lines = changed([one for one in answers if one.prompt_id in names], fewer)
+    lines = changed([answer for answer in answers if answer.prompt_id in names], fewer)
     if len(lines) > 1:
         return fault(lines, len(fewer), "asked with fewer others")
     return passed("the same when asked again, and with fewer others", len(answers), "completions")
@@ -768,7 +789,9 @@ def the_engine_draws_from_updated_weights(session: Session) -> Finding:
                 new = _trainer_logps(session, prompts, answers)
                 restore_weights(session, copies)
             old = _trainer_logps(session, prompts, answers)
-            engine_N = np.concatenate([one.logp_N for one in answers if one.logp_N is not None])
+            engine_N = np.concatenate(
+                [answer.logp_N for answer in answers if answer.logp_N is not None]
+            )
             off_new, off_old = (
                 float(np.nan_to_num(np.abs(engine_N - trainer_N), nan=np.inf).mean())
                 for trainer_N in (

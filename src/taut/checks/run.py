@@ -98,13 +98,13 @@ def _computation(session: Session) -> Iterator[Setting]:
     samples are packed and shared, or the decision not to; NEFTune's alpha.
     """
     run, model, chosen = session.run, session.scorer.model, session.loaded.attention
-    one = torch.ones(1, 1, dtype=session.loaded.dtype.parameters, device=session.ranks.device)
+    unit = torch.ones(1, 1, dtype=session.loaded.dtype.parameters, device=session.ranks.device)
     with torch.no_grad(), session.trainer.compute():
-        product = (one @ one).dtype
+        product = (unit @ unit).dtype
     yield Setting("dtype", run.dtype or dtype_name(session.dtype), dtype_name(product))
     modules = architecture.language_model(model).modules()
     configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}
-    names = [str(getattr(it, "_attn_implementation", None)) for it in configs.values()]
+    names = [str(getattr(config, "_attn_implementation", None)) for config in configs.values()]
     asked = chosen.name if run.attention == "auto" else run.attention
     yield Setting("attention", asked, _listed(name.removeprefix("taut_") for name in names))
     layers = architecture.layers(model)
@@ -454,13 +454,16 @@ def the_saved_model_is_the_one_in_memory(session: Session) -> Finding:
             evidence=[other_pictures],
             remedy="a server would show the model other pictures; please report it",
         )
-    wrong = [one for one in comparisons if not one.is_sound]
+    wrong = [comparison for comparison in comparisons if not comparison.is_sound]
     if wrong:
         name, value = wrong[0].name, wrong[0].value
         return failed(
             f"{name}: a difference of {value:.3g}, at most {wrong[0].tolerance:g} is rounding",
             measured=(value, "nats" if name != "weights" else ""),
-            evidence=[f"{one.name}: {one.value:.3g}: {one.detail}" for one in wrong],
+            evidence=[
+                f"{comparison.name}: {comparison.value:.3g}: {comparison.detail}"
+                for comparison in wrong
+            ],
             remedy=report,
         )
     first, last = comparisons[0], comparisons[-1]

@@ -40,8 +40,7 @@ from taut.models import architecture
 from taut.models.attention_backends import Observation, observe
 from taut.models.save import serving_tokenizer
 from taut.models.scorer import Scorer
-from taut.rl.dry_run import rehearsed
-from taut.rl.online import Online
+from taut.rl.online import Online, dry_run
 from taut.run.inputs import inputs_of, load_language, load_stops
 from taut.run.setup import Built, adapt, build_trainer, join_models, load
 from taut.train.distributed import Ranks
@@ -357,7 +356,7 @@ class Session:
         """The batch as the method would prepare it."""
         source = self.trainer.source
         if isinstance(source, Online):
-            return rehearsed(self.trainer, source.credit, source.crew.roles, self.batch)
+            return dry_run(source, self.trainer, self.batch)
         if self.run.compares_answers:
             return self._rows.trees_of(self._batch_rows)
         unique = {sample.id: sample for sample in self.batch}
@@ -493,7 +492,7 @@ def around_answers(answers: Sequence[Sample], most: int) -> tuple[Sample, ...]:
         start = _from_picture(answer, max(0, first - kept), first)
         start, stop = _around_pictures(answer, start, first + kept)
         cut.append(_between(answer, start, stop, answer.target_at_N < stop))
-    num_different = [len({one.ids_T.tobytes() for one in some}) for some in (cut, answers)]
+    num_different = [len({sample.ids_T.tobytes() for sample in some}) for some in (cut, answers)]
     return tuple(cut if num_different[0] == num_different[1] else answers)
 
 

@@ -67,7 +67,7 @@ def the_end_of_answers_is_a_target(session: Session) -> Finding:
     if session.run.row_kind != "sft":  # each answer of a row is a sample of its own
         num_whole = total - len(report.cut)
     if not number or 2 * number < num_whole:
-        evidence = [f"{one.place}: cut, {one.reason}" for one in report.cut[:SHOWN]]
+        evidence = [f"{row.place}: cut, {row.reason}" for row in report.cut[:SHOWN]]
         remedy = "raise data.max_length, or set data.too_long to drop or split"
         if not report.cut:
             names = described(stops, session.renderer.template)[0]
@@ -264,7 +264,7 @@ def the_untrained_model_has_no_other_end(session: Session) -> Finding:
     if check.engine is None:
         return skipped(check.obstacle.partition(";")[0])
     sampling = Sampling(max_new_tokens=config.max_new_tokens, seed=session.run.seed)
-    answers = check.engine.generate([one.prompt for one in check.prompts], sampling)
+    answers = check.engine.generate([question.prompt for question in check.prompts], sampling)
     number = sum(answer.finish_reason == "stop" for answer in answers)
     other = _other_end(session, check.prompts)
     if other is not None:
@@ -291,13 +291,13 @@ def _other_end(session: Session, asked: Sequence[StopPrompt]) -> tuple[int, floa
     if not specials:
         return None
     at_ends, inside = [], []
-    for one in asked:
-        if one.reference is None:  # a prompt without a known answer
+    for question in asked:
+        if question.reference is None:  # a prompt without a known answer
             return None
-        begin = int(one.prompt.ids_T.size)
-        at_N = np.arange(max(1, begin), one.reference.num_tokens)
+        begin = int(question.prompt.ids_T.size)
+        at_N = np.arange(max(1, begin), question.reference.num_tokens)
         weight_N = np.ones(at_N.size)
-        packed = pack([replace(one.reference, target_at_N=at_N, weight_N=weight_N)], ALONE)
+        packed = pack([replace(question.reference, target_at_N=at_N, weight_N=weight_N)], ALONE)
         with session.inference():
             logits = session.scorer.target_logits(packed).float()
         probability_NS = logits.softmax(-1)[:, [*specials, *stops]].cpu()

@@ -86,7 +86,7 @@ def pictures_are_numbered_as_the_library_does(session: Session) -> Finding:
     other_end = replace_tokens(
         session, first, [first.num_tokens - 1], f"{first.id} with another end"
     )
-    samples = {one.id: one for one in (first, *others, other_end, session.pair[1])}
+    samples = {sample.id: sample for sample in (first, *others, other_end, session.pair[1])}
     backbone = architecture.decoder(session.model)
     number_by_library: Any = getattr(backbone, "get_rope_index", None)
     alone: dict[str, Tensor] = {}  # [1, T] or [3, T]
@@ -161,7 +161,7 @@ class StandIn:
 
 def _with_stand_ins(sample: Sample) -> Sample:
     """The same with stand-ins for all its pictures."""
-    media = tuple(replace(one, picture=StandIn(one.picture)) for one in sample.media)
+    media = tuple(replace(shown, picture=StandIn(shown.picture)) for shown in sample.media)
     return replace(sample, id=f"{sample.id} with other pictures", media=media)
 
 
@@ -188,7 +188,7 @@ def _swaps(session: Session) -> list[Swap]:
         if not sample.media:
             continue
         other = _with_stand_ins(sample)
-        order = [other if one.id == sample.id else one for one in session.pair]
+        order = [other if original.id == sample.id else original for original in session.pair]
         after = session.numbers(order if is_packed else [other])
         is_later = sample.target_at_N >= sample.media[0].stop
         after_picture = before[sample.id][is_later], after[other.id][is_later]

@@ -12,21 +12,30 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from taut.checks import Part
 from taut.checks.examine import Answered, Examination, examine
-from taut.checks.report import FINDINGS, as_json, show_end, show_row
 from taut.checks.rollouts import close
 from taut.checks.session import Session
 from taut.config import configclass, load
 from taut.errors import ConfigError
+from taut.io.console import counted
 from taut.io.terminal import Terminal
 from taut.methods.method import RunConfig, class_of
 from taut.train import distributed
 
-WIDTH = 100
+SCHEMA = "taut.check/2"
+"""Raised whenever a field changes its meaning or goes; docs/check.md says what there is."""
+STYLES = {"passed": "green", "warning": "bold yellow", "failed": "bold red", "skipped": "dim"}
 
 
 @configclass
@@ -58,7 +67,7 @@ def main(path: Path | None, overrides: Sequence[str]) -> int:
 
 def run(config: RunConfig, options: CheckOptions) -> int:
     """Print the findings; 1 if a check failed."""
-    console = Terminal(width=None if sys.stdout.isatty() else WIDTH)
+    console = Terminal(width=None if sys.stdout.isatty() else 100)
     session = session_of(config)
     part: Part = "full" if options.full else "quick"
     if options.json:
@@ -67,15 +76,75 @@ def run(config: RunConfig, options: CheckOptions) -> int:
             json.dumps(as_json(examination, {"model": config.model}), allow_nan=False) + "\n"
         )
         return 1 if examination.failures else 0
-    console.print(f"{config.model}, {part} part\n", markup=False)
+    console.lines([f"{config.model}, {part} part\n"])
 
     def show(answered: Answered) -> None:
-        if options.all or answered.finding.outcome in FINDINGS:
-            show_row(console, answered)
+        is_finding = answered.finding.outcome in ("failed", "warning")
+        # what was not asked because of a failure, or was left out by name, is left to the end
+        if (options.all or is_finding) and answered.cause is None and not answered.is_left_out:
+            _show_row(console, answered)
 
     examination = _examine(session, part, show)
-    show_end(console, examination, lists_all=options.all)
+    num_not_asked = Counter(one.cause for one in examination.answered if one.cause is not None)
+    for cause, number in num_not_asked.items():
+        text = f"\n{counted(number, 'checks')} not asked, since {cause} failed"
+        console.print(Text(text, STYLES["skipped"]))
+    left_out = [one.name for one in examination.answered if one.is_left_out]
+    if left_out:
+        text = f"\nleft out by name (checks.skip): {', '.join(left_out)}"
+        console.print(Text(text, STYLES["warning"]))
+    # 1 failed, 2 warnings, 44 passed, 30 skipped
+    parts = [f"{len(examination.failures)} failed"] if examination.failures else []
+    parts += [counted(len(examination.warnings), "warnings")] if examination.warnings else []
+    parts.append(f"{examination.count('passed')} passed")
+    num_skipped = examination.count("skipped")
+    parts += [f"{num_skipped} skipped"] if num_skipped else []
+    hint = "" if options.all else "; --all shows every check"
+    text = f"\n{', '.join(parts)} in {examination.seconds:.1f} s{hint}"
+    console.print(Text(text, STYLES["failed" if examination.failures else "passed"]))
     return 1 if examination.failures else 0
+
+
+def _show_row(console: Console, answered: Answered) -> None:
+    """A question and its answer, with evidence and remedy of a finding and the notes of a check that passed."""
+    table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+    for width in (7, 21, 17):  # of outcome, name and number; the rest is for the text
+        table.add_column(width=width, overflow="fold")
+    table.add_column(overflow="fold")
+    finding = answered.finding
+    style = STYLES[finding.outcome]
+    number = ""
+    if finding.number is not None and finding.outcome != "skipped":
+        is_whole = float(finding.number).is_integer() and abs(finding.number) < 1e15
+        digits = f"{finding.number:,.0f}" if is_whole else f"{finding.number:.3g}"
+        number = f"{digits} {finding.unit.removesuffix('s') if digits == '1' else finding.unit}"
+    table.add_row(
+        Text(finding.outcome, style),
+        Text(answered.name, style if finding.remedy else "bold"),
+        Text(number.rstrip()),
+        Text(finding.says, style if finding.outcome != "passed" else ""),
+    )
+    lines = [Text(line, "dim") for line in (*finding.evidence, *finding.notes)]
+    if finding.outcome == "failed":
+        lines.insert(0, Text(answered.question, "italic"))
+    if finding.remedy:
+        lines.append(Text(f"-> {finding.remedy}", "bold"))
+    for line in lines:
+        table.add_row("", "", "", line)
+    console.print(table)
+
+
+def as_json(examination: Examination, about: dict[str, Any]) -> dict[str, Any]:
+    """Everything, for programs. ``about``: what was examined."""
+    return {
+        "schema": SCHEMA,
+        "taut": version("taut"),
+        **about,
+        "part": examination.part,
+        "outcome": "failed" if examination.failures else "passed",
+        "seconds": round(examination.seconds, 3),
+        "checks": [one.as_fields() for one in examination.answered],
+    }
 
 
 def check(config: RunConfig, *, full: bool) -> Examination:

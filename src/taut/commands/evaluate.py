@@ -23,12 +23,11 @@ from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
-from rich.console import Console
 
 from taut.commands import generate
 from taut.commands.generate import Generate, Generated
-from taut.commands.reading import RowSettings, read_prompts, write_errors
-from taut.config import Decision, configclass, fields_of, from_mapping, home_path, to_dict
+from taut.commands.reading import RowSettings, print_decisions, read_prompts, write_errors
+from taut.config import configclass, fields_of, from_mapping, home_path, to_dict
 from taut.data.prompts import PromptRow
 from taut.data.sources import Source
 from taut.errors import CheckFailed, ConfigError, OutputError
@@ -92,14 +91,28 @@ def run(config: Evaluate) -> int:
     """Evaluate and print the table; raises CheckFailed where too many scores are errors."""
     console = Terminal(soft_wrap=True)
     result = evaluate(config, console)
-    show_report(console, result.report, result.answers, config.samples)
+    report = result.report
+    show_report(console, report, result.answers, config.samples)
     if config.out is not None:
-        console.print(f"written: {config.out}", markup=False)
-    _require_whole(result.report, config)
+        console.lines([f"written: {config.out}"])
+    if report.failures:
+        again = (
+            "the same command with resume=true" if config.out else "the command again with out=DIR"
+        )
+        raise CheckFailed(
+            f"{len(report.failures)} of {report.num_completions} completions failed, the first: {report.failures[0]}; "
+            f"expected all to finish; run {again}"
+        )
+    for metric in report.metrics:
+        if metric.error_share > config.max_errors:
+            raise CheckFailed(
+                f"{len(metric.errors)} scores of {metric.name} are errors ({metric.error_share:.1%}), the first: "
+                f"{metric.errors[0]}; expected at most max_errors={config.max_errors:g}; correct the reward or the data"
+            )
     return 0
 
 
-def evaluate(config: Evaluate, console: Console | None = None) -> Evaluated:
+def evaluate(config: Evaluate, console: Terminal | None = None) -> Evaluated:
     """Generate, judge and write. ``console``: as for ``generate.generate``."""
     opened = open_panel(config.rewards, reserved=[STOPPED], open_rater=open_rater)
     with opened as panel, _directory(config) as directory:
@@ -113,9 +126,7 @@ def evaluate(config: Evaluate, console: Console | None = None) -> Evaluated:
             needs_reference=any(part.verifier.needs_reference for part in panel.parts),
         )
         require_scorable(rows, panel, config.max_errors)
-        if console is not None:
-            for name, value, reason in panel.decisions:
-                console.print(f"{name}: {value} ({reason})", markup=False)
+        print_decisions(console, panel.decisions)
         afterwards = generate.FINISH if config.out else LOST
         keys = {key: value for key, value in to_dict(config).items() if key in fields_of(Generate)}
         paths = {"prompts": config.data, "out": str(directory / COMPLETIONS)}
@@ -123,7 +134,13 @@ def evaluate(config: Evaluate, console: Console | None = None) -> Evaluated:
         generated = generate.generate(generation, console, afterwards)
         answers = judge(rows, _read_completions(directory / COMPLETIONS, rows), panel)
         report = build_report(answers, panel.names)
-        _write(directory, config, report, answers, panel.decisions)
+        settled = {name: f"{value} ({reason})" for name, value, reason in panel.decisions}
+        whole = {**report.as_dict(), "decisions": settled, "config": to_dict(config)}
+        lines = [json.dumps(_score_line(answer), ensure_ascii=False) + "\n" for answer in answers]
+        with write_errors(directory, "; free it and set resume=true"):
+            (directory / "scores.jsonl").write_text("".join(lines), encoding="utf-8")
+            text = json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
+            (directory / "report.json").write_text(text, encoding="utf-8")
     return Evaluated(report, tuple(answers), generated)
 
 
@@ -166,23 +183,6 @@ def _read_completions(path: Path, rows: Sequence[PromptRow]) -> list[Completion]
     ]
 
 
-def _write(
-    directory: Path,
-    config: Evaluate,
-    report: Report,
-    answers: Sequence[Answer],
-    decisions: Sequence[Decision],
-) -> None:
-    settled = {name: f"{value} ({reason})" for name, value, reason in decisions}
-    whole = {**report.as_dict(), "decisions": settled, "config": to_dict(config)}
-    lines = [json.dumps(_score_line(answer), ensure_ascii=False) + "\n" for answer in answers]
-    with write_errors(directory, "; free it and set resume=true"):
-        (directory / "scores.jsonl").write_text("".join(lines), encoding="utf-8")
-        (directory / "report.json").write_text(
-            json.dumps(whole, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
-
-
 def _score_line(answer: Answer) -> dict[str, Any]:
     errors = {name: score.error for name, score in answer.scores.items() if score.error is not None}
     unjudged = {
@@ -198,20 +198,3 @@ def _score_line(answer: Answer) -> dict[str, Any]:
         **({"errors": errors} if errors else {}),
         **({"unjudged": unjudged} if unjudged else {}),
     }
-
-
-def _require_whole(report: Report, config: Evaluate) -> None:
-    if report.failures:
-        again = (
-            "the same command with resume=true" if config.out else "the command again with out=DIR"
-        )
-        raise CheckFailed(
-            f"{len(report.failures)} of {report.num_completions} completions failed, the first: {report.failures[0]}; "
-            f"expected all to finish; run {again}"
-        )
-    for metric in report.metrics:
-        if metric.error_share > config.max_errors:
-            raise CheckFailed(
-                f"{len(metric.errors)} scores of {metric.name} are errors ({metric.error_share:.1%}), the first: "
-                f"{metric.errors[0]}; expected at most max_errors={config.max_errors:g}; correct the reward or the data"
-            )

@@ -79,7 +79,5 @@ def run(config: Export) -> int:
         f"stops   {', '.join(names)}",
         *(f"note    {note}" for note in notes(tokenizer, stop_ids)),
     ]
-    console = Terminal(soft_wrap=True)
-    for line in lines:
-        console.print(line, markup=False)
+    Terminal(soft_wrap=True).lines(lines)
     return 0

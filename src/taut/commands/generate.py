@@ -17,19 +17,23 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import pydantic
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typing_extensions import TypedDict
 
-from taut.commands.reading import RowSettings, read_prompts, require_free, write_errors
+from taut.commands.reading import (
+    RowSettings,
+    print_decisions,
+    read_prompts,
+    require_free,
+    write_errors,
+)
 from taut.config import Decision, configclass, home_path, to_dict
 from taut.data.prompts import PromptRow
 from taut.data.sources import Source
@@ -47,7 +51,7 @@ FINISH = "are written; the same command with resume=true finishes the rest"
 PARTS = 10
 """Progress lines without a terminal."""
 DECIMALS = 7
-"""Decimals of a log-prob in the file."""
+"""Decimals of a logprob in the file."""
 
 Key = tuple[str, int]
 """A completion: its prompt's id and its index."""
@@ -105,12 +109,12 @@ def run(config: Generate) -> int:
     """Generate and print a summary; exit code 1 if a completion failed."""
     console = Terminal(soft_wrap=True)
     result = generate(config, console)
-    console.print(summary(result), markup=False)
+    console.lines([summary(result)])
     return 1 if result.errors else 0
 
 
 def generate(
-    config: Generate, console: Console | None = None, afterwards: str = FINISH
+    config: Generate, console: Terminal | None = None, afterwards: str = FINISH
 ) -> Generated:
     """Write the completions that are not in ``config.out`` yet. ``console``: for decisions and progress.
     ``afterwards``: the message about the finished ones where not all could be finished.
@@ -137,9 +141,7 @@ def generate(
         require_text(prompts)
     with open_engine(config, rendering) as opened:
         require_usable(prompts, opened.context)
-        if console is not None:
-            for name, value, reason in opened.decisions:
-                console.print(f"{name}: {value} ({reason})", markup=False)
+        print_decisions(console, opened.decisions)
         lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
         with write_errors(out):
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -147,11 +149,20 @@ def generate(
             files.write_text(_meta(out), meta + "\n")
             files.write_text(out, lines)
             opened_out = FileIO(out, "ab")
-        with opened_out as file, _progress(console) as progress:
+        progress = Progress(
+            TextColumn("generating"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=console is None or not console.is_terminal,
+        )
+        with opened_out as file, progress:
+            progress.add_task("generating", total=len(missing) * len(samples))
             tally = _Tally(
                 file, {row.id: row for row in rows}, done, config.prompt_ids, progress, console
             )
-            progress.update(progress.task_ids[0], total=len(missing) * len(samples))
             try:
                 if prompts:
                     opened.engine.generate(prompts, config.sampling, tally)
@@ -195,7 +206,7 @@ def summary(result: Generated) -> str:
 
 
 class _Tally:
-    """Writes each completion as it finishes, and counts."""
+    """Writes each completion as it finishes, counts, and shows progress: a bar, or without a terminal ten lines."""
 
     def __init__(
         self,
@@ -204,7 +215,7 @@ class _Tally:
         done: set[Key],
         has_prompt_ids: bool,
         progress: Progress,
-        console: Console | None,
+        console: Terminal | None,
     ) -> None:
         self.file, self.rows, self.done = file, rows, done
         self.has_prompt_ids, self.progress = has_prompt_ids, progress
@@ -216,7 +227,12 @@ class _Tally:
         self.began = time.perf_counter()
 
     def __call__(self, completion: Completion) -> None:
-        self._show_progress()
+        self.progress.advance(self.progress.task_ids[0])
+        (task,) = self.progress.tasks
+        share = int(task.completed * PARTS // (task.total or 1))
+        if self.console is not None and share > self.num_shown:
+            self.num_shown = share
+            self.console.lines([f"generating: {int(task.completed):,} of {int(task.total or 0):,}"])
         if (completion.prompt_id, completion.index) in self.done:
             return
         line = self._line(completion)
@@ -237,17 +253,6 @@ class _Tally:
                 f"out={self.file.name} cannot be written: {error.strerror or error}; expected room; free some; "
                 f"{self.counted} {FINISH}"
             ) from error
-
-    def _show_progress(self) -> None:
-        """Advance the bar; without a terminal, print a line for each tenth."""
-        self.progress.advance(self.progress.task_ids[0])
-        (task,) = self.progress.tasks
-        share = int(task.completed * PARTS // (task.total or 1))
-        if self.console is not None and share > self.num_shown:
-            self.num_shown = share
-            self.console.print(
-                f"generating: {int(task.completed):,} of {int(task.total or 0):,}", markup=False
-            )
 
     @property
     def counted(self) -> str:
@@ -346,18 +351,3 @@ def _kept(out: Path, identity: Mapping[str, Any]) -> list[_Line]:
 
 def _key(line: Mapping[str, Any]) -> Key:
     return line["id"], line["index"]
-
-
-@contextmanager
-def _progress(console: Console | None) -> Iterator[Progress]:
-    """A bar on a terminal."""
-    columns = (
-        TextColumn("generating"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    is_shown = console is not None and console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
-        progress.add_task("generating")
-        yield progress

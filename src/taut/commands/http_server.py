@@ -121,12 +121,18 @@ class Refused(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json", "content-length": str(len(self.body))}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         if self.status in RETRY:
             headers["retry-after"] = RETRY[self.status]
         return headers
+
+    @property
+    def closing(self) -> list[tuple[bytes, bytes]]:
+        """The headers of an answer after which the connection is closed."""
+        headers = {**self.headers, "connection": "close"}
+        return [(name.encode(), value.encode()) for name, value in headers.items()]
 
 
 class Guard:
@@ -179,10 +185,17 @@ class Guard:
                 f"{limits.max_connections} requests are being served; expected fewer; try again later",
             )
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        host = self._require_host(headers, scope)
-        _require_own_origin(headers, host)
+        self._require_own_site(headers, scope)
         if scope["method"] not in ("GET", "HEAD") and self._key is not None:
-            _require_key(headers, self._key)
+            scheme, _, token = headers.get(b"authorization", "").partition(" ")
+            is_same = hmac.compare_digest(token.strip().encode(), self._key)
+            if scheme.lower() != "bearer" or not is_same:
+                found = "a token that is not the server's" if token else "no token"
+                raise Refused(
+                    401,
+                    f"Authorization: found {found}; expected Bearer and the server's token; send it",
+                    "Authorization",
+                )
         size = int(headers.get(b"content-length", "0"))
         max_bytes = limits.max_request_bytes if scope["method"] == "POST" else 0
         if size > max_bytes:
@@ -191,8 +204,8 @@ class Guard:
                 f"the request's body has {size:,} bytes; expected at most {max_bytes:,}; send less at a time",
             )
 
-    def _require_host(self, headers: dict[bytes, str], scope: Scope) -> str:
-        """The Host header, which must name this server."""
+    def _require_own_site(self, headers: dict[bytes, str], scope: Scope) -> None:
+        """Host must name this server, and Origin must not be another site's page."""
         host = headers.get(b"host", "")
         arrived_at = (scope.get("server") or ("",))[0]
         name = _host_name(host) if _HOST.fullmatch(host) else ""
@@ -205,7 +218,18 @@ class Guard:
                 "its address, or start the server with hosts=NAME",
                 "Host",
             )
-        return host
+        origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site", "none")
+        try:
+            is_own = origin is None or urlsplit(origin).netloc.lower() == host.lower()
+        except ValueError:
+            is_own = False
+        if not is_own or site not in ("none", "same-origin"):
+            raise Refused(
+                403,
+                f"Origin: found {(origin or site)[:80]!r}, a request that a web page makes; expected none; this server "
+                "answers programs only",
+                "Origin",
+            )
 
     async def _read(self, body: bytearray, receive: Receive) -> bool:
         """Read the whole request into ``body``; False: the client disconnected."""
@@ -269,42 +293,15 @@ class Guard:
 
 async def _refuse(refused: Refused, receive: Receive, send: Send) -> None:
     """Answer, read the rest of the request for a moment, and close the connection."""
-    body = refused.body
-    headers = {**refused.headers, "content-length": str(len(body)), "connection": "close"}
-    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": refused.status, "headers": encoded})
-    await send({"type": "http.response.body", "body": body, "more_body": True})
+    await send(
+        {"type": "http.response.start", "status": refused.status, "headers": refused.closing}
+    )
+    await send({"type": "http.response.body", "body": refused.body, "more_body": True})
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LINGER):
             while (await receive()).get("more_body", False):
                 pass
     await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _require_own_origin(headers: dict[bytes, str], host: str) -> None:
-    """Refuse requests that a browser sends for another site's page."""
-    origin = headers.get(b"origin")
-    site = headers.get(b"sec-fetch-site", "none")
-    is_own = origin is None or _netloc(origin) == host.lower()
-    if not is_own or site not in ("none", "same-origin"):
-        raise Refused(
-            403,
-            f"Origin: found {(origin or site)[:80]!r}, a request that a web page makes; expected none; this server "
-            "answers programs only",
-            "Origin",
-        )
-
-
-def _require_key(headers: dict[bytes, str], key: bytes) -> None:
-    scheme, _, given = headers.get(b"authorization", "").partition(" ")
-    is_same = hmac.compare_digest(given.strip().encode(), key)
-    if scheme.lower() != "bearer" or not is_same:
-        found = "a token that is not the server's" if given else "no token"
-        raise Refused(
-            401,
-            f"Authorization: found {found}; expected Bearer and the server's token; send it",
-            "Authorization",
-        )
 
 
 def is_loopback(host: str) -> bool:
@@ -325,15 +322,6 @@ def _host_name(host: str) -> str:
     return match[1].strip("[]").lower().rstrip(".") if match else ""
 
 
-def _netloc(origin: str) -> str:
-    try:
-        return urlsplit(origin).netloc.lower()
-    except ValueError:
-        return ""
-
-
-# -- connections
-
 NUM_SPARE = 32
 """Open connections beyond ``max_connections``."""
 SHUTDOWN_SECONDS = 30
@@ -348,7 +336,7 @@ def serve(app: App, limits: HttpLimits, listener: socket.socket) -> None:
     """
     config = Config(
         app,
-        http=protocol_of(limits),
+        http=type("Protocol", (_LimitedProtocol,), {"limits": limits}),
         ws="none",
         lifespan="off",
         log_level="error",
@@ -374,11 +362,6 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit  # the second signal
         self.should_exit = True
-
-
-def protocol_of(limits: HttpLimits) -> type[H11Protocol]:
-    """The protocol class with these limits."""
-    return type("Protocol", (_LimitedProtocol,), {"limits": limits})
 
 
 class _Connection(h11.Connection):
@@ -519,14 +502,9 @@ class _LimitedProtocol(H11Protocol):
             return
         self._is_refused = True
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            headers = {
-                **refused.headers,
-                "content-length": str(len(refused.body)),
-                "connection": "close",
-            }
             start = h11.Response(
                 status_code=refused.status,
-                headers=[(name.encode(), value.encode()) for name, value in headers.items()],
+                headers=refused.closing,
                 reason=STATUS_PHRASES[refused.status],
             )
             for event in (start, h11.Data(data=refused.body), h11.EndOfMessage()):

@@ -21,8 +21,7 @@ from taut.config import configclass, home_path
 from taut.data.cache import default_directory
 from taut.data.dataset import DataConfig, build_renderer, read_rows
 from taut.data.messages import Row
-from taut.data.render import Renderer
-from taut.data.stop_tokens import StopSet, derive_stop_set, described
+from taut.data.stop_tokens import derive_stop_set, described
 from taut.errors import OutputError
 from taut.evals.contract import FILE, ContractConfig, Origin, built_in_rows, choose_questions, seal
 from taut.evals.reload import Comparison, Trained, samples_to_compare, score
@@ -85,19 +84,16 @@ class Merged:
 def run(config: Merge) -> int:
     """Merge and print a summary."""
     merged = merge(config)
-    console = Terminal(soft_wrap=True)
-    for check in merged.checks:
-        console.print(f"passed  {check.name}: {check.value:.3g} ({check.detail})", markup=False)
     dtype = str(merged.dtype).removeprefix("torch.")
     rows = f", {counted(merged.num_new_rows, 'rows')} added" if merged.num_new_rows else ""
-    lines = (
+    lines = [
+        *(f"passed  {test.name}: {test.value:.3g} ({test.detail})" for test in merged.checks),
         f"merged  {counted(merged.num_tensors, 'tensors')} of rank {merged.rank} into {config.model}{rows}; saved in "
         f"{dtype}",
         f"stops   {merged.stops[0]} ({merged.stops[1]})",
         f"written {merged.out}, with {FILE}",
-    )
-    for line in lines:
-        console.print(line, markup=False)
+    ]
+    Terminal(soft_wrap=True).lines(lines)
     return 0
 
 
@@ -130,15 +126,28 @@ def merge(config: Merge) -> Merged:
     )
     adapted, new_ids, num_tensors = load_adapter(model, adapter, settings)
     scorer = Scorer(adapted).eval()
+    rows: Iterable[Row] = built_in_rows(renderer)
+    samples = list(chain.from_iterable(renderer.render_all(list(rows))))
+    samples = samples_to_compare(samples, [*new_ids, *stops.ids])
+    if config.data is not None:
+        rows = read_rows(DataConfig(train=config.data), "train")
+    dtype, scores = checkpoint_dtype(base), score(scorer, samples)
+    origin = Origin(
+        trained=Trained(scorer.model, None, samples, scores, dtype),
+        questions=choose_questions(rows, renderer, config.contract.prompts),
+        stops=stops,
+        config=config.contract,
+        device=scorer.device,
+        trust_remote_code=config.trust_remote_code,
+    )
     checks: list[Comparison] = []
-    origin = _origin(config, scorer, renderer, stops, new_ids, checkpoint_dtype(base))
     with saving(
         scorer.model,
         tokenizer,
         out,
         stop_ids=stops.ids,
         template=renderer.template.template,
-        dtype=origin.trained.dtype,
+        dtype=dtype,
     ) as directory:
         seal(directory, origin, checks.append)
     return Merged(
@@ -146,31 +155,7 @@ def merge(config: Merge) -> Merged:
         rank=str(settings.get("r")),
         num_tensors=num_tensors,
         num_new_rows=len(new_ids),
-        dtype=origin.trained.dtype,
+        dtype=dtype,
         stops=described(stops, renderer.template),
         checks=checks,
-    )
-
-
-def _origin(
-    config: Merge,
-    scorer: Scorer,
-    renderer: Renderer,
-    stops: StopSet,
-    new_ids: list[int],
-    dtype: torch.dtype,
-) -> Origin:
-    """The adapted model's scores for the comparison, and the questions of the contract."""
-    rows: Iterable[Row] = built_in_rows(renderer)
-    samples = list(chain.from_iterable(renderer.render_all(list(rows))))
-    samples = samples_to_compare(samples, [*new_ids, *stops.ids])
-    if config.data is not None:
-        rows = read_rows(DataConfig(train=config.data), "train")
-    return Origin(
-        trained=Trained(scorer.model, None, samples, score(scorer, samples), dtype),
-        questions=choose_questions(rows, renderer, config.contract.prompts),
-        stops=stops,
-        config=config.contract,
-        device=scorer.device,
-        trust_remote_code=config.trust_remote_code,
     )

@@ -12,7 +12,7 @@ Without a GPU, named or present, it plans for this machine's processor and memor
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -36,28 +36,19 @@ from taut.models.attention_backends import select
 from taut.models.load import load_config
 from taut.models.lora import LoraConfig
 from taut.models.precision import DTYPES, resolve_dtype
-from taut.plan import (
-    FUSED,
-    GPUS,
-    PARTS,
+from taut.plan.ledger import PARTS
+from taut.plan.memory import (
     Footprint,
-    Kernels,
     Prediction,
-    Rates,
-    Seconds,
-    Workload,
-    calibrate,
     device_memory,
     footprint,
-    from_data_sheet,
     predict,
     predict_steps,
-    require_predictable,
-    skeleton,
     stages,
-    without_data,
-    workload,
 )
+from taut.plan.rates import GPUS, Rates, Seconds, calibrate, from_data_sheet
+from taut.plan.steps import Workload, without_data, workload
+from taut.plan.tracing import FUSED, Kernels, require_predictable, skeleton
 from taut.run.inputs import load_inputs
 from taut.train import distributed
 from taut.train.distributed import Ranks
@@ -168,18 +159,15 @@ def main(path: Path | None, overrides: Sequence[str]) -> int:
     """The command; its exit code."""
     ours = [name.partition(".")[0] for name in Planning.__dataclass_fields__]
     rest = [word for word in overrides if word.partition("=")[0].strip() not in ours]
-    return run(load(planned_class(class_of(path, rest)), path, overrides))
-
-
-def planned_class(method: type[RunConfig]) -> type[Any]:
-    """The configuration of a plan for the runs of a method."""
+    method = class_of(path, rest)
     body = {
         "__doc__": Plan.__doc__,
         "__module__": __name__,
         "__annotations__": {"data": DataConfig},
         "data": DataConfig(),
     }
-    return configclass(type(f"Plan{method.__name__}", (Planning, method), body))
+    cls: type[Any] = configclass(type(f"Plan{method.__name__}", (Planning, method), body))
+    return run(load(cls, path, overrides))
 
 
 def run(config: Any) -> int:
@@ -204,7 +192,18 @@ def plan(config: Plan) -> Planned:
     with told_when_slow("timing a few layers on this machine (measure=false leaves that out)"):
         rates = _rates(config, model, machine, work)
     ways, num_parameters = [], 0
-    for name, other in _ways(config):
+    is_lora, lora = config.lora.is_on, config.lora
+    lora = lora if is_lora else LoraConfig(rank=LORA_RANK)
+    choices = list(product((False, True), (False, True)))
+    choices.sort(key=lambda choice: choice != (is_lora, config.activation_checkpointing))
+    for has_lora, recomputes in choices:  # the configured run first
+        other = replace(
+            config,
+            lora=lora if has_lora else LoraConfig(),
+            activation_checkpointing=recomputes,
+        )
+        name = f"LoRA, rank {lora.rank or 'of the adapter'}" if has_lora else "all weights"
+        name += ", checkpointing" if recomputes else ""
         with told_when_slow(f"counting the bytes of {name}"):
             planner = _Planner(other, model, machine, work, limit)
         ways.append(planner.way(name, config, rates))
@@ -244,20 +243,6 @@ def _machine(config: Plan, model: PreTrainedConfig) -> Machine:
     if device.type == "cuda":
         return Machine(torch.cuda.get_device_name(device), device, size, Kernels(compute, FUSED))
     return Machine("CPU", device, size, Kernels(compute, chosen.implementation))
-
-
-def _ways(config: Plan) -> Iterator[tuple[str, Plan]]:
-    """The configured run, then the alternatives."""
-    is_lora, recomputes = config.lora.is_on, config.activation_checkpointing
-    lora = config.lora if is_lora else LoraConfig(rank=LORA_RANK)
-    choices = list(product((False, True), (False, True)))
-    choices.sort(key=lambda choice: choice != (is_lora, recomputes))
-    for has_lora, again in choices:
-        name = f"LoRA, rank {lora.rank or 'of the adapter'}" if has_lora else "all weights"
-        other = replace(
-            config, lora=lora if has_lora else LoraConfig(), activation_checkpointing=again
-        )
-        yield f"{name}, checkpointing" if again else name, other
 
 
 def _rates(config: Plan, model: PreTrainedConfig, machine: Machine, work: Workload) -> Rates | None:
@@ -362,11 +347,8 @@ def _counts(num_ranks: int) -> list[int]:
     return sorted({1 << power for power in range(num_ranks.bit_length())} | {num_ranks})
 
 
-# -- output: 100 columns are enough
-
-
 def show(planned: Planned, console: Console) -> None:
-    """Print the plan."""
+    """Print the plan, in at most 100 columns."""
     machine, asked, work = planned.machine, planned.ways[0], planned.work
     dtype = str(machine.kernels.dtype).removeprefix("torch.")
     console.print(
@@ -379,7 +361,21 @@ def show(planned: Planned, console: Console) -> None:
     console.print()
     console.print(_parts(planned))
     console.print(_verdict(planned) + "\n", style="bold green" if planned.fits else "bold red")
-    console.print(_table(planned))
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("", "GiB", "fits", "tokens that fit", "fits from", "s/step"):
+        table.add_column(name, justify="left" if name in ("", "fits") else "right", no_wrap=True)
+    for way in planned.ways:
+        fits, least = way.footprint.peak <= planned.limit, way.least_ranks
+        table.add_row(
+            way.name,
+            _gib(way.footprint.peak),
+            "yes" if fits else "no",
+            f"{way.most_tokens:,}" if way.most_tokens else "-",
+            "-" if least is None else f"{least} GPU{'s' * (least > 1)}",
+            "-" if way.seconds is None else f"{way.seconds.total:.3g}",
+            style="" if fits else "dim",
+        )
+    console.print(table)
     settings = _settings(planned)
     if settings.row_count:
         console.print("\nto do it that way, set")
@@ -387,7 +383,12 @@ def show(planned: Planned, console: Console) -> None:
     if asked.seconds is not None:
         console.print(f"\nseconds: {asked.seconds.source}; a mean of {len(work.steps)} steps")
     else:
-        console.print(f"\nseconds: not known; {_why_no_seconds(planned)}")
+        reason = "measured on one rank only, and with measure=true"
+        if machine.name in GPUS:
+            reason = "the table of GPUs has rates for bfloat16 only"
+        elif machine.device is None:
+            reason = "name a GPU of the table (--gpu H100)"
+        console.print(f"\nseconds: not known; {reason}")
 
 
 def _parts(planned: Planned) -> Table:
@@ -436,25 +437,6 @@ def _verdict(planned: Planned) -> str:
     return verdict
 
 
-def _table(planned: Planned) -> Table:
-    """All configurations in one table."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("", "GiB", "fits", "tokens that fit", "fits from", "s/step"):
-        table.add_column(name, justify="left" if name in ("", "fits") else "right", no_wrap=True)
-    for way in planned.ways:
-        fits, least = way.footprint.peak <= planned.limit, way.least_ranks
-        table.add_row(
-            way.name,
-            _gib(way.footprint.peak),
-            "yes" if fits else "no",
-            f"{way.most_tokens:,}" if way.most_tokens else "-",
-            "-" if least is None else f"{least} GPU{'s' * (least > 1)}",
-            "-" if way.seconds is None else f"{way.seconds.total:.3g}",
-            style="" if fits else "dim",
-        )
-    return table
-
-
 def _settings(planned: Planned) -> Table:
     """The keys to set for each configuration."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
@@ -462,14 +444,6 @@ def _settings(planned: Planned) -> Table:
         if way.keys and way.most_tokens:
             table.add_row(way.name, Text(" ".join(way.keys), "cyan", overflow="fold"))
     return table
-
-
-def _why_no_seconds(planned: Planned) -> str:
-    if planned.machine.name in GPUS:
-        return "the table of GPUs has rates for bfloat16 only"
-    if planned.machine.device is None:
-        return "name a GPU of the table (--gpu H100)"
-    return "measured on one rank only, and with measure=true"
 
 
 def _gib(size: float) -> str:

@@ -1,4 +1,4 @@
-"""The files that commands read and write: rows with their pictures, and a JSON lines file of results.
+"""What commands share: reading rows with their pictures, writing a JSON lines file of results, printing decisions.
 
 ``RowSettings`` are the settings of every command that reads rows. Rows whose pictures cannot be read are errors, or
 with images.bad=drop are left out and listed.
@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
-from rich.console import Console
 
-from taut.config import configclass, home_path
+from taut.config import Decision, configclass, home_path
 from taut.data.prompts import PromptRow, load_prompts
 from taut.data.render import Incident, Renderer
 from taut.data.schema import Columns, Format
 from taut.data.sources import Source, folder_of
 from taut.errors import DataError, OutputError
 from taut.io.console import counted
+from taut.io.terminal import Terminal
 from taut.vision.content import ImagesConfig
 
 MAX_INCIDENTS = 3
@@ -70,7 +70,7 @@ def read_prompts(
     images: ImagesConfig,
     data: str | Source,
     renderer: Renderer,
-    console: Console | None,
+    console: Terminal | None,
     *,
     reference: str | None,
     needs_reference: bool = False,
@@ -96,7 +96,7 @@ def incident_list(images: ImagesConfig) -> list[Incident] | None:
 
 
 def report_left_out(
-    incidents: Sequence[Incident] | None, rows: Sequence[object], console: Console | None
+    incidents: Sequence[Incident] | None, rows: Sequence[object], console: Terminal | None
 ) -> None:
     """List the rows that are left out; raise DataError where none remain."""
     if not incidents:
@@ -106,15 +106,18 @@ def report_left_out(
             f"{incidents[0].place}: {incidents[0].reason}; so all {len(incidents):,} rows are left out; expected some; "
             "correct images.folder, or the files"
         )
-    if console is None:
-        return
-    console.print(
-        f"left out: {counted(len(incidents), 'rows')} whose pictures cannot be read", markup=False
-    )
-    for incident in incidents[:MAX_INCIDENTS]:
-        console.print(f"  {incident.place}: {incident.reason}", markup=False)
+    lines = [f"left out: {counted(len(incidents), 'rows')} whose pictures cannot be read"]
+    lines += [f"  {incident.place}: {incident.reason}" for incident in incidents[:MAX_INCIDENTS]]
     if len(incidents) > MAX_INCIDENTS:
-        console.print(f"  and {len(incidents) - MAX_INCIDENTS:,} more", markup=False)
+        lines.append(f"  and {len(incidents) - MAX_INCIDENTS:,} more")
+    if console is not None:
+        console.lines(lines)
+
+
+def print_decisions(console: Terminal | None, decisions: Sequence[Decision]) -> None:
+    """Print each decision with its reason."""
+    if console is not None:
+        console.lines(f"{name}: {value} ({reason})" for name, value, reason in decisions)
 
 
 def require_free(out: Path, data: str | Source, content: str, *, may_exist: bool, do: str) -> None:

@@ -8,39 +8,31 @@ and the process works there until the run ends. Only OUT is relative to the curr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import chdir, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import chdir
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from taut.commands import train
 from taut.commands.train import Result
 from taut.config import override, replace, restore, user_path
 from taut.errors import ConfigError, DataError, ModelError, OutputError
 from taut.methods import METHODS
-from taut.methods.method import RunConfig
 from taut.train.run_dir import MARK, read_resolved
 
 # ``taut resume --help`` prints the docstring.
 
 
-class Started(NamedTuple):
-    """How a run was started, from ``resolved.json``."""
-
-    config: RunConfig
-    directory: Path
-
-
 def run(words: Sequence[str]) -> Result:
     """The command: ``out=OUT`` among the words, and keys to override."""
-    outs = [word.partition("=")[2] for word in words if _is_out(word)]
+    outs = [word for word in words if word.partition("=")[0].strip() == "out"]
     if len(outs) != 1:
         raise ConfigError(
             f"taut resume: found {len(outs)} directories; expected one run to continue, as in taut resume runs/a"
         )
-    rest = [word for word in words if not _is_out(word)]
-    return _resume(outs[0], lambda config: override(config, rest))
+    rest = [word for word in words if word not in outs]
+    return _resume(outs[0].partition("=")[2], lambda config: override(config, rest))
 
 
 def resume(out: str | os.PathLike[str], keys: Mapping[str, Any]) -> Result:
@@ -50,30 +42,20 @@ def resume(out: str | os.PathLike[str], keys: Mapping[str, Any]) -> Result:
 
 def _resume(path: str, set_keys: Callable[[Any], Any]) -> Result:
     out = user_path(path, "out")
-    started = _read(out)
-    is_here = started.directory.samefile(Path.cwd())
-    fixed = {
-        "out": path if is_here else str(out.resolve()),
-        "resume": True,
-        "overwrite": False,
-    }
-    config = set_keys(replace(started.config, fixed))
-    with _working_in(started.directory, is_here=is_here):
-        return train.train(config)
-
-
-def _read(out: Path) -> Started:
     resolved, place = read_resolved(out), out / MARK
+    versions = (
+        f"the run is of taut {resolved.get('taut')} and this is {version('taut')}: "
+        "resume with a version that knows it"
+    )
     method = resolved.get("method")
     if method not in list(METHODS):
         raise ConfigError(
-            f"found method={method!r} at {place}; expected one of {', '.join(METHODS)}; "
-            f"{_versions(resolved)}"
+            f"found method={method!r} at {place}; expected one of {', '.join(METHODS)}; {versions}"
         )
     config, directory = resolved.get("config"), resolved.get("directory")
     if not isinstance(config, dict) or not isinstance(directory, str):
         raise ConfigError(
-            f"found no 'config' and 'directory' at {place}; expected both; {_versions(resolved)}"
+            f"found no 'config' and 'directory' at {place}; expected both; {versions}"
         )
     if not (Path(directory).is_dir() and os.access(directory, os.X_OK)):
         raise OutputError(
@@ -82,31 +64,17 @@ def _read(out: Path) -> Started:
             f"out={out} resume=true"
         )
     try:
-        return Started(restore(METHODS[method], config, f"at {place}"), Path(directory))
+        started = restore(METHODS[method], config, f"at {place}")
     except ConfigError as error:
-        raise ConfigError(f"{error}; {_versions(resolved)}") from error
-
-
-def _versions(resolved: Mapping[str, Any]) -> str:
-    return (
-        f"the run is of taut {resolved.get('taut')} and this is {version('taut')}: "
-        "resume with a version that knows it"
-    )
-
-
-@contextmanager
-def _working_in(directory: Path, *, is_here: bool) -> Iterator[None]:
-    """Work in a directory; if it is another one, errors that may be about a path mention it."""
+        raise ConfigError(f"{error}; {versions}") from error
+    is_here = Path(directory).samefile(Path.cwd())
+    fixed = {"out": path if is_here else str(out.resolve()), "resume": True, "overwrite": False}
+    run = set_keys(replace(started, fixed))
     if is_here:
-        yield
-        return
+        return train.train(run)
     try:
         with chdir(directory):
-            yield
+            return train.train(run)
     except (ConfigError, DataError, ModelError) as error:
         where = f"relative paths refer to {directory}, where the run was started"
         raise type(error)(f"{error}; {where}") from error
-
-
-def _is_out(word: str) -> bool:
-    return word.partition("=")[0].strip() == "out"

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from taut.config import configclass, user_path
 from taut.errors import OutputError, TautError
@@ -88,16 +88,6 @@ class RunState:
         return 0 if self.checkpoint is None else step_of(self.checkpoint)
 
 
-class LastEvents(NamedTuple):
-    """Facts from the last events of a run."""
-
-    step: int = 0
-    loss: float | None = None
-    written: float | None = None
-    end: Event | None = None
-    """The event that ended the run, if no other followed."""
-
-
 def run(config: Runs) -> int:
     """Print the runs."""
     places = _places(config.directories)
@@ -128,31 +118,39 @@ def state_of(out: Path) -> RunState:
     """The state of the run in ``out``."""
     holder = owner(out)
     resolved, damage = {}, []
-    last = LastEvents()
+    newest: Event | None = None
+    end: Event | None = None
+    step: Event = {}
     try:
         resolved = read_resolved(out)
     except TautError as error:
         damage.append(str(error))
     try:
-        last = _last_events(out / EVENTS)
+        newest, end, step = _last_events(out / EVENTS)
     except TautError as error:
         damage.append(str(error))
-    state, reason = _state_at_end(last.end, out)
+    state, reason = _state_at_end(end, out)
     if damage:
         state, reason = "damaged", "; ".join(damage)
     if holder is not None:
         state, reason = "running", "; ".join([holder, *damage])
     num_steps, method = resolved.get("num_steps"), resolved.get("method")
     checkpoints = complete(out / CHECKPOINTS)
+    written = None if newest is None else _number(newest.get("time"))
+    if not written:
+        try:
+            written = (out / MARK).stat().st_mtime
+        except OSError:  # removed meanwhile: the run is damaged
+            written = 0.0
     return RunState(
         out=out,
         state=state,
         method=method if isinstance(method, str) else None,
-        step=last.step,
+        step=step.get("step", 0),
         num_steps=num_steps if isinstance(num_steps, int) else None,
-        loss=last.loss,
+        loss=_number(step.get("loss")),
         checkpoint=checkpoints[-1] if checkpoints else None,
-        written=last.written or _modified(out / MARK),
+        written=written,
         reason=reason,
     )
 
@@ -226,20 +224,17 @@ def _find(place: Path, depth: int = DEPTH) -> Iterator[Path]:
         yield from _find(path, depth - 1)
 
 
-def _last_events(path: Path) -> LastEvents:
-    """The last valid step, and the end of the run, if any."""
-    if not path.is_file():
-        return LastEvents()
-    last, is_after_end = LastEvents(), True
-    for event in newest_first(path):
-        if last.written is None:
-            last = last._replace(written=_number(event.get("time")))
+def _last_events(path: Path) -> tuple[Event | None, Event | None, Event]:
+    """The newest event, the event that ended the run if no other followed, and the newest step ({}: none)."""
+    newest, end, is_after_end = None, None, True
+    for event in newest_first(path) if path.is_file() else ():
+        newest = newest or event
         if is_after_end and event["kind"] not in AFTER_END:
             is_after_end = False
-            last = last._replace(end=event if event["kind"] == "end" else None)
+            end = event if event["kind"] == "end" else None
         if event["kind"] == "step":
-            return last._replace(step=event.get("step", 0), loss=_number(event.get("loss")))
-    return last
+            return newest, end, event
+    return newest, end, {}
 
 
 def _state_at_end(end: Event | None, out: Path) -> tuple[State, str | None]:
@@ -255,13 +250,6 @@ def _state_at_end(end: Event | None, out: Path) -> tuple[State, str | None]:
         state: State = "interrupted" if outcome == "interrupted" else "stopped"
         return state, str(reason)
     return "died", None
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:  # removed meanwhile: the run is damaged
-        return 0.0
 
 
 def _number(value: object) -> float | None:

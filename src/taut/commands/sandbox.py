@@ -45,29 +45,26 @@ def run(config: SandboxReport) -> int:
     findings = [find(name) for name in NAMES]
     in_use = next((finding.name for finding in findings if finding.fault is None), None)
     if config.json:
-        report = {
-            "in_force": in_use,
-            "mechanisms": [_as_mapping(finding) for finding in findings],
-        }
+        mechanisms = [
+            {
+                "name": finding.name,
+                "lack": finding.lack,
+                "attempts": {}
+                if finding.lack
+                else {attempt: attempt in finding.let_through for attempt in ATTEMPTS},
+                "cgroups": str(finding.cgroups),
+                "has_cgroups": isinstance(finding.cgroups, Path),
+                "not_held": [] if finding.lack else _not_held(finding),
+            }
+            for finding in findings
+        ]
+        report = {"in_force": in_use, "mechanisms": mechanisms}
         sys.stdout.write(f"{json.dumps(report, indent=2)}\n")
     else:
         for finding in findings:
             sys.stdout.write("\n".join(_lines(finding)) + "\n\n")
         sys.stdout.write(f"in force: {in_use or 'none; the reward code is refused'}\n")
     return 0 if in_use else 1
-
-
-def _as_mapping(finding: Finding) -> dict[str, object]:
-    return {
-        "name": finding.name,
-        "lack": finding.lack,
-        "attempts": {attempt: attempt in finding.let_through for attempt in ATTEMPTS}
-        if not finding.lack
-        else {},
-        "cgroups": str(finding.cgroups),
-        "has_cgroups": isinstance(finding.cgroups, Path),
-        "not_held": list(_not_held(finding)) if not finding.lack else [],
-    }
 
 
 def _lines(finding: Finding) -> list[str]:

@@ -14,19 +14,19 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice, permutations
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TextIO
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from rich.console import Console
 
 from taut.commands.reading import (
     RowSettings,
     columns_of,
     incident_list,
+    print_decisions,
     report_left_out,
     require_free,
     source_of,
@@ -163,11 +163,11 @@ def run(config: Score) -> int:
     if config.json:
         sys.stdout.write(json.dumps(result.as_dict(), allow_nan=False) + "\n")
     else:
-        console.print(summary(result), markup=False)
+        console.lines([summary(result)])
     return 0
 
 
-def score(config: Score, console: Console | None = None) -> Scored:
+def score(config: Score, console: Terminal | None = None) -> Scored:
     """Score every row and write ``config.out``. ``console``: for decisions and progress."""
     out = None if config.out is None else home_path(config.out)
     source = source_of(config.data)
@@ -177,12 +177,15 @@ def score(config: Score, console: Console | None = None) -> Scored:
     opened = open_source(source)
     records = islice(opened.records(), config.limit)
     judge = open_judge(config)
-    if console is not None:
-        for name, value, reason in judge.decisions:
-            console.print(f"{name}: {value} ({reason})", markup=False)
+    print_decisions(console, judge.decisions)
     reader, began = _Reader(config, judge), time.perf_counter()
     rows: list[RowScores] = []
-    with _writing(out) as file:
+    with ExitStack() as stack:
+        file = None
+        if out is not None:
+            stack.enter_context(write_errors(out))
+            out.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(files.writing(out))
         while chunk := list(islice(records, CHUNK_ROWS)):
             scored = reader.score((record, f"{opened.path}:{number}") for number, record in chunk)
             if file is not None:
@@ -190,11 +193,36 @@ def score(config: Score, console: Console | None = None) -> Scored:
                 file.writelines(lines)
             rows += scored
             if console is not None and len(chunk) == CHUNK_ROWS:
-                console.print(f"scored: {counted(len(rows), 'rows')}", markup=False)
+                console.lines([f"scored: {counted(len(rows), 'rows')}"])
         report_left_out(reader.left_out, rows, console)
         if not rows:
             raise DataError(f"{opened.path}: no rows; expected at least one; check the path")
-    return _result(rows, out, time.perf_counter() - began, judge)
+    seconds = time.perf_counter() - began
+    all_scores = np.array([score for row in rows for score in row.scores])
+    gaps = np.array([gap for row in rows for gap in row.gaps])
+    steps = [
+        (s, y) for row in rows if row.labels for s, y in zip(row.scores, row.labels, strict=True)
+    ]
+    right, calibration = np.empty(0), None
+    if gaps.size:
+        right, calibration = wins(gaps), calibrate_pairs(gaps)
+    elif steps:
+        scores, labels = np.array(steps).T
+        right, calibration = (
+            wins(np.sign(labels - 0.5) * scores),
+            calibrate(sigmoid(scores), labels),
+        )
+    return Scored(
+        rows=tuple(rows),
+        out=out,
+        seconds=seconds,
+        decisions=judge.decisions,
+        mean=float(all_scores.mean()),
+        deviation=float(all_scores.std()),
+        num_judged=right.size,
+        accuracy=float(right.mean()) if right.size else None,
+        calibration=calibration,
+    )
 
 
 class _Read(NamedTuple):
@@ -217,19 +245,19 @@ class _Reader:
 
     def score(self, records: Iterator[tuple[Any, str]]) -> list[RowScores]:
         """The scores of rows that are packed together."""
-        rows = [self._read(record, place) for record, place in records]
-        read = [row for row in rows if row is not None]
+        attempts = [self._read(record, place) for record, place in records]
+        read = [row for row in attempts if row is not None]
         if self.left_out is not None:
-            faults = faults_of_pictures([one.row for one in read], self.judge.renderer)
-            for one, fault in zip(read, faults, strict=True):
+            faults = faults_of_pictures([row.row for row in read], self.judge.renderer)
+            for row, fault in zip(read, faults, strict=True):
                 if fault is not None:
-                    self._leave_out(one.row.place, fault)
-            read = [one for one, fault in zip(read, faults, strict=True) if fault is None]
-        samples = self.judge.render([one.row for one in read])
+                    self._leave_out(row.row.place, fault)
+            read = [row for row, fault in zip(read, faults, strict=True) if fault is None]
+        samples = self.judge.render([row.row for row in read])
         flat = iter(self.judge.scores([sample for group in samples for sample in group]))
         return [
-            _row_scores(one, group, [next(flat) for _ in group])
-            for one, group in zip(read, samples, strict=True)
+            _row_scores(row, group, [next(flat) for _ in group])
+            for row, group in zip(read, samples, strict=True)
         ]
 
     def _read(self, record: Any, place: str) -> _Read | None:
@@ -321,34 +349,6 @@ def _row_scores(
     return RowScores(name, PAIR if names >= {*PAIR} else (), scores, sizes, gaps)
 
 
-def _result(rows: Sequence[RowScores], out: Path | None, seconds: float, judge: Judge) -> Scored:
-    all_scores = np.array([score for row in rows for score in row.scores])
-    gaps = np.array([gap for row in rows for gap in row.gaps])
-    steps = [
-        (s, y) for row in rows if row.labels for s, y in zip(row.scores, row.labels, strict=True)
-    ]
-    right, calibration = np.empty(0), None
-    if gaps.size:
-        right, calibration = wins(gaps), calibrate_pairs(gaps)
-    elif steps:
-        scores, labels = np.array(steps).T
-        right, calibration = (
-            wins(np.sign(labels - 0.5) * scores),
-            calibrate(sigmoid(scores), labels),
-        )
-    return Scored(
-        rows=tuple(rows),
-        out=out,
-        seconds=seconds,
-        decisions=judge.decisions,
-        mean=float(all_scores.mean()),
-        deviation=float(all_scores.std()),
-        num_judged=right.size,
-        accuracy=float(right.mean()) if right.size else None,
-        calibration=calibration,
-    )
-
-
 def summary(result: Scored) -> str:
     """The summary as text."""
     rate = result.num_tokens / max(result.seconds, 1e-9)
@@ -372,15 +372,3 @@ def summary(result: Scored) -> str:
             if interval.count
         ]
     return "\n".join([*lines, *([f"written: {result.out}"] if result.out else [])])
-
-
-@contextmanager
-def _writing(out: Path | None) -> Iterator[TextIO | None]:
-    """A file that appears when the block succeeds, and is removed when it fails."""
-    if out is None:
-        yield None
-        return
-    with write_errors(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with files.writing(out) as file:
-            yield file

@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from taut.commands.http_server import App, Guard, HttpLimits, Refused, is_loopback
+from taut.commands.http_server import App, Guard, HttpLimits, Refused, is_loopback, serve
+from taut.commands.reading import print_decisions
 from taut.config import configclass, home_path, read_secret
 from taut.data.json_io import shown
 from taut.data.messages import (
@@ -135,29 +136,23 @@ RequestT = TypeVar("RequestT", PlainRequest, RemoteRequest)
 
 def run(config: ServeReward) -> int:
     """Serve until a signal ends it."""
-    from taut.commands.http_server import serve
-
     console = Terminal(soft_wrap=True)
     key = _read_key(config)
     with closing(_listen(config)) as listener, TemporaryFolder("serve") as folder:
         judge = open_judge(config, folder)
         image_store = judge.renderer.image_store
-        for name, value, reason in judge.decisions:
-            console.print(f"{name}: {value} ({reason})", markup=False)
-        batcher = Batcher(
-            judge, config.max_waiting, None if image_store is None else image_store.forget
-        )
+        print_decisions(console, judge.decisions)
+        forget = None if image_store is None else image_store.forget
+        batcher = Batcher(judge, config.max_waiting, forget)
         host, port = listener.getsockname()[:2]
         place = f"[{host}]" if ":" in host else host
-        console.print(
-            f"serving {config.model} at http://{place}:{port}: POST /score, POST /get_reward, GET /health",
-            markup=False,
-        )
+        where = f"{config.model} at http://{place}:{port}"
+        console.lines([f"serving {where}: POST /score, POST /get_reward, GET /health"])
         try:
             serve(build_app(batcher, config, key), config, listener)
         finally:
             batcher.close()
-    console.print("ended", markup=False)
+    console.print("ended")
     return 0
 
 
@@ -237,11 +232,21 @@ def _read(form: type[RequestT], body: bytes, config: ServeReward) -> Sequence[An
     skeleton = _STRING.sub(b"", body)
     num_values = 1 + sum(skeleton.count(mark) for mark in (b",", b"[", b"{"))
     _require_at_most(num_values, config.max_json_values, "JSON values", "max_json_values")
-    parsed = _parse(form, body)
-    answers = parsed.query if isinstance(parsed, RemoteRequest) else parsed.completions
-    name = "query" if isinstance(parsed, RemoteRequest) else "completions"
+    try:
+        parsed = form.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = "".join(f"[{p}]" if isinstance(p, int) else str(p) for p in first["loc"]) or None
+        fields = ", ".join(form.model_fields)
+        message = f"{place or 'the body'}: {first['msg']}; expected a JSON object with {fields}"
+        raise Refused(400, message, place) from error
+    if isinstance(parsed, RemoteRequest):
+        name, answers = "query", parsed.query
+        texts: Any = answers
+    else:
+        name, answers = "completions", parsed.completions
+        texts = [parsed.prompts, answers]
     _require_at_most(len(answers), config.max_answers, "answers", "max_answers", name)
-    texts = answers if isinstance(parsed, RemoteRequest) else [parsed.prompts, answers]
     num_characters = _num_characters(texts)
     _require_at_most(num_characters, config.max_characters, "characters", "max_characters", name)
     rows = parsed.rows()
@@ -284,17 +289,6 @@ def _num_characters(value: Any) -> int:
     return 0
 
 
-def _parse(form: type[RequestT], body: bytes) -> RequestT:
-    try:
-        return form.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        place = "".join(f"[{p}]" if isinstance(p, int) else str(p) for p in first["loc"]) or None
-        fields = ", ".join(form.model_fields)
-        message = f"{place or 'the body'}: {first['msg']}; expected a JSON object with {fields}"
-        raise Refused(400, message, place) from error
-
-
 def _answer(number: int, prompt: Any, completion: Any) -> AnyRow:
     """A prompt and its completion as a row."""
     where = f"completions[{number}]"
@@ -308,23 +302,18 @@ def _answer(number: int, prompt: Any, completion: Any) -> AnyRow:
     if isinstance(completion, str):
         completion = {"role": "assistant", "content": completion}
     answer = completion if isinstance(completion, list) else [completion]
-    for message in (*prompt, *answer):
-        _require_inline(message, where)
+    for message in (*prompt, *answer):  # reading other parts, such as videos, would open files
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else "text"
+            if kind not in ("text", *PICTURES):
+                raise DataError(f"{where}: found a part of type {shown(kind)}; {INLINE}")
     row = read_conversation(
         [*prompt, *answer], where, first_learned=len(prompt), column="prompt+completion"
     )
     if any(picture.kind != "bytes" for picture in images_of(row.messages)):
         raise DataError(f"{where}: found a picture that is not in the request; {INLINE}")
     return row
-
-
-def _require_inline(message: Any, where: str) -> None:
-    """Refuse parts for which reading would open a file: videos."""
-    content = message.get("content") if isinstance(message, dict) else None
-    for part in content if isinstance(content, list) else ():
-        kind = part.get("type") if isinstance(part, dict) else "text"
-        if kind not in ("text", *PICTURES):
-            raise DataError(f"{where}: found a part of type {shown(kind)}; {INLINE}")
 
 
 def _read_key(config: ServeReward) -> bytes | None:

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.config import Decision, describe, to_dict, written
+from taut.config import describe, to_dict, written
 from taut.data.batching import StepPlan, lay_out, step_plan
 from taut.data.dataset import Dataset
 from taut.data.json_io import shown
@@ -36,12 +36,12 @@ from taut.io.terminal import Terminal
 from taut.methods.inputs import Inputs
 from taut.methods.method import RunConfig
 from taut.models.self_test import one_sample_reasons
-from taut.plan import skeleton
+from taut.plan.tracing import skeleton
 from taut.run.inputs import load_inputs
 from taut.run.setup import build_budget, build_policy, choose
 from taut.train import distributed
 from taut.train.distributed import Ranks
-from taut.types import Media, Sample
+from taut.types import Sample
 
 NUM_SAMPLES = 3
 NUM_STEPS = 5
@@ -76,8 +76,15 @@ def _print(run: RunConfig, inputs: Inputs, ranks: Ranks, console: Console) -> No
     method, num_steps, _ = run.plan(inputs.train)
 
     _section(console, "configuration", *_configuration(run))
-    _section(console, "decisions", _decisions(decisions))
-    _section(console, "data", _data(inputs))
+    reasons_given = _grid(3)
+    for name, value, reason in decisions:
+        reasons_given.add_row(Text(name, "bold"), Text(value), Text(reason, "dim"))
+    _section(console, "decisions", reasons_given)
+    reports = _grid(2)
+    for split, data in (("train", inputs.train), ("eval", inputs.eval)):
+        for number, line in enumerate(_report(data) if data is not None else ()):
+            reports.add_row(Text("" if number else split, "bold"), line)
+    _section(console, "data", reports)
     rollouts = run.describe_rollouts(num_steps)
     if rollouts is not None and isinstance(inputs.train, PromptSet):
         _section(console, "plan", Text(rollouts))
@@ -89,14 +96,34 @@ def _print(run: RunConfig, inputs: Inputs, ranks: Ranks, console: Console) -> No
         plans.append(step_plan(step, trees, lay_out(trees, budget, policy)))
     _section(console, "plan", *_plan(plans, num_steps, ranks.size, policy))
     marks = marks_for(console)
-    _section(console, "samples", _legend(marks))
+    legend = Text.assemble(
+        (f"{marks.left}a target, to be learned{marks.right}", "green"),
+        "   ",
+        ("context", "dim"),
+        "   ",
+        ("<special>", "cyan"),
+        "   ",
+        (f"{marks.end} ends a turn: what the model stops with", "bold green"),
+    )
+    _section(console, "samples", legend)
     ends = frozenset(inputs.stops.ids)
-    is_read = run.has_scalar_head
     for sample in inputs.train[:NUM_SAMPLES]:
-        view = view_of(_read(sample) if is_read else sample, inputs.tokenizer, ends, marks)
-        title = _title_of_read(sample) if is_read else _title(sample, ends)
+        shown_sample = _read(sample) if run.has_scalar_head else sample
+        if run.has_scalar_head:
+            where = (
+                "the last" if sample.read_at_R is None else f"{shown_sample.num_targets} of them"
+            )
+            about = f"no targets; the head is read at {where}, in brackets"
+        else:
+            num_ends = sum(int(token) in ends for token in sample.ids_T[sample.target_at_N])
+            taught = (
+                f"{num_ends} of them an end of turn" if num_ends else "NO end of turn among them"
+            )
+            about = f"{counted(sample.num_targets, 'targets')}, {taught}"
+        values = "".join(f", {name} {value:g}" for name, value in sample.values.items())
+        title = f"{sample.id}: {counted(sample.num_tokens, 'tokens')}, {about}{values}"
         console.print(Text(f"\n  {title}", "bold"))
-        console.print(_indented(view))
+        console.print(_indented(view_of(shown_sample, inputs.tokenizer, ends, marks)))
 
 
 def _prompts(data: PromptSet, tokenizer: PreTrainedTokenizerBase) -> Iterator[Text]:
@@ -137,18 +164,8 @@ def _configuration(run: RunConfig) -> Iterator[Table]:
     for table, pairs in defaults.items():
         rest.add_row(Text(table, "dim"), Text("  ".join(pairs), "dim"))
     yield given
-    rest.title, rest.title_justify, rest.title_style = "\ndefaults in force", "left", "dim italic"
+    rest.title, rest.title_justify, rest.title_style = "\ndefault values", "left", "dim italic"
     yield rest
-
-
-def _decisions(decisions: Sequence[Decision]) -> Table:
-    """The automatic decisions with their reasons."""
-    table = _grid(3)
-    for decision in decisions:
-        table.add_row(
-            Text(decision.name, "bold"), Text(decision.value), Text(decision.reason, "dim")
-        )
-    return table
 
 
 def _flat(tree: dict[str, Any], keys: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -158,15 +175,6 @@ def _flat(tree: dict[str, Any], keys: set[str], prefix: str = "") -> Iterator[tu
             yield key, value
         else:
             yield from _flat(value, keys, f"{key}.")
-
-
-def _data(inputs: Inputs) -> Table:
-    table = _grid(2)
-    for split, data in (("train", inputs.train), ("eval", inputs.eval)):
-        if data is not None:
-            for number, line in enumerate(_report(data)):
-                table.add_row(Text("" if number else split, "bold"), line)
-    return table
 
 
 def _report(data: Dataset) -> Iterator[Text]:
@@ -242,41 +250,6 @@ def marks_for(console: Console) -> Marks:
     return Marks("[[", "]]", "(END)", "\n")
 
 
-def _legend(marks: Marks) -> Text:
-    return Text.assemble(
-        (f"{marks.left}a target, to be learned{marks.right}", "green"),
-        "   ",
-        ("context", "dim"),
-        "   ",
-        ("<special>", "cyan"),
-        "   ",
-        (f"{marks.end} ends a turn: what the model stops with", "bold green"),
-    )
-
-
-def _title(sample: Sample, ends: frozenset[int]) -> str:
-    num_ends = sum(int(token) in ends for token in sample.ids_T[sample.target_at_N])
-    taught = f"{num_ends} of them an end of turn" if num_ends else "NO end of turn among them"
-    return (
-        f"{sample.id}: {counted(sample.num_tokens, 'tokens')}, {counted(sample.num_targets, 'targets')}, {taught}"
-        f"{_values_text(sample)}"
-    )
-
-
-def _title_of_read(sample: Sample) -> str:
-    reads = _read(sample).num_targets
-    where = "the last" if sample.read_at_R is None else f"{reads} of them"
-    return (
-        f"{sample.id}: {counted(sample.num_tokens, 'tokens')}, no targets; the head is read at {where}, in brackets"
-        f"{_values_text(sample)}"
-    )
-
-
-def _values_text(sample: Sample) -> str:
-    """The sample's values from the data."""
-    return "".join(f", {name} {value:g}" for name, value in sample.values.items())
-
-
 def _read(sample: Sample) -> Sample:
     """The sample with the tokens at which a scalar head is read as its targets."""
     last = np.array([sample.num_tokens - 1])
@@ -329,7 +302,9 @@ def view_of(
             view.append(marks.left if segment.is_target else marks.right, "green")
             was_target = segment.is_target
         if segment.picture >= 0:
-            view.append(_picture_name(sample.media[segment.picture], len(places)), segment.style)
+            name = Path(sample.media[segment.picture].picture.source).name
+            name = name[:12] if len(name) == 64 else name  # no file: it is stored under its SHA-256
+            view.append(f"[{name}: {counted(len(places), 'tokens')}]", segment.style)
             continue
         text = _shortened(_decoded(ids, places[0], places[-1] + 1, tokenizer), segment.is_target)
         view.append(text.replace("\n", marks.newline), segment.style)
@@ -339,13 +314,6 @@ def view_of(
         view.append(marks.right, "green")
     view.rstrip()
     return view
-
-
-def _picture_name(medium: Media, num_tokens: int) -> str:
-    """The picture's file name; a picture without a file is stored under its SHA-256."""
-    name = Path(medium.picture.source).name
-    name = name[:12] if len(name) == 64 else name
-    return f"[{name}: {counted(num_tokens, 'tokens')}]"
 
 
 def _decoded(ids: list[int], start: int, stop: int, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -1,6 +1,6 @@
-"""``taut teach MODEL data.train=FILE out=FILE``: a teacher's top log-probs of a data set, for ``taut distill``.
+"""``taut teach MODEL data.train=FILE out=FILE``: a teacher's top logprobs of a data set, for ``taut distill``.
 
-For every target the most likely tokens and their log-probs, as JSON lines (data/top_logprobs.py): a teacher that does
+For every target the most likely tokens and their logprobs, as JSON lines (data/top_logprobs.py): a teacher that does
 not fit into memory next to its student runs once, and one that runs one sample at a time can teach too.
 
 The samples are those of the later training run: rendered by the student's tokenizer and template, with the same
@@ -19,7 +19,7 @@ import torch
 from pydantic import Field
 from rich.progress import track
 
-from taut.commands.reading import write_errors
+from taut.commands.reading import print_decisions, write_errors
 from taut.config import ComputeDtype, Decision, configclass, user_path
 from taut.data.dataset import DataConfig, Dataset, load_dataset
 from taut.data.packing import ALONE, PackPolicy, pack
@@ -46,7 +46,7 @@ from taut.vision.image_store import require_same_processor
 
 @configclass
 class Teach:
-    """A teacher's top log-probs of a data set."""
+    """A teacher's top logprobs of a data set."""
 
     model: str
     """Directory (or hub name) of the teacher."""
@@ -84,13 +84,12 @@ def run(config: Teach) -> int:
     """Teach and print a summary."""
     taught = teach(config)
     console = Terminal(soft_wrap=True)
-    for name, value, reason in taught.decisions:
-        console.print(f"{name}: {value} ({reason})", markup=False)
-    console.print(
+    print_decisions(console, taught.decisions)
+    line = (
         f"written {taught.out}: the {config.top} likeliest tokens at {counted(taught.num_targets, 'targets')} of "
-        f"{counted(taught.num_samples, 'samples')}; they have {taught.mass:.2%} of the teacher's probability",
-        markup=False,
+        f"{counted(taught.num_samples, 'samples')}; they have {taught.mass:.2%} of the teacher's probability"
     )
+    console.lines([line])
     return 0
 
 
@@ -178,7 +177,7 @@ def _load(config: Teach, data: Dataset, device: torch.device) -> _Loaded:
 def _top_logprobs(
     config: Teach, teacher: _Loaded, data: Dataset, num_ids: int
 ) -> Iterator[tuple[Sample, Top]]:
-    """Every sample with the teacher's top log-probs, in the order of the data."""
+    """Every sample with the teacher's top logprobs, in the order of the data."""
     policy = ALONE if teacher.is_alone else PackPolicy()
     groups = list(_groups(data, 1 if teacher.is_alone else config.tokens_per_microbatch))
     console = Terminal(stderr=True)

@@ -1,10 +1,10 @@
-"""``train`` trains a run of any method, ``show`` prints one. The command line calls nothing else.
+"""``train``: the one function behind every training command and ``taut.NAME``.
 
-    look at out -> inputs -> models -> trainer -> checks -> claim out -> train -> evaluate -> save
+    what is in out -> inputs -> models -> trainer -> checks -> claim out -> train -> evaluate -> save
 
-Nothing is written before all that could be refused has been, so that a mistake found before training leaves nothing
-behind. The file reads in three parts: what a run begins with, a run from its claim of ``out`` to its last event, and
-the two functions.
+Nothing is written to ``out`` before everything that can be refused has been checked. A resumed run starts from its
+newest checkpoint, verified; a finished run is left as it is. A run that ends early leaves a checkpoint of its last
+whole step where it can.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from datetime import date
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import pydantic
 from pydantic import Field
@@ -51,7 +51,7 @@ from taut.evals.stopping import StopCheck, Stops, prepare, unasked
 from taut.io import temporary
 from taut.methods.inputs import Inputs, Plan, engine_of
 from taut.methods.method import RunConfig
-from taut.rewards.in_process import require_judgeable
+from taut.rewards.registry import require_judgeable
 from taut.run.fingerprint import TOLERANCE, identity_of, moved_servers, require_same
 from taut.run.inputs import load_inputs
 from taut.run.reference_cache import keep_reference
@@ -80,6 +80,87 @@ from taut.train.signals import Interrupt, Interrupts
 from taut.train.trainer import Trainer, go_on_from, run_steps, use_budget
 
 
+@dataclass(frozen=True)
+class Result:
+    """The result of a run."""
+
+    out: Path
+    model: Path
+    """The trained model, in Hugging Face format; with save.merged=false the adapter."""
+    steps: int
+    loss: float
+    """Training loss of the last step."""
+    metrics: Mapping[str, float]
+    """All measurements at the end: loss, stopped, and the rewards of eval.answers."""
+    stops: Stops | None
+    """Whether the model ends its answers; None where this was not measured."""
+    divergence: str | None = None
+    """A sign of divergence that was reported and still held after the last step."""
+    notice: str | None = None
+    """A message for the user: that the run was finished already."""
+
+    @property
+    def eval_loss(self) -> float | None:
+        """Held-out loss at the end, where data.eval was given."""
+        return self.metrics.get("loss")
+
+    @property
+    def warning(self) -> str | None:
+        """A message about a result that may not be usable."""
+        warnings = []
+        if self.divergence is not None:
+            warnings.append(f"training may have diverged: {self.divergence}")
+        if self.stops is not None and not self.stops.is_enough:
+            warnings.append(f"{self.model} may not stop: {self.stops}")
+        return "; ".join(warnings) or None
+
+
+def train(run: RunConfig) -> Result:
+    """Train a model by the method of the run (taut/methods).
+
+    Raises TautError (found, expected, what to do) before anything is written; CheckFailed where a check or a monitor
+    stops the run; Interrupted where a signal does, with the training state saved. With ``resume`` the run starts from
+    its newest checkpoint; a finished run is left as it is.
+    """
+    if run.out is None:
+        raise ConfigError("out is not set; expected a directory; set out=DIR")
+    require_known(run.checks.skip)
+    temporary.clear()
+    out = user_path(run.out, "out")
+    with Interrupts.watching() as interrupts, ExitStack() as preparation:
+        preparation.enter_context(interrupts.before_training())
+        ranks = distributed.start(run.device)
+        require_usable(out, resume=run.resume, overwrite=run.overwrite, inputs=run.input_files())
+        with Lock(out) as lock:
+            if ranks.is_writer and (out / MARK).is_file():
+                lock.take()
+            before = read_resolved(out) if run.resume and (out / MARK).is_file() else None
+            day = None if before is None else before.get("day")
+            inputs = load_inputs(run, ranks, None if day is None else date.fromisoformat(day))
+            start = look(run, out, before, inputs, ranks)
+            if start.finished is None:
+                log = RunLog()
+                built = build(run, inputs, start.plan, ranks, log.emit, interrupts)
+                with closing(built.trainer.source) as source:
+                    built.opened.extend(source.open())
+                    evaluations, stop_check = _evaluations(built, out), _stop_check(built)
+                    examination = before_training(built)
+                    keep_reference(built)
+                    preparation.close()  # from here on a signal saves the state
+                    result = execute(built, start, lock, log, examination, evaluations, stop_check)
+            else:
+                end, model = start.finished, out / run.save.result
+                notice = (
+                    f"{out} is finished: {end['step']} steps, the result is in {model}; nothing was changed; "
+                    "raise steps or epochs to train on"
+                )
+                result = Result(
+                    out, model, end["step"], end["loss"], end["metrics"], None, notice=notice
+                )
+        distributed.stop(ranks)
+    return result
+
+
 class Finish(TypedDict):
     """The event with which a run finishes, as far as it is read back."""
 
@@ -91,46 +172,41 @@ class Finish(TypedDict):
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: at step 1, at a checkpoint, or at an end that was reached already. A finished run is known by
-    its last event, so that a damaged checkpoint is no obstacle where none is needed.
+    """Where a run begins: at step 1, at a checkpoint, or at its end. A finished run is recognised by its last event, so
+    a damaged checkpoint does not matter where none is needed.
     """
 
     plan: Plan
     identity: Mapping[str, Any]
     saved: Saved | None = None
-    """The checkpoint to go on from; None: step 1."""
+    """The checkpoint to resume from; None: step 1."""
     rounding: list[str] = field(default_factory=list)
-    """What is not as it was, so that numbers are equal to rounding only."""
+    """Differences that make numbers equal up to rounding only."""
     schedule: list[str] = field(default_factory=list)
-    """What gives the steps to come another learning rate than they had."""
+    """Differences that change the learning rate of the coming steps."""
     moved: list[str] = field(default_factory=list)
-    """Servers of rewards that are asked at another address than before."""
+    """Reward servers whose address has changed."""
     damaged: list[str] = field(default_factory=list)
-    """Newer checkpoints that cannot be used."""
+    """Newer checkpoints that are damaged."""
     finished: Finish | None = None
-    """The last event, where the run is finished and nothing is left to do."""
+    """The last event of a run that is finished."""
     num_steps_before: int | None = None
-    """As the run was last begun or gone on with."""
+    """Number of steps when the run was last started or resumed."""
 
     @property
     def from_step(self) -> int:
         return 0 if self.saved is None else self.saved.step
 
 
-def first_day(run: RunConfig, out: Path) -> date | None:
-    """The day on which the run that is gone on with began; None where none is."""
-    if not run.resume or not (out / MARK).is_file():
-        return None
-    day = read_resolved(out).get("day")
-    return None if day is None else date.fromisoformat(day)
-
-
-def look(run: RunConfig, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
-    """What there is to go on from. Raises TautError where it does not fit; writes nothing."""
+def look(
+    run: RunConfig, out: Path, before: Mapping[str, Any] | None, inputs: Inputs, ranks: Ranks
+) -> Start:
+    """Where ``run`` begins. Raises TautError where it does not fit the run in ``out``; writes nothing. ``before``: that
+    run's resolved.json; None: there is none to resume.
+    """
     mine = identity_of(run, inputs, ranks)
-    if not run.resume or not (out / MARK).is_file():
+    if before is None:
         return Start(run.plan(inputs.train), mine)
-    before = read_resolved(out)
     end = _finish(out, run.save.result)
     if end is not None:
         plan = _plan(run, inputs, Cursor(*end["cursor"]), out)
@@ -143,7 +219,7 @@ def look(run: RunConfig, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
             if changed:
                 raise ConfigError(
                     f"resume=true: {out} is finished after step {end['step']}, so that {'; '.join(changed)} would "
-                    "change nothing; expected more steps or epochs beside it; raise them, or begin a new run from "
+                    "change nothing; expected more steps or epochs too; raise them, or begin a new run from "
                     f"{out / run.save.result}"
                 )
             return Start(plan, mine, finished=end)
@@ -178,7 +254,7 @@ def look(run: RunConfig, out: Path, inputs: Inputs, ranks: Ranks) -> Start:
 
 
 def _finish(out: Path, result: str) -> Finish | None:
-    """The event with which the run finished, where nothing has happened since and its ``result`` is there."""
+    """The event with which the run finished, if it is the last one and ``result`` exists."""
     path = out / EVENTS
     last = next(newest_first(path), None) if path.is_file() and (out / result).is_dir() else None
     if last is None or last["kind"] != "end" or last.get("outcome") != "finished":
@@ -193,7 +269,7 @@ def _finish(out: Path, result: str) -> Finish | None:
 
 
 def _plan(run: RunConfig, inputs: Inputs, cursor: Cursor, where: Path) -> Plan:
-    """The steps of a run that has come so far; refused where that is beyond its end."""
+    """The steps of a run that has reached ``cursor``, which must not be beyond its end."""
     plan = run.plan(inputs.train, cursor)
     step = cursor.step
     if step > plan.num_steps or plan.source.cursor(step).samples < cursor.samples:
@@ -204,22 +280,47 @@ def _plan(run: RunConfig, inputs: Inputs, cursor: Cursor, where: Path) -> Plan:
     return plan
 
 
-# --------------------------------------------------------------------------------------------------
-# A run from its claim of ``out`` to its last event: begun or resumed, interrupted or finished.
-#
-# A resumed run takes the newest checkpoint, verified; a finished one is left as it is. What stops a run half-way leaves
-# a checkpoint of its last whole step where it can.
+def _stop_check(built: Built) -> StopCheck:
+    """The test, before the model is saved, of whether the model ends its answers."""
+    run, inputs = built.run, built.inputs
+    data = inputs.train if inputs.eval is None else inputs.eval
+    if run.has_scalar_head:
+        return unasked(run.stop_check, built.trainer, run.seed, "a reward model writes nothing")
+    questions = run.questions(data)
+    engine = engine_of(inputs, built.models, built.trainer.ranks)
+    check = prepare(run.stop_check, questions, inputs.stops.ids, engine, built.trainer, run.seed)
+    return replace(check, is_taught=run.teaches_ends, remedy=run.ends_remedy)
 
 
-class Ended(NamedTuple):
-    """What came of a run."""
-
-    steps: int
-    loss: float
-    metrics: Mapping[str, float]
-    stops: Stops | None
-    divergence: str | None
-    """What was reported as divergence and still held after the last step."""
+def _evaluations(built: Built, out: Path) -> Evaluations:
+    """The measurements during training. Raises TautError for those that would fail later."""
+    run, inputs, trainer = built.run, built.inputs, built.trainer
+    measures = []
+    if inputs.eval is not None and not run.generates:
+        measures.append(held_out(run.rows_of(inputs.eval), run.eval.every, trainer))
+    if run.has_scalar_head and run.eval.answers.rewards:
+        raise ConfigError(
+            "eval.answers.rewards is set and a reward model writes no answers; expected none; take the key out"
+        )
+    answers, make_engine = run.held_out_answers, engine_of(inputs, built.models, trainer.ranks)
+    require_judgeable(answers.rewards, trainer.ranks.size)
+    renderer, kind = inputs.renderer, run.row_kind
+    answering = build_answering(answers, run.data, renderer, make_engine, trainer, kind)
+    if answering is not None:
+        measures.append(answering.as_evaluation())
+        built.opened.extend(d for d in answering.decisions if d not in built.decisions)
+    if run.eval.best is None:
+        if run.checkpoint.keep_best:
+            raise ConfigError(
+                "checkpoint.keep_best=true and eval.best is not set; expected the metric that says which is the best; "
+                "set eval.best"
+            )
+        return Evaluations(measures, trainer.num_steps, None)
+    measured = require_best(run.eval.best, measures).measured
+    if run.resume:
+        require_same_measure(out / BEST, run.eval.best, measured)
+    best = Best(run.eval.best, measured, out / BEST, partial(save_best, built), trainer)
+    return Evaluations(measures, trainer.num_steps, best)
 
 
 def execute(
@@ -230,9 +331,9 @@ def execute(
     examination: Examination | None,
     evaluations: Evaluations,
     stop_check: StopCheck,
-) -> Ended:
-    """Claim the directory of ``lock``, train, evaluate and save. ``examination``: what the checks found; None: they
-    were turned off.
+) -> Result:
+    """Claim the directory of ``lock``, train, evaluate and save. ``examination``: the checks' findings; None: they are
+    turned off.
     """
     run, trainer, out = built.run, built.trainer, lock.out
     if trainer.ranks.is_writer:
@@ -245,21 +346,18 @@ def execute(
             _begin(built, start, lock, checkpoints)
             return _run(built, out, checkpoints, evaluations, stop_check)
         except Interrupt as interrupt:
-            raise _saved(built, str(interrupt), checkpoints) from None
-        except OutOfMemory as error:
-            raise _kept(built, error, checkpoints) from error
+            raise _interrupted(trainer, str(interrupt), checkpoints) from None
         except TautError as error:
-            told = _rescued(built, error, checkpoints)
-            trainer.emit("end", outcome="stopped", step=trainer.done, reason=str(told))
-            if told is error:
+            final = _stopped(built, error, checkpoints)
+            if final is error:
                 raise
-            raise told from error
+            raise final from error
         finally:
             checkpoints.close()
 
 
 def _claim(built: Built, start: Start, lock: Lock) -> None:
-    """Take the directory, if it is as it was looked at; what the run will not come to again goes."""
+    """Take the directory, unless another run has since begun there, and write resolved.json."""
     run, out = built.run, lock.out
     if not lock.is_taken:  # it was no run
         lock.take()
@@ -270,7 +368,18 @@ def _claim(built: Built, start: Start, lock: Lock) -> None:
             )
     if run.resume and start.num_steps_before != built.trainer.num_steps:
         drop_after(out / BEST, start.from_step)  # before the new number stands in resolved.json
-    claim(out, _resolved(built, start), overwrite=run.overwrite)
+    resolved = {
+        "taut": version("taut"),
+        "method": run.method,
+        "directory": str(Path.cwd()),
+        "config": to_dict(run),
+        "decisions": [decision._asdict() for decision in built.decisions],
+        "num_steps": built.trainer.num_steps,
+        "day": str(built.inputs.renderer.template.day),
+        "data": built.inputs.train.fingerprint,
+        "identity": start.identity,
+    }
+    claim(out, resolved, overwrite=run.overwrite)
 
 
 def _checkpoints(built: Built, out: Path, start: Start, evaluations: Evaluations) -> Checkpoints:
@@ -301,8 +410,45 @@ def _checkpoints(built: Built, out: Path, start: Start, evaluations: Evaluations
     )
 
 
+def _emit_start(built: Built, examination: Examination | None) -> None:
+    data, trainer = built.inputs.train.report, built.trainer
+    trainer.emit(
+        "start",
+        version=version("taut"),
+        model=built.run.model,
+        num_steps=trainer.num_steps,
+        num_ranks=trainer.ranks.size,
+        num_samples=data.num_samples,
+        data=str(data),
+        dropped=[f"{incident.place}: {incident.reason}" for incident in data.dropped],
+        cut=[f"{incident.place}: {incident.reason}" for incident in data.cut],
+        decisions=built.decisions,
+        num_parameters=sum(p.numel() for p in built.scorer.parameters()),
+        num_trained=sum(parameter.numel() for parameter in trainer.trained),
+    )
+    if examination is None:
+        trainer.emit("check", name="all", outcome="skipped", value=None, detail="check=off")
+        return
+    for answered in examination.answered:
+        finding = answered.finding
+        trainer.emit(
+            "check",
+            name=answered.name,
+            part=examination.part,
+            outcome=finding.outcome,
+            value=finding.number,
+            unit=finding.unit,
+            detail=finding.says,
+            evidence=finding.evidence,
+            remedy=finding.remedy,
+            notes=finding.notes,
+            left_out=answered.is_left_out,
+            seconds=answered.seconds,
+        )
+
+
 def _begin(built: Built, start: Start, lock: Lock, checkpoints: Checkpoints) -> None:
-    """Say what is in force, and put back what the checkpoint holds."""
+    """Restore the checkpoint, and log how the run differs from the one that wrote it."""
     trainer, saved, out = built.trainer, start.saved, lock.out
     if lock.trouble:
         trainer.emit("warning", name="lock", detail=lock.trouble)
@@ -331,7 +477,7 @@ def _begin(built: Built, start: Start, lock: Lock, checkpoints: Checkpoints) -> 
             detail=f"{text}; going on from an earlier one, this one is kept as damaged-step-*",
         )
     if start.schedule:
-        detail = f"{'; '.join(start.schedule)}: in force from step {from_step + 1} on"
+        detail = f"{'; '.join(start.schedule)}: active from step {from_step + 1} on"
         trainer.emit("warning", name="schedule", detail=detail)
     if start.moved:
         detail = f"{'; '.join(start.moved)}: asked there from step {from_step + 1} on"
@@ -351,7 +497,7 @@ def _run(
     checkpoints: Checkpoints,
     evaluations: Evaluations,
     stop_check: StopCheck,
-) -> Ended:
+) -> Result:
     trainer, run = built.trainer, built.run
     questions = choose_goldens(built)
     began = time.perf_counter()
@@ -364,7 +510,15 @@ def _run(
     watch = ChangedSources(data, trainer)
     run_steps(trainer, after_step=[measure, watch, checkpoints])
     with trainer.interrupts.at_once(trainer.ranks):
-        metrics, stops = _asked_at_end(trainer, checkpoints, evaluations, stop_check)
+        try:
+            metrics, stops = evaluations.at_end(), stop_check()
+        except OutOfMemory:
+            raise
+        except TautError as error:
+            if trainer.ranks.size > 1:  # the others may not have failed, and would not save
+                raise
+            state = checkpoints.rescue(trainer.done, trainer.random)
+            raise type(error)(f"{error}; {state}") from error
         trainer.interrupts.agree(trainer.ranks)
         if run.stop_check.required and stops is not None and not stops.is_enough:
             state = checkpoints.rescue(trainer.done, trainer.random)
@@ -388,57 +542,59 @@ def _run(
         stop=stops.as_fields() if stops is not None else None,
         divergence=divergence,
     )
-    return Ended(trainer.done, trainer.loss, metrics, stops, divergence)
+    return Result(out, model, trainer.done, trainer.loss, metrics, stops, divergence)
 
 
-def _divergence(trainer: Trainer) -> Divergence:
-    return next(monitor for monitor in trainer.monitors if isinstance(monitor, Divergence))
-
-
-def _asked_at_end(
-    trainer: Trainer, checkpoints: Checkpoints, evaluations: Evaluations, stop_check: StopCheck
-) -> tuple[dict[str, float], Stops | None]:
-    """The last measurements. Where they fail, the training state is kept."""
-    try:
-        return evaluations.at_end(), stop_check()
-    except OutOfMemory:
-        raise
-    except TautError as error:
-        if trainer.ranks.size > 1:  # the others may not have failed, and would not save
-            raise
-        raise type(error)(f"{error}; {checkpoints.rescue(trainer.done, trainer.random)}") from error
-
-
-def _saved(built: Built, name: str, checkpoints: Checkpoints) -> Interrupted:
-    """The error that ends an interrupted run, its last whole step saved."""
-    trainer = built.trainer
+def _interrupted(trainer: Trainer, signal: str, checkpoints: Checkpoints) -> Interrupted:
+    """Save the last whole step of an interrupted run; returns the error that ends the run."""
     if trainer.done == 0:
-        reason = f"{name} before the first step was over; nothing was to be saved"
+        reason = f"{signal} before the first step was over; nothing was to be saved"
     else:
+        reason = f"{signal}: the state after step {trainer.done}"
         try:
-            reason = (
-                f"{name}: the state after step {trainer.done} is in {_save(trainer, checkpoints)}"
-            )
+            reason += f" is in {_save(trainer, checkpoints)}"
         except OutputError as error:
-            reason = f"{name}: the state after step {trainer.done} could not be saved: {error}"
+            reason += f" could not be saved: {error}"
             trainer.emit("end", outcome="stopped", step=trainer.done, reason=reason)
             raise OutputError(f"interrupted by {reason}") from error
     trainer.emit("end", outcome="interrupted", step=trainer.done, reason=reason)
     return Interrupted(f"interrupted by {reason}; the same command with resume=true goes on")
 
 
-def _kept(built: Built, error: OutOfMemory, checkpoints: Checkpoints) -> OutOfMemory:
-    """The error that ends a run for want of memory, its last whole step saved."""
-    trainer, kept = built.trainer, "nothing was to be saved: the first step was not over"
-    if trainer.ranks.size > 1:  # the others are in the middle of the step, and would not save
+def _stopped(built: Built, error: TautError, checkpoints: Checkpoints) -> TautError:
+    """Save the last whole step of a failed run where its state is sound; returns the error that ends the run.
+
+    It is sound where memory, the engine or the rewards are at fault. Where training has diverged, checkpoints of
+    diverged weights lose their names.
+    """
+    trainer, ranks, kept = built.trainer, built.trainer.ranks, ""
+    is_outside = isinstance(
+        error, EngineError | CheckFailed | ConfigError | DataError | UserCodeError
+    )
+    if isinstance(error, DivergenceError):
+        checkpoints.settle_or_warn()
+        if ranks.is_writer:
+            checkpoint.set_aside(checkpoints.folder, _divergence(trainer).sound_step)
+        ranks.barrier()
         kept = _newest(checkpoints)
-    elif trainer.done:
-        try:
-            kept = f"the state after step {trainer.done} is in {_save(trainer, checkpoints)}"
-        except OutputError as trouble:
-            kept = f"the state after step {trainer.done} could not be saved: {trouble}"
-    trainer.emit("end", outcome="stopped", step=trainer.done, reason=f"{error}; {kept}")
-    return OutOfMemory(f"{error}; {kept}; resume=true goes on from there")
+    elif isinstance(error, OutOfMemory):
+        if ranks.size > 1:  # the others are in the middle of the step, and would not save
+            kept = f"{_newest(checkpoints)}; resume=true goes on from there"
+        elif trainer.done:
+            kept = _try_to_save(trainer, checkpoints)
+        else:
+            kept = "nothing was to be saved: the first step was not over"
+    elif (
+        built.run.generates
+        and is_outside
+        and ranks.size == 1
+        and 0 < trainer.done < trainer.num_steps
+    ):
+        trainer.source.reject()
+        kept = _try_to_save(trainer, checkpoints)
+    final = type(error)(f"{error}; {kept}") if kept else error
+    trainer.emit("end", outcome="stopped", step=trainer.done, reason=str(final))
+    return final
 
 
 def _newest(checkpoints: Checkpoints) -> str:
@@ -446,30 +602,12 @@ def _newest(checkpoints: Checkpoints) -> str:
     return f"the newest checkpoint is {paths[-1]}" if paths else "there is no checkpoint yet"
 
 
-def _rescued(built: Built, error: TautError, checkpoints: Checkpoints) -> TautError:
-    """The error that ends a run. Where engine or rewards may be at fault, its last whole step is saved; where training
-    has diverged it is not, and checkpoints of diverged weights lose their names.
-    """
-    trainer = built.trainer
-    if isinstance(error, DivergenceError):
-        checkpoints.settle_or_warn()
-        if trainer.ranks.is_writer:
-            checkpoint.set_aside(checkpoints.folder, _divergence(trainer).sound_step)
-        trainer.ranks.barrier()
-        return DivergenceError(f"{error}; {_newest(checkpoints)}")
-    is_sound = isinstance(
-        error, EngineError | CheckFailed | ConfigError | DataError | UserCodeError
-    )
-    if not built.run.generates or not is_sound:
-        return error
-    if trainer.ranks.size > 1 or not 0 < trainer.done < trainer.num_steps:
-        return error
-    trainer.source.reject()
+def _try_to_save(trainer: Trainer, checkpoints: Checkpoints) -> str:
+    state = f"the state after step {trainer.done}"
     try:
-        kept = f"the state after step {trainer.done} is in {_save(trainer, checkpoints)}"
-    except OutputError as trouble:
-        return type(error)(f"{error}; the state after step {trainer.done} is not saved: {trouble}")
-    return type(error)(f"{error}; {kept}; resume=true goes on from there")
+        return f"{state} is in {_save(trainer, checkpoints)}; resume=true goes on from there"
+    except OutputError as error:
+        return f"{state} could not be saved: {error}; {_newest(checkpoints)}"
 
 
 def _save(trainer: Trainer, checkpoints: Checkpoints) -> Path:
@@ -479,191 +617,5 @@ def _save(trainer: Trainer, checkpoints: Checkpoints) -> Path:
     return checkpoints.save(trainer.done, wait=True, is_measured=is_measured, random=trainer.random)
 
 
-def _resolved(built: Built, start: Start) -> dict[str, Any]:
-    """The configuration in force, what was decided for the user, and what makes this run the one it is."""
-    return {
-        "taut": version("taut"),
-        "method": built.run.method,
-        "directory": str(Path.cwd()),
-        "config": to_dict(built.run),
-        "decisions": [decision._asdict() for decision in built.decisions],
-        "num_steps": built.trainer.num_steps,
-        "day": str(built.inputs.renderer.template.day),
-        "data": built.inputs.train.fingerprint,
-        "identity": start.identity,
-    }
-
-
-def _emit_start(built: Built, examination: Examination | None) -> None:
-    data, trainer = built.inputs.train.report, built.trainer
-    trainer.emit(
-        "start",
-        version=version("taut"),
-        model=built.run.model,
-        num_steps=trainer.num_steps,
-        num_ranks=trainer.ranks.size,
-        num_samples=data.num_samples,
-        data=str(data),
-        dropped=[f"{incident.place}: {incident.reason}" for incident in data.dropped],
-        cut=[f"{incident.place}: {incident.reason}" for incident in data.cut],
-        decisions=built.decisions,
-        num_parameters=sum(p.numel() for p in built.scorer.parameters()),
-        num_trained=sum(parameter.numel() for parameter in trainer.trained),
-    )
-    if examination is None:
-        trainer.emit("check", name="all", outcome="skipped", value=None, detail="check=off")
-        return
-    for one in examination.answered:
-        finding = one.finding
-        trainer.emit(
-            "check",
-            name=one.name,
-            part=examination.part,
-            outcome=finding.outcome,
-            value=finding.number,
-            unit=finding.unit,
-            detail=finding.says,
-            evidence=finding.evidence,
-            remedy=finding.remedy,
-            notes=finding.notes,
-            left_out=one.is_left_out,
-            seconds=one.seconds,
-        )
-
-
-# --------------------------------------------------------------------------------------------------
-# The library.
-
-
-@dataclass(frozen=True)
-class Result:
-    """What came of a run."""
-
-    out: Path
-    model: Path
-    """The trained model, in Hugging Face format; with save.merged=false the adapter."""
-    steps: int
-    loss: float
-    """Training loss of the last step."""
-    metrics: Mapping[str, float]
-    """Everything measured at the end: loss, stopped, and the rewards of eval.answers."""
-    stops: Stops | None
-    """Whether the model ends its answers; None where it could not be asked, or was not to be."""
-    divergence: str | None = None
-    """A sign of divergence that was reported and still held after the last step."""
-    notice: str | None = None
-    """What there is to know beside what the run's log says: that there was nothing to do."""
-
-    @property
-    def eval_loss(self) -> float | None:
-        """Held-out loss at the end, where data.eval was given."""
-        return self.metrics.get("loss")
-
-    @property
-    def warning(self) -> str | None:
-        """What has to be said when all is done."""
-        said = []
-        if self.divergence is not None:
-            said.append(f"training may have diverged: {self.divergence}")
-        if self.stops is not None and not self.stops.is_enough:
-            said.append(f"{self.model} may not stop: {self.stops}")
-        return "; ".join(said) or None
-
-
-def train(run: RunConfig) -> Result:
-    """Train a model by the method of the run (taut/methods).
-
-    Raises TautError (what was found, what was expected, what to do) before anything is written; CheckFailed where a
-    proof or a monitor stops the run; Interrupted where a signal does, the training state saved. With ``resume`` a run
-    goes on from its newest checkpoint; a finished one is left as it is.
-    """
-    if run.out is None:
-        raise ConfigError("out is not set; expected a directory; set out=DIR")
-    require_known(run.checks.skip)
-    temporary.clear()
-    out = user_path(run.out, "out")
-    with Interrupts.watching() as interrupts, ExitStack() as preparation:
-        preparation.enter_context(interrupts.before_training())
-        ranks = distributed.start(run.device)
-        require_usable(out, resume=run.resume, overwrite=run.overwrite, inputs=run.input_files())
-        with Lock(out) as lock:
-            if ranks.is_writer and (out / MARK).is_file():
-                lock.take()
-            inputs = load_inputs(run, ranks, first_day(run, out))
-            start = look(run, out, inputs, ranks)
-            model = out / run.save.result
-            if start.finished is None:
-                log = RunLog()
-                built = build(run, inputs, start.plan, ranks, log.emit, interrupts)
-                with closing(built.trainer.source) as source:
-                    built.opened.extend(source.open())
-                    evaluations, stop_check = _evaluations(built, out), _stop_check(built)
-                    examination = before_training(built)
-                    keep_reference(built)
-                    preparation.close()  # from here on a signal saves the state
-                    ended = execute(built, start, lock, log, examination, evaluations, stop_check)
-                result = Result(out, model, *ended)
-            else:
-                result = _as_finished(out, model, start.finished)
-        distributed.stop(ranks)
-    return result
-
-
-def _as_finished(out: Path, model: Path, end: Mapping[str, Any]) -> Result:
-    """A run that is over, by its last event."""
-    notice = (
-        f"{out} is finished: {end['step']} steps, the result is in {model}; nothing was changed; "
-        "raise steps or epochs to train on"
-    )
-    return Result(out, model, end["step"], end["loss"], end["metrics"], None, notice=notice)
-
-
-def show(run: RunConfig) -> None:
-    """Print the configuration in force, the data report and the first samples, targets coloured. Writes nothing."""
-    from taut.commands.show import show as print_run
-
-    print_run(run)
-
-
-def _stop_check(built: Built) -> StopCheck:
-    """Whether the model ends its answers; asked before it is saved."""
-    run, inputs = built.run, built.inputs
-    data = inputs.train if inputs.eval is None else inputs.eval
-    if run.has_scalar_head:
-        return unasked(run.stop_check, built.trainer, run.seed, "a reward model writes nothing")
-    questions = run.questions(data)
-    engine = engine_of(inputs, built.models, built.trainer.ranks)
-    check = prepare(run.stop_check, questions, inputs.stops.ids, engine, built.trainer, run.seed)
-    return replace(check, is_taught=run.teaches_ends, remedy=run.ends_remedy)
-
-
-def _evaluations(built: Built, out: Path) -> Evaluations:
-    """What is measured while the model trains; nothing that would fail later passes here."""
-    run, inputs, trainer = built.run, built.inputs, built.trainer
-    found = []
-    if inputs.eval is not None and not run.generates:
-        found.append(held_out(run.rows_of(inputs.eval), run.eval.every, trainer))
-    if run.has_scalar_head and run.eval.answers.rewards:
-        raise ConfigError(
-            "eval.answers.rewards is set and a reward model writes no answers; expected none; take the key out"
-        )
-    answers, make_engine = run.held_out_answers, engine_of(inputs, built.models, trainer.ranks)
-    require_judgeable(answers.rewards, trainer.ranks.size)
-    renderer, kind = inputs.renderer, run.row_kind
-    answering = build_answering(answers, run.data, renderer, make_engine, trainer, kind)
-    if answering is not None:
-        found.append(answering.as_evaluation())
-        settled = answering.decisions
-        built.opened.extend(it for it in settled if it not in built.decisions)
-    if run.eval.best is None:
-        if run.checkpoint.keep_best:
-            raise ConfigError(
-                "checkpoint.keep_best=true and eval.best is not set; expected the metric that says which is the best; "
-                "set eval.best"
-            )
-        return Evaluations(found, trainer.num_steps, None)
-    measured = require_best(run.eval.best, found).measured
-    if run.resume:
-        require_same_measure(out / BEST, run.eval.best, measured)
-    best = Best(run.eval.best, measured, out / BEST, partial(save_best, built), trainer)
-    return Evaluations(found, trainer.num_steps, best)
+def _divergence(trainer: Trainer) -> Divergence:
+    return next(monitor for monitor in trainer.monitors if isinstance(monitor, Divergence))

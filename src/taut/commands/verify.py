@@ -4,7 +4,7 @@
     prompts        the golden prompts, rendered again, give the same ids
     server prompts the server renders the same messages to the same ids (engine=server)
     continuations  the greedy continuation of each golden prompt has the same ids
-    log-probs      of those ids, within a tolerance
+    logprobs       of those ids, within a tolerance
     stops          continuations that ended with a stop token end there
 
 One line per question; exit code 1 where one failed, 2 for a directory without a contract. Continuations start from the
@@ -44,7 +44,7 @@ from taut.types import Completion
 SERVER_TOLERANCE = 0.3
 """Tolerance for a server, most of which compute in bfloat16 (vLLM in bfloat16: 0.12; in float32: below 1e-3)."""
 TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.5}
-"""Largest difference of a log-prob (nats) that counts as rounding, by the local engine's dtype; goldens are float32."""
+"""Largest difference of a logprob (nats) that counts as rounding, by the local engine's dtype; goldens are float32."""
 AROUND = 4
 """Tokens shown before a difference."""
 
@@ -56,7 +56,7 @@ class Verify(ModelUse):
     """Whether a model behaves as its contract says."""
 
     tolerance: Annotated[float, Field(gt=0)] | None = None
-    """Largest difference of a log-prob, in nats, that counts as rounding; default: see docs/contract.md."""
+    """Largest difference of a logprob, in nats, that counts as rounding; default: see docs/contract.md."""
 
 
 class Finding(NamedTuple):
@@ -96,8 +96,7 @@ def run(config: Verify) -> int:
     """Print one line per question; 1 if one failed."""
     console = Terminal(soft_wrap=True)
     findings = verify(config)
-    for name, outcome, detail in findings:
-        console.print(f"{outcome:7} {name}: {detail}", markup=False)
+    console.lines(f"{outcome:7} {name}: {detail}" for name, outcome, detail in findings)
     return 1 if any(finding.outcome == "failed" for finding in findings) else 0
 
 
@@ -107,22 +106,21 @@ def verify(config: Verify) -> list[Finding]:
     if config.engine == "local" and config.dtype is None:
         config = replace(config, {"dtype": "float32"})
     rendering = open_renderer(config)
+    prompts = [(golden, rendered(golden.prompt, rendering.renderer)) for golden in contract.goldens]
     findings = [
         *_files(contract, config, rendering),
-        _prompts(contract.goldens, rendering.renderer),
+        _same_ids("prompts", prompts, rendering.renderer),
     ]
     if not contract.goldens:
         why = f"the contract has no golden prompts ({contract.note})"
         return [*findings, Finding("continuations", "skipped", why)]
+    tolerance = config.tolerance
+    if tolerance is None:
+        is_server = config.engine == "server"
+        tolerance = SERVER_TOLERANCE if is_server else TOLERANCE[config.dtype or "float32"]
     with open_engine(config, rendering) as opened:
-        findings += _answers(contract, opened, _tolerance(config))
+        findings += _answers(contract, opened, tolerance)
     return findings
-
-
-def _tolerance(config: Verify) -> float:
-    if config.tolerance is not None:
-        return config.tolerance
-    return SERVER_TOLERANCE if config.engine == "server" else TOLERANCE[config.dtype or "float32"]
 
 
 def _files(contract: Contract, config: Verify, rendering: Rendering) -> Iterator[Finding]:
@@ -158,25 +156,10 @@ def _same(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> Finding:
     return Finding(name, "passed", ", ".join(f"{key} {value}" for key, value in now.items()))
 
 
-def _prompts(goldens: Sequence[Golden], renderer: Renderer) -> Finding:
-    """Whether our template and tokenizer give the same ids as before."""
-    prompts = [(golden, rendered(golden.prompt, renderer)) for golden in goldens]
-    return _same_ids("prompts", prompts, renderer)
-
-
-def _server_prompts(goldens: Sequence[Golden], engine: ServerEngine, renderer: Renderer) -> Finding:
-    """Whether the server renders messages to our ids."""
-    chats = [golden for golden in goldens if golden.prompt.messages and not golden.prompt.tools]
-    if not chats:
-        return Finding("server prompts", "skipped", "no golden prompt is a chat without tools")
-    prompts = [(golden, engine.render(golden.prompt.messages or ())) for golden in chats]
-    return _same_ids("server prompts", prompts, renderer)
-
-
 def _same_ids(
     name: str, prompts: Sequence[tuple[Golden, list[int]]], renderer: Renderer
 ) -> Finding:
-    """Whether prompts have the ids of the contract; shows the first that differs."""
+    """Whether prompts are rendered to the ids of the contract; shows the first that differs."""
     wrong = [(golden, ids) for golden, ids in prompts if ids != golden.prompt.ids]
     if not wrong:
         num_tokens = sum(len(ids) for _, ids in prompts)
@@ -199,14 +182,19 @@ def _same_ids(
 
 
 def _answers(contract: Contract, opened: Opened, tolerance: float) -> Iterator[Finding]:
-    """Continuations, log-probs and stops. A server gets no stop token: it must stop by itself."""
+    """Continuations, logprobs and stops. A server gets no stop token: it must stop by itself."""
     engine, goldens = opened.engine, contract.goldens
     if isinstance(engine, ServerEngine):
         goldens = [golden for golden in goldens if not golden.prompt.pictures]
         if len(goldens) < len(contract.goldens):
             why = "a server uses its own image processor; not compared: "
             yield Finding("pictures", "skipped", why + str(len(contract.goldens) - len(goldens)))
-        yield _server_prompts(goldens, engine, opened.renderer)
+        chats = [golden for golden in goldens if golden.prompt.messages and not golden.prompt.tools]
+        rendered_there = [(golden, engine.render(golden.prompt.messages or ())) for golden in chats]
+        if chats:
+            yield _same_ids("server prompts", rendered_there, opened.renderer)
+        else:
+            yield Finding("server prompts", "skipped", "no golden prompt is a chat without tools")
         engine = engine.unaided()
     prompts = prompts_of([golden.prompt for golden in goldens], opened.renderer)
     completions = engine.generate(prompts, greedy(contract.tokens))
@@ -241,13 +229,13 @@ def _continuations(replays: Sequence[Replay], renderer: Renderer) -> Finding:
 
 
 def _logps(replays: Sequence[Replay], tolerance: float) -> Finding:
-    """Log-probs of the common ids."""
+    """Logprobs of the common ids."""
     gaps = []
     for replay in replays:
         logp_N = replay.completion.logp_one_N
         if logp_N is None and replay.num_common:
             why = "the engine gives none of the model's own (at temperature 1)"
-            return Finding("log-probs", "skipped", why)
+            return Finding("logprobs", "skipped", why)
         now = [] if logp_N is None else logp_N[: replay.num_common].tolist()
         pairs = zip(replay.golden.logp, now, strict=False)
         gaps += [
@@ -255,10 +243,10 @@ def _logps(replays: Sequence[Replay], tolerance: float) -> Finding:
             for was, value in pairs
         ]
     if not gaps:
-        return Finding("log-probs", "skipped", "no id in common")
+        return Finding("logprobs", "skipped", "no id in common")
     worst, where = max(gaps)
     detail = f"largest difference {worst:.3g} nats over {len(gaps)} ids, at {where} (at most {tolerance:g} is rounding)"
-    return Finding("log-probs", "passed" if worst <= tolerance else "failed", detail)
+    return Finding("logprobs", "passed" if worst <= tolerance else "failed", detail)
 
 
 def _stops(replays: Sequence[Replay]) -> Finding:

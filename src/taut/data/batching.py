@@ -26,7 +26,7 @@ from pydantic import Field
 
 from taut.config import configclass
 from taut.data.dataset import Dataset, Samples
-from taut.data.images import uncut, within
+from taut.data.images import outside, uncut, within
 from taut.data.packing import PackPolicy, pack, prefix_order, shared_prefixes
 from taut.data.packing import common_prefix as common_prefix_of
 from taut.errors import ConfigError
@@ -413,10 +413,7 @@ class Rows:
                 replace(image, start=image.start + begin, stop=image.stop + begin)
                 for image in within(other.media, first, stop)
             ]
-            is_target = np.arange(ids_T.size) >= begin
-            for image in images:
-                is_target[image.start : image.stop] = False
-            at_N = np.flatnonzero(is_target)
+            at_N = begin + np.flatnonzero(outside(images, ids_T.size)[begin:])
             media = (*within(sample.media, 0, begin), *images)
             name = f"{sample.id} with the answer of {other.id}"
             spliced = Sample(name, ids_T, at_N, np.ones(at_N.size), media, values=sample.values)

@@ -62,19 +62,25 @@ from taut.types import IntArray, Media, Sample
 if TYPE_CHECKING:
     from taut.vision.image_store import ImageStore
 
-ARRAYS = {
-    "ids": np.int32,
-    "offsets": np.int64,
-    "target_at": np.int32,
-    "target_offsets": np.int64,
-    "line": np.int64,
-    "part": np.int32,
+REQUIRED = ("ids", "offsets", "target_at", "target_offsets", "line", "part")
+"""Arrays that every entry has."""
+PLACES: dict[str, tuple[Any, tuple[int, ...]]] = {
+    f"{kind}.{name}": shape
+    for kind in ("picture", "film")
+    for name, shape in (
+        ("offsets", (np.int64, ())),
+        ("source", (np.uint8, ())),
+        ("stamp", (np.int64, (2,))),
+    )
 }
-VALUE, READ_VALUE = "value.", "read_value."
-"""Prefixes of the arrays of values."""
-OFFSETS = {"ids": "offsets", "target_at": "target_offsets", "read_at": "read_offsets"}
-"""Arrays of samples one after another -> the array of their starts."""
-OTHER_ARRAYS: dict[str, tuple[Any, tuple[int, ...]]] = {
+"""Arrays that locate images and do not change what they are: not part of an entry's digest."""
+ARRAYS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "ids": (np.int32, ()),
+    "offsets": (np.int64, ()),
+    "target_at": (np.int32, ()),
+    "target_offsets": (np.int64, ()),
+    "line": (np.int64, ()),
+    "part": (np.int32, ()),
     "read_at": (np.int32, ()),
     "read_offsets": (np.int64, ()),
     "media.offsets": (np.int64, ()),
@@ -83,21 +89,13 @@ OTHER_ARRAYS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "media.picture": (np.int32, ()),
     "picture.content": (np.uint8, (32,)),
     "picture.company": (np.int32, ()),
-    **{
-        f"{kind}.{name}": shape
-        for kind in ("picture", "film")
-        for name, shape in (
-            ("offsets", (np.int64, ())),
-            ("source", (np.uint8, ())),
-            ("stamp", (np.int64, (2,))),
-        )
-    },
+    **PLACES,
 }
-"""Arrays that only some entries have: dtype, and shape without the first dimension."""
-PLACES = tuple(
-    f"{kind}.{name}" for kind in ("picture", "film") for name in ("source", "offsets", "stamp")
-)
-"""Arrays that locate images and do not change what they are: not part of an entry's digest."""
+"""Arrays of an entry, without those of values: dtype, and shape without the first dimension."""
+VALUE, READ_VALUE = "value.", "read_value."
+"""Prefixes of the arrays of values."""
+OFFSETS = {"ids": "offsets", "target_at": "target_offsets", "read_at": "read_offsets"}
+"""Arrays of samples one after another -> the array of their starts."""
 BLOCK = 2**16
 """Samples that are checked at a time."""
 META_LIMIT = 2**29
@@ -330,7 +328,7 @@ def load(directory: Path, key: str) -> tuple[Entry | None, str]:
         if isinstance(raw, dict) and "forms" not in raw:
             return None, "the cached entry is of an older version"
         meta = pydantic.TypeAdapter(_Meta).validate_python(raw, strict=True)
-        names = [*ARRAYS, *sorted(set(meta["sha256"]) - set(ARRAYS))]
+        names = [*REQUIRED, *sorted(set(meta["sha256"]) - set(REQUIRED))]
         for name in names:
             if files.digest(entry / f"{name}.npy") != meta["sha256"][name]:
                 return None, f"the cached {name} is damaged"
@@ -362,7 +360,7 @@ def save(directory: Path, key: str, entry: Entry) -> None:
             for name, array in entry.arrays.items():
                 path = fresh / f"{name}.npy"
                 with path.open("wb") as file:
-                    np.save(file, np.asarray(array, dtype=ARRAYS.get(name)))
+                    np.save(file, np.asarray(array, dtype=ARRAYS.get(name, (None,))[0]))
                     file.flush()
                     os.fsync(file.fileno())
                 digests[name] = files.digest(path)
@@ -409,13 +407,9 @@ def require_sound(arrays: Mapping[str, NDArray[Any]]) -> None:
     Digests do not prove that: any program may have written an entry with the digests of its arrays.
     """
     for name, array in arrays.items():
-        if name.startswith((VALUE, READ_VALUE)):
-            expected: tuple[Any, tuple[int, ...]] = (np.float64, ())
-        elif name in ARRAYS:
-            expected = ARRAYS[name], ()
-        elif name in OTHER_ARRAYS:
-            expected = OTHER_ARRAYS[name]
-        else:
+        is_value = name.startswith((VALUE, READ_VALUE))
+        expected = (np.float64, ()) if is_value else ARRAYS.get(name)
+        if expected is None:
             raise ValueError(f"{name} is no array of an entry")
         if not array.ndim or (array.dtype, array.shape[1:]) != expected:
             raise ValueError(f"{name} has the dtype {array.dtype} and the shape {array.shape}")

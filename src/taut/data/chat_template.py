@@ -45,9 +45,8 @@ CODE_FAILURES = (
 )
 """Errors of a tokenizer's own code on messages that it does not expect."""
 SET_DAY = (
-    "{%- macro strftime_now(format) -%}{%- set now = namespace(text=format) -%}"
-    "{%- for code, value in CODES -%}{%- set now.text = now.text.replace(code, value) -%}{%- endfor -%}"
-    "{{- now.text -}}{%- endmacro -%}"
+    "{%- macro strftime_now(format) -%}{%- set now = namespace(text=format) -%}{%- for code, value in CODES -%}{%- set "
+    "now.text = now.text.replace(code, value) -%}{%- endfor -%}{{- now.text -}}{%- endmacro -%}"
 )
 """Beginning of a chat template that sets its date."""
 CODES = [f"%{flag}{letter}" for flag in ("-", "") for letter in "aAbBcdjmyYHIMSpUuVwWxXZ"] + ["%%"]

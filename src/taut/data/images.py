@@ -24,6 +24,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from taut.data.messages import MARKS, Message, Tool, text_of
 from taut.errors import DataError, PictureError, RenderError
@@ -154,10 +155,8 @@ class Pictures:
         """The positions among ``at`` that are not part of an image."""
         if self.image_store is None:
             return at
-        is_outside = ~np.isin(ids_T, self._reserved_ids)
-        for image in media:
-            is_outside[image.start : image.stop] = False
-        return at[is_outside[at]]
+        is_learnable = outside(media, ids_T.size) & ~np.isin(ids_T, self._reserved_ids)
+        return at[is_learnable[at]]
 
     def require_plain(self, text: str, where: str) -> None:
         """Refuse a text with a word that stands for an image."""
@@ -221,6 +220,14 @@ def within(media: Sequence[Media], start: int, stop: int) -> tuple[Media, ...]:
         for image in media
         if start <= image.start and image.stop <= stop
     )
+
+
+def outside(media: Sequence[Media], num_tokens: int) -> NDArray[np.bool_]:
+    """Whether each token is outside all images."""
+    is_outside = np.ones(num_tokens, dtype=bool)
+    for image in media:
+        is_outside[image.start : image.stop] = False
+    return is_outside
 
 
 def uncut(media: Sequence[Media], stop: int) -> int:

@@ -36,7 +36,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import unquote
 
 from PIL import Image
@@ -45,6 +45,8 @@ from taut.config import home_path
 from taut.data.json_io import did_you_mean, listed, read_json, shown
 from taut.errors import DataError, PictureError
 from taut.vision.content import Frame, ImageRef, ImagesConfig, frames_of, png_of
+
+T = TypeVar("T")
 
 # -- rows
 
@@ -181,8 +183,7 @@ def _read_message(
     item: object, where: str, ignore: Collection[str], media: MediaOptions
 ) -> tuple[Message, bool]:
     """The message as templates read it, and whether it may be learned."""
-    if not isinstance(item, dict):
-        raise DataError(f"{where} is {shown(item)}; expected an object with role and content")
+    item = typed(item, dict, where, "an object with role and content")
     item = {key: value for key, value in item.items() if value is not None and key not in ignore}
     role = item.get("role")
     if not isinstance(role, str) or role not in ROLES:
@@ -213,25 +214,19 @@ def _read_message(
     message: Message = {"role": role, "content": content}
     for key in sorted(KEYS_OF_ROLE[role] & item.keys()):
         if key == "tool_calls":
-            calls = parse_if_text(item[key], f"{where}.tool_calls")
-            if not isinstance(calls, list):
-                raise DataError(f"{where}.tool_calls is {shown(calls)}; expected a list of calls")
+            calls = read_list(item[key], f"{where}.tool_calls", "a list of calls")
             if calls:
                 message[key] = [
                     read_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
                 ]
-        elif isinstance(item[key], str):
-            message[key] = item[key]
         else:
-            raise DataError(f"{where}.{key} is {shown(item[key])}; expected a string")
+            message[key] = typed(item[key], str, f"{where}.{key}", "a string")
     is_empty = isinstance(content, str) and not content.strip()
     if is_empty and role != "tool" and "tool_calls" not in message:
         raise DataError(
             f"{where}.content is empty; expected text; remove the message or fill it in"
         )
-    train = item.get("train", True)
-    if not isinstance(train, bool):
-        raise DataError(f"{where}.train is {shown(train)}; expected true or false")
+    train = typed(item.get("train", True), bool, f"{where}.train", "true or false")
     if "train" in item and train and role != "assistant":
         raise DataError(
             f"{where}.train is true on a {role} message; expected it on assistant messages only"
@@ -243,11 +238,7 @@ def read_tools(value: object, place: str) -> tuple[Tool, ...]:
     """The available functions, each wrapped as ``{"type": "function", "function": {...}}``."""
     if value is None or value == "":
         return ()
-    items = parse_if_text(value, f"{place}: tools")
-    if not isinstance(items, list):
-        raise DataError(
-            f"{place}: tools is {shown(items)}; expected a list of function descriptions"
-        )
+    items = read_list(value, f"{place}: tools", "a list of function descriptions")
     _require_json(items, f"{place}: tools")
     return tuple(_read_function(item, f"{place}: tools[{i}]") for i, item in enumerate(items))
 
@@ -260,23 +251,19 @@ def read_call(item: object, where: str) -> Tool:
     if arguments is None or arguments == "":
         arguments = {}
     arguments = parse_if_text(arguments, f"{where}.arguments")
-    if not isinstance(arguments, dict):
-        raise DataError(f"{where}.arguments is {shown(arguments)}; expected an object or its JSON")
+    arguments = typed(arguments, dict, f"{where}.arguments", "an object or its JSON")
     _require_json(call, where)
     return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _read_function(item: object, where: str) -> Tool:
-    if not isinstance(item, dict):
-        raise DataError(f"{where} is {shown(item)}; expected an object with the name of a function")
+    item = typed(item, dict, where, "an object with the name of a function")
     if item.get("type", "function") != "function":
         raise DataError(f"{where}.type is {shown(item['type'])}; expected function")
     wrapped = (
         item if "function" in item else {"function": {k: v for k, v in item.items() if k != "type"}}
     )
-    function = wrapped["function"]
-    if not isinstance(function, dict):
-        raise DataError(f"{where}.function is {shown(function)}; expected an object with a name")
+    function = typed(wrapped["function"], dict, f"{where}.function", "an object with a name")
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise DataError(f"{where}.name is {shown(name)}; expected the name of a function")
@@ -294,6 +281,13 @@ def _require_json(value: object, where: str) -> None:
 # -- single values
 
 
+def typed(value: object, kind: type[T], where: str, expected: str) -> T:
+    """The value, if it is of this type; else a DataError that says what it is and what was expected."""
+    if not isinstance(value, kind):
+        raise DataError(f"{where} is {shown(value)}; expected {expected}")
+    return value
+
+
 def parse_if_text(value: object, where: str) -> object:
     """JSON held in a string (as CSV files have it) is parsed; any other value is returned unchanged."""
     if not isinstance(value, str):
@@ -308,19 +302,15 @@ def parse_if_text(value: object, where: str) -> object:
 
 def read_text(value: object, where: str) -> str:
     """A string that is not blank."""
-    if not isinstance(value, str):
-        raise DataError(f"{where} is {shown(value)}; expected a string")
-    if not value.strip():
+    text = typed(value, str, where, "a string")
+    if not text.strip():
         raise DataError(f"{where} is empty; expected text; remove the row or fill it in")
-    return value
+    return text
 
 
-def read_list(value: object, where: str) -> list[Any]:
+def read_list(value: object, where: str, expected: str = "a list") -> list[Any]:
     """A list, or its JSON."""
-    items = parse_if_text(value, where)
-    if not isinstance(items, list):
-        raise DataError(f"{where} is {shown(items)}; expected a list")
-    return items
+    return typed(parse_if_text(value, where), list, where, expected)
 
 
 def read_number(value: object, where: str) -> float:
@@ -371,13 +361,10 @@ def read_content(
     """The content of a message: a text, or a list of parts where it has an image."""
     if content is None or isinstance(content, str):
         return content or ""
-    if not isinstance(content, list):
-        raise DataError(
-            f"{where}.content is {shown(content)}; expected a string or a list of text parts and pictures"
-        )
+    expected = "a string or a list of text parts and pictures"
     parts: list[Part] = []
     try:
-        for index, part in enumerate(content):
+        for index, part in enumerate(typed(content, list, f"{where}.content", expected)):
             parts += _read_part(part, f"{where}.content[{index}]", media, ignored)
     except RecursionError:
         raise DataError(
@@ -398,8 +385,7 @@ def _read_part(
 ) -> list[Part]:
     if isinstance(part, str):
         return [{"type": "text", "text": part}]
-    if not isinstance(part, dict):
-        raise DataError(f'{where} is {shown(part)}; expected {{"type": "text", "text": ...}}')
+    part = typed(part, dict, where, '{"type": "text", "text": ...}')
     kind, text = part.get("type"), part.get("text")
     if kind == "text" and isinstance(text, str):
         return [{"type": "text", "text": text}]

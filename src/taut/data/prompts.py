@@ -36,7 +36,7 @@ import numpy as np
 from taut.data.cache import Entry, EntryBuilder
 from taut.data.chat_template import Ids, Text
 from taut.data.dataset import DataConfig, DataReport, Dataset, SourcePart, Split, sources
-from taut.data.images import in_batches
+from taut.data.images import in_batches, outside
 from taut.data.json_io import did_you_mean, listed, shown
 from taut.data.messages import (
     Completion,
@@ -356,9 +356,9 @@ def load_prompt_set(
     """The prompts of ``config.train`` or ``config.eval``, of at most ``max_length`` tokens. ``reference``: the column
     with the right answer. Raises DataError for a row that is no prompt.
     """
-    _require_fitting(config)
+    _require_usable(config)
     parts: list[SourcePart] = []
-    asked: list[PromptRow] = []
+    prompt_rows: list[PromptRow] = []
     image_store = renderer.image_store
     for source, columns in sources(config, split, "prompt"):
         opened = open_source(source)
@@ -371,7 +371,9 @@ def load_prompt_set(
                 f"{opened.path}: none of its {counted(len(unread), 'rows')} has pictures that can be used "
                 f"({first.place}: {first.reason}); expected some; correct data.images.folder, or the files"
             )
-        incidents = [replace(it, place=it.place.rpartition(":")[2]) for it in unread]
+        incidents = [
+            replace(incident, place=incident.place.rpartition(":")[2]) for incident in unread
+        ]
         kept = []
         for row in rows:
             if row.ids_T.size <= max_length:
@@ -396,16 +398,18 @@ def load_prompt_set(
         label = source.path if times == 1 else f"{source.path}({times})"
         weight, key = source.weight, entry.digest
         parts.append(SourcePart(label, weight, key, entry, opened.path, opened.stamps, image_store))
-        asked += kept
-    prompts = PromptSet(parts, asked)
-    if len({row.id for row in asked}) < len(asked):  # files that number their rows alike
+        prompt_rows += kept
+    prompts = PromptSet(parts, prompt_rows)
+    if len({row.id for row in prompt_rows}) < len(
+        prompt_rows
+    ):  # files that number their rows alike
         prompts.prompt_rows = [
-            replace(r, id=prompts.sample_id(index)) for index, r in enumerate(asked)
+            replace(row, id=prompts.sample_id(index)) for index, row in enumerate(prompt_rows)
         ]
     return prompts
 
 
-def _require_fitting(config: DataConfig) -> None:
+def _require_usable(config: DataConfig) -> None:
     """Refuse options that prompts do not use."""
     if config.too_long in ("split", "truncate"):
         raise ConfigError(
@@ -429,11 +433,7 @@ def _entry(rows: Sequence[PromptRow], num_rows: int, incidents: Sequence[Inciden
     builder = EntryBuilder()
     builder.num_rows, builder.incidents = num_rows, list(incidents)
     for row in rows:
-        is_target = np.ones(row.ids_T.size, dtype=bool)
-        is_target[0] = False
-        for image in row.media:
-            is_target[image.start : image.stop] = False
-        at_N = np.flatnonzero(is_target)
+        at_N = 1 + np.flatnonzero(outside(row.media, row.ids_T.size)[1:])
         sample = Sample(row.place, row.ids_T, at_N, np.ones(at_N.size), row.media)
         builder.add(int(row.place.rpartition(":")[2]), row.place, [sample])
         builder.forms["completion" if isinstance(row.prompt, str) else "conversation"] += 1

@@ -57,6 +57,7 @@ from taut.data.messages import (
     refuse_media_with_text,
     split_at_marks,
     text_of,
+    typed,
 )
 from taut.errors import ConfigError, DataError
 from taut.vision.content import ImagesConfig
@@ -239,10 +240,7 @@ def recognise(record: object, place: str, columns: Columns) -> Recognised:
 
 def renamed(record: object, place: str, columns: Columns) -> dict[str, Any]:
     """The record under taut's names for its columns, nulls left out."""
-    if not isinstance(record, dict):
-        raise DataError(
-            f"{place}: the row is {shown(record)}; expected an object with named columns"
-        )
+    record = typed(record, dict, f"{place}: the row", "an object with named columns")
     taken = set(columns.mapping.values())
     named = {key: value for key, value in record.items() if key not in taken and value is not None}
     for ours, theirs in columns.mapping.items():
@@ -413,11 +411,9 @@ class _RecordReader:
     def _alpaca_prompt(self) -> list[Message]:
         """One user message of instruction, newline, input; earlier exchanges from ``history``."""
         messages = self._system()
-        history = parse_if_text(self.named.get("history") or [], self._at("history"))
-        if not isinstance(history, list):
-            raise DataError(
-                f"{self._at('history')} is {shown(history)}; expected a list of [question, answer]"
-            )
+        history = read_list(
+            self.named.get("history") or [], self._at("history"), "a list of [question, answer]"
+        )
         for index, exchange in enumerate(history):
             where = self._at(f"history[{index}]")
             if not isinstance(exchange, list) or len(exchange) != 2:
@@ -427,9 +423,7 @@ class _RecordReader:
                 _message("assistant", read_text(exchange[1], f"{where}[1]")),
             ]
         question = self._text("instruction")
-        extra = self.named.get("input", "")
-        if not isinstance(extra, str):
-            raise DataError(f"{self._at('input')} is {shown(extra)}; expected a string")
+        extra = typed(self.named.get("input", ""), str, self._at("input"), "a string")
         question = f"{question}\n{extra}" if extra.strip() else question
         return [*messages, _message("user", question)]
 
@@ -443,9 +437,7 @@ class _RecordReader:
 
     def _system(self) -> list[Message]:
         """The system column as a message. An empty one means none, as these data sets mean it."""
-        system = self.named.get("system", "")
-        if not isinstance(system, str):
-            raise DataError(f"{self._at('system')} is {shown(system)}; expected a string")
+        system = typed(self.named.get("system", ""), str, self._at("system"), "a string")
         return [_message("system", system)] if system.strip() else []
 
     def _messages_of(self, value: object, column: str) -> object:
@@ -768,16 +760,14 @@ def _as_messages(value: object, where: str) -> object:
     converted: list[Message] = []
     for index, turn in enumerate(messages):
         at = f"{where}[{index}]"
-        if not isinstance(turn, dict):
-            raise DataError(f"{at} is {shown(turn)}; expected an object with from and value")
-        speaker, text = turn.get("from"), turn.get("value")
+        turn = typed(turn, dict, at, "an object with from and value")
+        speaker = turn.get("from")
         if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
             hint = did_you_mean(speaker, SHAREGPT_ROLES) if isinstance(speaker, str) else ""
             raise DataError(
                 f"{at}.from is {shown(speaker)}; expected one of {', '.join(SHAREGPT_ROLES)}{hint}"
             )
-        if not isinstance(text, str):
-            raise DataError(f"{at}.value is {shown(text)}; expected a string")
+        text = typed(turn.get("value"), str, f"{at}.value", "a string")
         rest = {key: item for key, item in turn.items() if key not in ("from", "value")}
         message: Message = {**_message(SHAREGPT_ROLES[speaker], text), **rest}
         if speaker == "function_call":

@@ -356,7 +356,18 @@ def _open_hugging_face(source: Source, path: Path) -> Opened:
         ) from None
     finally:
         datasets.logging.set_verbosity(verbosity)
-    table = _choose_split(loaded, source)
+    table: Any = loaded
+    if isinstance(loaded, dict):
+        split = source.split or (next(iter(loaded)) if len(loaded) == 1 else None)
+        if split not in loaded:
+            fault = "no split is named" if split is None else f"there is no split {split!r}"
+            raise DataError(
+                f"data: {source.path}: {fault}; expected one of {', '.join(loaded)}; set it, as in "
+                f'data.train=[{{ path = "{source.path}", split = "{next(iter(loaded))}" }}]'
+            )
+        table = loaded[split]
+    elif source.split is not None:
+        raise DataError(f"data: {source.path} has no splits; expected no split; remove it")
     if not table.cache_files:
         raise DataError(
             f"data: {source.path} is held in memory by datasets; unset HF_DATASETS_IN_MEMORY_MAX_SIZE"
@@ -434,21 +445,6 @@ def _patterns(text: str) -> Iterator[str]:
             left.extend(value.values())
         elif isinstance(value, list):
             left.extend(value)
-
-
-def _choose_split(loaded: Any, source: Source) -> Any:
-    if not isinstance(loaded, dict):
-        if source.split is not None:
-            raise DataError(f"data: {source.path} has no splits; expected no split; remove it")
-        return loaded
-    split = source.split or (next(iter(loaded)) if len(loaded) == 1 else None)
-    if split not in loaded:
-        fault = "no split is named" if split is None else f"there is no split {split!r}"
-        raise DataError(
-            f"data: {source.path}: {fault}; expected one of {', '.join(loaded)}; "
-            f'set it, as in data.train=[{{ path = "{source.path}", split = "{next(iter(loaded))}" }}]'
-        )
-    return loaded[split]
 
 
 def _read_arrow(batches: Iterable[Any], name: str, kind: str) -> Records:

@@ -22,6 +22,7 @@ import copy
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import count, takewhile
@@ -409,25 +410,27 @@ def derive_call_format(template: Template) -> CallFormat:
     )
 
 
-def _thought(template: Template, found: CallFormat) -> Thought | None:
+def _thought(template: Template, call_format: CallFormat) -> Thought | None:
     """How the template writes a thought before text, and before a call; None where it writes none."""
     word = THOUGHT["thinking"]
-    said: Message = {"role": "assistant", "content": "Hello"}
-    asks: Message = {**said, "content": "", "tool_calls": [PROBES[0].as_message()]}
-    turns = ((said, "Hello"), (asks, found.begin.split()[0] if found.begin else "{"))
-    split = [(*_row(template, {**turn, **THOUGHT}).partition(word), mark) for turn, mark in turns]
-    shown = [
-        (before, after.partition(mark)[0]) for before, is_there, after, mark in split if is_there
-    ]
+    answer: Message = {"role": "assistant", "content": "Hello"}
+    call: Message = {**answer, "content": "", "tool_calls": [PROBES[0].as_message()]}
+    turns = ((answer, "Hello"), (call, call_format.begin.split()[0] if call_format.begin else "{"))
+    texts: list[tuple[str, str]] = []
+    """The text before a thought, and from its end to the answer."""
+    for turn, mark in turns:
+        before, thought, after = _row(template, {**turn, **THOUGHT}).partition(word)
+        if thought:
+            texts.append((before, after.partition(mark)[0]))
     prompt = template.apply(PROBE[:1], TOOLS, "the probe", is_prompt=True).text
-    if not shown:
-        row = _row(template, {**said, "content": f"{word.join(USUAL)}Hello"})
+    if not texts:
+        row = _row(template, {**answer, "content": f"{word.join(USUAL)}Hello"})
         is_taken_out = "Hello" in row and word not in row
         return Thought(*USUAL, prompt.rstrip().endswith(USUAL[0])) if is_taken_out else None
-    before, end = shown[0][0], reduce(_common_prefix, (after for _, after in shown)).strip()
-    own = before[len(_common_prefix(prompt, before)) :].strip()
-    is_open = not own and before.startswith(prompt)
-    return Thought(own or before.split()[-1], end, is_open) if end else None
+    before, end = texts[0][0], reduce(_common_prefix, (after for _, after in texts)).strip()
+    begin = before[len(_common_prefix(prompt, before)) :].strip()
+    is_open = not begin and before.startswith(prompt)
+    return Thought(begin or before.split()[-1], end, is_open) if end else None
 
 
 def _row(template: Template, turn: Message) -> str:
@@ -467,14 +470,17 @@ def _find_object(one: str, two: str | None) -> _Made | None:
     return *_markers(before, after, between), ObjectCall(keys[0], keys[1])
 
 
+def _objects(text: str, begin: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """The JSON objects in a text from ``begin`` on: start, stop, value."""
+    for brace in re.compile(r"\{").finditer(text, begin):
+        with suppress(ValueError):
+            value, stop = read_item(text, brace.start())
+            yield brace.start(), stop, value
+
+
 def _object_of(text: str, call: ToolCall, after: str = "") -> tuple[int, int, str, str] | None:
     """The span of a call's object in a text, and the keys of its name and its arguments."""
-    begin = text.index(after) + len(after)
-    for start in (found.start() for found in re.finditer(r"\{", text) if found.start() >= begin):
-        try:
-            value, stop = read_item(text, start)
-        except ValueError:
-            continue
+    for start, stop, value in _objects(text, text.index(after) + len(after)):
         names = [key for key, item in value.items() if item == call.name]
         written = [call.arguments, json.dumps(call.arguments)]
         arguments = [key for key, item in value.items() if item in written]
@@ -502,15 +508,9 @@ def _find_named(one: str, two: str | None) -> _Made | None:
 
 def _named_of(text: str, call: ToolCall) -> tuple[int, int, int] | None:
     """The start of the name, and the start and end of the arguments' JSON."""
-    start = text.rfind(call.name)
-    for found in re.finditer(r"\{", text[start:]):
-        try:
-            value, stop = read_item(text, start + found.start())
-        except ValueError:
-            continue
-        if value == call.arguments:
-            return start, start + found.start(), stop
-    return None
+    start = text.rindex(call.name)
+    spans = ((at, stop) for at, stop, value in _objects(text, start) if value == call.arguments)
+    return next(((start, at, stop) for at, stop in spans), None)
 
 
 def _find_tagged(one: str, two: str | None) -> _Made | None:

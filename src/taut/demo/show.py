@@ -66,7 +66,14 @@ def closing(
 ) -> None:
     """Print the results."""
     _console.rule("what was learned")
-    _console.print(_results(before, after))
+    title = f"{len(after.answers)} questions on unseen documents"
+    table = Table("", "before", "after", title=title)
+    (old_right, old_ended), (new_right, new_ended) = _shares(before), _shares(after)
+    table.add_row("exact match [95% interval]", old_right, new_right)
+    holding = (_percent(before.holding), _percent(after.holding))
+    table.add_row("a reference is in the answer", *holding)
+    table.add_row("answers that end by themselves", old_ended, new_ended)
+    _console.print(table)
     _console.print(_samples(before, after))
     last = len(steps) - 1
     marks = sorted({round(k * last / (NUM_LOSSES - 1)) for k in range(NUM_LOSSES)})
@@ -81,21 +88,6 @@ def closing(
         f"time      {training:.0f} s of training, {seconds:.0f} s in all\n"
         f"run       {escape(str(out))} (model/, events.jsonl, resolved.json, demo.json)"
     )
-
-
-def _results(before: Report, after: Report) -> Table:
-    table = Table(
-        "", "before", "after", title=f"{len(after.answers)} questions on unseen documents"
-    )
-    old, new = _shares(before), _shares(after)
-    table.add_row("exact match [95% interval]", old[0], new[0])
-    table.add_row(
-        "a reference is in the answer",
-        _percent(before.holding),
-        _percent(after.holding),
-    )
-    table.add_row("answers that end by themselves", old[1], new[1])
-    return table
 
 
 def _samples(before: Report, after: Report) -> Table:

@@ -75,8 +75,17 @@ def parse(overrides: Sequence[str]) -> Plan:
                 "use taut sft for another"
             )
         given[key] = text
-    out = Path(given.pop("out", "") or _free_out())
-    questions = _count(given.pop("questions", None))
+    named, number = given.pop("out", ""), 1
+    out = Path(named or "runs/demo")
+    while not named and out.exists():
+        number += 1
+        out = Path(f"runs/demo-{number}")
+    count = given.pop("questions", None)
+    if count is not None and (not count.isdecimal() or int(count) < 1):
+        raise ConfigError(
+            f"found questions={count}; expected a whole number from 1; write questions=50"
+        )
+    questions = None if count is None else int(count)
     recipe = {key: text for key, text in RECIPE.items() if key != "steps" or "epochs" not in given}
     plan = Plan(out, questions, tuple(f"{k}={v}" for k, v in {**recipe, **given}.items()))
     run = configure(plan, Path("demo"), Path("train.jsonl"), Path("eval.jsonl"))
@@ -156,22 +165,3 @@ def summary(before: Report, after: Report, steps: Sequence[dict[str, Any]]) -> d
             for old, new in zip(before.answers, after.answers, strict=True)
         ],
     }
-
-
-def _count(text: str | None) -> int | None:
-    if text is None:
-        return None
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(
-            f"found questions={text}; expected a whole number from 1; write questions=50"
-        )
-    return int(text)
-
-
-def _free_out() -> Path:
-    """``runs/demo``, or the first of ``runs/demo-2``, ``runs/demo-3``, ... that does not exist."""
-    path, number = Path("runs/demo"), 1
-    while path.exists():
-        number += 1
-        path = Path(f"runs/demo-{number}")
-    return path

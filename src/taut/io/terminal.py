@@ -25,6 +25,11 @@ class Terminal(Console):
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, **options)
 
+    def lines(self, texts: Iterable[str]) -> None:
+        """Print each text as a line, without markup."""
+        for text in texts:
+            self.print(text, markup=False)
+
     @property
     def file(self) -> IO[str]:
         return cast(IO[str], Printer.on(cast(TextIO, super().file)).escaped_already)

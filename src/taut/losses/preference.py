@@ -56,7 +56,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -68,6 +68,18 @@ from taut.losses.loss import Loss, Metrics, Unit, accuracy, mean, relative_power
 from taut.types import LossSum, Packed, Scores, Wants
 
 # -- sums over answers -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AnswerLoss(Loss):
+    """The base of losses on answers."""
+
+    entropy: bool = field(default=False, kw_only=True)
+    """Report the entropy as a metric."""
+
+    @property
+    def wants(self) -> Wants:
+        return Wants(entropy=self.entropy)
 
 
 class Answers(NamedTuple):
@@ -110,10 +122,7 @@ def sequence_metrics(scores: Scores, sums: Answers, *, kl: bool) -> Metrics:
 def pair_metrics(reward_S: Tensor, sums: Answers, packed: Packed) -> Metrics:
     """Means over pairs of what the better and the worse answers have."""
     margin_P = (reward_S[packed.better_P] - reward_S[packed.worse_P]).detach()
-    metrics = {
-        "rewards/margin": mean(margin_P),
-        "rewards/accuracy": accuracy(margin_P),
-    }
+    metrics = {"rewards/margin": mean(margin_P), "rewards/accuracy": accuracy(margin_P)}
     chosen, rejected = packed.better_P, packed.worse_P
     return metrics | kind_metrics(reward_S, sums, packed, chosen=chosen, rejected=rejected)
 
@@ -302,7 +311,7 @@ CpoVariant: TypeAlias = Literal["sigmoid", "hinge", "ipo"]
 
 
 @dataclass(frozen=True)
-class Preference(Loss):
+class Preference(AnswerLoss):
     """DPO and its family, with or without a reference:
 
         sum over terms of  weight * mean over pairs of f(r_w, r_l)
@@ -344,8 +353,6 @@ class Preference(Loss):
     """discopop's temperature: how sharply it switches between its branches."""
     reference_free: bool = False
     """u = log pi(y|x): no reference is read."""
-    entropy: bool = False
-    """Report the entropy as a metric."""
 
     def __post_init__(self) -> None:
         """Refuse values that no function reads, or without a meaning. Keys have the names of the configuration."""
@@ -356,7 +363,7 @@ class Preference(Loss):
                 f"found loss={names}; expected one or more of {', '.join(VARIANTS)}, each once; name those"
             )
         others = [name for name in names if not VARIANTS[name].is_of_x]
-        for field, reads in {
+        for key, reads in {
             "margin": self.margin != 0,
             "gamma": self.gamma != 0,
             "divergence": self.divergence != "reverse_kl",
@@ -364,8 +371,8 @@ class Preference(Loss):
         }.items():
             if reads and others:
                 raise ConfigError(
-                    f"found {field}={getattr(self, field)} with loss={others[0]}, which takes the two answers one by "
-                    f"one; expected a function of their difference ({', '.join(_named('is_of_x'))}); leave {field} "
+                    f"found {key}={getattr(self, key)} with loss={others[0]}, which takes the two answers one by "
+                    f"one; expected a function of their difference ({', '.join(_named('is_of_x'))}); leave {key} "
                     "out, or name one of those"
                 )
         if self.reference_free and self.divergence not in ("reverse_kl", "alpha"):
@@ -407,10 +414,6 @@ class Preference(Loss):
     @property
     def needs_values(self) -> tuple[str, ...]:
         return ("preference", "margin") if self.margin else ("preference",)
-
-    @property
-    def wants(self) -> Wants:
-        return Wants(entropy=self.entropy)
 
     @property
     def observes(self) -> bool:
@@ -534,7 +537,7 @@ def cpo(
 
 
 @dataclass(frozen=True)
-class Orpo(Loss):
+class Orpo(AnswerLoss):
     """ORPO, arXiv 2403.07691, eq. 6 and 7, with beta for lambda. With q = log pi(y|x) / |y|:
 
         sft + beta * -log s(log odds(w) - log odds(l)),        log odds = q - log(1 - e^q)
@@ -549,12 +552,6 @@ class Orpo(Loss):
 
     beta: float = 0.1
     """The weight of the odds ratio: lambda in the paper."""
-    entropy: bool = False
-    """Report the entropy as a metric."""
-
-    @property
-    def wants(self) -> Wants:
-        return Wants(entropy=self.entropy)
 
     def __call__(self, scores: Scores, packed: Packed) -> LossSum:
         sums = answers(scores, packed, has_reference=False)
@@ -582,7 +579,7 @@ UnpairedVariant: TypeAlias = Literal["kto", "bco", "apo_zero"]
 
 
 @dataclass(frozen=True)
-class Unpaired(Loss):
+class Unpaired(AnswerLoss):
     """KTO and its neighbours, on single answers, each a sample with ``label`` 1 (good) or 0 (bad).
 
     With r = beta * (log pi(y|x) - log ref(y|x)), s the logistic function, y = +1 for desirable answers and -1 for
@@ -608,16 +605,10 @@ class Unpaired(Loss):
     """Scale of the log-ratio: larger keeps the policy closer to the reference."""
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
-    entropy: bool = False
-    """Report the entropy as a metric."""
 
     @property
     def units(self) -> Mapping[str, Unit]:
         return {self.variant: "sequence"}
-
-    @property
-    def wants(self) -> Wants:
-        return Wants(entropy=self.entropy)
 
     @property
     def observes(self) -> bool:

@@ -207,7 +207,7 @@ def _load_reference(
 ) -> Scorer:
     """Another model, sharded, with the attention and dtype of the policy, for the same micro-batches."""
     key = "reference.model"
-    config = _load_config(path, key, run.trust_remote_code)
+    config = load_config_of(path, key, run.trust_remote_code)
     require_language_model(path, config, key)
     require_same_inputs(run, inputs, path, key)
     require_context(f"{key}={path}", context_length(config), inputs.longest)
@@ -229,7 +229,8 @@ def _load_reference(
     return scorer
 
 
-def _load_config(path: str, key: str, trust_remote_code: bool) -> PreTrainedConfig:
+def load_config_of(path: str, key: str, trust_remote_code: bool) -> PreTrainedConfig:
+    """The configuration of another model. An error begins with the ``key`` that names the model."""
     try:
         return load_config(path, trust_remote_code)
     except ModelError as error:
@@ -257,7 +258,7 @@ def require_same_pictures(run: RunConfig, inputs: Inputs, path: str, key: str) -
     data = [split for split in (inputs.train, inputs.eval) if split is not None]
     if image_store is None or not any(split.report.num_pictures for split in data):
         return
-    config = _load_config(path, key, trust)
+    config = load_config_of(path, key, trust)
     require_same_processor(path, config, inputs.tokenizer, image_store, key, trust)
 
 

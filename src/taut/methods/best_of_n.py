@@ -13,8 +13,8 @@ from taut.errors import CheckFailed, ConfigError
 from taut.losses import Loss
 from taut.methods.method import MethodName
 from taut.methods.online import OnlineMethod
-from taut.rl.advantages import Credit, Credited, by_group, credited
-from taut.rl.rollout import Group, Said, sample_of
+from taut.rl.advantages import Credit, TrainSample
+from taut.rl.rollout import Group, ModelScores, sample_of
 from taut.rl.sampler import Trajectory
 from taut.train.optim import DefaultRates
 
@@ -43,35 +43,41 @@ class Best(Credit):
         self.good = max(self.good, config.min_reward or 0.0)
 
     def is_useful(self, group: Group) -> bool:
-        return any(
-            score.total is not None and self._may_be_learned(trajectory, score.total)
-            for trajectory, score in group.judged
-        )
+        return bool(self._best(group))
 
-    def _may_be_learned(self, trajectory: Trajectory, reward: float) -> bool:
-        is_whole = trajectory.finish_reason != "length" or self.config.overlong == "keep"
-        return is_whole and (self.config.min_reward is None or reward >= self.config.min_reward)
+    def _best(self, group: Group) -> list[Trajectory]:
+        """The answers that are learned."""
+        least, keeps_cut = self.config.min_reward, self.config.overlong == "keep"
+        good = [
+            trajectory
+            for trajectory in group.rewarded
+            if (keeps_cut or not trajectory.is_cut)
+            and (least is None or trajectory.reward >= least)
+        ]
+        return sorted(good, key=lambda trajectory: -trajectory.reward)[: self.config.keep]
 
-    def trees(self, paths: Sequence[Trajectory], said: Said) -> Credited:
-        made = []
-        for group in by_group(paths).values():
-            good = [path for path in group if self._may_be_learned(path, path.reward)]
-            best = sorted(good, key=lambda path: -path.reward)[: self.config.keep]
-            made += [(path, sample_of(path, path.name, has_reads=False)) for path in best]
-        if not made:
-            raise CheckFailed(self._nothing(paths))
-        kept = float(np.mean([path.reward for path, _ in made]))
-        return credited(made, {"kept": float(len(made)), "reward_kept": kept}, {})
-
-    def _nothing(self, paths: Sequence[Trajectory]) -> str:
-        """The error where a rollout has no answer to train on."""
-        whole = [path for path in paths if not path.is_cut]
-        if not whole and self.config.overlong == "drop":
-            return (
-                f"all {len(paths)} completions of a rollout were cut, and best_of_n.overlong=drop leaves those out; "
-                "expected some that end; raise rollout.max_new_tokens, or set best_of_n.overlong=keep"
+    def assign(
+        self, groups: Sequence[Group], scores: ModelScores
+    ) -> tuple[list[TrainSample], dict[str, float]]:
+        chosen = [best for group in groups if (best := self._best(group))]
+        if not chosen:
+            raise CheckFailed(
+                self._why_nothing([t for group in groups for t in group.trajectories])
             )
-        best = max(path.reward for path in (whole if self.config.overlong == "drop" else paths))
+        rewards = [trajectory.reward for best in chosen for trajectory in best]
+        metrics = {"kept": float(len(rewards)), "reward_kept": float(np.mean(rewards))}
+        return [TrainSample.of([(t, sample_of(t)) for t in best]) for best in chosen], metrics
+
+    def _why_nothing(self, trajectories: Sequence[Trajectory]) -> str:
+        """Why no answer of a rollout can be learned."""
+        drops_cut = self.config.overlong == "drop"
+        candidates = [t for t in trajectories if not (drops_cut and t.is_cut)]
+        if not candidates:
+            return (
+                f"all {len(trajectories)} completions of a rollout were cut, and best_of_n.overlong=drop leaves those "
+                "out; expected some that end; raise rollout.max_new_tokens, or set best_of_n.overlong=keep"
+            )
+        best = max(trajectory.reward for trajectory in candidates)
         return (
             f"no answer of a rollout has a reward of best_of_n.min_reward={self.config.min_reward:g}; the best has "
             f"{best:g}; expected some; lower it, raise rollout.n, or take easier prompts"

@@ -18,9 +18,8 @@ from taut.methods.method import MethodName
 from taut.methods.online import OnlineMethod
 from taut.methods.teacher import DistillConfig
 from taut.rewards.panel import PanelConfig
-from taut.rl.advantages import Credit, Credited, credited
-from taut.rl.rollout import RolloutConfig, Said, sample_of
-from taut.rl.sampler import Trajectory
+from taut.rl.advantages import Credit, TrainSample
+from taut.rl.rollout import Group, ModelScores, RolloutConfig, sample_of
 from taut.train.optim import DefaultRates
 
 
@@ -58,9 +57,11 @@ class GkdConfig(DistillConfig):
 class All(Credit):
     """Every answer unchanged: the teacher judges each token."""
 
-    def trees(self, paths: Sequence[Trajectory], said: Said) -> Credited:
-        made = [(path, sample_of(path, path.name, has_reads=False)) for path in paths]
-        return credited(made, {}, {})
+    def assign(
+        self, groups: Sequence[Group], scores: ModelScores
+    ) -> tuple[list[TrainSample], dict[str, float]]:
+        made = [[(t, sample_of(t)) for t in group.trajectories] for group in groups]
+        return [TrainSample.of(samples) for samples in made], {}
 
 
 @configclass

@@ -123,7 +123,7 @@ class Models:
     budget: Budget
     """How a step is divided among ranks and micro-batches."""
     library_logps: Mapping[str, Tensor]
-    """Sample id -> log-probs of the library's own forward; empty where the first step is not compared."""
+    """Sample id -> logprobs of the library's own forward; empty where the first step is not compared."""
     compute: Callable[[], AbstractContextManager[Any]]
     """The precision context of a forward."""
     compute_backward: Callable[[], AbstractContextManager[Any]]

@@ -47,9 +47,9 @@ from taut.models.noise import NoiseConfig
 from taut.models.reward_model import NewHead
 from taut.models.tokens import TokensConfig
 from taut.rewards import files_of
-from taut.rewards.in_process import files_read
-from taut.rewards.registry import RewardSpec
+from taut.rewards.registry import RewardSpec, files_read
 from taut.train.checkpoint import CheckpointConfig
+from taut.train.distributed import Ranks
 from taut.train.log import LogConfig
 from taut.train.monitors import LossMonitorConfig
 from taut.train.optim import DefaultRates, OptimConfig
@@ -387,12 +387,15 @@ class RunConfig:
 
     def connect(
         self,
-        trainer: Trainer,
+        source: StepSource,
         inputs: Inputs,
         models: Models,
         make_engine: Callable[..., LocalEngine],
-    ) -> None:
-        """Connect the source of steps with the trainer and an engine, if it generates."""
+        ranks: Ranks,
+        get_trainer: Callable[[], Trainer],
+    ) -> StepSource:
+        """The source of steps with what it needs besides data. ``get_trainer``: the trainer, which is made after it."""
+        return source
 
     def describe_rollouts(self, num_steps: int) -> str | None:
         """The plan of a run that generates, in a sentence; None: its steps are laid out from data."""

@@ -13,27 +13,31 @@ from typing import ClassVar
 from taut.config import Decision, configclass, home_path
 from taut.data.batching import START, Cursor, Order
 from taut.data.dataset import Dataset, Split
-from taut.data.prompts import PromptSet, load_prompt_set
+from taut.data.prompts import PromptRow, PromptSet, load_prompt_set
 from taut.data.render import Renderer
 from taut.data.schema import Kind
-from taut.errors import ConfigError
+from taut.errors import ConfigError, DataError, EngineError
 from taut.evals.answers import EvalSampling
 from taut.evals.during import AnswersConfig
-from taut.inference.engine import Sampling
+from taut.inference.engine import Sampling, require_text, require_usable
 from taut.inference.local import LocalEngine
+from taut.inference.reward_model import open_rater
+from taut.inference.vllm import ServerEngine
+from taut.inference.weight_sync import Trained
 from taut.io.console import counted
 from taut.methods.inputs import Inputs, Language, MayChange, Models, Plan
 from taut.methods.method import RunConfig
 from taut.methods.reference import ReferenceConfig
 from taut.models.load import context_length
-from taut.rewards.in_process import files_read
-from taut.rewards.panel import PanelConfig
-from taut.rewards.registry import RewardSpec, files_of
-from taut.rl import setup
+from taut.rewards.panel import Panel, PanelConfig, open_panel
+from taut.rewards.registry import RewardSpec, files_of, files_read, require_judgeable
 from taut.rl.advantages import Credit
-from taut.rl.monitors import Guard, RolloutMonitorConfig
-from taut.rl.online import Crew, Online
-from taut.rl.rollout import RolloutConfig
+from taut.rl.environment import EnvironmentPool, open_environments
+from taut.rl.monitors import RolloutMonitor, RolloutMonitorConfig
+from taut.rl.online import Online
+from taut.rl.rollout import RESERVED, RolloutConfig, RolloutWorker
+from taut.sandbox import shared
+from taut.train.distributed import Ranks
 from taut.train.trainer import Monitor, StepSource, Trainer
 from taut.types import Prompt
 
@@ -56,7 +60,7 @@ class OnlineMethod(RunConfig):
     )
     is_judged: ClassVar[bool] = True
     """Whether the method learns from rewards."""
-    unread_guard_keys: ClassVar[Sequence[str]] = (
+    unread_monitor_keys: ClassVar[Sequence[str]] = (
         "warn_logprob_difference",
         "max_logprob_difference",
         "warn_effective_size",
@@ -89,7 +93,7 @@ class OnlineMethod(RunConfig):
                 "single answer has none that its reward could differ from; expected rollout.n of 2 or more; raise it, "
                 "or take rollout.dynamic_sampling_rounds out"
             )
-        for name in self.unread_guard_keys:
+        for name in self.unread_monitor_keys:
             if getattr(self.rollout_monitor, name) != getattr(RolloutMonitorConfig, name):
                 raise ConfigError(
                     f"rollout_monitor.{name}={getattr(self.rollout_monitor, name):g} watches policy gradients, and "
@@ -130,7 +134,7 @@ class OnlineMethod(RunConfig):
         return REWARD_ENDS
 
     def extra_forwards(self) -> int:
-        return super().extra_forwards() + self.make_credit().asked.policy
+        return super().extra_forwards() + self.make_credit().wants.logp
 
     # -- prompts and steps
 
@@ -156,48 +160,159 @@ class OnlineMethod(RunConfig):
         size = batch.samples_per_step * rollout.minibatches
         order = Order(train.weights, self.seed, size, batch.shuffle, groups)
         num_steps = self.steps or order.num_steps(self.epochs or 1.0) * rollout.updates
-        guard = Guard(self.rollout_monitor, self.method, self.ends_remedy)
-        online = Online(rollout, train, order, self.make_credit(), guard, self.seed)
+        monitor = RolloutMonitor(self.rollout_monitor, self.method, self.ends_remedy)
+        online = Online(rollout, train, order, self.make_credit(), monitor, self.seed)
         return Plan(online, num_steps, cursor)
 
     def sampling(self, seed: int) -> Sampling:
         return self.rollout.sampling(seed)
 
     def monitors(self, source: StepSource) -> Sequence[Monitor]:
-        """The guard, which also examines each rollout."""
+        """The monitor, which also examines each rollout."""
         assert isinstance(source, Online)
-        return [source.guard]
+        return [source.monitor]
 
     def connect(
         self,
-        trainer: Trainer,
+        source: StepSource,
         inputs: Inputs,
         models: Models,
         make_engine: Callable[..., LocalEngine],
-    ) -> None:
-        """Connect engine, rewards and environment, which are opened when they are first needed."""
-        online = trainer.source
-        assert isinstance(online, Online)
-        setting = setup.Setting(
-            config=self.rollout,
-            rewards=self.rewards,
-            grading=self.grading,
-            credit=online.credit,
-            is_judged=self.is_judged,
-            decisions=self.loss_decisions(),
-            prompts=online.prompts.prompt_rows,
-            make_local=make_engine,
-            renderer=inputs.renderer,
-            stops=inputs.stops,
-            context=context_length(inputs.config),
-            scorer=models.scorer,
-            compute=models.compute,
-            dtype=models.loaded.dtype.dtype,
-            seed=self.seed,
-            ranks=trainer.ranks,
+        ranks: Ranks,
+        get_trainer: Callable[[], Trainer],
+    ) -> Online:
+        """With engine, rewards and environment, which are opened when they are first needed."""
+        assert isinstance(source, Online)
+        return replace(
+            source,
+            get_trainer=get_trainer,
+            roles=models.roles if self.scores_reference_first else (),
+            open_worker=partial(self.open_worker, source, inputs, models, make_engine, ranks),
         )
-        roles = trainer.roles if self.scores_reference_first else ()
-        online.join(Crew(trainer, roles, partial(setup.open_roller, setting)))
+
+    def open_worker(
+        self,
+        source: Online,
+        inputs: Inputs,
+        models: Models,
+        make_engine: Callable[..., LocalEngine],
+        ranks: Ranks,
+    ) -> RolloutWorker:
+        """Open engine, rewards and environment. Raises TautError if one of them cannot be used; every rank calls it."""
+        config, credit, asked = self.rollout, source.credit, source.prompts.prompt_rows
+        require_judgeable(self.rewards, ranks.size, ahead=config.asynchronous)
+        prompts = [row.as_prompt() for row in asked]
+        if config.engine == "server":
+            require_text(prompts)
+        ranks = ranks.on_cpu() if config.asynchronous else ranks
+        panel: Panel | None = None
+        if ranks.is_writer and self.rewards:
+            panel = open_panel(self.rewards, self.grading, reserved=RESERVED, open_rater=open_rater)
+        engine: LocalEngine | ServerEngine | None = None
+        try:
+            without = [] if panel is None else self._rows_without_answer(panel, asked)
+            if config.engine == "local":
+                engine = make_engine(config=config.local)
+            else:
+                engine = self._open_server(inputs, models, ranks)
+            require_usable(prompts, engine.context)
+            environments = open_environments(
+                config.environment,
+                inputs.renderer,
+                inputs.stops.ids,
+                engine.context,
+                ranks,
+                rows=asked,
+                stop=config.stop,
+            )
+            # An environment that rewards a cut path itself: that reward would be replaced.
+            if (
+                credit.bootstraps_cut
+                and environments is not None
+                and hasattr(environments.make, "cut")
+            ):
+                raise ConfigError(
+                    "ppo.bootstrap_truncated=true replaces the reward of a cut path by the critic's value, and "
+                    f"{config.environment.name} has a method cut, which says what a cut path is worth; expected one of "
+                    "the two; take one out"
+                )
+        except BaseException:
+            if panel is not None:
+                panel.close()
+            if isinstance(engine, ServerEngine):
+                engine.close()
+            raise
+        return RolloutWorker(
+            config=config,
+            prompts=asked,
+            engine=engine,
+            panel=panel,
+            environments=environments,
+            seed=self.seed,
+            ranks=ranks,
+            is_judged=self.is_judged,
+            is_useful=credit.is_useful,
+            needs_one=credit.needs_one,
+            settled=[*without, *self.rollout_decisions(panel, engine, environments)],
+        )
+
+    def _rows_without_answer(self, panel: Panel, asked: Sequence[PromptRow]) -> list[Decision]:
+        """A decision about rows without a right answer. Raises DataError if all rewards need one and no row has it."""
+        needing = [part.label for part in panel.parts if part.verifier.needs_reference]
+        without = [row for row in asked if not row.references]
+        if not needing or not without:
+            return []
+        is_all = len(without) == len(asked) and len(needing) == len(panel.parts)
+        if is_all and not self.rollout.environment.is_on:
+            raise DataError(
+                f"{without[0].place}: the row has no right answer, nor has any other, and {needing[0]} holds answers "
+                "to one; expected a column such as answer; name it with rollout.reference, or take other rewards"
+            )
+        value = f"nothing of {len(without):,} of {len(asked):,} rows"
+        return [
+            Decision(needing[0], value, f"they have no right answer ({without[0].place} is one)")
+        ]
+
+    def _open_server(self, inputs: Inputs, models: Models, ranks: Ranks) -> ServerEngine:
+        """The server, which gets the weights that train. Raises EngineError if its logprobs are not those of what it
+        samples from.
+        """
+        config, context = self.rollout, context_length(inputs.config)
+        assert config.url is not None
+        tokenizer, stop_ids = inputs.renderer.tokenizer, inputs.stops.ids
+        server = ServerEngine.open(config.url, config.server, tokenizer, stop_ids, context)
+        try:
+            if server.kind == "none" or (server.kind != "processed" and config.temperature != 1):
+                raise EngineError(
+                    f"server: {config.url} gives {server.kind} log-probs; expected those of what it samples from, at "
+                    f"temperature {config.temperature:g}; start it with --logprobs-mode processed_logprobs"
+                )
+            dtype = models.loaded.dtype.dtype
+            return server.follow(Trained(models.scorer, ranks, dtype, models.compute))
+        except BaseException:
+            server.close()
+            raise
+
+    def rollout_decisions(
+        self,
+        panel: Panel | None,
+        engine: LocalEngine | ServerEngine,
+        environments: EnvironmentPool | None,
+    ) -> list[Decision]:
+        """What was decided for the user about the loss, the environment, the engine and the rewards."""
+        decisions = [
+            *self.loss_decisions(),
+            *(environments.decisions if environments is not None else []),
+        ]
+        if isinstance(engine, ServerEngine):
+            decisions += engine.decisions
+        if panel is not None:
+            decisions += panel.decisions
+        environment = self.rollout.environment
+        if "python" in environment.tools:
+            chosen = shared(remote=environment.remote).mechanism
+            decisions.append(Decision("sandbox", chosen.name, chosen.reason))
+        return list(dict.fromkeys(decisions))
 
     # -- files
 

@@ -20,9 +20,8 @@ from taut.methods.method import MethodName
 from taut.methods.online import OnlineMethod, require_live_reference
 from taut.methods.preference import DpoConfig
 from taut.methods.reference import STREAM, ReferenceConfig
-from taut.rl.advantages import Credit, Credited, by_group, credited
-from taut.rl.rollout import RolloutConfig, Said, sample_of
-from taut.rl.sampler import Trajectory
+from taut.rl.advantages import Credit, TrainSample
+from taut.rl.rollout import Group, ModelScores, RolloutConfig, sample_of
 from taut.train.optim import DefaultRates
 
 
@@ -39,22 +38,26 @@ class Pairs(Credit):
 
     needs_one = True
 
-    def trees(self, paths: Sequence[Trajectory], said: Said) -> Credited:
+    def assign(
+        self, groups: Sequence[Group], scores: ModelScores
+    ) -> tuple[list[TrainSample], dict[str, float]]:
         reward_of = attrgetter("reward")
-        made = []
-        for group in by_group(paths).values():
-            best, worst = max(group, key=reward_of), min(group, key=reward_of)
+        pairs = []
+        for group in groups:
+            best = max(group.trajectories, key=reward_of)
+            worst = min(group.trajectories, key=reward_of)
             if best.reward > worst.reward:
-                for path in (best, worst):
-                    values = {"preference": path.reward, "margin": path.reward}
-                    sample = sample_of(path, path.name, has_reads=False)
-                    made.append((path, replace(sample, values=values)))
-        if not made:
+                made = [
+                    (t, replace(sample_of(t), values={"preference": t.reward, "margin": t.reward}))
+                    for t in (best, worst)
+                ]
+                pairs.append(TrainSample.of(made, is_atom=True))
+        if not pairs:
             raise CheckFailed(
                 "in no group of a rollout is one answer better than another, so there is no pair to learn from; "
                 "expected rewards that differ; set rollout.dynamic_sampling_rounds, or take easier or harder prompts"
             )
-        return credited(made, {"pairs": len(made) / 2}, {}, is_atom=True)
+        return pairs, {"pairs": float(len(pairs))}
 
 
 @configclass

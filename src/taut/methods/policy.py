@@ -33,7 +33,7 @@ from taut.methods.aux_models import AuxModels
 from taut.methods.online import OnlineMethod, require_live_reference
 from taut.methods.preference import require_valid_loss
 from taut.methods.reference import ReferenceConfig
-from taut.rl.advantages import Gae, KlPenalty, PolicyCredit, ShapingConfig, Ways
+from taut.rl.advantages import Gae, KlPenalty, PolicyCredit, ShapingConfig
 
 PolicyLoss: TypeAlias = Literal["clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "reinforce"]
 """The names of losses.policy.SURROGATES; a test holds them to it."""
@@ -266,7 +266,7 @@ class PolicyConfig:
 class PolicyMethod(OnlineMethod):
     """A method that learns by policy gradients."""
 
-    unread_guard_keys: ClassVar[Sequence[str]] = ()
+    unread_monitor_keys: ClassVar[Sequence[str]] = ()
 
     shaping: ShapingConfig = ShapingConfig()
     reference: ReferenceConfig = ReferenceConfig()
@@ -317,15 +317,15 @@ class PolicyMethod(OnlineMethod):
         policy, penalty = self.policy, None
         if policy.penalty_coef > 0:
             penalty = KlPenalty(policy.penalty_coef, policy.kl_target)
-        ways = Ways(
-            estimate=self.estimate(),
-            shaping=self.shaping,
+        return PolicyCredit(
+            self.loss(),
+            self.estimate(),
+            self.shaping,
             limit=self.rollout.grows,
             temperature=self.rollout.temperature,
             has_old=not self._is_fresh,
             penalty=penalty,
         )
-        return PolicyCredit(self.loss(), ways)
 
     @property
     def scores_reference_first(self) -> bool:

@@ -40,7 +40,7 @@ class ReferenceConfig:
     model: str | None = None
     """Directory (or hub name) of another model to use as the reference, with the same tokenizer."""
     file: str | None = None
-    """Cache the log-probs of the reference in this file (.safetensors). It is computed before training if it does not
+    """Cache the logprobs of the reference in this file (.safetensors). It is computed before training if it does not
     exist, and refused if it was made of another model, data or setting. Then no reference is held while training."""
     update_every: Annotated[int, Field(ge=0)] = 0
     """Steps between updates of the reference towards the policy (TR-DPO); 0: never."""

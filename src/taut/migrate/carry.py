@@ -169,7 +169,7 @@ class _Draft:
                     key, "machine", f"where it is written is not known ({option.obstacle}): out"
                 )
             elif key == "config" or judge_option(option, self.known_options).outcome == "lacking":
-                self._record(key, "lacking", f"the value is not known ({option.obstacle})")
+                self._lacking(key, f"the value is not known ({option.obstacle})")
 
     def _is_option(self, setting: Setting) -> bool:
         """False for a table, whose entries are settings themselves, and for ``no_KEY`` next to KEY."""
@@ -196,6 +196,14 @@ class _Draft:
 
     def _carried(self, key: str, *keys: str, why: str = "") -> None:
         self._record(key, "carried", why or ", ".join(keys), keys)
+
+    def _set(self, key: str, name: str, value: Any) -> None:
+        """Carry an option as the value of taut's key ``name``."""
+        self.settings[name] = value
+        self._carried(key, name)
+
+    def _lacking(self, key: str, why: str) -> None:
+        self._record(key, "lacking", why)
 
     def _needless(self, why: str, *keys: str) -> None:
         for key in keys:
@@ -224,7 +232,7 @@ class _Draft:
             if self._is_unknown(key):
                 self._fill_in(name, name.rpartition(".")[2].upper())
             elif value is not None and not isinstance(value, bool | int | float | str):
-                self._record(key, "lacking", f"one value is expected by {name}")
+                self._lacking(key, f"one value is expected by {name}")
             else:
                 if value is None or (name == "optim.clip_grad_norm" and value == 0):
                     value = "none" if name == "optim.clip_grad_norm" else None
@@ -239,13 +247,11 @@ class _Draft:
         names = ("model", "model_name_or_path", "model.model_name_or_path")
         key = next(name for name in names if name in self.recipe.settings)
         if isinstance(self.recipe.settings[key].value, list | dict):
-            self._record(key, "lacking", "several values in the place of one model")
+            self._lacking(key, "several values in the place of one model")
             self._fill_in("model", "MODEL")
         elif self.facts.answer("is_adapter").holds:
-            self._record(
-                key,
-                "lacking",
-                "an adapter in the model's place: name its base model, and it as lora.adapter",
+            self._lacking(
+                key, "an adapter in the model's place: name its base model, and it as lora.adapter"
             )
         else:
             self._carried(key, "model")
@@ -257,7 +263,7 @@ class _Draft:
             if config is None:
                 self.assumed.append(f"{model} is no mixture of experts: {why}")
             elif "output_router_logits" in config or "num_experts_per_tok" in config:
-                self._record("router_aux_loss_coef", "lacking", f"not set: {why}")
+                self._lacking("router_aux_loss_coef", f"not set: {why}")
 
     def _uses_hugging_face(self) -> bool:
         variable = self.recipe.environment.get("USE_HF")
@@ -281,12 +287,11 @@ class _Draft:
     ) -> None:
         """Set ``name`` to the sources, or leave it to the user where taut cannot express them."""
         if lacks or not sources:
-            self._record(key, "lacking", lacks or "no data are named")
+            self._lacking(key, lacks or "no data are named")
             self._fill_in(name, "ROWS.jsonl" if name == "data.train" else "EVAL.jsonl")
             return
         is_one_path = len(sources) == 1 and set(sources[0]) == {"path"}
-        self.settings[name] = sources[0]["path"] if is_one_path else sources
-        self._carried(key, name)
+        self._set(key, name, sources[0]["path"] if is_one_path else sources)
 
     def _carry_trl_data(self) -> None:
         mixtures = [key for key in ("datasets", "dataset_mixture.datasets") if key in self.given]
@@ -298,8 +303,7 @@ class _Draft:
         if text in (None, "text"):
             self._needless("what taut reads in any case", "dataset_text_field")
         else:
-            self.settings["data.columns"] = {"text": text}
-            self._carried("dataset_text_field", "data.columns")
+            self._set("dataset_text_field", "data.columns", {"text": text})
 
     def _carry_trl_name(self) -> None:
         """``dataset_name`` with its configuration and splits."""
@@ -329,16 +333,14 @@ class _Draft:
                 self._needless("nothing is evaluated", "dataset_test_split")
             return
         split = self._value("dataset_test_split", "test")
-        self.settings["data.eval"] = [source | {"split": split}]
-        self._carried("eval_strategy", "data.eval")
+        self._set("eval_strategy", "data.eval", [source | {"split": split}])
         self._carried("dataset_test_split", "data.eval")
         self._carry_eval_steps("eval_steps")
 
     def _carry_eval_steps(self, key: str) -> None:
         steps = self._value(key)
         if type(steps) is int and steps > 0:
-            self.settings["eval.every"] = steps
-            self._carried(key, "eval.every")
+            self._set(key, "eval.every", steps)
         elif not self._is_unknown(key):
             self._needless("how often is evaluated does not change what is learned", key)
 
@@ -395,12 +397,11 @@ class _Draft:
                 self._carry_eval_steps("eval_steps")
         columns, names = self._value("columns"), load_table().columns
         if isinstance(columns, dict) and set(map(str, columns.values())) <= names.keys():
-            self.settings["data.columns"] = {
-                names[ours]: theirs for theirs, ours in columns.items()
-            }
-            self._carried("columns", "data.columns")
+            self._set(
+                "columns", "data.columns", {names[ours]: theirs for theirs, ours in columns.items()}
+            )
         elif "columns" in self.given and not self._is_unknown("columns"):
-            self._record("columns", "lacking", "columns that taut has no name for")
+            self._lacking("columns", "columns that taut has no name for")
         if "self-cognition" not in str(self._value("dataset", "")):
             self._needless(
                 "fills in rows of swift/self-cognition only", "model_name", "model_author"
@@ -408,10 +409,8 @@ class _Draft:
         else:
             for key in ("model_name", "model_author"):
                 if key in self.given:
-                    self._record(
-                        key,
-                        "lacking",
-                        "fills in {{NAME}} and {{AUTHOR}} in rows of swift/self-cognition",
+                    self._lacking(
+                        key, "fills in {{NAME}} and {{AUTHOR}} in rows of swift/self-cognition"
                     )
 
     def _carry_openrlhf_data(self) -> None:
@@ -444,10 +443,9 @@ class _Draft:
             names = {"default": "assistant", "last_round": "last", "all": "all"}
             scale = self._value("loss_scale", "default")
             if isinstance(scale, str) and scale in names:
-                self.settings["data.targets"] = names[scale]
-                self._carried("loss_scale", "data.targets")
+                self._set("loss_scale", "data.targets", names[scale])
             elif not self._is_unknown("loss_scale"):
-                self._record("loss_scale", "lacking", "weights of tokens by a pattern")
+                self._lacking("loss_scale", "weights of tokens by a pattern")
             self._needless("follows from loss_scale", "is_binary_loss_scale")
             self._carry_thoughts()
         elif self.is_hf:
@@ -464,7 +462,7 @@ class _Draft:
             return
         if self.recipe.value(key, True) is not False and thinks is not False:
             if thinks:
-                self._record(key, "lacking", f"{why}: put it into the rows")
+                self._lacking(key, f"{why}: put it into the rows")
                 return
             self.assumed.append(
                 f"the model's template has no switch for thinking: of one that has, {why}"
@@ -487,9 +485,8 @@ class _Draft:
         else:
             self._fill_in("data.targets", "TARGETS")
             self._needless("off", "completion_only_loss")
-            self._record(
+            self._lacking(
                 keys[0],
-                "lacking",
                 "off: trl learns all tokens of messages (data.targets=all), and of prompts with completions the "
                 "completions (data.targets=assistant); the rows are not here",
             )
@@ -523,29 +520,26 @@ class _Draft:
                 "data.input_template",
             )
             if not is_off(value("data.tokenizer_chat_template")):
-                self._record(
-                    "data.tokenizer_chat_template", "lacking", "write it to a file: data.template"
-                )
+                self._lacking("data.tokenizer_chat_template", "write it to a file: data.template")
                 self._fill_in("data.template", "TEMPLATE.jinja")
         else:
             self.settings["data.columns"] = {"prompt": question} | _present("completion", answer)
             if answer is None and not self._is_unknown(keys[1]):
-                self._record(
-                    keys[1], "lacking", "not set: which column holds the answers is not known"
-                )
+                self._lacking(keys[1], "not set: which column holds the answers is not known")
             template = value("data.input_template", "User: {}\nAssistant: ")
             if template is None or "{}" not in str(template):
                 self._needless("off", "data.input_template")
             else:
                 why = f"the prompt is written as {json.dumps(template)}, not with a chat template: put it into the rows"
-                self._record("data.input_template", "lacking", why)
+                self._lacking("data.input_template", why)
             self._needless("off", "data.apply_chat_template")
             self._needless("no chat template is used", "data.tokenizer_chat_template")
         for key in keys:
             if key not in self.outcomes:
                 self._carried(key, "data.columns")
-        self.settings["data.targets"] = "assistant" if value("data.multiturn") else "last"
-        self._carried("data.multiturn", "data.targets")
+        self._set(
+            "data.multiturn", "data.targets", "assistant" if value("data.multiturn") else "last"
+        )
 
     def carry_length(self) -> None:
         """Long rows, and the recipe's chat template."""
@@ -564,27 +558,25 @@ class _Draft:
             self._fill_in("data.max_length", "MAX_LENGTH")
         strategy = self._value("truncation_strategy")
         if strategy in (None, "delete", "right"):
-            self.settings["data.too_long"] = (
-                "truncate" if strategy == "right" else self.settings["data.too_long"]
+            self._set(
+                "truncation_strategy",
+                "data.too_long",
+                "truncate" if strategy == "right" else self.settings["data.too_long"],
             )
-            self._carried("truncation_strategy", "data.too_long")
         else:
-            self._record(
-                "truncation_strategy", "lacking", "data.too_long cuts at the end, drops, or refuses"
-            )
+            self._lacking("truncation_strategy", "data.too_long cuts at the end, drops, or refuses")
         if self._value("truncation_mode", "keep_start") == "keep_start":
             self._carried("truncation_mode", "data.too_long")
         else:
-            self._record("truncation_mode", "lacking", "data.too_long=truncate keeps the start")
+            self._lacking("truncation_mode", "data.too_long=truncate keeps the start")
         for key in ("chat_template", "chat_template_path"):
             template = self._value(key)
             if is_off(template):
                 self._needless("off", key)
             elif key == "chat_template_path" and str(template).endswith(".jinja"):
-                self.settings["data.template"] = template
-                self._carried(key, "data.template")
+                self._set(key, "data.template", template)
             else:
-                self._record(key, "lacking", "write the template to a file: data.template")
+                self._lacking(key, "write the template to a file: data.template")
                 self._fill_in("data.template", "TEMPLATE.jinja")
         if self.is_swift:
             self._carry_limits_of_pictures()
@@ -604,10 +596,9 @@ class _Draft:
             if value is None or self.is_vision is False:
                 self._needless("the model takes no pictures", key)
             elif not isinstance(value, int | float):
-                self._record(key, "lacking", f"a number is expected by {name}")
+                self._lacking(key, f"a number is expected by {name}")
             else:
-                self.settings[name] = min(value, self.settings.get(name, value))
-                self._carried(key, name)
+                self._set(key, name, min(value, self.settings.get(name, value)))
 
     # -- steps
 
@@ -629,7 +620,7 @@ class _Draft:
         each, times, shards = map(self._value, keys, defaults)
         for key, value in zip(keys, (each, times, shards), strict=True):
             if key in self.given and not self._is_unknown(key) and not _is_count(value):
-                self._record(key, "lacking", "a whole number above 0 is expected")
+                self._lacking(key, "a whole number above 0 is expected")
         if times is None and keys[1] not in self.given and _is_count(each) and number:
             times = max(1, math.ceil(16 / each / number))
         is_known = all(map(_is_count, (each, times, shards, number)))
@@ -639,7 +630,7 @@ class _Draft:
             if number is None:
                 why = f"how many processes is not known ({self.processes.reason}): --processes N"
                 for key in stated_by - self.outcomes.keys():
-                    self._record(key, "lacking", why)
+                    self._lacking(key, why)
             why = "batch.samples_per_step: a factor of SAMPLES"
         else:
             rows = each * times * max(1, number // shards)
@@ -659,16 +650,13 @@ class _Draft:
             return
         self._fill_in("batch.samples_per_step", "SAMPLES")
         length = self._value("packing_length") or self.settings.get("data.max_length", "max_length")
-        self._record(
+        self._lacking(
             "packing",
-            "lacking",
             f"a step is {packs} of {length} tokens; batch.samples_per_step counts samples: multiply by those in a pack",
         )
         self._needless("reported with packing", "packing_length")
         if self._value("packing_strategy") == "wrapped":
-            self._record(
-                "packing_strategy", "lacking", "samples are joined and cut; taut cuts none"
-            )
+            self._lacking("packing_strategy", "samples are joined and cut; taut cuts none")
         else:
             self._needless("packing is exact", "packing_strategy")
 
@@ -685,10 +673,8 @@ class _Draft:
                 self._fill_in("steps", "STEPS")
             self._carried("max_steps", "steps")
             if not is_off(self._value("max_epochs")):
-                self._record(
-                    "max_epochs",
-                    "lacking",
-                    "training ends at max_steps or max_epochs, whichever is first",
+                self._lacking(
+                    "max_epochs", "training ends at max_steps or max_epochs, whichever is first"
                 )
             self._needless("max_steps holds", *(key for key in keys if key not in self.outcomes))
             return
@@ -698,8 +684,7 @@ class _Draft:
                 self._fill_in("epochs", "EPOCHS")
                 return
             if self._value(key) is not None:
-                self.settings["epochs"] = self._value(key)
-                self._carried(key, "epochs")
+                self._set(key, "epochs", self._value(key))
                 break
         self._needless("max_epochs holds", *(key for key in keys if key not in self.outcomes))
 
@@ -712,12 +697,9 @@ class _Draft:
         if self._is_unknown(key):
             self._fill_in("optim.schedule", "SCHEDULE")
         elif schedule in SCHEDULES:
-            self.settings["optim.schedule"] = SCHEDULES[schedule]
-            self._carried(key, "optim.schedule")
+            self._set(key, "optim.schedule", SCHEDULES[schedule])
         else:
-            self._record(
-                key, "lacking", f"schedules are {', '.join(sorted(set(SCHEDULES.values())))}"
-            )
+            self._lacking(key, f"schedules are {', '.join(sorted(set(SCHEDULES.values())))}")
             self._fill_in("optim.schedule", "SCHEDULE")
         self._carry_lowest_rate(schedule)
         self._carry_warmup(schedule)
@@ -743,8 +725,7 @@ class _Draft:
         self.settings[name] = 0.0
         if not self.is_hf:
             if is_min:
-                self.settings[name] = self._value("min_lr_ratio", 0.1)
-                self._carried("min_lr_ratio", name)
+                self._set("min_lr_ratio", name, self._value("min_lr_ratio", 0.1))
             self._needless("of cosine_with_min_lr only", *(() if is_min else ("min_lr_ratio",)))
             return
         prefix = "lr_scheduler_kwargs."
@@ -761,7 +742,7 @@ class _Draft:
             ):
                 self.settings[name] = float(f"{value / rate:.6g}")
             else:
-                self._record(key, "lacking", "schedules take no other arguments")
+                self._lacking(key, "schedules take no other arguments")
                 continue
             self._carried(key, name)
         self._needless(
@@ -782,10 +763,8 @@ class _Draft:
             self._needless("a constant schedule has no warm-up there", *keys)
             return
         if all(warmups.values()) and len(keys) == 2:
-            self._record(
-                "warmup_ratio",
-                "lacking",
-                "set as well as warmup_steps: which holds depends on the release",
+            self._lacking(
+                "warmup_ratio", "set as well as warmup_steps: which holds depends on the release"
             )
             warmups["warmup_ratio"] = 0
         value = max(warmups.values())
@@ -823,16 +802,15 @@ class _Draft:
         if is_off(adapter):
             self._needless("off", "adapters")
         elif not has:
-            self._record(
-                "adapters",
-                "lacking",
-                "an adapter below a model that is trained whole: merge it first",
+            self._lacking(
+                "adapters", "an adapter below a model that is trained whole: merge it first"
             )
         elif isinstance(adapter, list) and len(adapter) > 1:
-            self._record("adapters", "lacking", "several adapters")
+            self._lacking("adapters", "several adapters")
         else:
-            self.settings["lora.adapter"] = adapter[0] if isinstance(adapter, list) else adapter
-            self._carried("adapters", "lora.adapter")
+            self._set(
+                "adapters", "lora.adapter", adapter[0] if isinstance(adapter, list) else adapter
+            )
             self._needless("the adapter's own settings hold", *names, *others)
             return
         if not has:
@@ -843,12 +821,10 @@ class _Draft:
             if self._is_unknown(key):
                 self._fill_in(name, name.rpartition(".")[2].upper())
             else:
-                self.settings[name] = self._value(key, default)
-                self._carried(key, name)
+                self._set(key, name, self._value(key, default))
         for key in ("use_rslora", "use_dora"):
             if self._value(key):
-                self.settings[f"lora.{key.removeprefix('use_')}"] = True
-                self._carried(key, f"lora.{key.removeprefix('use_')}")
+                self._set(key, f"lora.{key.removeprefix('use_')}", True)
             else:
                 self._needless("off", key)
         self._carry_modules(targets, saved)
@@ -857,8 +833,7 @@ class _Draft:
         """The modules with adapters, and those trained in full."""
         modules, regex = _names(self._value(targets)), self._value("target_regex")
         if regex:
-            self.settings["lora.targets"] = [f"/{regex}/"]
-            self._carried("target_regex", "lora.targets")
+            self._set("target_regex", "lora.targets", [f"/{regex}/"])
             self._needless("target_regex holds", targets)
         elif self._is_unknown(targets):
             self._fill_in("lora.targets", "MODULES")
@@ -870,29 +845,24 @@ class _Draft:
                 self.assumed.append(f"peft adapts {', '.join(chosen)} of {model_type} by itself")
                 self._carried(targets, "lora.targets")
             else:
-                self._record(targets, "lacking", UNKNOWN_TARGETS)
+                self._lacking(targets, UNKNOWN_TARGETS)
                 self._fill_in("lora.targets", "MODULES")
         elif modules in ([], ["all-linear"]):
             adapts_all = self.is_vision is True and not self.is_swift
-            self.settings["lora.targets"] = list(PARTS) if adapts_all else "all-linear"
-            self._carried(targets, "lora.targets")
+            self._set(targets, "lora.targets", list(PARTS) if adapts_all else "all-linear")
             if self.is_vision is None and not self.is_swift:
                 text = "of one that does peft's all-linear adapts the vision tower too"
                 self.assumed.append(f"the model takes no pictures: {text}")
         elif {"all-linear", "all-embedding", "all-norm", "embed_tokens"} & set(modules):
-            self._record(
-                targets, "lacking", "adapters on all linear modules and on others, or on embeddings"
-            )
+            self._lacking(targets, "adapters on all linear modules and on others, or on embeddings")
             self._fill_in("lora.targets", "MODULES")
         else:
-            self.settings["lora.targets"] = modules
-            self._carried(targets, "lora.targets")
+            self._set(targets, "lora.targets", modules)
         whole = _names(self._value(saved))
         if any(name.startswith("all-") for name in whole):
-            self._record(saved, "lacking", "lora.modules_to_save takes names of modules")
+            self._lacking(saved, "lora.modules_to_save takes names of modules")
         elif whole:
-            self.settings["lora.modules_to_save"] = whole
-            self._carried(saved, "lora.modules_to_save")
+            self._set(saved, "lora.modules_to_save", whole)
         else:
             self._needless("off", saved)
 
@@ -901,10 +871,9 @@ class _Draft:
         words = self._value("new_special_tokens")
         words = words if isinstance(words, list) else [words]
         if any(str(word).endswith(".txt") for word in words):
-            self._record("new_special_tokens", "lacking", "name the words of the file: tokens.add")
+            self._lacking("new_special_tokens", "name the words of the file: tokens.add")
         elif not is_off(words):
-            self.settings["tokens.add"] = [str(word) for word in words]
-            self._carried("new_special_tokens", "tokens.add")
+            self._set("new_special_tokens", "tokens.add", [str(word) for word in words])
 
     def carry_parts(self) -> None:
         """The parts of a vision-language model that ms-swift trains (by default the language model), with rates."""
@@ -931,10 +900,8 @@ class _Draft:
             else:
                 for key in FREEZES:
                     if key in self.given:
-                        self._record(
-                            key,
-                            "lacking",
-                            "parts of the model as well as modules by name: lora.targets",
+                        self._lacking(
+                            key, "parts of the model as well as modules by name: lora.targets"
                         )
         for key in FREEZES:
             if key not in self.outcomes:
@@ -975,9 +942,9 @@ class _Draft:
             if is_off(value) or words <= names:
                 self._record(key, "machine", "taut shards over all processes (FSDP2)")
             elif "offload" in str(value):
-                self._record(key, "lacking", "weights or optimizer states on the CPU")
+                self._lacking(key, "weights or optimizer states on the CPU")
             else:
-                self._record(key, "lacking", "the settings in its file are not read")
+                self._lacking(key, "the settings in its file are not read")
 
     def finish(self) -> Carried:
         """The outcomes of the remaining options, from the table."""

@@ -4,7 +4,7 @@ A ``Dialect`` says which commands start a framework, what its options are called
 ``read_recipe`` makes a ``Recipe`` of a settings file or a shell script. A settings file does not always name its
 method: it follows from the options, then from the file's name, then is sft; where several remain, it is an error.
 
-``table/options.json`` lists the options of each framework and method.
+``table/options.json`` lists the options of each framework and method, ``table/aliases.toml`` other names of options.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from taut.errors import ConfigError
@@ -39,12 +40,21 @@ PARENTS = 6
 
 
 class Start(NamedTuple):
+    """Words after which the framework's own options begin in a command."""
+
+    words: str
+    """A regular expression of one word, or of two with a space between them. Its group ``name`` is a method or
+    a name in ``Dialect.method_names``."""
+    is_script: bool = False
+
+
+class Found(NamedTuple):
     """Where the framework's own options begin in a command."""
 
     method: Method | None
     at: int
     """Index of the first option."""
-    is_script: bool = False
+    is_script: bool
 
 
 class Release(NamedTuple):
@@ -60,8 +70,7 @@ class Dialect:
 
     name: Framework
     library: str
-    find_start: Callable[[Sequence[str]], Start | None]
-    """The words of a command -> where this framework's options begin; None: it is another command."""
+    starts: tuple[Start, ...]
     methods: tuple[Method, ...]
     newest: Release
     """The release assumed where neither the caller nor the settings say one."""
@@ -80,6 +89,22 @@ class Dialect:
     """Aliases that win over the option itself, wherever they stand."""
     environment: str = ""
     """The key of a settings file under which it sets environment variables."""
+    method_names: Mapping[str, Method | None] = field(default_factory=dict)
+    """Names of commands that are not those of their methods -> the method; None: its options say it."""
+
+    def find_start(self, words: Sequence[str]) -> Found | None:
+        """Where this framework's options begin in a command; None: it is another command."""
+        for at, (word, after) in enumerate(zip(words, (*words[1:], ""), strict=True)):
+            for start in self.starts:
+                num_words = 1 + start.words.count(" ")
+                text = word if num_words == 1 else f"{word} {after}"
+                match = re.fullmatch(start.words, text, re.DOTALL)
+                if match is None:
+                    continue
+                names = {method: method for method in self.methods} | dict(self.method_names)
+                if match["name"] in names:
+                    return Found(names[match["name"]], at + num_words, start.is_script)
+        return None
 
 
 def read_recipe(
@@ -93,7 +118,17 @@ def read_recipe(
         keys_in_file = {setting.key for setting in settings}
         launch = {"place": path.name}
     else:
-        (words, exported, start), *others = _framework_commands(dialect, path)
+        own_commands = [
+            (words, exported, start)
+            for words, exported in commands(read_text(path), path.name)
+            if (start := dialect.find_start([word.text for word in words])) is not None
+        ]
+        if not own_commands:
+            raise ConfigError(
+                f"{path} has no command of {dialect.name}; expected a YAML or JSON file of settings, or a script with "
+                "one"
+            )
+        (words, exported, start), *others = own_commands
         settings, unread, keys_in_file = _read_options(words[start.at :], path)
         unread += [
             f"{path.name}:{other[0].line}: another command, not read" for other, *_ in others
@@ -173,22 +208,6 @@ def read_recipe(
         environment=environment,
         **launch,
     )
-
-
-def _framework_commands(
-    dialect: Dialect, path: Path
-) -> list[tuple[list[Word], Mapping[str, Word], Start]]:
-    """The script's commands of this framework, with the exported variables."""
-    found = [
-        (words, exported, start)
-        for words, exported in commands(read_text(path), path.name)
-        if (start := dialect.find_start([word.text for word in words])) is not None
-    ]
-    if not found:
-        raise ConfigError(
-            f"{path} has no command of {dialect.name}; expected a YAML or JSON file of settings, or a script with one"
-        )
-    return found
 
 
 def _assigns(word: Word) -> bool:
@@ -275,94 +294,54 @@ def _choose_method(
 
 
 @cache
-def _option_names() -> dict[str, dict[str, list[str]]]:
-    text = files("taut.migrate").joinpath("table/options.json").read_text(encoding="utf-8")
-    table: dict[str, dict[str, list[str]]] = json.loads(text)
-    return table
-
-
-@cache
 def options(framework: str, method: str) -> frozenset[str]:
     """Every known option of a framework for a method."""
-    table = _option_names()[framework]
+    text = files("taut.migrate").joinpath("table/options.json").read_text(encoding="utf-8")
+    table: dict[str, list[str]] = json.loads(text)[framework]
     names = [name for part in ("*", method, "flat") for name in table.get(part, [])]
     return frozenset(" ".join(names).split())
 
 
-# -- TRL: `trl METHOD`, its scripts under accelerate or torchrun, and YAML for `--config`
+ALIASES: dict[str, dict[str, str]] = tomllib.loads(
+    files("taut.migrate").joinpath("table/aliases.toml").read_text(encoding="utf-8")
+)
 
-TRL_METHODS: tuple[Method, ...] = ("sft", "dpo", "grpo", "kto", "rloo", "reward")
-TRL_ALIASES: Mapping[str, str] = {
-    "torch_dtype": "dtype",
-    "model_init_kwargs.attn_implementation": "attn_implementation",
-    "model_init_kwargs.dtype": "dtype",
-    "model_init_kwargs.torch_dtype": "dtype",
-    "evaluation_strategy": "eval_strategy",
-    "max_seq_length": "max_length",
-}
-
-
-def find_trl(words: Sequence[str]) -> Start | None:
-    """``trl sft``, or a script called sft.py."""
-    for at, (word, after) in enumerate(zip(words, (*words[1:], ""), strict=True)):
-        path = PurePosixPath(word)
-        for method in TRL_METHODS:
-            if path.name == "trl" and after == method:
-                return Start(method, at + 2)
-            if path.name in (f"{method}.py", f"{method}_trainer.py") and "open_r1" not in word:
-                return Start(method, at + 1, is_script=True)
-            if word == f"trl.scripts.{method}":
-                return Start(method, at + 1, is_script=True)
-    return None
-
-
+# `trl METHOD`, its scripts under accelerate or torchrun, and YAML for `--config`
 TRL = Dialect(
     name="trl",
     library="trl",
-    find_start=find_trl,
-    methods=TRL_METHODS,
+    starts=(
+        Start(r"(?:.*/)?trl (?P<name>\w+)"),
+        Start(r"(?!.*open_r1)(?:.*/)?(?P<name>\w+?)(?:_trainer)?\.py", is_script=True),
+        Start(r"trl\.scripts\.(?P<name>\w+)", is_script=True),
+    ),
+    methods=("sft", "dpo", "grpo", "kto", "rloo", "reward"),
     newest=Release("1.16.0", "the newest known; say another as trl==VERSION:FILE"),
     options_of="trl 1.16.0",
     model=("model_name_or_path",),
     data=("dataset_name", "datasets"),
-    aliases=TRL_ALIASES,
+    aliases=ALIASES["trl"],
     prefers_alias=frozenset({"model_init_kwargs.attn_implementation", "model_init_kwargs.dtype"}),
     environment="env",
 )
 
-
-# -- open-r1: recipes/MODEL/METHOD/config.yaml, and scripts that start src/open_r1/METHOD.py with such a file
-
-OPEN_R1_METHODS: tuple[Method, ...] = ("sft", "grpo")
-
-
-def find_open_r1(words: Sequence[str]) -> Start | None:
-    """``src/open_r1/sft.py`` under any launcher."""
-    for at, word in enumerate(words):
-        for method in OPEN_R1_METHODS:
-            if word.endswith((f"open_r1/{method}.py", f"open_r1.{method}")):
-                return Start(method, at + 1, is_script=True)
-    return None
-
-
+# recipes/MODEL/METHOD/config.yaml, and scripts that start src/open_r1/METHOD.py with such a file
 OPEN_R1 = Dialect(
     name="open-r1",
     library="trl",
-    find_start=find_open_r1,
-    methods=OPEN_R1_METHODS,
+    starts=(
+        Start(r".*open_r1/(?P<name>\w+)\.py", is_script=True),
+        Start(r".*open_r1\.(?P<name>\w+)", is_script=True),
+    ),
+    methods=("sft", "grpo"),
     newest=Release("0.18.0", "what open-r1's setup.py pins"),
     options_of="open-r1 with trl 0.18.0",
     model=("model_name_or_path",),
     data=("dataset_name", "dataset_mixture"),
-    aliases=TRL_ALIASES,
+    aliases=ALIASES["trl"],
     environment="env",
 )
 
-
-# -- ms-swift: `swift sft`, `swift rlhf --rlhf_type METHOD`, `swift pt`, with YAML or JSON as the first word;
-# `megatron sft` is another program and is not read
-
-SWIFT_COMMANDS: Mapping[str, Method | None] = {"sft": "sft", "pt": "other", "rlhf": None}
 SWIFT_TYPES: Mapping[str, Method] = {
     "dpo": "dpo",
     "grpo": "grpo",
@@ -370,17 +349,6 @@ SWIFT_TYPES: Mapping[str, Method] = {
     "ppo": "ppo",
     "rm": "reward",
 }
-
-
-def find_swift(words: Sequence[str]) -> Start | None:
-    """``swift sft``, or swift/cli/sft.py under torchrun."""
-    for at, (word, after) in enumerate(zip(words, (*words[1:], ""), strict=True)):
-        for command, method in SWIFT_COMMANDS.items():
-            if PurePosixPath(word).name == "swift" and after == command:
-                return Start(method, at + 2)
-            if word.endswith((f"cli/{command}.py", f"swift.cli.{command}")):
-                return Start(method, at + 1)
-    return None
 
 
 def swift_method(settings: Mapping[str, Setting]) -> Method | None:
@@ -391,135 +359,52 @@ def swift_method(settings: Mapping[str, Setting]) -> Method | None:
     return SWIFT_TYPES.get(str(setting.value), "other")
 
 
+# `swift sft`, `swift rlhf --rlhf_type METHOD`, `swift pt`, swift/cli/sft.py under torchrun, with YAML or JSON as the
+# first word; `megatron sft` is another program and is not read
 SWIFT = Dialect(
     name="swift",
     library="ms-swift",
-    find_start=find_swift,
+    starts=(
+        Start(r"(?:.*/)?swift (?P<name>sft|pt|rlhf)"),
+        Start(r".*cli/(?P<name>sft|pt|rlhf)\.py"),
+        Start(r".*swift\.cli\.(?P<name>sft|pt|rlhf)"),
+    ),
     methods=("sft", "dpo", "grpo", "kto", "ppo", "reward", "other"),
     newest=Release("4.6.0", "the newest known; say another as swift==VERSION:FILE"),
     options_of="ms-swift 4.6",
     model=("model",),
     data=("dataset",),
-    aliases={"train_type": "tuner_type", "model_id_or_path": "model", "sft_type": "tuner_type"},
+    aliases=ALIASES["swift"],
     method_of=swift_method,
     environment="ENV",
+    method_names={"pt": "other", "rlhf": None},
 )
-
-
-# -- OpenRLHF: `openrlhf.cli.train_METHOD` under deepspeed, python -m or ray job submit
-
-OPENRLHF_SCRIPTS: Mapping[str, Method] = {
-    "train_sft": "sft",
-    "train_dpo": "dpo",
-    "train_rm": "reward",
-    "train_ppo_ray": "ppo",
-    "train_ppo": "ppo",
-    "train_kto": "kto",
-}
-OPENRLHF_FLAT: Mapping[str, str] = {
-    "pretrain": "model.model_name_or_path",
-    "dataset": "data.dataset",
-    "prompt_data": "data.prompt_dataset",
-    "input_key": "data.input_key",
-    "output_key": "data.output_key",
-    "input_template": "data.input_template",
-    "apply_chat_template": "data.apply_chat_template",
-    "tokenizer_chat_template": "data.tokenizer_chat_template",
-    "multiturn": "data.multiturn",
-    "max_len": "data.max_len",
-    "max_samples": "data.max_samples",
-    "eval_dataset": "eval.dataset",
-    "pretrain_mode": "model.pretrain_mode_enable",
-    "packing_samples": "ds.packing_samples",
-    "attn_implementation": "ds.attn_implementation",
-    "zero_stage": "ds.zero_stage",
-    "lora_rank": "ds.lora.rank",
-    "lora_alpha": "ds.lora.alpha",
-    "target_modules": "ds.lora.target_modules",
-    "use_liger_kernel": "ds.use_liger_kernel",
-    "train_batch_size": "train.batch_size",
-    "micro_train_batch_size": "train.micro_batch_size",
-    "max_epochs": "train.max_epochs",
-    "seed": "train.seed",
-    "learning_rate": "adam.lr",
-    "gradient_checkpointing": "model.gradient_checkpointing_enable",
-    "save_path": "ckpt.output_dir",
-    "use_kl_loss": "algo.kl.use_loss",
-    "aux_loss_coef": "model.aux_loss_coef",
-    "gradient_checkpointing_use_reentrant": "model.gradient_checkpointing_reentrant",
-    "load_in_4bit": "ds.load_in_4bit",
-    "lora_dropout": "ds.lora.dropout",
-    "adam_offload": "ds.adam_offload",
-    "grad_accum_dtype": "ds.grad_accum_dtype",
-    "overlap_comm": "ds.overlap_comm",
-    "param_dtype": "ds.param_dtype",
-    "ring_attn_size": "ds.ring_attn_size",
-    "ring_head_stride": "ds.ring_attn_head_stride",
-    "ds_tensor_parallel_size": "ds.tensor_parallel_size",
-    "zpg": "ds.zpg",
-    "adam_betas": "adam.betas",
-    "l2": "adam.weight_decay",
-    "dataset_probs": "data.dataset_probs",
-    "dataset_split": "data.dataset_split",
-    "dataloader_num_workers": "data.dataloader_num_workers",
-    "disable_fast_tokenizer": "data.disable_fast_tokenizer",
-    "eval_split": "eval.split",
-    "eval_steps": "eval.steps",
-    "ckpt_path": "ckpt.path",
-    "load_checkpoint": "ckpt.load_enable",
-    "save_steps": "ckpt.save_steps",
-    "save_hf_ckpt": "ckpt.save_hf",
-    "max_ckpt_num": "ckpt.max_num",
-    "max_ckpt_mem": "ckpt.max_mem",
-    "disable_ds_ckpt": "ckpt.disable_ds",
-    "logging_steps": "logger.logging_steps",
-    "use_tensorboard": "logger.tensorboard_dir",
-    "use_wandb": "logger.wandb.key",
-    "wandb_org": "logger.wandb.org",
-    "wandb_group": "logger.wandb.group",
-    "wandb_project": "logger.wandb.project",
-    "wandb_run_name": "logger.wandb.run_name",
-    "full_determinism": "train.full_determinism_enable",
-    "kl_estimator": "algo.kl.estimator",
-    "init_kl_coef": "algo.kl.init_coef",
-    "advantage_estimator": "algo.advantage.estimator",
-    "enable_vllm_is_correction": "algo.advantage.is_correction_enable",
-    "top_p": "rollout.top_p",
-    "temperature": "rollout.temperature",
-    "n_samples_per_prompt": "rollout.n_samples_per_prompt",
-    "async_train": "train.async_enable",
-}
-"""The flat options of 0.10.0 and before -> the dotted ones of 0.11.0 (``--ds.packing_samples``)."""
-
-
-def find_openrlhf(words: Sequence[str]) -> Start | None:
-    """``openrlhf.cli.train_sft``, as a module or a path."""
-    for at, word in enumerate(words):
-        for script, method in OPENRLHF_SCRIPTS.items():
-            if word.endswith((f"openrlhf.cli.{script}", f"openrlhf/cli/{script}.py")):
-                return Start(method, at + 1)
-    return None
 
 
 def openrlhf_release(settings: Mapping[str, Setting]) -> Release | None:
     """0.8 has --flash_attn; the options of 0.9 and 0.10.0 are flat."""
     if "flash_attn" in settings:
         return Release("0.8.5", "--flash_attn is of 0.8 and before")
-    flat = next((key for key in settings if key in OPENRLHF_FLAT and key != "seed"), None)
+    flat = next((key for key in settings if key in ALIASES["openrlhf"] and key != "seed"), None)
     return None if flat is None else Release("0.10.0", f"--{flat} is flat, as up to 0.10.0")
 
 
+# `openrlhf.cli.train_METHOD` as a module or a path, under deepspeed, python -m or ray job submit
 OPENRLHF = Dialect(
     name="openrlhf",
     library="openrlhf",
-    find_start=find_openrlhf,
+    starts=(
+        Start(r".*openrlhf\.cli\.train_(?P<name>\w+)"),
+        Start(r".*openrlhf/cli/train_(?P<name>\w+)\.py"),
+    ),
     methods=("sft", "dpo", "reward", "ppo", "kto"),
     newest=Release("0.11.0", "the newest known; say another as openrlhf==VERSION:FILE"),
     options_of="openrlhf 0.11.0 and 0.10.0",
     model=("model.model_name_or_path", "actor.model_name_or_path"),
     data=("data.dataset", "data.prompt_dataset"),
-    aliases=OPENRLHF_FLAT,
+    aliases=ALIASES["openrlhf"],
     release_of=openrlhf_release,
+    method_names={"rm": "reward", "ppo_ray": "ppo"},
 )
 
 DIALECTS: dict[str, Dialect] = {

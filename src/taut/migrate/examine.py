@@ -114,8 +114,26 @@ class RecipeReport:
             )
         )
         console.print(Text(f"{recipe.library} {recipe.version}: {recipe.version_reason}", "dim"))
-        for judged in self.having("walks_in"):
-            console.print(_trap_table(judged))
+        for trap, _, because in self.having("walks_in"):
+            style = STYLES[trap.severity]
+            table = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
+            table.add_column(width=LABEL_WIDTH, overflow="fold")
+            table.add_column(overflow="fold")
+            table.add_row()
+            table.add_row(Text(trap.severity, style), Text(trap.what, style))
+            for place in because:
+                table.add_row("", Text(place, "italic"))
+            classes = [f"class {name}" if isinstance(name, int) else name for name in trap.classes]
+            rows = {
+                "why": " ".join(trap.why.split()),
+                "fix": trap.fix,
+                "taut": trap.taut,
+                "releases": trap.affected,
+                "known as": f"{trap.id}: {', '.join([*classes, *trap.threads])}",
+            }
+            for name, text in rows.items():
+                table.add_row(Text(name, "dim"), Text(text, "bold" if name == "fix" else ""))
+            console.print(table)
         undecided = _by_reason(
             ("; ".join(judged.because), judged.trap.id) for judged in self.having("undecided")
         )
@@ -152,7 +170,25 @@ class RecipeReport:
             "model": recipe.model,
             "data": recipe.data,
             "outcome": "failed" if self.exit_code else "passed",
-            "traps": [_trap_as_json(judged) for judged in self.judged],
+            "traps": [
+                {
+                    "id": trap.id,
+                    "state": state,
+                    "severity": trap.severity,
+                    "because": list(because),
+                    "what": trap.what,
+                    "why": trap.why,
+                    "fix": trap.fix,
+                    "taut": trap.taut,
+                    "versions": trap.versions,
+                    "versions_note": trap.versions_note,
+                    "classes": list(trap.classes),
+                    "threads": list(trap.threads),
+                    "seen": list(trap.seen),
+                    "source": trap.source,
+                }
+                for trap, state, because in self.judged
+            ],
             "unknown_keys": [
                 {"key": unknown.key, "place": unknown.place, "nearest": unknown.nearest}
                 for unknown in recipe.unknown
@@ -169,7 +205,7 @@ class RecipeReport:
                     {
                         "key": option.key,
                         "place": option.place or None,
-                        "value": _json_value(option),
+                        "value": _printable(option),
                         "outcome": option.outcome,
                         "why": option.why,
                         "keys": list(option.keys),
@@ -180,7 +216,7 @@ class RecipeReport:
         }
 
 
-def _json_value(option: Option) -> Any:
+def _printable(option: Option) -> Any:
     """The option's value; ``***`` for a secret; a date, or a number that JSON cannot express, as text."""
     if option.outcome == "machine" and SECRET.search(option.key):
         return "***"
@@ -189,49 +225,6 @@ def _json_value(option: Option) -> Any:
     except (TypeError, ValueError):
         return str(option.value)
     return option.value
-
-
-def _trap_as_json(judged: Judged) -> dict[str, Any]:
-    trap = judged.trap
-    return {
-        "id": trap.id,
-        "state": judged.state,
-        "severity": trap.severity,
-        "because": list(judged.because),
-        "what": trap.what,
-        "why": trap.why,
-        "fix": trap.fix,
-        "taut": trap.taut,
-        "versions": trap.versions,
-        "versions_note": trap.versions_note,
-        "classes": list(trap.classes),
-        "threads": list(trap.threads),
-        "seen": list(trap.seen),
-        "source": trap.source,
-    }
-
-
-def _trap_table(judged: Judged) -> Table:
-    """A trap that the recipe walks into: what, why, where, which releases, what to do."""
-    trap, style = judged.trap, STYLES[judged.trap.severity]
-    table = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column(width=LABEL_WIDTH, overflow="fold")
-    table.add_column(overflow="fold")
-    table.add_row()
-    table.add_row(Text(trap.severity, style), Text(trap.what, style))
-    for place in judged.because:
-        table.add_row("", Text(place, "italic"))
-    classes = [name if isinstance(name, str) else f"class {name}" for name in trap.classes]
-    rows = {
-        "why": " ".join(trap.why.split()),
-        "fix": trap.fix,
-        "taut": trap.taut,
-        "releases": trap.affected,
-        "known as": f"{trap.id}: {', '.join([*classes, *trap.threads])}",
-    }
-    for name, text in rows.items():
-        table.add_row(Text(name, "dim"), Text(text, "bold" if name == "fix" else ""))
-    return table
 
 
 def _by_reason(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:

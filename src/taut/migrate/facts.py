@@ -187,18 +187,31 @@ class Facts:
         return {*(ids if isinstance(ids, list) else [ids])}
 
 
+FACTS: dict[str, Callable[[Facts], Answer]] = {}
+"""By name."""
+
+
+def fact(function: Callable[[Facts], Answer]) -> Callable[[Facts], Answer]:
+    """Add a fact to ``FACTS``."""
+    FACTS[function.__name__] = function
+    return function
+
+
+@fact
 def turn_end_is_not_eos(facts: Facts) -> Answer:
     (turn_ends, says), eos = facts.turn_ends(), facts.recipe_eos()
     quoted = facts.require_renderer().template.quoted([] if eos is None else [eos])
     return Answer(eos not in turn_ends, f"{says}, eos is {quoted}")
 
 
+@fact
 def turn_end_is_not_named(facts: Facts) -> Answer:
     (turn_ends, says), eos = facts.turn_ends(), facts.recipe_eos()
     missing = not turn_ends & {eos, *facts.generation_ends()}
     return Answer(missing, f"{says}, which {'nothing names' if missing else 'is named'} as an end")
 
 
+@fact
 def turn_end_is_new(facts: Facts) -> Answer:
     """The model does not stop at the template's end: a base model that was not trained on it."""
     turn_ends, says = facts.turn_ends()
@@ -207,23 +220,27 @@ def turn_end_is_new(facts: Facts) -> Answer:
     return Answer(is_new, f"{says}, which the model {'does not stop' if is_new else 'stops'} at")
 
 
+@fact
 def pad_is_eos(facts: Facts) -> Answer:
     tokenizer = facts.require_renderer().tokenizer
     is_same = tokenizer.pad_token_id in (None, tokenizer.eos_token_id)
     return Answer(is_same, f"pad is {tokenizer.pad_token}, eos is {tokenizer.eos_token}")
 
 
+@fact
 def template_has_no_generation(facts: Facts) -> Answer:
     template = str(facts.require_renderer().template.template)
     has = GENERATION.search(template) is not None
     return Answer(not has, f"the template has {'' if has else 'no '}{{% generation %}}")
 
 
+@fact
 def template_thinks(facts: Facts) -> Answer:
     has = "enable_thinking" in str(facts.require_renderer().template.template)
     return Answer(has, f"the template {'can' if has else 'cannot'} switch thinking off")
 
 
+@fact
 def has_state_layers(facts: Facts) -> Answer:
     config = facts.require_config()
     from taut.models.architecture import STATEFUL_TYPES
@@ -236,6 +253,7 @@ def has_state_layers(facts: Facts) -> Answer:
     return Answer(bool(types), f"layers with state across tokens: {', '.join(types) or 'none'}")
 
 
+@fact
 def is_adapter(facts: Facts) -> Answer:
     if facts.model is None:
         raise facts.missing_model
@@ -243,32 +261,38 @@ def is_adapter(facts: Facts) -> Answer:
     return Answer(has, f"the model is {'an adapter' if has else 'no adapter'}")
 
 
+@fact
 def is_vision(facts: Facts) -> Answer:
     config = facts.require_config()
     return Answer("vision_config" in config, f"model_type {config.get('model_type')}")
 
 
+@fact
 def is_qwen3_5(facts: Facts) -> Answer:
     model_type = str(facts.require_config().get("model_type", ""))
     return Answer(model_type.startswith("qwen3_5"), f"model_type {model_type}")
 
 
+@fact
 def data_is_prompt_completion(facts: Facts) -> Answer:
     row = facts.require_row()
     return Answer({"prompt", "completion"} <= row.keys(), f"the first row has {', '.join(row)}")
 
 
+@fact
 def data_is_messages(facts: Facts) -> Answer:
     row = facts.require_row()
     return Answer("messages" in row, f"the first row has {', '.join(row)}")
 
 
+@fact
 def data_has_pictures(facts: Facts) -> Answer:
     row = facts.require_row()
     has = not row.keys().isdisjoint(("image", "images"))
     return Answer(has, f"the first row has {', '.join(row)}")
 
 
+@fact
 def keeps_master_weights(facts: Facts) -> Answer:
     recipe = facts.recipe
     keys = ("deepspeed", "fsdp", "accelerate_config", "config_file")
@@ -284,40 +308,19 @@ def keeps_master_weights(facts: Facts) -> Answer:
     return Answer(False, "started without deepspeed or FSDP")
 
 
+@fact
 def is_started_as_script(facts: Facts) -> Answer:
     if not facts.recipe.has_command:
         raise NotKnown("the recipe does not say how it is started")
     return Answer(facts.recipe.is_script, facts.recipe.place)
 
 
+@fact
 def has_unknown_keys_in_file(facts: Facts) -> Answer:
     keys = [
         f"{unknown.key} ({unknown.place})" for unknown in facts.recipe.unknown if unknown.is_in_file
     ]
     return Answer(bool(keys), ", ".join(keys) or "every key is known")
-
-
-FACTS: Mapping[str, Callable[[Facts], Answer]] = {
-    fact.__name__: fact
-    for fact in (
-        turn_end_is_not_eos,
-        turn_end_is_not_named,
-        turn_end_is_new,
-        pad_is_eos,
-        template_has_no_generation,
-        template_thinks,
-        has_state_layers,
-        is_adapter,
-        is_vision,
-        is_qwen3_5,
-        data_is_prompt_completion,
-        data_is_messages,
-        data_has_pictures,
-        keeps_master_weights,
-        is_started_as_script,
-        has_unknown_keys_in_file,
-    )
-}
 
 
 # -- processes

@@ -156,11 +156,11 @@ def decide(condition: Condition, recipe: Recipe, facts: AnswersFacts) -> Verdict
             if verdict.holds is decisive:
                 return verdict
             verdicts.append(verdict)
-        because = tuple(dict.fromkeys(line for part in verdicts for line in part.because))
+        evidence = tuple(dict.fromkeys(line for part in verdicts for line in part.because))
         unknown = tuple(dict.fromkeys(line for part in verdicts for line in part.unknown))
         if any(part.holds is None for part in verdicts):
-            return Verdict(None, because, unknown)
-        return Verdict(not decisive, because)
+            return Verdict(None, evidence, unknown)
+        return Verdict(not decisive, evidence)
     if "not" in condition:
         inner = decide(condition["not"], recipe, facts)
         holds = None if inner.holds is None else not inner.holds
@@ -173,16 +173,7 @@ def decide(condition: Condition, recipe: Recipe, facts: AnswersFacts) -> Verdict
         if answer.holds is None:
             return Verdict(None, unknown=(answer.says,))
         return Verdict(answer.holds, (answer.says,))
-    return _compare_setting(condition, recipe)
-
-
-def is_release(version: str, wanted: str) -> bool:
-    """Whether a version matches a specifier: ``>=0.17,<0.20``."""
-    return SpecifierSet(wanted, prereleases=True).contains(version)
-
-
-def _compare_setting(condition: Condition, recipe: Recipe) -> Verdict:
-    """A condition on one key."""
+    # a condition on one key
     word = next(word for word in ("on", "off", "key", "set", "absent") if word in condition)
     key = condition[word]
     setting = recipe.settings.get(key)
@@ -206,6 +197,11 @@ def _compare_setting(condition: Condition, recipe: Recipe) -> Verdict:
     return Verdict(COMPARISONS[name](value, wanted), (because,))
 
 
+def is_release(version: str, wanted: str) -> bool:
+    """Whether a version matches a specifier: ``>=0.17,<0.20``."""
+    return SpecifierSet(wanted, prereleases=True).contains(version)
+
+
 def _short(value: Any) -> str:
     text = "false" if value is None or value is False else "true" if value is True else str(value)
     return " ".join(text.split())[:60]
@@ -217,19 +213,8 @@ def _has(value: Any, wanted: Sequence[Any]) -> bool:
     return isinstance(value, str) and any(str(one) in value for one in wanted)
 
 
-def _number(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number else None
-
-
-def _below(value: Any, wanted: float) -> bool:
-    number = _number(value)
-    return number is not None and number < wanted
-
-
-def _above(value: Any, wanted: float) -> bool:
-    number = _number(value)
-    return number is not None and number > wanted
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
@@ -238,6 +223,6 @@ COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
     "not_in": lambda value, wanted: value not in wanted,
     "has": _has,
     "lacks": lambda value, wanted: not _has(value, wanted),
-    "below": _below,
-    "above": _above,
+    "below": lambda value, wanted: _is_number(value) and value < wanted,
+    "above": lambda value, wanted: _is_number(value) and value > wanted,
 }

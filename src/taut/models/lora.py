@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from taut.config import configclass
+from taut.config import configclass, fields_of
 from taut.errors import ConfigError, ModelError
 from taut.io import files
 from taut.models import architecture
@@ -87,14 +87,11 @@ class LoraConfig:
     """Directory of an adapter to continue training; its own settings apply."""
 
     def __post_init__(self) -> None:
-        defaults = {
-            name: field_.default_factory() if callable(field_.default_factory) else field_.default
-            for name, field_ in type(self).__dataclass_fields__.items()
-        }
         changed = [
             name
-            for name, default in defaults.items()
-            if name not in ("rank", "adapter") and getattr(self, name) != default
+            for name, info in fields_of(type(self)).items()
+            if name not in ("rank", "adapter")
+            and getattr(self, name) != info.get_default(call_default_factory=True)
         ]
         if changed and (not self.is_on or self.adapter):
             why = "the adapter's own settings apply" if self.adapter else "lora.rank is 0"

@@ -32,11 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from taut.errors import ConfigError, ModelError
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-}
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _CPU_BF16 = ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16")
 """CPU capabilities for bf16 arithmetic, as torch names them."""
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)

@@ -45,15 +45,7 @@ _PADS = (
     "<|end_of_text|>",
 )
 """Pad tokens of well-known vocabularies, used where the tokenizer names no usable one."""
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
-)
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Settings without effect where nothing is sampled."""
 _MANY = 1000
 """A tokenizer's lists and dictionaries with more entries are its vocabulary or merges: a copy shares them."""
@@ -154,23 +146,20 @@ def _pad_token(
     A reward model's pad is none of the ids in ``ends``, or missing: the tokenizer's own, a well-known one, or a special
     token made for padding.
     """
-    vocabulary = served.get_vocab()
-    pad, eos = served.pad_token, served.eos_token
-    known = [*([] if pad is None else [str(pad)]), *_PADS]
+    vocabulary, fallback = served.get_vocab(), None
+    known = [served.pad_token, *_PADS]
     if has_scalar:
-        known += [str(token) for token in served.all_special_tokens if "pad" in str(token)]
-        allowed = (t for t in (*known, served.unk_token) if vocabulary.get(t) not in {*ends, None})
-        return next(allowed, None)
-    if pad is not None and served.pad_token_id != served.eos_token_id:
-        return str(pad)
-    allowed = (t for t in (*_PADS, served.unk_token) if t in vocabulary and t != eos)
-    return next(allowed, None if eos is None else str(eos))
+        known += [token for token in served.all_special_tokens if "pad" in str(token)]
+    else:
+        ends, fallback = {served.eos_token_id}, served.eos_token
+    known.append(served.unk_token)
+    allowed = (token for token in known if vocabulary.get(token) not in {*ends, None})
+    pad = next(allowed, fallback)
+    return None if pad is None else str(pad)
 
 
 def generation_to_save(
-    generation: GenerationConfig | None,
-    tokenizer: PreTrainedTokenizerBase,
-    stop_ids: Sequence[int],
+    generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]
 ) -> GenerationConfig:
     """``generation`` itself with the stop set and the pad, and without sampling settings that have no effect."""
     if generation is None:

@@ -341,9 +341,7 @@ class _Head(torch.autograd.Function):
             grad_logp = torch.zeros_like(entropy)
         is_narrow = ctx.dtype != weight.dtype
         with torch.autocast(
-            hidden.device.type,
-            dtype=ctx.dtype if is_narrow else None,
-            enabled=is_narrow,
+            hidden.device.type, dtype=ctx.dtype if is_narrow else None, enabled=is_narrow
         ):
             chunks = Chunks(hidden, weight, bias, trained, ctx.spec)
         sums = Sums(chunks, ctx.needs_input_grad[:3], weight)

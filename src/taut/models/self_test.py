@@ -61,10 +61,7 @@ class SelfTestResult:
 
 
 def run_self_test(
-    scorer: Scorer,
-    compute: AbstractContextManager[Any],
-    dtype: torch.dtype,
-    max_length: int,
+    scorer: Scorer, compute: AbstractContextManager[Any], dtype: torch.dtype, max_length: int
 ) -> SelfTestResult:
     """Run the self-test. Raises AttentionError or ModelError for what cannot be trained exactly."""
     name = type(scorer.model).__name__

@@ -207,14 +207,14 @@ def calibrate(
     model = adapted(run, base)
     flops, scorer = architecture.flops(model), Scorer(model)
     number = min(FEW, packed.num_targets)
-    one = torch.zeros(1, dtype=torch.int64)  # the target of a micro-batch that has none
+    zero = torch.zeros(1, dtype=torch.int64)  # the target of a micro-batch that has none
     small = replace(
         packed,
         ids_T=packed.ids_T % SMALL_VOCABULARY,
-        target_N=packed.target_N[:number] % SMALL_VOCABULARY if number else one,
-        predictor_N=packed.predictor_N[:number] if number else one,
-        weight_N=packed.weight_N[:number] if number else one.double() + 1,
-        row_N=packed.row_N[:number] if number else one,
+        target_N=packed.target_N[:number] % SMALL_VOCABULARY if number else zero,
+        predictor_N=packed.predictor_N[:number] if number else zero,
+        weight_N=packed.weight_N[:number] if number else zero.double() + 1,
+        row_N=packed.row_N[:number] if number else zero,
     )
     done = work_of(small, flops.window).layers(flops)
     optimizer = build_optimizer(scorer, run.resolved_optim)

@@ -7,7 +7,7 @@ rollouts are complete; scores of other models are 0. The time and the KV cache o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle
 from typing import NamedTuple
@@ -26,12 +26,8 @@ from taut.models.load import context_length
 from taut.models.self_test import one_sample_reasons
 from taut.plan.rates import Work, work_of
 from taut.plan.tracing import skeleton
-from taut.rewards.panel import Verdict
-from taut.rewards.verifier import Score
-from taut.rl.advantages import judged_trajectories
-from taut.rl.online import Online, Phase
+from taut.rl.online import Online, made_up_trajectory, numbered
 from taut.rl.rollout import POLICY, REFERENCE, VALUE, Group, distinct
-from taut.rl.sampler import Trajectory
 from taut.run.setup import build_budget, build_policy
 from taut.train.distributed import Ranks
 from taut.train.trainer import StepSource
@@ -130,12 +126,11 @@ def workload(run: RunConfig, inputs: Inputs, num_ranks: int) -> Workload:
     later: list[Packed] = []
     steps: list[list[Work]] = []
     trees: list[Tree] = []
-    for step in range(1, 1 + min(num_steps, NUM_STEPS)):
-        step_trees = (
-            assumed_trees(step_source, inputs.config, step)
-            if run.generates
-            else step_source.prepare(step)
-        )
+    num_planned = min(num_steps, NUM_STEPS)
+    planned: Iterable[list[Tree]] = map(step_source.prepare, range(1, 1 + num_planned))
+    if run.generates:
+        planned = assumed_steps(step_source, inputs.config, num_planned)
+    for step_trees in planned:
         trees += step_trees
         shares = [
             [p for planned in rank for p in layouts(planned, policy, budget.tokens_per_microbatch)]
@@ -195,23 +190,25 @@ def without_data(run: RunConfig, config: PreTrainedConfig, num_ranks: int) -> Wo
 # -- runs that generate
 
 
-def assumed_trees(source: StepSource, config: PreTrainedConfig, step: int) -> list[Tree]:
-    """The trees of a step (counted from 1), with completions of maximal length."""
+def assumed_steps(
+    source: StepSource, config: PreTrainedConfig, num_steps: int
+) -> Iterator[list[Tree]]:
+    """The trees of the first steps, with completions of maximal length."""
     assert isinstance(source, Online), "the source of steps of a run that generates"
-    number = (step - 1) // source.config.updates
-    if source.phase is None or source.phase.number != number:
+    rollout = source.config
+    for number in range(-(-num_steps // rollout.updates)):
         trees = _rollout_trees(source, config, number)
-        num_trees, replayed = len(trees), source.config.replay_groups
-        if source.config.max_staleness is not None:
-            fresh_before = (source.config.max_staleness + 1) // source.config.updates
-            replayed = min(replayed, (fresh_before - 1 - source.config.asynchronous) * num_trees)
+        num_trees, replayed = len(trees), rollout.replay_groups
+        if rollout.max_staleness is not None:
+            fresh_before = (rollout.max_staleness + 1) // rollout.updates
+            replayed = min(replayed, (fresh_before - 1 - rollout.asynchronous) * num_trees)
         num_trees += replayed
         other = number
         while len(trees) < num_trees:  # later rollouts stand for the replayed ones
             other += 1
             trees += _rollout_trees(source, config, other)
-        source.phase = Phase(number, trees[:num_trees])
-    return source.prepare(step)
+        for update in range(min(rollout.updates, num_steps - number * rollout.updates)):
+            yield numbered(source.part(trees[:num_trees], number, update))
 
 
 def _rollout_trees(source: Online, config: PreTrainedConfig, number: int) -> list[Tree]:
@@ -219,33 +216,18 @@ def _rollout_trees(source: Online, config: PreTrainedConfig, number: int) -> lis
     draw = np.random.default_rng([source.seed, number])
     context, vocabulary = context_length(config), int(config.get_text_config().vocab_size)
     rows = distinct([source.prompts.prompt_rows[index] for index in source.order.step(number + 1)])
-    groups = []
+    groups, scores = [], {}
     for row in rows:
         size = source.config.grows
         if context is not None:
             size = max(1, min(size, context - row.ids_T.size))
         ids_SN = draw.integers(0, vocabulary, (source.config.n, size))
         rewards = [source.credit.good + index / source.config.n for index in range(len(ids_SN))]
-        prompt = row.ids_T.size
-        sampled = tuple(
-            Trajectory(
-                row=row,
-                index=index,
-                ids_T=np.concatenate([row.ids_T, ids_N]),
-                sampled_at_N=np.arange(prompt, prompt + size),
-                logp_N=np.zeros(size),
-                version_N=np.zeros(size, dtype=np.int64),
-                finish_reason="stop",
-                text="",
-            )
-            for index, ids_N in enumerate(ids_SN)
-        )
-        verdicts = tuple(Verdict({"assumed": Score(reward)}, reward) for reward in rewards)
-        groups.append(Group(sampled, verdicts))
-    trajectories = judged_trajectories(groups, number)
-    names = (POLICY, REFERENCE, VALUE)
-    scores = {
-        trajectory.name: {name: np.zeros(trajectory.sampled_at_N.size) for name in names}
-        for trajectory in trajectories
-    }
-    return source.credit.trees(trajectories, scores).trees
+        trajectories = [
+            made_up_trajectory(replace(row, media=()), index, ids_N, reward, number)
+            for index, (ids_N, reward) in enumerate(zip(ids_SN, rewards, strict=True))
+        ]
+        groups.append(Group(tuple(trajectories)))
+        for trajectory in trajectories:
+            scores[trajectory.name] = dict.fromkeys((POLICY, REFERENCE, VALUE), np.zeros(size))
+    return [sample.tree for sample in source.credit.assign(groups, scores)[0]]

@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -76,6 +76,47 @@ def read_cases(row: Mapping[str, Any], column: str | None) -> Cases | None:
         ) from error
 
 
+def _read(value: Any, row: Mapping[str, Any], place: str) -> Cases:
+    if isinstance(value, Mapping):  # inputs and outputs
+        inputs, outputs, name = value["inputs"], value["outputs"], value.get("fn_name")
+        if len(inputs) != len(outputs):
+            raise DataError(
+                f"found {len(inputs)} inputs and {len(outputs)} outputs in {place}; expected as many; correct the row"
+            )
+        cases = []
+        for given, wanted in zip(inputs, outputs, strict=True):
+            if not name:
+                cases.append(Case(Trial(stdin=_text(given)), _text(wanted)))
+                continue
+            try:
+                expected = _parsed(wanted)
+            except ValueError:  # text that looks like JSON may be meant as it is
+                cases.append(_call(name, _parsed(given), wanted))
+            else:
+                text = None if expected is wanted else wanted
+                cases.append(_call(name, _parsed(given), expected, text))
+        return Cases(tuple(cases))
+    if isinstance(value, str):  # HumanEval
+        name, prompt = row.get("entry_point"), row.get("prompt")
+        if name:
+            value = f"{value}\n\ncheck({name})\n"
+        is_start = isinstance(prompt, str) and f"def {name}(" in prompt
+        return Cases((Case(Trial(check=value)),), f"{prompt}\n" if is_start else "")
+    if all(isinstance(it, str) for it in value):  # MBPP
+        setup = [*row.get("test_imports", ()), row.get("test_setup_code", "")]
+        checks = ["\n".join([*filter(None, setup), it]) for it in value]
+        return Cases(tuple(Case(Trial(check=it)) for it in checks))
+    cases = []
+    for test in value:  # LiveCodeBench
+        if test.get("testtype", "stdin") == "stdin":
+            cases.append(Case(Trial(stdin=_text(test["input"])), _text(test["output"])))
+            continue
+        name = test.get("fn_name") or _parsed(row["metadata"])["func_name"]
+        arguments = [json.loads(line) for line in test["input"].split("\n") if line.strip()]
+        cases.append(_call(name, arguments, json.loads(test["output"])))
+    return Cases(tuple(cases))
+
+
 def _parsed(value: Any) -> Any:
     """The value, parsed if it is JSON text."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
@@ -83,64 +124,10 @@ def _parsed(value: Any) -> Any:
     return value
 
 
-def _read(value: Any, row: Mapping[str, Any], place: str) -> Cases:
-    if isinstance(value, Mapping):
-        return Cases(tuple(_paired(value, place)))
-    if isinstance(value, str):
-        return _one_check(value, row)
-    if all(isinstance(it, str) for it in value):
-        setup = [*row.get("test_imports", ()), row.get("test_setup_code", "")]
-        checks = ["\n".join([*filter(None, setup), it]) for it in value]
-        return Cases(tuple(Case(Trial(check=it)) for it in checks))
-    return Cases(tuple(_single(it, row) for it in value))
-
-
-def _paired(value: Mapping[str, Any], place: str) -> list[Case]:
-    inputs, outputs, name = value["inputs"], value["outputs"], value.get("fn_name")
-    if len(inputs) != len(outputs):
-        raise DataError(
-            f"found {len(inputs)} inputs and {len(outputs)} outputs in {place}; expected as many; correct the row"
-        )
-    if not name:
-        return [
-            Case(Trial(stdin=_text(given)), _text(wanted))
-            for given, wanted in zip(inputs, outputs, strict=True)
-        ]
-    return [
-        _call(name, given, *_read_value(wanted))
-        for given, wanted in zip(map(_parsed, inputs), outputs, strict=True)
-    ]
-
-
-def _read_value(wanted: Any) -> tuple[Any, str | None]:
-    """What a call has to return, and the text it was read from: text that looks like JSON may be meant as it is."""
-    try:
-        value = _parsed(wanted)
-    except ValueError:
-        return wanted, None
-    return value, None if value is wanted else wanted
-
-
-def _single(value: Mapping[str, Any], row: Mapping[str, Any]) -> Case:
-    if value.get("testtype", "stdin") == "stdin":
-        return Case(Trial(stdin=_text(value["input"])), _text(value["output"]))
-    name = value.get("fn_name") or _parsed(row["metadata"])["func_name"]
-    given = [json.loads(line) for line in value["input"].split("\n") if line.strip()]
-    return _call(name, given, json.loads(value["output"]))
-
-
 def _call(name: str, arguments: Sequence[Any], expected: Any, text: str | None = None) -> Case:
     if not isinstance(arguments, list):
         raise TypeError(f"the arguments of {name} are {arguments!r:.60}, no list")
     return Case(Trial(call=name, arguments=json.dumps(arguments)), expected, text)
-
-
-def _one_check(text: str, row: Mapping[str, Any]) -> Cases:
-    name, prompt = row.get("entry_point"), row.get("prompt")
-    if name:
-        text = f"{text}\n\ncheck({name})\n"
-    is_start = isinstance(prompt, str) and f"def {name}(" in prompt
-    return Cases((Case(Trial(check=text)),), f"{prompt}\n" if is_start else "")
 
 
 def _text(value: Any) -> str:
@@ -155,16 +142,6 @@ TOLERANCE = 1e-6
 _PYTHON = ("", "python", "python3", "py", "py3")
 _OVERHEAD = 30.0
 """Seconds that a sandbox may take in addition to the programs."""
-
-
-class Judged(NamedTuple):
-    """The result of each of a program's tests: empty if it passed, else the reason."""
-
-    reasons: tuple[str, ...]
-
-    @property
-    def share(self) -> float:
-        return self.reasons.count("") / len(self.reasons)
 
 
 @configclass
@@ -238,20 +215,21 @@ class Code(Verifier):
 
     def __call__(self, answered: Answered) -> float | None:
         """None if the row has no tests."""
-        judged = self.judge(answered)
-        if judged is None:
+        reasons = self.judge(answered)
+        if reasons is None:
             return None
-        return judged.share if self.score == "share" else float(judged.share == 1)
+        share = reasons.count("") / len(reasons)
+        return share if self.score == "share" else float(share == 1)
 
-    def judge(self, answered: Answered) -> Judged | None:
-        """Why each test failed, for people."""
+    def judge(self, answered: Answered) -> list[str] | None:
+        """For each test why it failed, for people; empty if it passed."""
         cases = read_cases(answered.row, self.column)
         if cases is None or not cases.cases:
             return None
         chosen = cases.cases[: self.max_tests]
         program = answered.text if self.program == "text" else last_block(answered.text)
         if program is None:
-            return Judged(("the answer has no closed block of Python",) * len(chosen))
+            return ["the answer has no closed block of Python"] * len(chosen)
         trials = [case.trial for case in chosen]
         is_all = self.score == "all"
         program = (
@@ -261,7 +239,7 @@ class Code(Verifier):
             sandbox = shared(self.mechanism, self.packages, self.remote)
             results = sandbox.run(program, trials, self.limits, stop_early=is_all)
         pairs = zip(chosen, results, strict=True)
-        return Judged(tuple(self._reason(case, ran) for case, ran in pairs))
+        return [self._reason(case, ran) for case, ran in pairs]
 
     def _reason(self, case: Case, ran: Ran) -> str:
         """Why a test failed; empty if it passed."""
@@ -273,8 +251,19 @@ class Code(Verifier):
         if case.trial.call:
             is_text = case.text is not None and ran.value == json.dumps(case.text)
             return "" if is_text else _difference(case.expected, ran.value)
-        is_same = _same_tokens if self.compare == "tokens" else _same_lines
-        if is_same(case.expected, ran.stdout):
+        expected, printed = case.expected, ran.stdout
+        if self.compare == "tokens":
+            words, printed_words = expected.split(), printed.split()
+            is_same = len(words) == len(printed_words) and all(
+                map(_same_token, words, printed_words)
+            )
+        else:
+            lines, printed_lines = (
+                [line.rstrip() for line in text.rstrip().split("\n")]
+                for text in (expected, printed)
+            )
+            is_same = lines == printed_lines
+        if is_same:
             return ""
         return f"printed {ran.stdout.strip()!r:.80}, expected {case.expected.strip()!r:.80}"
 
@@ -327,17 +316,6 @@ def _same_value(expected: Any, found: Any) -> bool:
     if isinstance(expected, float) and isinstance(found, (int, float)):
         return expected == found or _is_close(expected, found)
     return bool(expected == found)
-
-
-def _same_lines(expected: str, found: str) -> bool:
-    sides = ([line.rstrip() for line in text.rstrip().split("\n")] for text in (expected, found))
-    left, right = sides
-    return left == right
-
-
-def _same_tokens(expected: str, found: str) -> bool:
-    left, right = expected.split(), found.split()
-    return len(left) == len(right) and all(map(_same_token, left, right))
 
 
 def _same_token(expected: str, found: str) -> bool:

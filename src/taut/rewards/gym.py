@@ -61,8 +61,15 @@ def plain_eval(
             raise ValueError(f"{ast.unparse(node)[:80]!r} is no arithmetic")
         if isinstance(node, ast.BinOp) and (_has_length(node.left) or _has_length(node.right)):
             raise ValueError(f"{ast.unparse(node)[:80]!r} is no arithmetic of numbers")
-        if isinstance(node, ast.Call) and (node.keywords or not _is_function(node.func)):
-            raise ValueError(f"{ast.unparse(node)[:80]!r} calls what is no function of numbers")
+        if isinstance(node, ast.Call):
+            called = node.func
+            is_function = isinstance(called, ast.Name) or (  # or sympy's Function('f')
+                isinstance(called, ast.Call)
+                and isinstance(called.func, ast.Name)
+                and called.func.id == "Function"
+            )
+            if node.keywords or not is_function:
+                raise ValueError(f"{ast.unparse(node)[:80]!r} calls what is no function of numbers")
     return eval(compile(tree, "answer", "eval"), {**known, "__builtins__": {}}, locals_)
 
 
@@ -70,13 +77,6 @@ def _has_length(node: ast.expr) -> bool:
     """Whether it is a list or a text: a product or a format of one may be of any size."""
     is_text = isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes))
     return is_text or isinstance(node, (ast.List, ast.Tuple, ast.Set, ast.Dict))
-
-
-def _is_function(node: ast.expr) -> bool:
-    """Whether it is a name, or sympy's ``Function('f')``."""
-    if isinstance(node, ast.Call):
-        return isinstance(node.func, ast.Name) and node.func.id == "Function"
-    return isinstance(node, ast.Name)
 
 
 @contextmanager
@@ -116,7 +116,7 @@ class Gym(Verifier):
         """Import the library."""
         if self.task is not None:
             self._judges(self.task)
-        assert self._library
+        _library()
 
     def __call__(self, answered: Answered) -> float | None:
         """None if the row is no entry of a task."""
@@ -135,13 +135,9 @@ class Gym(Verifier):
             return float(judges(answered.text, dict(entry)))
 
     @cached_property
-    def _library(self) -> Any:
-        return _library()
-
-    @cached_property
     def _evaluating(self) -> list[ModuleType]:
         """The modules in which an answer may be evaluated."""
-        assert self._library
+        _library()
         own = [module for name, module in sys.modules.items() if name.startswith("reasoning_gym.")]
         return [*own, importlib.import_module("sympy.parsing.sympy_parser")]
 
@@ -152,7 +148,7 @@ class Gym(Verifier):
     def _judges(self, task: str) -> Callable[[str, dict[str, Any]], float]:
         if task not in self._known:
             try:
-                self._known[task] = self._library.get_score_answer_fn(task)
+                self._known[task] = _library().get_score_answer_fn(task)
             except ValueError as error:
                 raise ConfigError(
                     f"found the task {task!r} ({error}); expected one of reasoning-gym's; correct it"

@@ -15,8 +15,7 @@ from pydantic import Field
 
 from taut.config import ComputeDtype, configclass, read_secret, read_url
 from taut.errors import ConfigError, DataError, EngineError, PictureError
-from taut.rewards.http import Client
-from taut.rewards.verifier import Answered, Place, Verifier
+from taut.rewards.verifier import Answered, Client, Place, Verifier
 from taut.vision.content import ImageRef, ImagesConfig, encoded, mime_type
 
 WITHIN = ImagesConfig(max_bytes=2**40)
@@ -25,32 +24,16 @@ WITHIN = ImagesConfig(max_bytes=2**40)
 
 def sent(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages as JSON, each picture an ``image_url``. Raises PictureError for one that cannot be read."""
-    return [
-        {key: _with_data_urls(it) if key == "content" else it for key, it in message.items()}
-        for message in messages
-    ]
-
-
-def pictures_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The pictures of messages, in their order, as parts of a content."""
-    return [
-        part
-        for message in sent(messages)
-        if isinstance(message.get("content"), list)
-        for part in message["content"]
-        if part["type"] == "image_url"
-    ]
-
-
-def _with_data_urls(content: Any) -> Any:
-    if not isinstance(content, list | tuple):
-        return content
-    return [
-        {"type": "image_url", "image_url": {"url": _data_url(part["image"])}}
-        if part["type"] == "image"
-        else part
-        for part in content
-    ]
+    as_json = [dict(message) for message in messages]
+    for message in as_json:
+        if isinstance(message.get("content"), list | tuple):
+            message["content"] = [
+                {"type": "image_url", "image_url": {"url": _data_url(part["image"])}}
+                if part["type"] == "image"
+                else part
+                for part in message["content"]
+            ]
+    return as_json
 
 
 def _data_url(picture: ImageRef) -> str:
@@ -157,9 +140,19 @@ class Judge(Verifier):
             "reference": "\n".join(answered.references),
         }
         asked = re.sub(r"\{(question|answer|reference)\}", lambda it: values[it[1]], self.template)
+        content: Any = asked
+        pictures = [
+            part
+            for message in ([] if isinstance(answered.prompt, str) else sent(answered.prompt))
+            if isinstance(message.get("content"), list)
+            for part in message["content"]
+            if part["type"] == "image_url"
+        ]
+        if pictures:
+            content = [*pictures, {"type": "text", "text": asked}]
         body = {
             "model": self.model,
-            "messages": [{"role": "user", "content": _with_pictures(asked, answered.prompt)}],
+            "messages": [{"role": "user", "content": content}],
             "temperature": temperature,
             "max_tokens": self.max_tokens,
             **self.extra,
@@ -173,14 +166,6 @@ class Judge(Verifier):
         if not isinstance(content, str):
             raise DataError(f"{url} answered {said!r:.120}; expected a chat completion with a text")
         return content
-
-
-def _with_pictures(
-    asked: str, prompt: Sequence[Mapping[str, Any]] | str
-) -> str | list[dict[str, Any]]:
-    """The question, with the prompt's pictures before it."""
-    pictures = [] if isinstance(prompt, str) else pictures_of(prompt)
-    return [*pictures, {"type": "text", "text": asked}] if pictures else asked
 
 
 def _number(found: str | tuple[str, ...]) -> float | None:
@@ -271,9 +256,7 @@ class RewardServer(Verifier):
             url, {"prompts": [prompt], "completions": [completion]}, self.api_key_env
         )
         scores = said.get("scores") if isinstance(said, dict) else None
-        if not isinstance(scores, list) or len(scores) != 1:
-            raise EngineError(f"{url} answered {said!r:.120}; expected one score")
-        if scores[0] is None:
+        if not isinstance(scores, list) or len(scores) != 1 or scores[0] is None:
             raise EngineError(f"{url} answered {said!r:.120}; expected one score")
         score: float = scores[0]
         return score

@@ -26,9 +26,8 @@ from pydantic import Field
 from taut.config import Decision, configclass
 from taut.errors import ConfigError, UserCodeError
 from taut.io.http import ClientThread, Closed
-from taut.rewards.http import Client
 from taut.rewards.registry import Part, RewardSpec, read_parts
-from taut.rewards.verifier import Answered, Judged, Score, Verifier, reason, scored
+from taut.rewards.verifier import Answered, Client, Judged, Score, Verifier, reason, scored
 from taut.rewards.worker import judged
 from taut.rewards.workers import Workers
 
@@ -133,10 +132,17 @@ class Panel:
         except BaseException:  # Ctrl-C above all: the rest is not needed
             self._drop(future for each in pending for future in each.values())
             raise
-        verdicts = [
-            _verdict(parts, {label: scores[index] for label, scores in done.items()} | own)
-            for index, own in enumerate(found)
-        ]
+        verdicts = []
+        for index, own in enumerate(found):
+            by_label = {label: scores[index] for label, scores in done.items()} | own
+            scores = {part.label: by_label[part.label] for part in parts}
+            counted = [
+                part.weight * value
+                for part in parts
+                if (value := scores[part.label].value) is not None
+            ]
+            is_complete = bool(counted) and all(score.error is None for score in scores.values())
+            verdicts.append(Verdict(scores, sum(counted) if is_complete else None))
         for answered, verdict in zip(answers, verdicts, strict=True):
             for score in verdict.parts.values():
                 if score.is_wrong_type:
@@ -210,15 +216,6 @@ async def _ask_server(
             return Score(error=reason(error))
 
 
-def _verdict(parts: Sequence[Part], found: Mapping[str, Score]) -> Verdict:
-    scores = {part.label: found[part.label] for part in parts}
-    counted = [
-        part.weight * value for part in parts if (value := scores[part.label].value) is not None
-    ]
-    has_error = any(score.error is not None for score in scores.values())
-    return Verdict(scores, None if has_error or not counted else sum(counted))
-
-
 def open_panel(
     rewards: str | Sequence[str | RewardSpec],
     config: PanelConfig | None = None,
@@ -231,7 +228,13 @@ def open_panel(
     ``reserved``: names of other metrics, which no reward may have. ``open_rater``: loads a reward model in this
     process; without it ``reward_model`` is refused.
     """
-    parts, decisions = _settled(read_parts(rewards, reserved))
+    # what taut chooses for the user is chosen here and once, so that no two processes choose differently
+    parts, decisions = [], dict[Decision, None]()
+    for part in read_parts(rewards, reserved):
+        verifier, decision = part.verifier.settled()
+        parts.append(replace(part, verifier=verifier))
+        if decision is not None:
+            decisions[decision] = None
     raters = {}
     for part in parts:
         if part.verifier.runs != "model":
@@ -242,21 +245,13 @@ def open_panel(
                 "it; use reward_server"
             )
         raters[part.label] = open_rater(part.verifier)
-    panel = Panel(parts, PanelConfig() if config is None else config, raters, decisions)
+    panel = Panel(parts, PanelConfig() if config is None else config, raters, list(decisions))
     try:
         panel.require_loadable()
     except ConfigError:
         panel.close()
         raise
     return panel
-
-
-def _settled(parts: Sequence[Part]) -> tuple[list[Part], list[Decision]]:
-    """The same with what taut chooses for the user: here and once, so that no two processes choose differently."""
-    each = [part.verifier.settled() for part in parts]
-    decisions = dict.fromkeys(decision for _, decision in each if decision is not None)
-    pairs = zip(parts, each, strict=True)
-    return [replace(part, verifier=verifier) for part, (verifier, _) in pairs], list(decisions)
 
 
 def tally(verdicts: Sequence[Verdict]) -> dict[str, Tally]:

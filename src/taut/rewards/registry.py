@@ -18,6 +18,7 @@ from pydantic import Field
 
 from taut.config import configclass, home_path, restore
 from taut.errors import ConfigError
+from taut.io.user_code import read_user_code
 from taut.rewards.code import Code
 from taut.rewards.format import JsonSchema, Language, Repetition, Tags
 from taut.rewards.gym import Gym
@@ -26,7 +27,7 @@ from taut.rewards.length import LengthCosine, LengthOverlong, LengthTarget, Stop
 from taut.rewards.maths import Math
 from taut.rewards.numeric import Numeric
 from taut.rewards.text_match import Contains, ExactMatch, Regex
-from taut.rewards.user import read_user_reward
+from taut.rewards.user import UserReward
 from taut.rewards.verifier import Answered, Judged, Verifier
 
 REWARDS: dict[str, type[Verifier]] = {
@@ -155,7 +156,10 @@ def read_parts(
 def verifier_of(name: str, options: Mapping[str, Any]) -> Verifier:
     """The verifier of a name with its options."""
     if ":" in name:
-        return read_user_reward(name, options)
+        code = read_user_code(
+            name, home_path(name.rpartition(":")[0]), f"the reward {name}", "function"
+        )
+        return UserReward(name, code, options)
     if name not in REWARDS:
         near = difflib.get_close_matches(name, REWARDS, 1)
         hint = f"did you mean {near[0]}?" if near else "correct it"
@@ -163,3 +167,40 @@ def verifier_of(name: str, options: Mapping[str, Any]) -> Verifier:
             f"found the reward {name!r}; expected one of {', '.join(REWARDS)}, or FILE.py:function; {hint}"
         )
     return restore(REWARDS[name], options, f"in the options of the reward {name}")
+
+
+# -- models that judge in this process
+
+
+def models_of(rewards: str | Sequence[str | RewardSpec]) -> dict[str, RewardModel]:
+    """The rewards' models that judge in this process, by label."""
+    models = {}
+    for spec in listed(rewards):
+        verifier = verifier_of(spec.name, spec.options) if spec.name == "reward_model" else None
+        if isinstance(verifier, RewardModel):
+            models[spec.label or spec.name] = verifier
+    return models
+
+
+def files_read(rewards: str | Sequence[str | RewardSpec]) -> list[str]:
+    """Model directories and templates that the models in this process are read from."""
+    models = models_of(rewards).values()
+    return [path for model in models for path in (model.model, model.template) if path]
+
+
+def require_judgeable(
+    rewards: str | Sequence[str | RewardSpec], num_ranks: int, *, ahead: bool = False
+) -> None:
+    """Raise ConfigError, on every rank alike, for a model that would judge in this process where it cannot."""
+    for label in models_of(rewards):
+        if num_ranks > 1:
+            raise ConfigError(
+                f"found the reward {label}, a model in this process, and {num_ranks} ranks, which would wait while one "
+                "of them judges; expected it at a server; use `taut serve-reward` and the reward reward_server"
+            )
+        if ahead:
+            raise ConfigError(
+                f"rollout.asynchronous=true and the reward {label}, a model in this process: it would judge while "
+                "another model trains here; expected it at a server; use `taut serve-reward` and the reward "
+                "reward_server"
+            )

@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, get_args
 
-from taut.config import home_path
 from taut.errors import ConfigError
-from taut.io.user_code import UserCode, read_user_code
+from taut.io.user_code import UserCode
 from taut.rewards.verifier import FIELDS, Answered, Judged, Place, Verifier
 
 
@@ -97,9 +96,3 @@ class UserReward(Verifier):
                 "out"
             )
         return FIELDS if takes_all else tuple(name for name in FIELDS if name in names)
-
-
-def read_user_reward(spec: str, options: Mapping[str, Any]) -> UserReward:
-    """The verifier that ``FILE.py:function`` names; its file is read, not run."""
-    path = home_path(spec.rpartition(":")[0])
-    return UserReward(spec, read_user_code(spec, path, f"the reward {spec}", "function"), options)

@@ -1,10 +1,7 @@
 """The worker process: verifiers in, answers in, scores out, until its pipe is closed.
 
-    python -c "from taut.rewards.worker import main; main(FD)"
-
-A new interpreter, not a fork, so that no lock of the parent's is copied. It does not run the parent's main script
-again, as multiprocessing's start methods do: a training script without ``if __name__ == "__main__"`` is not started
-twice. It ends with its parent, and imports neither torch nor transformers. ``workers.py`` is the other end.
+It is a helper process (``taut.io.helper``), and imports neither torch nor transformers. ``workers.py`` is the other
+end.
 """
 
 from __future__ import annotations
@@ -14,23 +11,18 @@ import os
 import resource
 import signal
 import sys
-import threading
-import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple, TextIO, cast
 
 from taut.errors import TautError
 from taut.io.console import Printer
+from taut.io.helper import begin
 from taut.rewards.user import UserReward
 from taut.rewards.verifier import Answered, Judged, Score, Verifier, reason, scored
 
-PARENT_LOOKED_AT = 1.0
-"""Seconds between two looks at the parent."""
 SPARE = 2.0
-"""A worker whose parent was killed may be in a loop of C code that lets no thread run. The kernel ends it (SIGPROF)
-after this many times its limit, in processor time of all cores."""
+"""The kernel ends a worker in an answer (SIGPROF) after this many times its limit, in processor time of all cores."""
 ANYTHING = (Exception, SystemExit, KeyboardInterrupt)
 """What a function of the user's may raise; Ctrl-C does not reach this process."""
 
@@ -44,20 +36,16 @@ class Loaded(NamedTuple):
     """What it judges, which for a function of the user's only the process that ran its file knows."""
 
 
-def main(descriptor: int) -> None:
-    """Serve what comes through the pipe. The first message is the path of imports and the verifiers by label.
+def main(descriptor: int, leash: int) -> None:
+    """Serve what comes through the pipe. The first message is the verifiers by label.
 
     A request is a verifier's number, an answer, or None to load it only, and the seconds it may take. The first reply
     says whether the verifier is loaded (``Loaded``); then comes the score. So loading takes nothing of an answer's
     time, and a worker in the place of a killed one loads what it is asked for and no more.
     """
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    _be_killed_first()
+    pipe = begin(descriptor, leash)
     sys.stdout, sys.stderr = (cast(TextIO, Printer.on(it)) for it in (sys.stdout, sys.stderr))
-    os.set_inheritable(descriptor, False)
-    pipe = Connection(descriptor)
-    path, verifiers = pipe.recv()
-    sys.path[:] = path
+    verifiers = pipe.recv()
     loaded: dict[int, Loaded] = {}
     while True:
         try:
@@ -66,7 +54,15 @@ def main(descriptor: int) -> None:
             return
         label, verifier = verifiers[number]
         if number not in loaded:
-            loaded[number] = _prepare(label, verifier)
+            try:
+                verifier.prepare()
+                loaded[number] = Loaded(None, verifier.judges)
+            except TautError as error:
+                loaded[number] = Loaded(str(error))
+            except ANYTHING as error:  # the parent raises it
+                loaded[number] = Loaded(
+                    f"the reward {label} cannot be loaded: {reason(error)}; expected one that can; correct it"
+                )
         pipe.send(loaded[number])
         if answered is None or loaded[number].trouble is not None:
             continue
@@ -94,18 +90,6 @@ def judged(
         return Score(error=reason(error) + place)
 
 
-def _prepare(label: str, verifier: Verifier) -> Loaded:
-    try:
-        verifier.prepare()
-        return Loaded(None, verifier.judges)
-    except TautError as error:
-        return Loaded(str(error))
-    except ANYTHING as error:  # the parent raises it
-        return Loaded(
-            f"the reward {label} cannot be loaded: {reason(error)}; expected one that can; correct it"
-        )
-
-
 @contextlib.contextmanager
 def _memory(most: int | None) -> Iterator[None]:
     """Let this process allocate at most this many bytes more; a larger request is a MemoryError. There is no limit if
@@ -124,16 +108,3 @@ def _memory(most: int | None) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-def _be_killed_first() -> None:
-    """Make the kernel kill this process, not the one that trains, when the machine runs out of memory."""
-    with contextlib.suppress(OSError), Path("/proc/self/oom_score_adj").open("w") as file:
-        file.write("1000")
-
-
-def _end_with(parent: int) -> None:
-    """End this process with its parent: a worker that hangs would outlive a parent that was killed."""
-    while os.getppid() == parent:
-        time.sleep(PARENT_LOOKED_AT)
-    os._exit(1)

@@ -2,36 +2,29 @@
 
 Each answer has a time limit from the moment its worker begins. A worker that exceeds it is killed with every process
 it started, the answer is an error, and the next answer gets a new worker. The same holds for a worker that dies, and
-for one that is stopped (SIGSTOP), whether before an answer or during it. Workers are sessions of their own: Ctrl-C in a
-terminal does not reach them, and they print nothing of it. The time limit needs no signal and holds in any thread.
+for one that is stopped (SIGSTOP), whether before an answer or during it. Workers are helper processes
+(``taut.io.helper``).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import socket
-import subprocess
-import sys
-import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from queue import LifoQueue
-from typing import Any
 
 from taut.errors import ConfigError
+from taut.io.helper import Helper, Late, how_it_ended
 from taut.rewards.registry import Part
 from taut.rewards.verifier import Answered, Judged, Score
 from taut.rewards.worker import Loaded
 
 START_SECONDS = 120.0
 """Time limit for starting a process and loading a verifier, apart from the answers' limits."""
-COMMAND = "from taut.rewards.worker import main; main({})"
+COMMAND = "from taut.rewards.worker import main; main({}, {})"
 SETTINGS = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Environment of a worker: sets have the same order everywhere, and workers leave the cores to the trainer."""
 
@@ -55,7 +48,7 @@ class Workers:
         worker = self._idle.get()
         try:
             return {
-                part.label: worker.load(number, part)[1] for number, part in enumerate(self._parts)
+                part.label: worker.load(number, part) for number, part in enumerate(self._parts)
             }
         finally:
             self._idle.put(worker)
@@ -68,7 +61,7 @@ class Workers:
         """End the running call, whose result is no longer needed. The next answer gets a new process."""
         self._num_drops += 1
         for worker in self._workers:
-            worker.kill()
+            worker.helper.kill()
 
     def close(self) -> None:
         """End all processes, in the middle of an answer where there is one."""
@@ -102,156 +95,71 @@ class Workers:
 def _let_go(workers: Sequence[_Worker]) -> None:
     for worker in workers:
         worker.stop()
-        worker.clear()
-
-
-class _Late(Exception):
-    """The process gave no reply in time and has been ended."""
+        worker.helper.end()
 
 
 class _Worker:
-    """One process at a time. One thread at a time uses it; ``kill`` and ``stop`` may be called from any."""
+    """One process at a time. One thread at a time uses it; ``helper.kill`` and ``stop`` may be called from any."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._verifiers = [(part.label, part.verifier) for part in parts]
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pipe: Connection | None = None
+        self.helper = Helper()
         self._is_stopped = False
         self._loaded: set[int] = set()
         """Numbers of the verifiers that the process has loaded."""
 
-    def load(
-        self, number: int, part: Part, answered: Answered | None = None
-    ) -> tuple[Connection, Judged]:
-        """The pipe to a process that has loaded a verifier, and is at ``answered``; and what the verifier judges.
-        ConfigError: it cannot be. _Late: it is loaded, and says nothing in an answer's time.
+    def load(self, number: int, part: Part, answered: Answered | None = None) -> Judged:
+        """Let the process load a verifier and begin with ``answered``; what the verifier judges. ConfigError: the
+        verifier cannot be loaded. Late: it is loaded, and says nothing in an answer's time.
         """
         remedy = f"expected the reward {part.label} to be loaded; correct it"
+        helper, is_new = self.helper, not self.helper.is_alive
+        if is_new and self._is_stopped:
+            raise ConfigError("the rewards are closed; expected no answer after that")
+        is_loaded = not is_new and number in self._loaded
+        seconds = part.timeout if is_loaded else START_SECONDS
         try:
-            pipe, setup = self._open()
-            is_loaded = number in self._loaded
-            seconds = part.timeout if is_loaded else START_SECONDS
-            request = (number, answered, part.timeout)
-            loaded: Loaded = self._exchange(pipe, seconds, *setup, request)
-        except _Late:
+            if is_new:
+                self._loaded.clear()
+                helper.start(COMMAND, {**os.environ, **SETTINGS}, stdout=None)
+            with helper.limit(seconds):
+                if is_new:
+                    helper.pipe.send(self._verifiers)
+                helper.pipe.send((number, answered, part.timeout))
+                loaded: Loaded = helper.pipe.recv()
+        except Late:
             if is_loaded and answered is not None:
                 raise
             raise ConfigError(f"found nothing within {seconds:g} s; {remedy}") from None
         except (EOFError, OSError) as error:
             raise ConfigError(f"a worker {self._ended(error)} at its start; {remedy}") from None
         if loaded.trouble is not None:
-            self.clear()  # the obstacle may be gone at the next attempt
+            helper.end()  # the obstacle may be gone at the next attempt
             raise ConfigError(loaded.trouble)
         self._loaded.add(number)
-        return pipe, loaded.judges
+        return loaded.judges
 
     def ask(self, number: int, answered: Answered, part: Part) -> Score:
         """The verifier's score of an answer, or the error of its process."""
         try:
-            pipe, _ = self.load(number, part, answered)
-            score: Score = self._exchange(pipe, part.timeout)
+            self.load(number, part, answered)
+            with self.helper.limit(part.timeout):
+                score: Score = self.helper.pipe.recv()
             return score
         except ConfigError as error:
             return Score(error=str(error))
-        except _Late:
+        except Late:
             return Score(error=f"{part.label} took longer than {part.timeout:g} s and was killed")
         except (EOFError, OSError) as error:
             return Score(error=f"{part.label} ended its process, which {self._ended(error)}")
 
-    def _exchange(self, pipe: Connection, seconds: float, *messages: object) -> Any:
-        """Send messages and receive one, in so many seconds; then the process is ended, and _Late is raised.
-
-        A process that was stopped (SIGSTOP) reads nothing, so sending may block, too.
-        """
-        is_late = threading.Event()
-
-        def end() -> None:
-            is_late.set()
-            self.kill()
-            # what the process started may hold its end of the pipe, too
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as ours:
-                ours.shutdown(socket.SHUT_RDWR)
-
-        timer = threading.Timer(seconds, end)
-        timer.daemon = True
-        timer.start()
-        try:
-            for message in messages:
-                pipe.send(message)
-            return pipe.recv()
-        except (EOFError, OSError):
-            if is_late.is_set():
-                raise _Late from None
-            raise
-        finally:
-            timer.cancel()
-            timer.join()
-            if is_late.is_set():
-                self.clear()
-
-    def _open(self) -> tuple[Connection, list[object]]:
-        """The pipe to the process, which is started where there is none; and what a new one is to be sent first."""
-        if self._pipe is not None and self._process is not None and _is_alive(self._process):
-            return self._pipe, []
-        self.clear()
-        if self._is_stopped:
-            raise ConfigError("the rewards are closed; expected no answer after that")
-        self._pipe, theirs = Pipe()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", COMMAND.format(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **SETTINGS},
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        return self._pipe, [(sys.path, self._verifiers)]
-
-    def kill(self) -> None:
-        """End the process; a call that waits for it fails."""
-        process = self._process
-        if process is not None:
-            _kill(process)
-
     def stop(self) -> None:
-        """The same, and start no other."""
+        """Kill the process and start no other."""
         self._is_stopped = True
-        self.kill()
-
-    def clear(self) -> None:
-        """End the process with what it started, and forget it."""
-        if self._process is not None:
-            _kill(self._process)
-            self._process.wait()
-        if self._pipe is not None:
-            self._pipe.close()
-        self._process, self._pipe = None, None
-        self._loaded.clear()
+        self.helper.kill()
 
     def _ended(self, error: Exception) -> str:
         """How a process ended that closed its pipe, or why there is none."""
-        if self._process is None:
-            self.clear()
+        if self.helper.process is None:
             return f"cannot be started ({error})"
-        _kill(self._process)  # what it started; its own end is under way, and keeps its code
-        code = self._process.wait()
-        self.clear()
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-
-
-def _is_alive(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it runs. If the system allows, it is not reaped: its number stays its session's until that is killed."""
-    if not hasattr(os, "waitid"):
-        return process.poll() is None
-    try:
-        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return os.waitid(os.P_PID, process.pid, options) is None
-    except ChildProcessError:
-        return False
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill its whole session, unless it has been reaped: then its number may be another's."""
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        return how_it_ended(self.helper.reap())

@@ -24,7 +24,7 @@ sampled.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -38,69 +38,42 @@ from taut.errors import CheckFailed, ConfigError
 from taut.losses import Loss, policy
 from taut.losses import advantages as shaping
 from taut.losses.advantages import Estimator, Scale, are_alike, gae, whiten
-from taut.rl.buffer_state import as_tuple
-from taut.rl.rollout import POLICY, REFERENCE, VALUE, Asked, Group, Said, sample_of
+from taut.rl.rollout import POLICY, REFERENCE, VALUE, Group, ModelScores, sample_of
 from taut.rl.sampler import Trajectory
-from taut.types import FloatArray, Sample, Tree
-
-
-def judged_trajectories(groups: Sequence[Group], phase: int) -> list[Trajectory]:
-    """The trajectories of a roll-out that have a reward, each with its name, group and verdict."""
-    return [
-        replace(
-            trajectory,
-            name=f"{trajectory.row.id}#{trajectory.index} of roll-out {phase + 1}",
-            group=number,
-            verdict=verdict,
-        )
-        for number, group in enumerate(groups)
-        for trajectory, verdict in group.judged
-    ]
+from taut.types import FloatArray, Sample, Tree, Wants
 
 
 class TrainSample(NamedTuple):
-    """What is trained on: the trajectories of a group as a tree, with their streams and advantages."""
+    """What is trained on: the trajectories of a group as a tree, each token with its advantage."""
 
     version: int
     """The version of the oldest weights that sampled it."""
     tree: Tree
-
-
-class Credited(NamedTuple):
-    """What has come of a roll-out."""
-
-    trees: list[Tree]
-    with_signal: list[TrainSample]
-    """Those of the trees from which something is learned."""
-    metrics: dict[str, float]
-    advantages: Mapping[str, FloatArray]
-    """Of each path that is learned from."""
-    learned: Any = None
-    """For ``Credit.learn``."""
-    num_told_apart: int | None = None
-    """Groups of which rewards say something; None: of those with a signal alone."""
+    has_signal: bool = True
+    """Whether the group's rewards say which of its answers are better."""
 
     @property
-    def num_groups_with_signal(self) -> int:
-        """Groups of whose rewards something is learned."""
-        return len(self.with_signal) if self.num_told_apart is None else self.num_told_apart
+    def has_gradient(self) -> bool:
+        """Whether an advantage is not 0."""
+        streams = [sample.streams.get("advantage_N") for sample in self.tree.samples]
+        return any(advantage_N is None or bool(advantage_N.any()) for advantage_N in streams)
+
+    @classmethod
+    def of(cls, made: Sequence[tuple[Trajectory, Sample]], *, is_atom: bool = False) -> TrainSample:
+        """The samples that were made of a group's trajectories."""
+        version = min(trajectory.version for trajectory, _ in made)
+        return cls(version, Tree(tuple(sample for _, sample in made), is_atom))
 
 
 class Credit:
-    """The base of all kinds."""
+    """How a method learns from rewarded trajectories; the base of all kinds."""
 
-    asked = Asked(policy=False, values=False, temperature=1.0)
+    wants = Wants(logp=False)
+    """What has to be computed of a rollout before it is trained on: the policy's logprobs, the critic's values."""
+    bootstraps_cut = False
+    """Whether the critic's value after the last token of a trajectory that was cut is needed, too."""
     good = 1.0
     """A reward that something is learned from, where another answer has 1 less."""
-
-    def __init__(self, loss: Loss) -> None:
-        self.loss = loss
-
-    def bare(self, paths: Sequence[Trajectory]) -> list[Tree]:
-        """The paths, a tree for each group, as the models that score them see them."""
-        reads = {"has_reads": self.asked.values, "has_bootstrap": self.asked.bootstrap}
-        return _trees([(p.group, sample_of(p, p.name, **reads)) for p in paths])
-
     estimator: Estimator | None = None
     """How advantages are estimated from the rewards of a group, where they are."""
     is_plain = True
@@ -108,16 +81,26 @@ class Credit:
     needs_one = False
     """Whether there is nothing to train on without a group that is useful."""
 
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+
+    def bare(self, groups: Sequence[Group]) -> list[Tree]:
+        """The groups as trees without advantages, as the models that score them see them."""
+        reads = {"has_reads": self.wants.scalar, "has_bootstrap": self.bootstraps_cut}
+        return [Tree(tuple(sample_of(t, **reads) for t in group.trajectories)) for group in groups]
+
     def is_useful(self, group: Group) -> bool:
         """Whether anything can be learned from a group: its rewards differ."""
         return group.has_signal
 
-    def trees(self, paths: Sequence[Trajectory], said: Said) -> Credited:
-        """What is trained on."""
+    def assign(
+        self, groups: Sequence[Group], scores: ModelScores
+    ) -> tuple[list[TrainSample], dict[str, float]]:
+        """What is trained on of these groups, all of whose trajectories have a reward; and metrics."""
         raise NotImplementedError
 
-    def learn(self, given: Credited) -> None:
-        """Take in what a roll-out has taught the controllers."""
+    def learn(self, groups: Sequence[Group], metrics: Mapping[str, float]) -> None:
+        """Update the state of the controllers after ``assign``, which gave these metrics."""
 
     remembered: ClassVar[Any] = None
     """The type of what ``remember`` returns."""
@@ -127,42 +110,14 @@ class Credit:
         return None
 
     def recall(self, remembered: Any) -> None:
-        """Take it back."""
+        """Restore the state."""
 
 
-def credited(
-    made: Sequence[tuple[Trajectory, Sample]],
-    metrics: dict[str, float],
-    advantages: Mapping[str, FloatArray],
-    *,
-    is_atom: bool = False,
-) -> Credited:
-    """Samples as trees, one a group. A tree whose advantages are all 0 has no signal."""
-    trees = _trees([(path.group, sample) for path, sample in made], is_atom=is_atom)
-    versions: dict[int, int] = {}
-    for path, _ in made:
-        versions[path.group] = min(path.version, versions.get(path.group, path.version))
-    with_signal = [
-        TrainSample(version, tree)
-        for version, tree in zip(versions.values(), trees, strict=True)
-        if any(bool(s.streams.get("advantage_N", np.ones(1)).any()) for s in tree.samples)
-    ]
-    return Credited(trees, with_signal, metrics, advantages)
-
-
-def _trees(made: Sequence[tuple[int, Sample]], *, is_atom: bool = False) -> list[Tree]:
-    by_group: dict[int, list[Sample]] = {}
-    for group, sample in made:
-        by_group.setdefault(group, []).append(sample)
-    return [Tree(tuple(samples), is_atom) for samples in by_group.values()]
-
-
-def by_group(paths: Sequence[Trajectory]) -> dict[int, list[Trajectory]]:
-    """The trajectories of each group, by its number."""
-    found: dict[int, list[Trajectory]] = {}
-    for path in paths:
-        found.setdefault(path.group, []).append(path)
-    return found
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """A JSON list in place of a tuple, for pydantic."""
+    if type(value) is not list:
+        raise ValueError("found something other than a list")
+    return tuple(value)
 
 
 # -- policy gradients
@@ -216,36 +171,8 @@ class KlPenalty(NamedTuple):
     """What an adaptive coefficient aims at, in nats a token; None: it stays."""
 
 
-class _Learned(NamedTuple):
-    scale: Scale
-    coef: float
-
-
-@dataclass(frozen=True)
-class Ways:
-    """How rewards become advantages."""
-
-    estimate: Estimator | Gae
-    shaping: ShapingConfig
-    limit: int
-    """Tokens that a path may have beyond its prompt."""
-    temperature: float
-    has_old: bool
-    """Whether the trainer's own log-probs at the start are a stream: more than one step trains on a roll-out."""
-    penalty: KlPenalty | None = None
-
-    @property
-    def asked(self) -> Asked:
-        return Asked(
-            policy=self.has_old or self.penalty is not None,
-            values=isinstance(self.estimate, Gae),
-            temperature=self.temperature,
-            bootstrap=isinstance(self.estimate, Gae) and self.estimate.bootstraps_cut,
-        )
-
-
 class PolicyCreditState(TypedDict):
-    """What PolicyCredit remembers."""
+    """The state of PolicyCredit."""
 
     scale: Annotated[tuple[int, float, float], BeforeValidator(as_tuple)]
     coef: float
@@ -254,59 +181,104 @@ class PolicyCreditState(TypedDict):
 class PolicyCredit(Credit):
     """Policy gradients."""
 
-    def __init__(self, loss: Loss, ways: Ways) -> None:
-        super().__init__(loss)
-        self.ways, self.asked = ways, ways.asked
-        self.estimator = ways.estimate if isinstance(ways.estimate, Estimator) else None
-        self.is_plain = ways.shaping == ShapingConfig() and ways.penalty is None
-        self._scale = Scale()
-        self._coef = 0.0 if ways.penalty is None else ways.penalty.coef
-
-    def trees(self, paths: Sequence[Trajectory], said: Said) -> Credited:
-        scale, reward_S = self._shaped(paths)
-        penalties = [self._penalty(path, said[path.name]) for path in paths]
-        if isinstance(self.ways.estimate, Gae):
-            advantages, returns, of_critic = _by_critic(
-                self.ways.estimate, paths, reward_S, scale, penalties, said
-            )
-        else:
-            group_S = torch.tensor([path.group for path in paths])
-            estimated = self.ways.estimate(reward_S, group_S, penalties)
-            advantages = [advantage_N.numpy() for advantage_N in estimated]
-            returns, of_critic = [None] * len(paths), {}
-        given = dict(zip([path.name for path in paths], advantages, strict=True))
-        made = [
-            (path, self._sample(path, given[path.name], of, said[path.name]))
-            for path, of in zip(paths, returns, strict=True)
-            if not (path.is_cut and self.ways.shaping.overlong == "drop")
-        ]
-        if not made:
-            raise CheckFailed(
-                f"all {len(paths)} completions of a roll-out were cut, and shaping.overlong=drop leaves those out; "
-                "expected some that end; raise rollout.max_new_tokens, or set shaping.overlong=keep"
-            )
-        metrics = self._metrics(reward_S, paths, said) | of_critic
-        if self.ways.shaping.overlong == "drop":
-            metrics["dropped"] = 1.0 - len(made) / len(paths)
-        learned = {path.name: given[path.name] for path, _ in made}
-        told_apart = self._told_apart(paths, reward_S) & {path.group for path, _ in made}
-        return credited(made, metrics, learned)._replace(
-            learned=_Learned(scale, self._next_coef(metrics)), num_told_apart=len(told_apart)
-        )
-
-    def _told_apart(self, paths: Sequence[Trajectory], reward_S: Tensor) -> set[int]:
-        """Groups that have a signal by their rewards alone: what a critic expects, or a penalty takes off, is never all
-        the same. With a critic all are compared with each other.
+    def __init__(
+        self,
+        loss: Loss,
+        estimate: Estimator | Gae,
+        shaping: ShapingConfig,
+        *,
+        limit: int,
+        temperature: float,
+        has_old: bool,
+        penalty: KlPenalty | None = None,
+    ) -> None:
+        """``limit``: tokens that a trajectory may have beyond its prompt. ``has_old``: the trainer's own logprobs at
+        the start are a stream, because more than one step trains on a rollout.
         """
-        groups = [path.group for path in paths]
-        if isinstance(self.ways.estimate, Gae):
-            is_one = len(paths) == 1  # compared with what the critic expects alone
-            return set(groups) if is_one or not are_alike(reward_S.tolist()) else set()
-        compared = self.ways.estimate.compare(reward_S, torch.tensor(groups)).tolist()
-        return {group for group, one in zip(groups, compared, strict=True) if one}
+        super().__init__(loss)
+        self.estimate, self.shaping, self.limit = estimate, shaping, limit
+        self.has_old, self.penalty = has_old, penalty
+        has_critic = isinstance(estimate, Gae)
+        self.wants = Wants(
+            has_old or penalty is not None, scalar=has_critic, temperature=temperature
+        )
+        self.bootstraps_cut = isinstance(estimate, Gae) and estimate.bootstraps_cut
+        self.estimator = None if isinstance(estimate, Gae) else estimate
+        self.is_plain = shaping == ShapingConfig() and penalty is None
+        self._scale = Scale()
+        self._coef = 0.0 if penalty is None else penalty.coef
 
-    def learn(self, given: Credited) -> None:
-        self._scale, self._coef = given.learned
+    def assign(
+        self, groups: Sequence[Group], scores: ModelScores
+    ) -> tuple[list[TrainSample], dict[str, float]]:
+        numbered = [(number, t) for number, group in enumerate(groups) for t in group.trajectories]
+        trajectories = [trajectory for _, trajectory in numbered]
+        group_S = torch.tensor([number for number, _ in numbered])
+        scale, reward_S = self._shaped(trajectories)
+        scores_S = [scores[trajectory.name] for trajectory in trajectories]
+        metrics: dict[str, float] = {}
+        if self.shaping != ShapingConfig():
+            metrics["reward_shaped"] = float(reward_S.mean())
+        penalties = [torch.zeros(t.sampled_at_N.size, dtype=torch.float64) for t in trajectories]
+        if self.penalty is not None:
+            logps = [(_tensor(own[POLICY]), _tensor(own[REFERENCE])) for own in scores_S]
+            penalties = [policy.penalty(old, reference, self._coef) for old, reference in logps]
+            gap_N = torch.cat([old - reference for old, reference in logps])
+            metrics["kl"] = float(policy.estimate(gap_N, "k1").mean())
+            metrics["kl_k3"] = float(policy.estimate(gap_N, "k3").mean())
+            metrics["kl_coef"] = self._coef
+        returns: Sequence[FloatArray | None] = [None] * len(trajectories)
+        if isinstance(self.estimate, Gae):
+            values = [_tensor(own[VALUE]) for own in scores_S]
+            advantages, returns, ranges = _by_critic(
+                self.estimate, trajectories, reward_S, scale, penalties, values
+            )
+            metrics |= ranges
+            # All trajectories are compared with each other, one alone with what the critic expects.
+            differ = len(trajectories) == 1 or not are_alike(reward_S.tolist())
+            has_signal = [differ] * len(groups)
+        else:
+            estimated = self.estimate(reward_S, group_S, penalties)
+            advantages = [advantage_N.numpy() for advantage_N in estimated]
+            # By the rewards alone: what a penalty takes off is never all the same.
+            compared = self.estimate.compare(reward_S, group_S)
+            has_signal = [bool(compared[group_S == number].any()) for number in range(len(groups))]
+        samples_of: list[list[tuple[Trajectory, Sample]]] = [[] for _ in groups]
+        for (number, trajectory), advantage_N, return_N, own in zip(
+            numbered, advantages, returns, scores_S, strict=True
+        ):
+            if trajectory.is_cut and self.shaping.overlong == "drop":
+                continue
+            streams = {"advantage_N": advantage_N, "engine_logp_N": trajectory.logp_N}
+            if self.has_old:
+                streams[POLICY] = own[POLICY]
+            if REFERENCE in own and self.penalty is None:
+                streams[REFERENCE] = own[REFERENCE]
+            sample = replace(sample_of(trajectory), streams=streams)
+            if return_N is not None:
+                values_of = {"return": return_N, "value": own[VALUE][: return_N.size]}
+                sample = replace(sample, read_at_R=sample.target_at_N - 1, read_values=values_of)
+            samples_of[number].append((trajectory, sample))
+        num_learned = sum(map(len, samples_of))
+        if not num_learned:
+            raise CheckFailed(
+                f"all {len(trajectories)} completions of a roll-out were cut, and shaping.overlong=drop leaves those "
+                "out; expected some that end; raise rollout.max_new_tokens, or set shaping.overlong=keep"
+            )
+        if self.shaping.overlong == "drop":
+            metrics["dropped"] = 1.0 - num_learned / len(trajectories)
+        train_samples = [
+            TrainSample.of(made)._replace(has_signal=differ)
+            for made, differ in zip(samples_of, has_signal, strict=True)
+            if made
+        ]
+        return train_samples, metrics
+
+    def learn(self, groups: Sequence[Group], metrics: Mapping[str, float]) -> None:
+        self._scale, _ = self._shaped([t for group in groups for t in group.trajectories])
+        if self.penalty is not None and self.penalty.target is not None:
+            target = self.penalty.target
+            self._coef = policy.adapted(self._coef, observed=metrics["kl"], target=target)
 
     remembered: ClassVar[Any] = PolicyCreditState
 
@@ -317,13 +289,14 @@ class PolicyCredit(Credit):
     def recall(self, remembered: Mapping[str, Any]) -> None:
         self._scale, self._coef = Scale(*remembered["scale"]), remembered["coef"]
 
-    def _shaped(self, paths: Sequence[Trajectory]) -> tuple[Scale, Tensor]:
-        """The rewards as they are compared, and what is known of their spread with them."""
-        how, limit = self.ways.shaping, self.ways.limit
-        reward_S = torch.tensor([path.reward for path in paths], dtype=torch.float64)
-        length_S = torch.tensor([_length(path) for path in paths])
+    def _shaped(self, trajectories: Sequence[Trajectory]) -> tuple[Scale, Tensor]:
+        """The rewards as they are compared, and the scale that they were divided by."""
+        how, limit = self.shaping, self.limit
+        reward_S = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
+        # tokens beyond the prompt: an environment's too, as its limit counts them
+        length_S = torch.tensor([int(t.ids_T.size - t.sampled_at_N[0]) for t in trajectories])
         if how.missing_eos_penalty:
-            ends = [path.finish_reason for path in paths]
+            ends = [trajectory.finish_reason for trajectory in trajectories]
             reward_S = reward_S + shaping.unfinished(ends, how.missing_eos_penalty)
         if how.soft_overlong is not None:
             reward_S = reward_S + shaping.soft_overlong(
@@ -340,98 +313,50 @@ class PolicyCredit(Credit):
         scale = (self._scale if how.scale == "running" else Scale()).merged(reward_S)
         return scale, scale.scaled(reward_S)
 
-    def _penalty(self, path: Trajectory, said: Mapping[str, FloatArray]) -> Tensor:
-        """What is added to each token's reward, [N], for its divergence from the reference."""
-        if self.ways.penalty is None:
-            return torch.zeros(path.sampled_at_N.size, dtype=torch.float64)
-        return policy.penalty(_tensor(said[POLICY]), _tensor(said[REFERENCE]), self._coef)
-
-    def _sample(
-        self,
-        path: Trajectory,
-        advantage_N: FloatArray,
-        return_N: FloatArray | None,
-        said: Mapping[str, FloatArray],
-    ) -> Sample:
-        streams = {"advantage_N": advantage_N, "engine_logp_N": path.logp_N}
-        if self.ways.has_old:
-            streams[POLICY] = said[POLICY]
-        if REFERENCE in said and self.ways.penalty is None:
-            streams[REFERENCE] = said[REFERENCE]
-        sample = replace(sample_of(path, path.name, has_reads=False), streams=streams)
-        if return_N is None:
-            return sample
-        values = {"return": return_N, "value": said[VALUE][: return_N.size]}
-        return replace(sample, read_at_R=sample.target_at_N - 1, read_values=values)
-
-    def _metrics(
-        self, reward_S: Tensor, paths: Sequence[Trajectory], said: Said
-    ) -> dict[str, float]:
-        metrics = {}
-        if self.ways.shaping != ShapingConfig():
-            metrics["reward_shaped"] = float(reward_S.mean())
-        if self.ways.penalty is not None:
-            pairs = [(said[p.name][POLICY], said[p.name][REFERENCE]) for p in paths]
-            gap_N = torch.cat([_tensor(own - reference) for own, reference in pairs])
-            metrics["kl"] = float(policy.estimate(gap_N, "k1").mean())
-            metrics["kl_k3"] = float(policy.estimate(gap_N, "k3").mean())
-            metrics["kl_coef"] = self._coef
-        return metrics
-
-    def _next_coef(self, metrics: Mapping[str, float]) -> float:
-        penalty = self.ways.penalty
-        if penalty is None or penalty.target is None:
-            return self._coef
-        return policy.adapted(self._coef, observed=metrics["kl"], target=penalty.target)
-
 
 def _by_critic(
     how: Gae,
-    paths: Sequence[Trajectory],
+    trajectories: Sequence[Trajectory],
     reward_S: Tensor,
     scale: Scale,
     penalties: Sequence[Tensor],
-    said: Said,
-) -> tuple[list[FloatArray], list[FloatArray | None], dict[str, float]]:
-    """(advantages, returns) of each path's tokens, and the ranges of what the critic says and of what rewards come to:
-    the discounted sum of the rewards from each token on, which no value of the critic has a part in.
+    values: Sequence[Tensor],
+) -> tuple[list[FloatArray], list[FloatArray], dict[str, float]]:
+    """(advantages, returns) of each trajectory's tokens, and the ranges of the critic's values and of the discounted
+    sums of the rewards from each token on, in which no value of the critic has a part.
     """
     advantages: list[Tensor] = []
-    returns: list[FloatArray | None] = []
-    values, sums = [], []
-    for path, reward, penalty_N in zip(paths, reward_S.tolist(), penalties, strict=True):
+    returns: list[FloatArray] = []
+    sums = []
+    for trajectory, reward, penalty_N, value_R in zip(
+        trajectories, reward_S.tolist(), penalties, values, strict=True
+    ):
         size, turn_N = penalty_N.numel(), torch.zeros_like(penalty_N)
-        for n, turn_reward in path.turn_rewards:
+        for n, turn_reward in trajectory.turn_rewards:
             turn_N[n] += turn_reward
         turn_N = scale.scaled(turn_N)  # as the whole reward was
-        reward_N = turn_N + penalty_N
-        value_R, bootstrap = _tensor(said[path.name][VALUE]), 0.0
-        if how.bootstraps_cut and path.is_cut:
+        reward_N, bootstrap = turn_N + penalty_N, 0.0
+        if how.bootstraps_cut and trajectory.is_cut:
             bootstrap = float(value_R[size])
         else:
             reward_N[-1] += reward - float(turn_N.sum())
         advantage_N, return_N = gae(reward_N, value_R[:size], bootstrap, how.gamma, how.lam)
         advantages.append(advantage_N)
         returns.append(return_N.numpy())
-        values.append(value_R[:size])
         sums.append(gae(reward_N, torch.zeros_like(reward_N), 0.0, how.gamma, 1.0)[1])
+    sizes = [advantage_N.numel() for advantage_N in advantages]
     if how.is_whitened:
-        sizes = [one.numel() for one in advantages]
         advantages = list(torch.split(whiten(torch.cat(advantages)), sizes))
     sum_N = torch.cat(sums)
-    low, high = np.quantile(torch.cat(values).numpy(), VALUE_RANGE).tolist()
+    value_N = torch.cat([value_R[:size] for value_R, size in zip(values, sizes, strict=True)])
+    low, high = np.quantile(value_N.numpy(), VALUE_RANGE).tolist()
     ranges = {
         "return_min": float(sum_N.min()),
         "return_max": float(sum_N.max()),
         "value_low": low,
         "value_high": high,
     }
-    return [one.numpy() for one in advantages], returns, ranges
-
-
-def _length(path: Trajectory) -> int:
-    """Tokens a path has beyond its prompt: an environment's too, as its limit counts them."""
-    return int(path.ids_T.size - path.sampled_at_N[0])
+    return [advantage_N.numpy() for advantage_N in advantages], returns, ranges
 
 
 def _tensor(value: FloatArray) -> Tensor:

@@ -401,7 +401,7 @@ class Step:
 
 
 @dataclass(frozen=True, eq=False)
-class World:
+class EnvironmentPool:
     """An environment that is ready: how its instances are made, and how their paths become tokens."""
 
     config: EnvironmentConfig
@@ -445,7 +445,7 @@ class World:
             )
 
 
-def open_world(
+def open_environments(
     config: EnvironmentConfig,
     renderer: Renderer,
     stop_ids: Collection[int],
@@ -454,7 +454,7 @@ def open_world(
     *,
     rows: Sequence[PromptRow] = (),
     stop: Sequence[str] = (),
-) -> World | None:
+) -> EnvironmentPool | None:
     """The environment that ``config`` names; None where it names none.
 
     ``ranks``: where ``play`` is called by all of them; None: by one process. ``rows``: all that will be played.
@@ -472,7 +472,7 @@ def open_world(
         _require_whole(calls, stop)
     _require_shown(renderer, offered)
     decisions = [*said, *_proofs(bridge, calls, on_offer)]
-    return World(config, make, bridge, calls, offered, context, ranks, tuple(decisions))
+    return EnvironmentPool(config, make, bridge, calls, offered, context, ranks, tuple(decisions))
 
 
 def read_reset(value: object, place: str) -> tuple[Message, ...] | None:

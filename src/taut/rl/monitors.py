@@ -89,8 +89,8 @@ class RolloutMonitorConfig:
     by more than this times its width. 0, where a new critic begins, is part of the range."""
 
 
-class GuardState(TypedDict):
-    """What Guard remembers; older checkpoints lack some."""
+class RolloutMonitorState(TypedDict):
+    """What RolloutMonitor remembers; older checkpoints lack some."""
 
     last: NotRequired[dict[str, list[float]]]
     first_entropy: NotRequired[list[float]]
@@ -103,7 +103,7 @@ class GuardState(TypedDict):
 
 
 @dataclass
-class Guard:
+class RolloutMonitor:
     """The watch over one run."""
 
     config: RolloutMonitorConfig
@@ -132,23 +132,17 @@ class Guard:
         """Raise CheckFailed where too many completions have no reward because of an error, or where none has had one
         for ``max_unrewarded`` roll-outs.
         """
-        pairs = [
-            pair
-            for group in groups
-            for pair in zip(group.trajectories, group.verdicts, strict=True)
-        ]
-        errors = [
-            f"{one.row.place}#{one.index}: {reason}"
-            for one, said in pairs
-            if (reason := one.error or said.error) is not None
-        ]
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        errors = [trajectory.failure for trajectory in trajectories if trajectory.failure]
         shown = "; ".join(errors[:SHOWN])
-        if len(errors) > self.config.max_errors * len(pairs):
+        if len(errors) > self.config.max_errors * len(trajectories):
             raise CheckFailed(
-                f"step {step}: {len(errors)} of {len(pairs)} completions have no reward because of an error; expected "
-                f"at most {self.config.max_errors:.0%} (rollout_monitor.max_errors); nothing was updated; {shown}"
+                f"step {step}: {len(errors)} of {len(trajectories)} completions have no reward because of an error; "
+                f"expected at most {self.config.max_errors:.0%} (rollout_monitor.max_errors); nothing was updated; "
+                f"{shown}"
             )
-        if self.unrewarded + 1 >= self.config.max_unrewarded and not any(g.judged for g in groups):
+        has_rewards = any(trajectory.has_reward for trajectory in trajectories)
+        if self.unrewarded + 1 >= self.config.max_unrewarded and not has_rewards:
             raise CheckFailed(
                 f"step {step}: in {self.unrewarded + 1} roll-outs in a row no completion has a reward: "
                 f"{shown or 'no reward applies to them'}; expected rewards that apply to these rows; nothing was "
@@ -366,7 +360,7 @@ class Guard:
                 detail = f"engine and trainer: {detail}"
                 trainer.emit("warning", name=f"rollout_{name}", step=report.step, detail=detail)
 
-    remembered: ClassVar[Any] = GuardState
+    remembered: ClassVar[Any] = RolloutMonitorState
 
     def remember(self) -> dict[str, Any]:
         return {

@@ -1,12 +1,13 @@
 """The source of steps of methods that learn from completions of the policy: GRPO, PPO and their relatives.
 
-    phase    one rollout (rollout.py): sampled, judged, scored by the auxiliary models, made into trees (advantages.py)
+    phase    one rollout (rollout.py): sampled, rewarded, scored by the models (``score_trees``), made into trees
+             (advantages.py)
     step     trains on a part of its phase's trees: ``rollout.minibatches`` parts, ``rollout.epochs`` passes
 
-A phase belongs to the steps that train on it. It is a function of the weights it began with, the seed and its
-number, so a step that is repeated finds the same phase. What a later step needs of an earlier one is state of the
-checkpoint (``remember``): trees that are not used up, groups to be replayed, and the state of the credit's
-controllers.
+A phase is a function of the weights at its beginning, the seed and its number, so a step that is repeated finds the
+same phase. What a later step needs of an earlier one is state of the checkpoint (``remember``): trees that are still to
+be trained on, groups to be replayed, and the state of the credit's controllers. Trees are kept as JSON-able values, to
+the last bit: an array is its dtype, its shape and its bytes, compressed, as base64; no pickled object.
 
 With ``rollout.asynchronous`` the next phase is generated in a thread (``Ahead``) while this one is trained on, at most
 one phase ahead:
@@ -15,39 +16,45 @@ one phase ahead:
     ...                                    phase 3 is trained on
     ahead.take(4)                          waits; raises what the call raised
 
-The call runs in one thread next to the one that trains: it asks a server and judges answers, makes its collective
-calls in a process group of its own (``Ranks.on_cpu``) and leaves torch's global state alone. ``close`` waits for
-nothing: the thread is a daemon, and closing the engine, which comes next, cancels what it waits for.
+The thread asks a server and judges answers, makes its collective calls in a process group of its own
+(``Ranks.on_cpu``) and leaves torch's global state alone. ``close`` waits for nothing: the thread is a daemon, and
+closing the engine, which comes next, cancels what it waits for.
 """
 
 from __future__ import annotations
 
+import base64
+import math
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Annotated, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import numpy as np
 import pydantic
+from numpy.typing import NDArray
 from pydantic import AfterValidator, BeforeValidator, Field
 from typing_extensions import TypedDict
 
 from taut.config import Decision
 from taut.data.batching import Cursor, Order, Rows
-from taut.data.prompts import PromptSet
+from taut.data.prompts import PromptRow, PromptSet
 from taut.losses import Loss
+from taut.rewards.panel import Verdict
+from taut.rewards.verifier import Score
 from taut.rl import metrics
-from taut.rl.advantages import Credit, Credited, TrainSample, judged_trajectories
-from taut.rl.buffer_state import KeptTree, as_tuple, decoded, encoded
-from taut.rl.monitors import Guard, GuardState
-from taut.rl.rollout import Roller, Rollout, RolloutConfig, scored
+from taut.rl.advantages import Credit, TrainSample, as_tuple
+from taut.rl.monitors import RolloutMonitor, RolloutMonitorState
+from taut.rl.rollout import POLICY, Group, Rollout, RolloutConfig, RolloutWorker, score_trees
+from taut.rl.sampler import Trajectory
 from taut.train.log.events import to_json
 from taut.train.oom import require_room
 from taut.train.trainer import Role, Trainer
-from taut.types import Tree
+from taut.types import IntArray, Media, Sample, Tree, Wants
 
 if TYPE_CHECKING:
     from taut.vision.image_store import ImageStore
@@ -56,68 +63,85 @@ T = TypeVar("T")
 
 
 class Ahead(Generic[T]):
-    """One call under way, or done and not yet taken."""
+    """A call that runs in a thread, or has returned and is not yet taken."""
 
     def __init__(self) -> None:
-        self._phase: int | None = None
-        self._future: Future[T] | None = None
-
-    @property
-    def started(self) -> int | None:
-        """The phase that is under way or done; None where there is none."""
-        return self._phase
+        self.started: int | None = None
+        """The phase that was started and not yet taken."""
+        self._future: Future[T] = Future()
 
     def start(self, phase: int, call: Callable[[], T]) -> None:
         """Begin a phase, once the one before is taken."""
-        assert self._phase is None, f"phase {self._phase} is not taken yet"
+        assert self.started is None, f"phase {self.started} is not taken yet"
         future: Future[T] = Future()
-        self._phase, self._future = phase, future
-        threading.Thread(
-            target=_run, args=(call, future), name=f"phase {phase}", daemon=True
-        ).start()
+        self.started, self._future = phase, future
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as error:  # noqa: BLE001 (raised again by take)
+                future.set_exception(error)
+
+        threading.Thread(target=run, name=f"phase {phase}", daemon=True).start()
 
     def take(self, phase: int) -> T:
-        """The result of a phase that was started, when it is there. Raises what the call raised."""
-        assert self._future is not None and self._phase == phase, f"phase {phase} is not under way"
+        """Wait for a phase that was started, and return its result. Raises what the call raised."""
+        assert self.started == phase, f"phase {phase} is not under way"
         try:
             return self._future.result()
         finally:
-            self.close()
+            self.started = None
 
     def close(self) -> None:
-        """Forget what is under way."""
-        self._phase, self._future = None, None
+        """Forget the call."""
+        self.started = None
 
 
-def _run(call: Callable[[], T], future: Future[T]) -> None:
-    try:
-        future.set_result(call())
-    except BaseException as error:  # noqa: BLE001 (raised again by take)
-        future.set_exception(error)
+# -- what a checkpoint keeps
+
+DTYPES = ("|b1", "|u1", "<i4", "<i8", "<f4", "<f8")
+"""Of the arrays of a sample."""
+
+Array = Annotated[tuple[str, list[int], str], BeforeValidator(as_tuple)]
+KeptMedia = Annotated[
+    tuple[str, str, int, int, int, list[int] | None, bool], BeforeValidator(as_tuple)
+]
 
 
-# -- the source of steps
+class _KeptSample(TypedDict):
+    """A sample in a checkpoint."""
 
-SMALLER = "set a smaller rollout.local.sequences or rollout.local.prefill_tokens"
-"""What helps where generating runs out of memory."""
+    id: str
+    ids_T: Array
+    target_at_N: Array
+    weight_N: Array
+    media: list[KeptMedia]
+    streams: dict[str, Array]
+    values: dict[str, str]
+    read_at_R: Array | None
+    read_values: dict[str, Array]
+    group: int
 
 
-class Crew(NamedTuple):
-    """What a method that generates works with, once there is a model."""
+def _require_readable(kept: Any) -> Any:
+    """Check that a sample without its pictures can be made of ``kept``: the asserts of Sample hold."""
+    _decode_sample({**kept, "media": ()}, None)
+    return kept
 
-    trainer: Trainer
-    roles: Sequence[Role]
-    """Models whose word is part of what a roll-out is worth: a reference that a penalty in the reward is taken from."""
-    open_roller: Callable[[], Roller]
-    """Makes engine and rewards ready, when they are first needed."""
+
+class KeptTree(TypedDict):
+    """A tree in a checkpoint: what ``encode_tree`` returns."""
+
+    samples: list[Annotated[_KeptSample, AfterValidator(_require_readable)]]
+    is_atom: bool
 
 
 class KeptState(TypedDict):
-    """A ``State`` as JSON-able values."""
+    """The state of ``Online`` in a checkpoint, but for the phase that it trains on."""
 
     replayed: list[Annotated[tuple[int, KeptTree], BeforeValidator(as_tuple)]]
     credit: Any
-    guard: GuardState
+    guard: RolloutMonitorState
 
 
 KeptPhase = Annotated[
@@ -132,43 +156,111 @@ KeptPhase = Annotated[
 
 
 class OnlineState(KeptState):
-    """What Online remembers."""
+    """The state of ``Online`` in a checkpoint."""
 
     phase: KeptPhase | None
 
 
-class State(NamedTuple):
-    """What the steps to come need of those before, beside the phase they train on."""
+def encode_tree(tree: Tree) -> dict[str, Any]:
+    """A tree as JSON-able values."""
+    samples = [
+        {
+            "id": sample.id,
+            "ids_T": _encode_array(sample.ids_T),
+            "target_at_N": _encode_array(sample.target_at_N),
+            "weight_N": _encode_array(sample.weight_N),
+            "media": [
+                [
+                    media.picture.source,
+                    media.picture.content,
+                    media.picture.num_pictures,
+                    media.start,
+                    media.stop,
+                    media.grid,
+                    media.is_two_way,
+                ]
+                for media in sample.media
+            ],
+            "streams": {name: _encode_array(value) for name, value in sample.streams.items()},
+            "values": {name: float(value).hex() for name, value in sample.values.items()},
+            "read_at_R": None if sample.read_at_R is None else _encode_array(sample.read_at_R),
+            "read_values": {
+                name: _encode_array(value) for name, value in sample.read_values.items()
+            },
+            "group": sample.group,
+        }
+        for sample in tree.samples
+    ]
+    return {"samples": samples, "is_atom": tree.is_atom}
 
-    replayed: list[TrainSample]
-    """Trees that may be trained on again, each with the version of the oldest weights it was drawn from."""
-    credit: Any
-    guard: dict[str, Any]
 
-    def encoded(self) -> dict[str, Any]:
-        """As JSON-able values."""
-        replayed = [[sample.version, encoded(sample.tree)] for sample in self.replayed]
-        return {"replayed": replayed, "credit": self.credit, "guard": self.guard}
+def decode_tree(kept: Mapping[str, Any], image_store: ImageStore | None) -> Tree:
+    """The tree that was encoded. ``image_store``: the store of its pictures."""
+    return Tree(tuple(_decode_sample(s, image_store) for s in kept["samples"]), kept["is_atom"])
 
-    @classmethod
-    def decoded(cls, kept: Mapping[str, Any], image_store: ImageStore | None) -> State:
-        """What was ``encoded``."""
-        replayed = [
-            TrainSample(version, decoded(tree, image_store)) for version, tree in kept["replayed"]
-        ]
-        return cls(replayed, kept["credit"], kept["guard"])
+
+def _decode_sample(kept: Mapping[str, Any], image_store: ImageStore | None) -> Sample:
+    all_media = []
+    for source, content, num_pictures, start, stop, grid, is_two_way in kept["media"]:
+        assert image_store is not None, "pictures are kept where the model takes them"
+        picture = image_store.picture(source, content, num_pictures, kept["id"])
+        all_media.append(Media(picture, start, stop, tuple(grid) if grid else None, is_two_way))
+    read_at = kept["read_at_R"]
+    return Sample(
+        id=kept["id"],
+        ids_T=_decode_array(kept["ids_T"]),
+        target_at_N=_decode_array(kept["target_at_N"]),
+        weight_N=_decode_array(kept["weight_N"]),
+        media=tuple(all_media),
+        streams={name: _decode_array(value) for name, value in kept["streams"].items()},
+        values={name: float.fromhex(value) for name, value in kept["values"].items()},
+        read_at_R=None if read_at is None else _decode_array(read_at),
+        read_values={name: _decode_array(value) for name, value in kept["read_values"].items()},
+        group=kept["group"],
+    )
+
+
+def _encode_array(value: NDArray[Any]) -> list[Any]:
+    text = base64.b64encode(zlib.compress(np.ascontiguousarray(value).tobytes(), 1)).decode()
+    return [value.dtype.str, list(value.shape), text]
+
+
+def _decode_array(kept: Sequence[Any]) -> NDArray[Any]:
+    """The array. Raises ValueError where ``kept`` is no encoded array."""
+    dtype, shape, text = kept
+    if dtype not in DTYPES or any(size < 0 for size in shape):
+        raise ValueError(f"an array has the dtype {dtype[:20]!r} and the shape {shape[:8]}")
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if size >= 2**40:
+        raise ValueError(f"an array has the shape {shape[:8]}")
+    unpacking = zlib.decompressobj()
+    try:
+        raw = unpacking.decompress(base64.b64decode(text, validate=True), size + 1)
+    except zlib.error as error:
+        raise ValueError(f"an array cannot be unpacked ({error})") from error
+    if len(raw) != size or not unpacking.eof:
+        raise ValueError(f"an array has not the {size:,} bytes of its shape")
+    return np.frombuffer(raw, dtype=np.dtype(dtype)).reshape(shape).copy()
+
+
+# -- the source of steps
+
+SMALLER = "set a smaller rollout.local.sequences or rollout.local.prefill_tokens"
+"""What helps where generating runs out of memory."""
+
+Events = Sequence[tuple[str, dict[str, Any]]]
 
 
 @dataclass(frozen=True, eq=False)
 class Phase:
-    """A roll-out that is being trained on."""
+    """A rollout that is being trained on."""
 
     number: int
     trees: Sequence[Tree]
-    told: Sequence[tuple[str, dict[str, Any]]] = ()
+    events: Events
     """The events of it, by kind."""
-    before: State | None = None
-    """What there was when it was drawn; None: some of it is trained on."""
+    before: dict[str, Any] | None
+    """The state of ``Online`` before it (``_state``); None: a step has trained on it."""
 
 
 @dataclass(eq=False)
@@ -180,49 +272,61 @@ class Online:
     order: Order
     """Of prompts: a step of it is a phase."""
     credit: Credit
-    guard: Guard
+    monitor: RolloutMonitor
     seed: int
-    phase: Phase | None = None
-    replayed: list[TrainSample] = field(default_factory=list)
-    _crew: Crew | None = None
-    _opened: Roller | None = None
-    _ahead: Ahead[Rollout] | None = None
-    _taken: tuple[int, Rollout] | None = None
-    """The number of a phase that is being made, and its roll-out: a step begun again does not draw it anew."""
-    _untold: Sequence[tuple[str, dict[str, Any]]] = ()
-    """What is to be told of a phase that came from a checkpoint."""
-
-    def join(self, crew: Crew) -> None:
-        """Take what there is to work with."""
-        self._crew = crew
+    get_trainer: Callable[[], Trainer] | None = None
+    """The trainer, which is made after its source. None: only the order of prompts is needed."""
+    roles: Sequence[Role] = ()
+    """Models that score a rollout before it is trained on, such as a reference for a penalty in the reward."""
+    open_worker: Callable[[], RolloutWorker] | None = None
+    """Opens engine, rewards and environment, when they are first needed."""
+    phase: Phase | None = field(default=None, init=False)
+    replayed: list[TrainSample] = field(default_factory=list, init=False)
+    """Groups that may be trained on again, newest first."""
+    _taken: tuple[int, Rollout] | None = field(default=None, init=False)
+    """The number of a phase that is being made, and its rollout: a step that is repeated does not draw again."""
+    _unlogged: Events = field(default=(), init=False)
+    """Events of a phase that came from a checkpoint."""
+    _ahead: Ahead[Rollout] = field(default_factory=Ahead, init=False)
 
     @property
     def loss(self) -> Loss:
-        """What is minimised."""
+        """The loss to minimise."""
         return self.credit.loss
 
     @property
-    def crew(self) -> Crew:
-        assert self._crew is not None, "roll-outs need a model: build hands the method its crew"
-        return self._crew
+    def trainer(self) -> Trainer:
+        assert self.get_trainer is not None, "rollouts need a trainer: build_trainer has one"
+        return self.get_trainer()
 
     @cached_property
-    def roller(self) -> Roller:
-        """Engine and rewards, ready."""
-        self._opened = self.crew.open_roller()
-        return self._opened
+    def worker(self) -> RolloutWorker:
+        """Engine, rewards and environment, opened."""
+        assert self.open_worker is not None, "rollouts need an engine"
+        return self.open_worker()
 
     def prepare(self, step: int) -> list[Tree]:
-        """The trees of a step (counted from 1); the first of a phase rolls out. An empty list where no completion
-        of the phase has a reward and nothing is replayed: the loop skips the step.
+        """The trees of a step (counted from 1); the first of a phase generates its rollout. An empty list where no
+        completion of the phase has a reward and nothing is replayed: the loop skips the step.
         """
         number, update = divmod(step - 1, self.config.updates)
         if self.phase is None or self.phase.number != number:
-            self.phase = self._rolled_out(number, step)
-        for kind, fields in self._untold:  # a resume takes back what is told of steps to come
-            self.crew.trainer.emit(kind, **fields)
-        self._untold = ()
-        return numbered(self._part(self.phase, update))
+            self.phase = self._new_phase(number, step)
+        for kind, fields in self._unlogged:  # a resume takes back the events of steps to come
+            self.trainer.emit(kind, **fields)
+        self._unlogged = ()
+        return numbered(self.part(self.phase.trees, number, update))
+
+    def part(self, trees: Sequence[Tree], number: int, update: int) -> list[Tree]:
+        """The trees of one update of a phase; each pass over the phase deals them out in another order."""
+        count = self.config.minibatches
+        if count == 1 or not trees:
+            return list(trees)
+        epoch, part = divmod(update, count)
+        order = np.random.default_rng([self.seed, number, epoch, 2]).permutation(len(trees))
+        if len(trees) < count:
+            return [trees[order[part % len(trees)]]]
+        return [trees[index] for index in np.array_split(order, count)[part]]
 
     def observed(self, step: int) -> list[Tree] | None:
         """Statistics of a step are taken over the step."""
@@ -233,112 +337,105 @@ class Online:
         return None
 
     def cursor(self, step: int) -> Cursor:
-        """How many prompts had been asked after a step, those of dynamic_sampling_rounds not counted."""
+        """The number of prompts that were sampled after a step, those of dynamic_sampling_rounds not counted."""
         phases = -(-step // self.config.updates)
         return Cursor(step, self.order.cursor(phases).samples)
 
     def open(self) -> Sequence[Decision]:
         """Open engine, rewards and environment."""
-        return self.roller.settled
+        return self.worker.settled
 
     @property
     def state(self) -> Online:
-        """Itself: trees that are not used up, groups to be replayed, and what controllers have learned."""
+        """Itself: trees still to be trained on, groups to be replayed, and the state of controllers."""
         return self
 
     def close(self) -> None:
-        """End what generates and judges."""
-        if self._ahead is not None:
-            self._ahead.close()
-        if self._opened is not None:
-            self._opened.close()
+        """Close engine, rewards and environment, if they were opened."""
+        self._ahead.close()
+        if "worker" in vars(self):
+            self.worker.close()
 
     # -- a phase
 
-    def _rolled_out(self, number: int, step: int) -> Phase:
-        """Roll out, score, credit. Nothing that is remembered changes before all of it is done."""
-        trainer, version, before = self.crew.trainer, step - 1, self._state
-        told: list[tuple[str, dict[str, Any]]] = []
+    def _new_phase(self, number: int, step: int) -> Phase:
+        """Generate a rollout, reward it, score it and assign credit. No state changes before all of it is done."""
+        trainer, version, before = self.trainer, step - 1, self._state
+        events: list[tuple[str, dict[str, Any]]] = []
 
-        def tell(kind: str, **fields: Any) -> None:
-            told.append((kind, fields))
+        def emit(kind: str, **fields: Any) -> None:
+            events.append((kind, fields))
             trainer.emit(kind, **fields)
 
         if self._taken is None or self._taken[0] != number:
-            draw = partial(self._rolled, number, version)
+            generate = partial(self._generate, number, version)
             if self.config.engine == "local":
-                draw = partial(require_room, draw, f"the roll-out of step {step}", SMALLER)
+                generate = partial(require_room, generate, f"the roll-out of step {step}", SMALLER)
             with trainer.interrupts.at_once(trainer.ranks):
-                self._taken = number, draw()
-        rolled = self._taken[1]
-        self.guard.require_rewards([*rolled.groups, *rolled.left_out], step)
-        paths = judged_trajectories(rolled.groups, number)
-        began = time.perf_counter()
-        if paths:
-            trees = self.credit.bare(paths)
-            said = scored(trainer, trees, self.credit.asked, self.crew.roles, step)
-        seconds = time.perf_counter() - began
-        given = self.credit.trees(paths, said) if paths else Credited([], [], {}, {})
-        fields = metrics.fields(rolled, paths, given, version, self.config)
+                self._taken = number, generate()
+        rollout = self._taken[1]
+        self.monitor.require_rewards(rollout.all_groups, step)
+        groups, seconds = rollout.rewarded, 0.0
+        samples: list[TrainSample] = []
+        of_credit: dict[str, float] = {}
+        if groups:
+            began = time.perf_counter()
+            trees = self.credit.bare(groups)
+            scores = score_trees(trainer, trees, self.credit.wants, self.roles, step)
+            seconds = time.perf_counter() - began
+            samples, of_credit = self.credit.assign(groups, scores)
+        is_judged = self.worker.is_judged
+        fields = metrics.fields(
+            rollout, samples, of_credit, version, self.config, is_judged=is_judged
+        )
         replayed = [sample for sample in self.replayed if self._is_young(sample.version, version)]
-        event = {"step": step, **fields}
-        event |= {"num_replayed": len(replayed), "seconds_scoring": seconds}
-        event |= metrics.push(self.roller.engine)
-        tell("rollout", **event)
-        self.guard.look(step, fields, tell)
-        if paths:
-            self.credit.learn(given)
-        self.replayed = [*given.with_signal, *replayed][: self.config.replay_groups]
+        emit(
+            "rollout",
+            step=step,
+            **fields,
+            num_replayed=len(replayed),
+            seconds_scoring=seconds,
+            **metrics.push(self.worker.engine),
+        )
+        self.monitor.look(step, fields, emit)
+        if groups:
+            self.credit.learn(groups, of_credit)
+        trees = [sample.tree for sample in (*samples, *replayed)]
+        samples = [sample for sample in samples if sample.has_gradient]
+        self.replayed = [*samples, *replayed][: self.config.replay_groups]
         self._taken = None
-        return Phase(number, [*given.trees, *(sample.tree for sample in replayed)], told, before)
+        return Phase(number, trees, events, before)
 
     def _is_young(self, drawn_at: int, version: int) -> bool:
         most = self.config.max_staleness
         return most is None or version + self.config.updates - 1 - drawn_at <= most
 
-    def _rolled(self, number: int, version: int) -> Rollout:
-        """The roll-out of a phase, generated with the weights of now, or ahead of time; and the next begun."""
+    def _generate(self, number: int, version: int) -> Rollout:
+        """The rollout of a phase with the current weights, or the one that was generated ahead; the next is started."""
+
+        def roll(phase: int) -> Rollout:
+            return self.worker.roll(phase, self.order.step(phase + 1))
+
+        def update_engine() -> None:
+            with (
+                self.trainer.interrupts.held()
+            ):  # an engine with half of the weights has no version
+                self.worker.engine.update(version)
+
         if not self.config.asynchronous:
-            self._update(version)
-            return self.roller.roll(number, self._indices(number))
-        generator = self._generator
+            update_engine()
+            return roll(number)
         # Nothing was generated ahead at the start, and after a resume.
-        is_first = generator.started != number
+        is_first = self._ahead.started != number
         if is_first:
-            self._update(version)
-            generator.start(number, self._generate(number))
-        rolled = generator.take(number)
+            update_engine()
+            self._ahead.start(number, partial(roll, number))
+        rollout = self._ahead.take(number)
         if not is_first:
-            self._update(version)
-        if (number + 1) * self.config.updates < self.crew.trainer.num_steps:
-            generator.start(number + 1, self._generate(number + 1))
-        return rolled
-
-    @cached_property
-    def _generator(self) -> Ahead[Rollout]:
-        self._ahead = Ahead()
-        return self._ahead
-
-    def _generate(self, number: int) -> Callable[[], Rollout]:
-        return partial(self.roller.roll, number, self._indices(number))
-
-    def _update(self, version: int) -> None:
-        with self.crew.trainer.interrupts.held():  # half of the weights would be nobody's
-            self.roller.engine.update(version)
-
-    def _indices(self, number: int) -> list[int]:
-        return self.order.step(number + 1)
-
-    def _part(self, phase: Phase, update: int) -> list[Tree]:
-        """The trees of one update; each pass over the phase deals them out anew."""
-        count, trees = self.config.minibatches, phase.trees
-        if count == 1 or not trees:
-            return list(trees)
-        epoch, part = divmod(update, count)
-        order = np.random.default_rng([self.seed, phase.number, epoch, 2]).permutation(len(trees))
-        if len(trees) < count:
-            return [trees[order[part % len(trees)]]]
-        return [trees[index] for index in np.array_split(order, count)[part]]
+            update_engine()
+        if (number + 1) * self.config.updates < self.trainer.num_steps:
+            self._ahead.start(number + 1, partial(roll, number + 1))
+        return rollout
 
     # -- across a restart
 
@@ -358,54 +455,121 @@ class Online:
         return Annotated[OnlineState, AfterValidator(require_credit)]
 
     def remember(self) -> dict[str, Any]:
-        """What the steps to come need of those before."""
-        return {"phase": self._open_phase(), **self._state.encoded()}
-
-    def _open_phase(self) -> list[Any] | None:
-        """The phase that steps to come train on; if none has yet, what was told of it and what was before it."""
-        phase, (number, update) = self.phase, divmod(self.crew.trainer.done, self.config.updates)
+        """What the steps to come need of those before. A phase that no step has trained on is kept with its events and
+        the state before it.
+        """
+        number, update = divmod(self.trainer.done, self.config.updates)
+        state, phase = _encode_state(self._state), self.phase
         if phase is None or phase.number != number:
-            return None
-        held = [encoded(tree) for tree in phase.trees]
+            return {"phase": None, **state}
+        trees = [encode_tree(tree) for tree in phase.trees]
         if update or phase.before is None:
-            return [number, held, [], None]
-        return [number, held, to_json(list(phase.told)), phase.before.encoded()]
+            return {"phase": [number, trees, [], None], **state}
+        events = to_json(list(phase.events))
+        return {"phase": [number, trees, events, _encode_state(phase.before)], **state}
 
     def recall(self, remembered: dict[str, Any]) -> None:
         image_store = self.prompts.image_store
+
+        def decode_state(kept: Mapping[str, Any]) -> dict[str, Any]:
+            pairs = kept["replayed"]
+            replayed = [
+                TrainSample(version, decode_tree(tree, image_store)) for version, tree in pairs
+            ]
+            return {**kept, "replayed": replayed}
+
         if remembered["phase"] is not None:
-            number, held, self._untold, before = remembered["phase"]
-            state = None if before is None else State.decoded(before, image_store)
-            self.phase = Phase(
-                number, [decoded(tree, image_store) for tree in held], self._untold, state
-            )
-        self._take_back(State.decoded(remembered, image_store))
+            number, trees, self._unlogged, before = remembered["phase"]
+            state = None if before is None else decode_state(before)
+            decoded = [decode_tree(tree, image_store) for tree in trees]
+            self.phase = Phase(number, decoded, self._unlogged, state)
+        self._restore(decode_state(remembered))
 
     def reject(self) -> None:
-        """Forget the phase if no step has trained on it: what stopped the run may be its fault, and a resume is to draw
-        it anew.
-        """
-        phase, done = self.phase, self.crew.trainer.done
+        """Forget the phase if no step has trained on it: it may be why the run stopped. A resume generates another."""
+        phase, done = self.phase, self.trainer.done
         if phase is None or phase.before is None or phase.number * self.config.updates != done:
             return
         self.phase = None
-        self._take_back(phase.before)
+        self._restore(phase.before)
 
     @property
-    def _state(self) -> State:
-        return State(self.replayed, self.credit.remember(), self.guard.remember())
+    def _state(self) -> dict[str, Any]:
+        """The state that a phase changes."""
+        credit, monitor = self.credit.remember(), self.monitor.remember()
+        return {"replayed": self.replayed, "credit": credit, "guard": monitor}
 
-    def _take_back(self, state: State) -> None:
-        self.replayed = state.replayed
-        self.credit.recall(state.credit)
-        self.guard.recall(state.guard)
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self.replayed = state["replayed"]
+        self.credit.recall(state["credit"])
+        self.monitor.recall(state["guard"])
+
+
+def _encode_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state that a phase changes, as JSON-able values."""
+    replayed = [[sample.version, encode_tree(sample.tree)] for sample in state["replayed"]]
+    return {**state, "replayed": replayed}
 
 
 def numbered(trees: Sequence[Tree]) -> list[Tree]:
     """The trees of a step; what is compared inside one has the tree's number as its group."""
     return [
-        replace(tree, samples=tuple(replace(one, group=number) for one in tree.samples))
+        replace(tree, samples=tuple(replace(sample, group=number) for sample in tree.samples))
         if tree.is_atom
         else tree
         for number, tree in enumerate(trees)
     ]
+
+
+# -- a dry run
+
+
+def made_up_trajectory(
+    prompt: PromptRow, index: int, ids_N: IntArray, reward: float, rollout: int = 0
+) -> Trajectory:
+    """A completion of a prompt that no engine sampled, with a reward."""
+    return Trajectory(
+        row=prompt,
+        index=index,
+        ids_T=np.concatenate([prompt.ids_T, ids_N]),
+        sampled_at_N=np.arange(prompt.ids_T.size, prompt.ids_T.size + ids_N.size),
+        logp_N=np.zeros(ids_N.size),
+        version_N=np.zeros(ids_N.size, dtype=np.int64),
+        finish_reason="stop",
+        text="",
+        media=prompt.media,
+        rollout=rollout,
+        verdict=Verdict({"dry run": Score(reward)}, reward),
+    )
+
+
+def dry_run_group(sample: Sample, good: float) -> Group | None:
+    """Two answers to the first half of a prompt, with all of its pictures: the second half, and the same tokens
+    reversed. One of them gets a good reward. None for a prompt without a second half.
+    """
+    half = max((sample.num_tokens + 1) // 2, *(media.stop for media in sample.media), 1)
+    if half >= sample.num_tokens:
+        return None
+    prompt = PromptRow(
+        sample.id, sample.id, sample.ids_T[:half], "", (), None, {}, media=sample.media
+    )
+    end_N = sample.ids_T[half:]
+    first = made_up_trajectory(prompt, 0, end_N, good)
+    return Group((first, made_up_trajectory(prompt, 1, end_N[::-1], good - 1)))
+
+
+def dry_run(source: Online, trainer: Trainer, samples: Sequence[Sample]) -> list[Tree]:
+    """The trees that a run which generates would train on if these prompts were completions (``dry_run_group``). The
+    trainer's own logprobs stand for the engine's; scores, advantages and trees are made as in training. Checks use it
+    to look at what a step computes before anything is generated.
+    """
+    credit = source.credit
+    groups = [group for s in samples if (group := dry_run_group(s, credit.good)) is not None]
+    trees = credit.bare(groups)
+    own = score_trees(trainer, trees, Wants(temperature=credit.wants.temperature), (), 1)
+    groups = [
+        Group(tuple(replace(t, logp_N=own[t.name][POLICY]) for t in group.trajectories))
+        for group in groups
+    ]
+    scores = score_trees(trainer, trees, credit.wants, source.roles, 1)
+    return numbered([sample.tree for sample in credit.assign(groups, scores)[0]])

@@ -5,8 +5,8 @@ The prompts of a phase are a pure function of the seed and the phase (``Order`` 
 by other prompts: dynamic sampling, as in DAPO (arXiv 2503.14476). The replacements are a function of the seed, the
 phase and the round, so a restart needs no memory of them.
 
-One rank judges for all, and asks the engine where it is a server. ``Roller`` touches no tensor, so it may run in a
-thread while the model trains.
+One rank judges for all, and asks the engine where it is a server. ``RolloutWorker`` touches no tensor, so it may run in
+a thread while the model trains.
 
 ``scored`` then asks the trainer's own models: logprobs of the current policy and of the reference, values of the
 critic. Trajectories are packed, shared and dealt out to ranks as in a training step, without gradient; every rank
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Literal, TypeVar, cast
+from typing import Annotated, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -36,19 +36,14 @@ from taut.inference.vllm import ServerConfig, ServerEngine
 from taut.losses.advantages import are_alike
 from taut.rewards.panel import Panel, Verdict
 from taut.rewards.verifier import Answered, Score
-from taut.rl.environment import EnvironmentConfig, World
-from taut.rl.sampler import Trajectory, sample_trajectories
+from taut.rl.environment import EnvironmentConfig, EnvironmentPool
+from taut.rl.sampler import NO_VERDICT, Trajectory, sample_trajectories
 from taut.train.distributed import Ranks
 from taut.train.trainer import Role, Trainer, pad_microbatches, plan_microbatches
 from taut.types import FloatArray, Packed, Sample, Scores, Tree, Wants
 
 RESERVED = ("shaped", "kept")
 """Names of other numbers of a roll-out: no reward's."""
-
-NOTHING = Verdict({}, None)
-"""Of a path that nobody judged,"""
-UNJUDGED = Verdict({}, 0.0)
-"""and where nobody was to: all are worth the same."""
 
 TRIES = 8
 """Rounds in which others are asked where nothing at all can be learned, and something must be."""
@@ -150,48 +145,48 @@ class RolloutConfig:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The completions of one prompt, judged."""
+    """The trajectories of one prompt, each with its reward."""
 
     trajectories: tuple[Trajectory, ...]
-    verdicts: tuple[Verdict, ...]
 
     @property
     def row(self) -> PromptRow:
         return self.trajectories[0].row
 
     @property
-    def judged(self) -> list[tuple[Trajectory, Verdict]]:
-        """Episodes that can be learned from: there is a completion, and it has a reward."""
-        pairs = zip(self.trajectories, self.verdicts, strict=True)
-        return [(one, said) for one, said in pairs if one.error is None and said.total is not None]
+    def rewarded(self) -> list[Trajectory]:
+        """The trajectories that have a reward."""
+        return [trajectory for trajectory in self.trajectories if trajectory.has_reward]
 
     @property
     def has_signal(self) -> bool:
         """Whether its rewards differ."""
-        return not are_alike([said.total for _, said in self.judged if said.total is not None])
-
-
-@dataclass
-class Spent:
-    """Seconds."""
-
-    generating: float = 0.0
-    judging: float = 0.0
+        return not are_alike([trajectory.reward for trajectory in self.rewarded])
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """The roll-out of a phase."""
+    """The groups of a rollout, and the seconds that they took."""
 
-    groups: tuple[Group, ...]
-    left_out: tuple[Group, ...]
+    groups: Sequence[Group]
+    left_out: Sequence[Group] = ()
     """Without a signal, and replaced."""
-    spent: Spent
-    is_judged: bool
+    seconds_generating: float = 0.0
+    seconds_judging: float = 0.0
+
+    @property
+    def all_groups(self) -> list[Group]:
+        return [*self.groups, *self.left_out]
+
+    @property
+    def rewarded(self) -> list[Group]:
+        """The groups to learn from, with those of their trajectories that have a reward."""
+        groups = [Group(tuple(group.rewarded)) for group in self.groups]
+        return [group for group in groups if group.trajectories]
 
 
 @dataclass(frozen=True, eq=False)
-class Roller:
+class RolloutWorker:
     """Rolls out. Every rank has one; the engine in this process wants all of them."""
 
     config: RolloutConfig
@@ -199,7 +194,7 @@ class Roller:
     engine: Engine
     panel: Panel | None
     """The writer's; None also where the environment alone rewards."""
-    world: World | None
+    environments: EnvironmentPool | None
     seed: int
     ranks: Ranks
     is_judged: bool = True
@@ -213,41 +208,44 @@ class Roller:
     """What was chosen for the user when it was opened."""
 
     def roll(self, phase: int, indices: Sequence[int]) -> Rollout:
-        """The judged groups of these prompts. Every rank calls it, and has the same in the end."""
-        wanted, groups, left_out = len(indices), [], []
-        spent = Spent()
-        seen = set(indices)
-        for number in range(
-            max(self.config.dynamic_sampling_rounds, TRIES if self.needs_one else 0) + 1
-        ):
-            found = self._once(phase, number, indices, spent)
-            if not self.config.dynamic_sampling_rounds and not self.needs_one:
-                return Rollout(tuple(found), (), spent, self.is_judged)
-            groups += [group for group in found if self.is_useful(group)]
-            left_out += [group for group in found if not self.is_useful(group)]
-            is_enough = number >= self.config.dynamic_sampling_rounds and groups
-            indices = [] if is_enough else self._others(phase, number, wanted - len(groups), seen)
+        """The groups of these prompts, with their rewards. Every rank calls it, and all get the same."""
+        wanted, seen = len(indices), set(indices)
+        groups: list[Group] = []
+        left_out: list[Group] = []
+        generating = judging = 0.0
+        must_choose = self.config.dynamic_sampling_rounds > 0 or self.needs_one
+        rounds = max(self.config.dynamic_sampling_rounds, TRIES if self.needs_one else 0)
+        for number in range(rounds + 1):
+            rows = distinct([self.prompts[index] for index in indices])
+            sampling = self.config.sampling(seed_of(self.seed, phase, number))
+            began = time.perf_counter()
+            sampled = sample_trajectories(self.engine, rows, sampling, self.environments)
+            generated = time.perf_counter()
+            verdicts = self._on_all_ranks(partial(self._judge, sampled))
+            generating += generated - began
+            judging += time.perf_counter() - generated
+            judged = [
+                replace(trajectory, rollout=phase, verdict=verdict)
+                for trajectory, verdict in zip(sampled, verdicts, strict=True)
+            ]
+            size = self.config.n
+            for at in range(0, len(judged), size):
+                group = Group(tuple(judged[at : at + size]))
+                is_kept = not must_choose or self.is_useful(group)
+                (groups if is_kept else left_out).append(group)
+            missing = wanted - len(groups)
+            if missing <= 0 or (number >= self.config.dynamic_sampling_rounds and groups):
+                break
+            # prompts that this phase has not asked yet
+            random = np.random.default_rng([self.seed, phase, number, 1])
+            order = random.permutation(len(self.prompts)).tolist()
+            indices = [index for index in order if index not in seen][:missing]
             if not indices:
                 break
             seen.update(indices)
         if not groups:  # a step has to have something
             groups, left_out = left_out, []
-        return Rollout(tuple(groups), tuple(left_out), spent, self.is_judged)
-
-    def _once(self, phase: int, number: int, indices: Sequence[int], spent: Spent) -> list[Group]:
-        rows = distinct([self.prompts[index] for index in indices])
-        sampling = self.config.sampling(seed_of(self.seed, phase, number))
-        began = time.perf_counter()
-        trajectories = sample_trajectories(self.engine, rows, sampling, self.world)
-        generated = time.perf_counter()
-        verdicts = self._shared(lambda: self._judged(trajectories))
-        spent.generating += generated - began
-        spent.judging += time.perf_counter() - generated
-        size = self.config.n
-        return [
-            Group(tuple(trajectories[at : at + size]), tuple(verdicts[at : at + size]))
-            for at in range(0, len(trajectories), size)
-        ]
+        return Rollout(groups, left_out, generating, judging)
 
     def close(self) -> None:
         """End what it was opened with."""
@@ -256,16 +254,20 @@ class Roller:
         if isinstance(self.engine, ServerEngine):
             self.engine.close()
 
-    def _judged(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
-        whole = [one for one in trajectories if one.error is None]
-        asked = [answered(one) for one in whole]
-        nothing = NOTHING if self.is_judged else UNJUDGED
-        found = [nothing] * len(whole) if self.panel is None else self.panel.grade(asked)
-        said = iter([with_own(verdict, one) for verdict, one in zip(found, whole, strict=True)])
-        return [NOTHING if one.error is not None else next(said) for one in trajectories]
+    def _judge(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
+        """A verdict for each trajectory; without a total where the engine or the environment failed."""
+        whole = [trajectory for trajectory in trajectories if trajectory.error is None]
+        if self.panel is not None:
+            verdicts = self.panel.grade([answered(trajectory) for trajectory in whole])
+        else:  # without rewards all trajectories are worth the same
+            verdicts = [Verdict({}, None if self.is_judged else 0.0)] * len(whole)
+        graded = iter([with_own(*pair) for pair in zip(verdicts, whole, strict=True)])
+        return [
+            next(graded) if trajectory.error is None else NO_VERDICT for trajectory in trajectories
+        ]
 
-    def _shared(self, make: Callable[[], T]) -> T:
-        """What the writer makes, on all ranks; what it raises is raised on all of them."""
+    def _on_all_ranks(self, make: Callable[[], T]) -> T:
+        """The value that the writer computes, on all ranks; its error is raised on all of them."""
         if self.ranks.size == 1:
             return make()
         made: T | TautError | None = None
@@ -278,14 +280,6 @@ class Roller:
         if isinstance(made, TautError):
             raise made
         return cast(T, made)
-
-    def _others(self, phase: int, number: int, missing: int, seen: set[int]) -> list[int]:
-        """Prompts that this phase has not asked yet, for the next round."""
-        if missing <= 0:
-            return []
-        random = np.random.default_rng([self.seed, phase, number, 1])
-        order = random.permutation(len(self.prompts)).tolist()
-        return [index for index in order if index not in seen][:missing]
 
 
 def with_own(said: Verdict, trajectory: Trajectory) -> Verdict:
@@ -307,15 +301,15 @@ def with_own(said: Verdict, trajectory: Trajectory) -> Verdict:
 
 def answered(trajectory: Trajectory) -> Answered:
     """What rewards are told of a trajectory: the path up to its last turn, which is what they judge."""
-    roles = [message["role"] for message in trajectory.messages]
+    row, roles = trajectory.row, [message["role"] for message in trajectory.messages]
     num_after = roles[::-1].index("assistant") if "assistant" in roles else 0
     return Answered(
         text=trajectory.text,
-        references=trajectory.row.references,
-        row=trajectory.row.columns,
+        references=row.references,
+        row=row.columns,
         num_tokens=int(trajectory.sampled_at_N.size),
         finish_reason=trajectory.finish_reason,
-        prompt=trajectory.row.prompt if trajectory.asked is None else trajectory.asked,
+        prompt=row.prompt if trajectory.first_messages is None else trajectory.first_messages,
         messages=trajectory.messages[: len(roles) - num_after],
     )
 
@@ -339,98 +333,73 @@ def distinct(rows: Sequence[PromptRow]) -> list[PromptRow]:
 # -- scores of the trainer's own models
 
 POLICY, REFERENCE, VALUE = "old_logp_N", "ref_logp_N", "value_R"
-Said = dict[str, dict[str, FloatArray]]
-"""Sample id -> name -> what a model said, [N] or [R]."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What has to be known of a roll-out before it is trained on."""
-
-    policy: bool
-    """The policy's log-probs of what was sampled, as the trainer computes them."""
-    values: bool
-    """What the critic expects from each state in which a token was chosen."""
-    temperature: float
-    bootstrap: bool = False
-    """Also what the critic expects after the last token of a path that was cut."""
-
-    @property
-    def wants(self) -> Wants:
-        return Wants(logp=self.policy, scalar=self.values, temperature=self.temperature)
+ModelScores: TypeAlias = dict[str, dict[str, FloatArray]]
+"""Sample id -> name -> a model's scores of it, [N] or [R]."""
 
 
 def sample_of(
-    trajectory: Trajectory, name: str, *, has_reads: bool, has_bootstrap: bool = False
+    trajectory: Trajectory, *, has_reads: bool = False, has_bootstrap: bool = False
 ) -> Sample:
-    """A trajectory as a sample: what was sampled is its targets. ``has_reads``: a critic is read before each target.
-    ``has_bootstrap``: where the path was cut, also after the last one.
+    """A trajectory as a sample: its sampled tokens are the targets. ``has_reads``: a critic is read before each target.
+    ``has_bootstrap``: where the trajectory was cut, also after the last one.
     """
-    at_N = trajectory.sampled_at_N
-    sample = Sample(name, trajectory.ids_T, at_N, np.ones(at_N.size), trajectory.media)
+    at_N, size = trajectory.sampled_at_N, trajectory.ids_T.size
+    sample = Sample(trajectory.name, trajectory.ids_T, at_N, np.ones(at_N.size), trajectory.media)
     if not has_reads:
         return sample
-    is_cut = trajectory.finish_reason == "length"
-    after = [trajectory.ids_T.size - 1] if has_bootstrap and is_cut else []
+    after = [size - 1] if has_bootstrap and trajectory.is_cut else []
     return replace(sample, read_at_R=np.concatenate([at_N - 1, after]).astype(np.int64))
 
 
-def scored(
-    trainer: Trainer, trees: Sequence[Tree], asked: Asked, roles: Sequence[Role], step: int
-) -> Said:
-    """What the policy, the critic and ``roles`` say of each sample of these trees."""
-    where = f"the roll-out of step {step}"
-    found: Said = {s.id: {} for tree in trees for s in tree.samples}
-    if not (asked.policy or asked.values or roles):
+def score_trees(
+    trainer: Trainer, trees: Sequence[Tree], wants: Wants, roles: Sequence[Role], step: int
+) -> ModelScores:
+    """The scores that the policy, the critic and ``roles`` give each sample of these trees. ``wants``: the policy's
+    logprobs (``logp``) and the critic's values (``scalar``)."""
+    found: ModelScores = {sample.id: {} for tree in trees for sample in tree.samples}
+    if not (wants.logp or wants.scalar or roles):
         return found
+
+    def keep(name: str, packed: Packed, value: Tensor, row: Tensor) -> None:
+        values, rows = value.double().cpu().numpy(), row.numpy()
+        for number, sample_id in enumerate(packed.sample_ids):
+            found[sample_id][name] = values[rows == number]
+
+    def attempt(act: Callable[[Packed], T], packed: Packed) -> T:
+        if trainer.ranks.size == 1:
+            trainer.interrupts.check()
+        with torch.no_grad():  # outside the attempt: what fits a forward is not what fits a step
+            where = f"the roll-out of step {step}"
+            return trainer.fit.attempt(partial(act, packed), packed, trees, where)
+
+    def policy_and_critic(packed: Packed) -> Scores:
+        was_training = trainer.scorer.training
+        trainer.scorer.eval()
+        try:
+            with trainer.compute():
+                scores: Scores = trainer.scorer(packed, wants=wants)
+        finally:
+            trainer.scorer.train(was_training)
+        return scores
+
     planned = pad_microbatches(plan_microbatches(trees, trainer), trees, trainer)
-    if asked.policy or asked.values:
+    if wants.logp or wants.scalar:
         for packed, is_real in planned:
-            scores = _attempted(
-                trainer, partial(_quiet, trainer, packed, asked.wants), packed, trees, where
-            )
-            if is_real and asked.policy:
-                _keep(found, POLICY, packed, scores.logp_N, packed.row_N)
+            scores = attempt(policy_and_critic, packed)
+            if is_real and wants.logp:
+                keep(POLICY, packed, scores.logp_N, packed.row_N)
             if is_real and scores.scalar_R is not None:
-                _keep(found, VALUE, packed, scores.scalar_R, packed.row_R)
+                keep(VALUE, packed, scores.scalar_R, packed.row_R)
     for role in roles:
         with trainer.interrupts.held(), role.active(), trainer.compute():
             for packed, is_real in planned:
-                act = partial(role.streams, packed)
-                said = _attempted(trainer, act, packed, trees, where)
-                for name, value_N in said.items() if is_real else ():
-                    _keep(found, name, packed, value_N, packed.row_N)
+                streams = attempt(role.streams, packed)
+                for name, value_N in streams.items() if is_real else ():
+                    keep(name, packed, value_N, packed.row_N)
     if trainer.ranks.size == 1:
         return found
-    everything: Said = {name: {} for name in found}
-    for part in trainer.ranks.gather(found):
-        for name, said in part.items():
-            everything[name] |= said
+    everything: ModelScores = {name: {} for name in found}
+    for share in trainer.ranks.gather(found):
+        for name, scores_of_sample in share.items():
+            everything[name] |= scores_of_sample
     return everything
-
-
-def _quiet(trainer: Trainer, packed: Packed, wants: Wants) -> Scores:
-    """In evaluation mode."""
-    was_training = trainer.scorer.training
-    trainer.scorer.eval()
-    try:
-        with trainer.compute():
-            scores: Scores = trainer.scorer(packed, wants=wants)
-    finally:
-        trainer.scorer.train(was_training)
-    return scores
-
-
-def _attempted(
-    trainer: Trainer, act: Callable[[], T], packed: Packed, trees: Sequence[Tree], where: str
-) -> T:
-    if trainer.ranks.size == 1:
-        trainer.interrupts.check()
-    with torch.no_grad():  # outside the attempt: what fits a forward is not what fits a step
-        return trainer.fit.attempt(act, packed, trees, where)
-
-
-def _keep(found: Said, name: str, packed: Packed, value: Tensor, row: Tensor) -> None:
-    values, rows = value.double().cpu().numpy(), row.numpy()
-    for number, sample_id in enumerate(packed.sample_ids):
-        found[sample_id][name] = values[rows == number]

@@ -33,18 +33,17 @@ from taut.data.tool_calls import ToolCall
 from taut.errors import DataError, PictureError, RenderError
 from taut.inference.engine import Engine, Sampling
 from taut.rewards.panel import Verdict
-from taut.rl.environment import Step, World, read_reset, read_reward, read_step
+from taut.rl.environment import EnvironmentPool, Step, read_reset, read_reward, read_step
 from taut.rl.turns import Rendered, moved
 from taut.types import Completion, FinishReason, FloatArray, IntArray, Media, Prompt
 from taut.vision.content import ImageRef
 
+NO_VERDICT = Verdict({}, None)
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Trajectory:
-    """One path that was sampled from a prompt to its end. N counts its sampled tokens, in order.
-
-    ``name``, ``group`` and ``verdict`` are set once its group has been judged (``advantages.judged_trajectories``).
-    """
+    """One path that was sampled from a prompt to its end. N counts its sampled tokens, in order."""
 
     row: PromptRow
     """The prompt, with its references."""
@@ -76,22 +75,36 @@ class Trajectory:
     """Calls of tools that the policy made."""
     num_malformed_calls: int = 0
     """Those of them that could not be read; the environment was told."""
-    asked: tuple[Message, ...] | None = None
-    """The messages that an environment's path began with; None: the row's prompt."""
+    first_messages: tuple[Message, ...] | None = None
+    """The messages that an environment began with; None: the row's prompt."""
     media: tuple[Media, ...] = ()
     """The pictures among the ids, ascending."""
-    name: str = ""
-    """Unique in a run."""
-    group: int = -1
-    """Index of its group in the roll-out."""
-    verdict: Verdict | None = None
+    rollout: int = 0
+    """The number of its rollout, from 0."""
+    verdict: Verdict = NO_VERDICT
     """Its rewards by name, with their total."""
+
+    @property
+    def name(self) -> str:
+        """Unique in a run."""
+        return f"{self.row.id}#{self.index} of roll-out {self.rollout + 1}"
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether something can be learned from it: there is a completion, and it has a reward."""
+        return self.error is None and self.verdict.total is not None
 
     @property
     def reward(self) -> float:
         """The total of its verdict."""
-        assert self.verdict is not None and self.verdict.total is not None, "it has no reward"
+        assert self.verdict.total is not None, "the trajectory has no reward"
         return self.verdict.total
+
+    @property
+    def failure(self) -> str | None:
+        """Where it has no reward because of an error: the first error, with the place of its row."""
+        reason = self.error or self.verdict.error
+        return None if reason is None else f"{self.row.place}#{self.index}: {reason}"
 
     @property
     def is_cut(self) -> bool:
@@ -111,16 +124,15 @@ class PartialTrajectory:
     row: PromptRow
     index: int
     number: int
-    """Its place among all that are played."""
+    """Its place among all that are sampled in one call."""
     ids: list[int]
     media: tuple[Media, ...] = ()
-    """The pictures among them, ascending."""
+    """The pictures among the ids, ascending."""
     environment: Any = None
-    asked: tuple[Message, ...] = ()
-    """The messages it began with."""
+    first_messages: tuple[Message, ...] = ()
     tools: tuple[Tool, ...] = ()
     limit: int | None = None
-    """Tokens it may have."""
+    """Maximum number of tokens."""
     sampled: list[IntArray] = field(default_factory=list)
     """Of each turn, as the engine gave it."""
     sampled_at: list[int] = field(default_factory=list)
@@ -129,31 +141,23 @@ class PartialTrajectory:
     messages: list[Message] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    """Of the last turn."""
     num_turns: int = 0
     num_calls: int = 0
     num_malformed: int = 0
     text: str = ""
     finish: FinishReason | None = None
-    """None while it goes on."""
     error: str | None = None
 
-    @property
-    def room(self) -> int | None:
-        """Tokens it may still have."""
-        return None if self.limit is None else self.limit - len(self.ids)
-
-    @property
-    def last(self) -> int:
-        """The last token of its last turn; -1: that has none."""
-        return int(self.sampled[-1][-1]) if self.sampled[-1].size else -1
-
-    def prompt(self, turn: int) -> Prompt:
-        """What its next turn continues."""
-        name = f"{self.row.id}#{self.index}@{turn}"
-        return Prompt(name, _integers(self.ids), self.room, self.media)
+    def prompt(self) -> Prompt:
+        """The prompt of its next turn."""
+        name = f"{self.row.id}#{self.index}@{self.num_turns}"
+        room = None if self.limit is None else self.limit - len(self.ids)
+        return Prompt(name, np.array(self.ids, np.int64), room, self.media)
 
     def take(self, completion: Completion) -> None:
-        """Append what was sampled. A path goes on only after a completion that ended by itself."""
+        """Append a completion. Only after one that ended by itself does the trajectory go on."""
         size = completion.ids_N.size
         logp_N = np.full(size, np.nan) if completion.logp_N is None else completion.logp_N
         self.sampled.append(completion.ids_N)
@@ -170,27 +174,27 @@ class PartialTrajectory:
             self.finish = "length"
 
     def fail(self, reason: str) -> None:
-        """End it as an error: nothing is to be learned from it."""
+        """End it as an error: nothing is learned from it."""
         self.finish, self.error = "error", reason
 
     def earn(self, reward: Mapping[str, float]) -> None:
-        """Add what the environment gave for a step, or for a cut."""
+        """Add the environment's reward for a step, or for a cut."""
         for name, number in reward.items():
             self.rewards[name] = self.rewards.get(name, 0.0) + number
 
     def finished(self) -> Trajectory:
         """The trajectory. Asserts that its ids are those that were sampled."""
         assert self.finish is not None, f"{self.row.id}: the path has not ended"
-        ids_T, at_N = _integers(self.ids), _integers(self.sampled_at)
-        sampled_N = np.concatenate([_integers([]), *self.sampled])
+        ids_T, at_N = np.array(self.ids, np.int64), np.array(self.sampled_at, np.int64)
+        sampled_N = np.concatenate([np.array([], np.int64), *self.sampled])
         assert (ids_T[at_N] == sampled_N).all(), f"{self.row.id}: other ids than were sampled"
         return Trajectory(
             row=self.row,
             index=self.index,
             ids_T=ids_T,
             sampled_at_N=at_N,
-            logp_N=_numbers(self.logp),
-            version_N=_integers(self.version),
+            logp_N=np.array(self.logp, np.float64),
+            version_N=np.array(self.version, np.int64),
             finish_reason=self.finish,
             text=self.text,
             messages=tuple(self.messages),
@@ -200,174 +204,155 @@ class PartialTrajectory:
             turn_rewards=tuple(self.turn_rewards),
             num_calls=self.num_calls,
             num_malformed_calls=self.num_malformed,
-            asked=self.asked or None,
+            first_messages=self.first_messages or None,
             media=self.media,
         )
 
 
 def sample_trajectories(
-    engine: Engine, rows: Sequence[PromptRow], sampling: Sampling, world: World | None = None
+    engine: Engine,
+    rows: Sequence[PromptRow],
+    sampling: Sampling,
+    environments: EnvironmentPool | None = None,
 ) -> list[Trajectory]:
     """``sampling.n`` trajectories of each row, in the order of rows and samples.
 
-    Raises DataError for a row that is a text where there is an environment: it speaks in messages.
+    Raises DataError for a row that is a text where there is an environment: an environment needs messages.
     """
     samples = [(row, index) for row in rows for index in range(sampling.n)]
     paths = [
         PartialTrajectory(row, index, number, row.ids_T.tolist(), row.media)
         for number, (row, index) in enumerate(samples)
     ]
-    if world is None:
+    if environments is None:
         prompts = [Prompt(row.id, row.ids_T, media=row.media) for row in rows]
         for path, completion in zip(paths, engine.generate(prompts, sampling), strict=True):
             path.take(completion)
             path.finish = path.finish or "stop"
     else:
-        _play(engine, paths, sampling, world)
+        _sample_turns(engine, paths, sampling, environments)
     return [path.finished() for path in paths]
 
 
-def _play(
-    engine: Engine, paths: Sequence[PartialTrajectory], sampling: Sampling, world: World
+def _sample_turns(
+    engine: Engine,
+    paths: Sequence[PartialTrajectory],
+    sampling: Sampling,
+    environments: EnvironmentPool,
 ) -> None:
-    """All turns of all paths."""
-    _reset(paths, world)
-    turn = 0
-    while live := [path for path in paths if path.finish is None]:
-        prompts = [path.prompt(turn) for path in live]
-        drawn = engine.generate(prompts, replace(sampling, n=1))
-        for path, completion in zip(live, drawn, strict=True):
-            path.take(completion)
-        _answer([path for path in live if path.finish is None], world)
-        turn += 1
-    cut = {path.number: partial(_cut, path) for path in paths if path.finish == "length"}
-    for number, outcome in world.each(cut).items():
-        if outcome.error is None:
-            paths[number].earn(outcome.value)
-        else:
-            paths[number].fail(f"the environment's cut {outcome.error}")
+    """Sample all turns of all trajectories, and let the environments answer them."""
 
+    def ask(
+        chosen: Sequence[PartialTrajectory], what: str, act: Callable[[PartialTrajectory], Any]
+    ) -> list[tuple[PartialTrajectory, Any]]:
+        """Call ``act`` for these trajectories in parallel. A trajectory whose call fails ends."""
+        outcomes = environments.each({path.number: partial(act, path) for path in chosen})
+        for path in chosen:
+            if (error := outcomes[path.number].error) is not None:
+                path.fail(f"the environment's {what} {error}")
+        return [(path, outcomes[path.number].value) for path in chosen if path.error is None]
 
-def _reset(paths: Sequence[PartialTrajectory], world: World) -> None:
-    """Give each path its environment, its first messages and their ids."""
-    found = world.each({path.number: partial(_begin, path, world) for path in paths})
-    known: dict[str, Rendered] = {}
-    for path in paths:
-        outcome = found[path.number]
-        if outcome.error is not None:
-            path.fail(f"the environment's reset {outcome.error}")
-            continue
+    def reset(path: PartialTrajectory) -> Any:
+        path.environment = environments.make()
+        act = getattr(path.environment, "reset", None)
+        row = copy.deepcopy(dict(path.row.columns))  # a trajectory may change its copy
+        return None if act is None else read_reset(act(row), path.row.place)
+
+    def step(path: PartialTrajectory) -> Step:
+        return read_step(path.environment.step(path.text, path.calls), path.row.place)
+
+    def cut(path: PartialTrajectory) -> Mapping[str, float]:
+        act = getattr(path.environment, "cut", None)
+        return {} if act is None else read_reward(act(), path.row.place)
+
+    rendered: dict[str, Rendered] = {}
+    for path, messages in ask(paths, "reset", reset):
         try:
-            _place(path, outcome.value, world, known)
+            _begin(path, messages, environments, rendered)
         except (RenderError, PictureError) as error:
             path.fail(str(error))
+    while live := [path for path in paths if path.finish is None]:
+        completions = engine.generate([path.prompt() for path in live], replace(sampling, n=1))
+        for path, completion in zip(live, completions, strict=True):
+            path.take(completion)
+        ended = [path for path in live if path.finish is None]
+        for path in ended:
+            _read_calls(path, environments)
+        for path, answer in ask(ended, "step", step):
+            try:
+                _continue(path, answer, environments)
+            except (RenderError, PictureError) as error:
+                path.fail(str(error))
+    for path, reward in ask([path for path in paths if path.finish == "length"], "cut", cut):
+        path.earn(reward)
 
 
-def _place(
+def _begin(
     path: PartialTrajectory,
     messages: tuple[Message, ...] | None,
-    world: World,
-    known: dict[str, Rendered],
+    environments: EnvironmentPool,
+    rendered: dict[str, Rendered],
 ) -> None:
-    """Begin a path with these messages; None: with the row's. ``known``: ids of messages that were seen."""
-    asked = path.row.prompt if messages is None else messages
-    if isinstance(asked, str):
+    """Begin a trajectory with these messages; None: with the row's. ``rendered``: the ids of messages that were
+    rendered before.
+    """
+    first = path.row.prompt if messages is None else messages
+    if isinstance(first, str):
         raise DataError(
             f"{path.row.place}: the prompt is a text, and an environment speaks in messages; expected messages; give "
             "the row messages, or the environment a reset that makes them"
         )
-    path.asked = asked
-    path.tools = world.tools or path.row.tools
-    if messages is not None or world.tools:
-        key = json.dumps([asked, path.tools], default=_named)
-        if key not in known:
-            known[key] = world.bridge.prompt_media(asked, path.tools)
-        ids, path.media = known[key]
+    path.first_messages = first
+    path.tools = environments.tools or path.row.tools
+    if messages is not None or environments.tools:
+        key = json.dumps([first, path.tools], default=_picture_key)
+        if key not in rendered:
+            rendered[key] = environments.bridge.prompt_media(first, path.tools)
+        ids, path.media = rendered[key]
         path.ids = list(ids)
-    most = len(path.ids) + world.config.max_tokens
-    path.limit = most if world.context is None else min(most, world.context)
+    most = len(path.ids) + environments.config.max_tokens
+    path.limit = most if environments.context is None else min(most, environments.context)
     if len(path.ids) >= path.limit:
         path.fail(f"the prompt has {len(path.ids):,} tokens and the context is {path.limit:,}")
 
 
-def _begin(path: PartialTrajectory, world: World) -> Any:
-    path.environment = world.make()
-    reset = getattr(path.environment, "reset", None)
-    row = copy.deepcopy(dict(path.row.columns))  # no path sees what another has done to it
-    return None if reset is None else read_reset(reset(row), path.row.place)
+def _picture_key(picture: ImageRef) -> list[str]:
+    value = picture.value
+    return [picture.kind, value if isinstance(value, str) else hashlib.sha256(value).hexdigest()]
 
 
-def _answer(paths: Sequence[PartialTrajectory], world: World) -> None:
-    """Let each environment answer its path's turn."""
-    jobs: dict[int, Callable[[], Step]] = {}
-    for path in paths:
-        jobs[path.number] = partial(_step, path, _calls(path, world))
-    found = world.each(jobs)
-    for path in paths:
-        outcome = found[path.number]
-        if outcome.error is not None:
-            path.fail(f"the environment's step {outcome.error}")
-        else:
-            _go_on(path, outcome.value, world)
-
-
-def _calls(path: PartialTrajectory, world: World) -> list[ToolCall]:
-    """The calls in a path's last turn, which its message is told."""
-    if world.calls is None:
-        return []
-    said, calls = world.calls.read(path.text, path.tools, first=path.num_calls)
+def _read_calls(path: PartialTrajectory, environments: EnvironmentPool) -> None:
+    """Set the tool calls of a trajectory's last turn; its message gets those that can be read."""
+    if environments.calls is None:
+        return
+    text, calls = environments.calls.read(path.text, path.tools, first=path.num_calls)
     good = [call for call in calls if call.error is None]
     path.num_calls += len(calls)
     path.num_malformed += len(calls) - len(good)
     if good:
         path.messages[-1]["tool_calls"] = [call.as_message() for call in good]
-        path.messages[-1]["content"] = said if len(good) == len(calls) else path.text
-    return calls
+        path.messages[-1]["content"] = text if len(good) == len(calls) else path.text
+    path.calls = calls
 
 
-def _step(path: PartialTrajectory, calls: list[ToolCall]) -> Step:
-    return read_step(path.environment.step(path.text, calls), path.row.place)
-
-
-def _cut(path: PartialTrajectory) -> Mapping[str, float]:
-    cut = getattr(path.environment, "cut", None)
-    return {} if cut is None else read_reward(cut(), path.row.place)
-
-
-def _go_on(path: PartialTrajectory, step: Step, world: World) -> None:
-    """Take an answer, and put what comes before the next turn after the path; or end it."""
+def _continue(path: PartialTrajectory, step: Step, environments: EnvironmentPool) -> None:
+    """Append the environment's answer and the tokens up to the next turn, or end the trajectory."""
     assert isinstance(step.reward, Mapping)
     path.earn(step.reward)
     if path.sampled_at and step.reward:
         path.turn_rewards.append((len(path.sampled_at) - 1, sum(step.reward.values())))
-    history = (*path.asked, *path.messages)
+    history = (*path.first_messages, *path.messages)
     path.messages += step.messages
     if step.done:
         path.finish = "stop"
         return
-    if path.num_turns == world.config.max_turns:
+    if path.num_turns == environments.config.max_turns:
         path.finish = "length"
         return
-    try:
-        between, media = world.bridge.follows(history, step.messages, path.tools, path.last)
-    except (RenderError, PictureError) as error:
-        path.fail(str(error))
-        return
+    last = int(path.sampled[-1][-1]) if path.sampled[-1].size else -1
+    between, media = environments.bridge.follows(history, step.messages, path.tools, last)
     if path.limit is not None and len(path.ids) + len(between) >= path.limit:
         path.finish = "length"
     else:
         path.media += moved(media, len(path.ids))
         path.ids += between
-
-
-def _named(picture: ImageRef) -> list[str]:
-    value = picture.value
-    return [picture.kind, value if isinstance(value, str) else hashlib.sha256(value).hexdigest()]
-
-
-def _integers(values: Sequence[int]) -> IntArray:
-    return np.asarray(values, dtype=np.int64)
-
-
-def _numbers(values: Sequence[float]) -> FloatArray:
-    return np.asarray(values, dtype=np.float64)

@@ -35,12 +35,11 @@ from taut.data.top_logprobs import WithTeacher
 from taut.errors import ConfigError, ModelError
 from taut.io import files
 from taut.methods import METHODS
+from taut.methods.aux_models import load_config_of
 from taut.methods.inputs import Inputs
 from taut.methods.method import RunConfig
-from taut.models.load import load_config
 from taut.models.precision import resolve_dtype
-from taut.rewards.in_process import models_of
-from taut.rewards.registry import REWARDS
+from taut.rewards.registry import REWARDS, models_of
 from taut.train.distributed import Ranks
 
 ADDRESS = ("url", "key")
@@ -108,13 +107,13 @@ def _others(run: RunConfig, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
     for label, judge in models_of(run.training_rewards).items():
         # Its scores depend on its tokenizer and template as well.
         key, has_code = "rewards.options.model", judge.trust_remote_code
-        config = _load_config(judge.model, key, has_code)
+        config = load_config_of(judge.model, key, has_code)
         hashes = _hashes(judge.model, key, config, ranks, has_code=has_code, more=RENDERING)
         if judge.template is not None:
             hashes["template"] = _digest(_read_text(home_path(judge.template)))
         parts.setdefault("reward model", {})[label] = hashes
     for part, key, path in run.models().directories:
-        config = _load_config(path, key, run.trust_remote_code)
+        config = load_config_of(path, key, run.trust_remote_code)
         parts[part] = _hashes(path, key, config, ranks)
     if isinstance(inputs.train, WithTeacher):
         parts["top_logprobs"] = inputs.train.top_logprobs.digest
@@ -130,14 +129,6 @@ def _read_text(path: Path) -> str:
             f"found {path} named as code of a reward, an environment or a tool, or as a template, which cannot be "
             f"read: {error}; expected a text file; correct the path"
         ) from error
-
-
-def _load_config(path: str, key: str, has_code: bool) -> PreTrainedConfig:
-    """The configuration of another model, which has the commit of a hub name."""
-    try:
-        return load_config(path, has_code)
-    except ModelError as error:
-        raise ModelError(f"{key}: {error}") from error
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Differences:

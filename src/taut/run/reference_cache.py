@@ -32,12 +32,12 @@ from taut.train.trainer import fill_streams
 HEADER = "taut"
 """The entry with the identity and the digest, as JSON: the order of several entries is not fixed."""
 PARTS = ("dtype", "model", "reference", "tokenizer", "template")
-"""The parts of a run's identity that the log-probs depend on."""
+"""The parts of a run's identity that the logprobs depend on."""
 ROWS_AT_A_TIME = 512
 
 
 def keep_reference(built: Built) -> None:
-    """Replace the reference by the log-probs of ``reference.file``, which are computed if there is no such file.
+    """Replace the reference by the logprobs of ``reference.file``, which are computed if there is no such file.
 
     Raises ConfigError where the file is of another model, data or setting. Every rank calls it.
     """
@@ -82,7 +82,7 @@ def keep_reference(built: Built) -> None:
 
 
 def _identity(built: Built, splits: Mapping[str, Dataset]) -> dict[str, Any]:
-    """The identity of the log-probs, by content: paths play no part."""
+    """The identity of the logprobs, by content: paths play no part."""
     of_run = identity_of(built.run, built.inputs, built.trainer.ranks)
     identity = {name: of_run.get(name) for name in PARTS}
     identity["adapter"] = next(iter(of_run["adapter"].values()), None)
@@ -97,7 +97,7 @@ def _identity(built: Built, splits: Mapping[str, Dataset]) -> dict[str, Any]:
 
 
 def _compute(built: Built, data: Dataset) -> Tensor:
-    """The log-probs of every target of a split, in the order of its samples, the same on every rank."""
+    """The logprobs of every target of a split, in the order of its samples, the same on every rank."""
     trainer, rows = built.trainer, built.run.rows_of(data)
     trainer.scorer.eval()
     logps: dict[str, Tensor] = {}

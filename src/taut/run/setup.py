@@ -44,7 +44,7 @@ from taut.train.monitors import TOLERANCE, Divergence, FirstStep, Spikes, Untouc
 from taut.train.oom import build_fit
 from taut.train.optim import Rate, build_optimizer, learning_rate
 from taut.train.signals import Interrupts
-from taut.train.trainer import Lookahead, StepSource, Trainer, emit_nowhere
+from taut.train.trainer import Prefetch, StepSource, Trainer, emit_nowhere
 
 ALONE_TOKENS = 1024
 """Tokens of the first step that are also run one sample at a time."""
@@ -177,7 +177,7 @@ def join_models(
     compared: Plan | None = None,
 ) -> Models:
     """A loaded and adapted policy and the auxiliary models, sharded. ``compared``: a plan whose first step is compared
-    with the library's own log-probs; None: no comparison.
+    with the library's own logprobs; None: no comparison.
     """
     model, reasons = adapted
     decisions = [*loaded.decisions, *reasons]
@@ -232,7 +232,7 @@ def join_models(
 def _library_logps(
     source: StepSource, model: nn.Module, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """The library's own log-probs of some of the first step's samples, each run alone."""
+    """The library's own logprobs of some of the first step's samples, each run alone."""
     samples = {s.id: s for tree in source.prepare(1) for s in tree.samples}
     chosen = ids_to_compare([(s.id, s.num_tokens) for s in samples.values()], ALONE_TOKENS)
     with torch.no_grad(), compute_context(dtype, device):
@@ -289,9 +289,10 @@ def build_trainer(
     rates = {
         f"model.{name}": Rate(key, optim.group_learning_rates[key]) for name, key in keys.items()
     }
+    engine = engine_of(inputs, models, ranks)
     trainer = Trainer(
         scorer=scorer,
-        source=source,
+        source=run.connect(source, inputs, models, engine, ranks, lambda: trainer),
         optimizer=build_optimizer(scorer, optim, run.models().critic_pace(run), rates),
         learning_rate=partial(learning_rate, total=num_steps, config=optim),
         num_steps=num_steps,
@@ -316,9 +317,8 @@ def build_trainer(
             Divergence(run.loss_monitor),
             *run.monitors(source),
         ],
-        before_step=[] if image_store is None or run.generates else [Lookahead(image_store.expect)],
+        before_step=[] if image_store is None or run.generates else [Prefetch(image_store.expect)],
         emit=emit,
         interrupts=Interrupts() if interrupts is None else interrupts,
     )
-    run.connect(trainer, inputs, models, engine_of(inputs, models, ranks))
     return trainer

@@ -51,17 +51,16 @@ class Ranks:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Element-wise sum over ranks, in float64."""
-        return self._reduce(values, "sum")
+        return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Sequence[float]) -> list[float]:
         """Element-wise maximum over ranks."""
-        return self._reduce(values, "max")
+        return self._reduce(values, dist.ReduceOp.MAX)
 
-    def _reduce(self, values: Sequence[float], how: str) -> list[float]:
+    def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        operation = dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
         dist.all_reduce(tensor, operation, group=self.group)
         result: list[float] = tensor.tolist()
         return result

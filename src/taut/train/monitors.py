@@ -1,6 +1,6 @@
 """Monitors of the training steps: they warn, or stop the run before an update.
 
-- ``FirstStep``: the first step's log-probs must equal those of the same samples run one at a time through the library's
+- ``FirstStep``: the first step's logprobs must equal those of the same samples run one at a time through the library's
   own attention and head (taken before training); a difference stops the run before the update.
 - ``Untouched``: after the first backward every trainable tensor must have a gradient, and within ``PATIENCE`` steps a
   nonzero one. A tensor outside the graph stops the run; a gradient that is always zero is a warning. Steps whose
@@ -45,7 +45,7 @@ SPIKE = 10.0
 """A gradient norm this many times the recent median is reported."""
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 0.15}
-"""Largest mean difference of a sample's log-probs (nats per target) that rounding explains, by compute dtype."""
+"""Largest mean difference of a sample's logprobs (nats per target) that rounding explains, by compute dtype."""
 
 STEADY_TARGETS = 32
 """The mean over fewer targets is noisy: its difference is weighted by sqrt(targets / STEADY_TARGETS). SmolLM2 in
@@ -299,7 +299,7 @@ class Divergence:
         if is_over:
             raise DivergenceError(
                 f"step {report.step}: training has diverged: {problem}; this step was not taken and no model is "
-                f"written; {remedy}; with divergence.{key}=0 it only warns"
+                f"written; {remedy}; with loss_monitor.{key}=0 it only warns"
             )
         was_reported = self.found is not None
         is_reported = zero >= WARN_ZERO or self.is_high[-WARN_HIGH:] == [True] * WARN_HIGH

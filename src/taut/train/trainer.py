@@ -43,7 +43,7 @@ SIZES = ("num_targets", "num_tokens", "num_tokens_unshared")
 
 
 class StepSource(Protocol):
-    """Where steps come from, as far as the loop knows: fixed data, or rollouts."""
+    """The source of steps, as the loop sees it: fixed data, or rollouts."""
 
     @property
     def loss(self) -> Loss:
@@ -62,16 +62,16 @@ class StepSource(Protocol):
         """The position in the data after a step: with the seed, all that a resume needs."""
 
     def open(self) -> Sequence[Decision]:
-        """Make ready what it needs besides the model, so that what is not available is refused before training;
-        (name, value, reason) of what was settled on the way.
+        """Open the engine, rewards and other resources, so that a missing one is refused before training. Returns the
+        decisions made on the way.
         """
 
     @property
     def state(self) -> Memory | None:
-        """What checkpoints keep of it; None: the cursor is all."""
+        """The state that checkpoints keep; None: the cursor is sufficient."""
 
     def reject(self) -> None:
-        """Forget what no step has trained on yet: what stopped the run may be its fault."""
+        """Discard samples that no step has trained on yet: they may be the cause of the failure."""
 
     def close(self) -> None:
         """Release its resources."""
@@ -93,7 +93,7 @@ class Role(Protocol):
         """Called after the update of a step, on every rank."""
 
     def tensors(self) -> list[Tensor]:
-        """What it holds in memory."""
+        """The tensors that it holds in memory."""
 
 
 class Scored(NamedTuple):
@@ -438,7 +438,7 @@ def require_finite(value: float, what: str, report: StepReport, trainer: Trainer
 
 
 @dataclass
-class Lookahead:
+class Prefetch:
     """Called before each step: starts threads that read the images of the step and of the next one.
 
     Only for offline data, where the samples of a step are a pure function; prompts of rollouts have read their images

@@ -12,16 +12,14 @@ Only the formats below are parsed, by content. Input that would take long or muc
 decoded, where the file shows it: pixels, the scans of a JPEG, the frames of a video times their pixels. The parent
 kills a job that takes too long for another reason, and the system limits memory.
 
-Imports errors, PIL and the standard library; ``av`` where a video needs it.
+Imports errors, io/helper, PIL and the standard library; ``av`` where a video needs it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
-import os
 import re
 import resource
 import struct
@@ -30,13 +28,12 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from io import BytesIO
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from taut.errors import PictureError
+from taut.io.helper import begin
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that are parsed, by content. Others run programs (EPS), or their parsers are little maintained."""
@@ -76,11 +73,9 @@ Reply: TypeAlias = tuple[dict[str, Any], bytes]
 
 
 def main(descriptor: int, leash: int) -> None:
-    """Do jobs until the other end is closed. ``leash``: a pipe of the parent, whose end ends this process."""
-    _end_with(leash)
-    _be_killed_first()
+    """Do jobs until the other end is closed."""
     warnings.simplefilter("ignore")
-    pipe = Connection(descriptor)
+    pipe = begin(descriptor, leash)
     pipe.send_bytes(b"ready")
     with contextlib.suppress(EOFError):
         while True:
@@ -308,21 +303,6 @@ def _chosen(starts: Sequence[float], end: float, fps: float, max_frames: int) ->
     step = (count - 1) / (num - 1) if num > 1 else 0.0
     times = [index * step / fps for index in range(num)]
     return sorted({max(0, bisect_right(starts, time + 1e-9) - 1) for time in times})
-
-
-# -- the process
-
-
-def _end_with(leash: int) -> None:
-    """Let the system end this process when the parent ends, even inside C code: by SIGIO of the pipe's other end."""
-    fcntl.fcntl(leash, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(leash, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
-
-
-def _be_killed_first() -> None:
-    """Let the kernel kill this process before the one that trains, when the machine runs out of memory."""
-    with contextlib.suppress(OSError), Path("/proc/self/oom_score_adj").open("w") as file:
-        file.write("1000")
 
 
 def line(text: str) -> str:

@@ -91,7 +91,7 @@ def test_it_reads_no_weight_and_writes_nothing(model: Path, tmp_path: Path) -> N
 def test_what_was_set_stands_apart_from_the_defaults(model: Path) -> None:
     data = write(Path("rows.jsonl"), rows("the cat"))
     text = section(shown(model, data, **{"batch.samples_per_step": 8}), "configuration")
-    given, defaults = text.split("defaults in force")
+    given, defaults = text.split("default values")
     assert re.search(r"batch\.samples_per_step +8 +default 32", given)
     assert re.search(r"model +tiny *\n +data\.train +rows\.jsonl +default none", given)
     assert "learning_rate" not in given

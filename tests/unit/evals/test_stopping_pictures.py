@@ -8,7 +8,7 @@ import numpy as np
 from tests.picture_names import illustrated
 
 from taut.evals.stopping import StopCheckConfig, choose
-from taut.rl.dry_run import _group
+from taut.rl.online import dry_run_group
 from taut.rl.rollout import sample_of
 from taut.types import Sample
 
@@ -33,9 +33,9 @@ def test_prompts_that_differ_in_their_picture_are_two() -> None:
 
 def test_a_rehearsal_asks_with_all_pictures_and_answers_without() -> None:
     sample = illustrated("s", [3, 4, ("red", (1, 2, 3)), 5, 6])
-    first, second = (
-        sample_of(one, "s", has_reads=False) for one in _group(sample, 1.0).trajectories
-    )
+    group = dry_run_group(sample, 1.0)
+    assert group is not None
+    first, second = map(sample_of, group.trajectories)
     assert first.ids_T.tolist() == sample.ids_T.tolist()
     assert first.media == second.media == sample.media
     assert first.target_at_N.tolist() == [8, 9]

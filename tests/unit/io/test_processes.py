@@ -46,13 +46,13 @@ def test_without_proc_time_is_still_limited(monkeypatch: pytest.MonkeyPatch) -> 
         "import os, pathlib; pathlib.Path.read_text = lambda *_, **__: os.stat('/nonexistent'); "
     )
     monkeypatch.setattr(processes, "COMMAND", without + processes.COMMAND)
-    processes._server.stop()
+    processes._helper.end()
     try:
         assert processes.call("operator:add", 2, 3) == 5
         with pytest.raises(processes.LimitExceeded, match=r"more than 0\.2 s of processor time"):
             processes.call("operator:pow", 7, 10**9, seconds=0.2)
     finally:
-        processes._server.stop()
+        processes._helper.end()
 
 
 def test_limits_do_not_add_up_over_calls() -> None:
@@ -73,7 +73,7 @@ def test_a_process_that_was_ended_is_replaced() -> None:
 
 def test_it_has_no_secrets_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    processes._server.stop()
+    processes._helper.end()
     assert processes.call("os:getenv", "HF_TOKEN") is None
     assert processes.call("os:getenv", "PATH") == os.environ["PATH"]
 
@@ -91,7 +91,7 @@ def test_it_ends_with_its_parent_even_in_a_call(tmp_path: Path) -> None:
     """SIGKILL, which leaves the parent no time to end anything; the call holds the interpreter's lock."""
     source = (
         "from taut.io import processes as bounded; bounded.call('operator:add', 1, 2);"
-        "print(bounded._server._process.pid, flush=True); bounded.call('operator:pow', 7, 10**9, seconds=30)"
+        "print(bounded._helper.process.pid, flush=True); bounded.call('operator:pow', 7, 10**9, seconds=30)"
     )
     parent = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -107,8 +107,8 @@ def test_it_ends_with_its_parent_even_in_a_call(tmp_path: Path) -> None:
 
 
 def _process() -> int:
-    assert processes._server._process is not None
-    return processes._server._process.pid
+    assert processes._helper.process is not None
+    return processes._helper.process.pid
 
 
 def _is_running(number: int) -> bool:

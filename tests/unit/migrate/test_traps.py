@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from taut.migrate.dialects import DIALECTS, OPENRLHF_FLAT, options
+from taut.migrate.dialects import ALIASES, DIALECTS, options
 from taut.migrate.facts import FACTS, Answer
 from taut.migrate.recipe import Recipe, Setting
 from taut.migrate.traps import ORDER, Judged, Trap, all_traps, judge
@@ -183,7 +183,7 @@ def test_conditions_ask_for_options_that_exist(trap: Trap) -> None:
         for method in DIALECTS[framework].methods:
             known |= options(framework, method)
         known |= set(DIALECTS[framework].aliases.values())
-    assert keys <= known | set(OPENRLHF_FLAT)
+    assert keys <= known | set(ALIASES["openrlhf"])
 
 
 def _keys(condition: Mapping[str, Any]) -> list[str]:

@@ -19,25 +19,12 @@ from taut.data.packing import ALONE, pack
 from taut.losses.supervised import CrossEntropy
 from taut.methods.method import RunConfig
 from taut.models.scorer import LinearHead
-from taut.plan import (
-    FUSED,
-    GPUS,
-    Kernels,
-    Rates,
-    footprint,
-    from_data_sheet,
-    measure,
-    measured_parts,
-    predict,
-    predict_steps,
-    stages,
-    tracing,
-    without_data,
-    workload,
-)
+from taut.plan import tracing
 from taut.plan.ledger import PARTS, History, Ledger
-from taut.plan.rates import Work
-from taut.plan.tracing import Traced, trace
+from taut.plan.memory import footprint, measure, measured_parts, predict, predict_steps, stages
+from taut.plan.rates import GPUS, Rates, Work, from_data_sheet
+from taut.plan.steps import without_data, workload
+from taut.plan.tracing import FUSED, Kernels, Traced, trace
 from taut.train.checkpoint import CheckpointConfig
 from taut.types import Packed, Sample
 

@@ -10,7 +10,10 @@ from tests.checks.faults.judged import compared, labelled
 from tests.checks.planting import Place
 
 from taut.errors import ModelError
-from taut.plan import PARTS, Kernels, measured_parts, predict, workload
+from taut.plan.ledger import PARTS
+from taut.plan.memory import measured_parts, predict
+from taut.plan.steps import workload
+from taut.plan.tracing import Kernels
 
 
 @pytest.mark.parametrize(

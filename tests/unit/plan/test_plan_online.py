@@ -15,7 +15,9 @@ from taut.methods import METHODS
 from taut.methods.inputs import Inputs
 from taut.methods.method import RunConfig
 from taut.models.precision import DTYPES
-from taut.plan import Kernels, predict_steps, workload
+from taut.plan.memory import predict_steps
+from taut.plan.steps import workload
+from taut.plan.tracing import Kernels
 from taut.run.inputs import load_inputs
 from taut.train import distributed
 

@@ -99,7 +99,7 @@ def test_whatever_a_program_does_is_a_zero_and_no_error(program: str) -> None:
     assert reward(answered) == 0
     found = reward.judge(answered)
     assert found is not None
-    assert found.reasons[0] != ""
+    assert found[0] != ""
 
 
 def test_a_row_whose_list_of_tests_is_empty_has_none() -> None:

@@ -87,12 +87,15 @@ ONE_CORE = "import os; os.cpu_count = lambda: 1; "
 def test_a_worker_that_nobody_ends_ends_by_itself() -> None:
     """Its parent is gone, and it is in a loop of C code, where none of its own threads can look for that."""
     mine, theirs = Pipe()
+    held, leash = os.pipe()
     verifier = Regex(pattern=r"^(a+)+$")
     with mine, theirs:
         worker = subprocess.Popen(
-            [sys.executable, "-c", ONE_CORE + COMMAND.format(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-c", ONE_CORE + COMMAND.format(theirs.fileno(), held)],
+            pass_fds=[theirs.fileno(), held],
         )
-        mine.send((sys.path, [("regex", verifier)]))
+        mine.send([("regex", verifier)])
         mine.send((0, Answered(text="a" * 60 + "b"), 0.0))
         assert worker.wait(60) == -signal.SIGPROF
+    os.close(held)
+    os.close(leash)

@@ -139,7 +139,7 @@ def is_there(pid: int) -> bool:
 def forget_processes(panel: Panel) -> None:  # the next answer gets a new one
     assert panel._workers is not None
     for worker in panel._workers._workers:
-        worker.clear()
+        worker.helper.end()
 
 
 def test_a_function_is_given_what_it_asks_for_and_its_options(panel: Panel) -> None:
@@ -264,7 +264,7 @@ def test_a_process_that_cannot_be_started_is_an_error_of_the_answer(
             raise BlockingIOError(11, "no more processes")
 
         with monkeypatch.context() as patch:
-            patch.setattr("taut.rewards.workers.subprocess.Popen", refuse)
+            patch.setattr("taut.io.helper.subprocess.Popen", refuse)
             (score,) = said(alone, "where", "a")
         assert "a worker cannot be started ([Errno 11] no more processes)" in str(score.error)
         assert said(alone, "where", "a") == [Score(2.0)]

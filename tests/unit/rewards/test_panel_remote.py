@@ -162,7 +162,7 @@ def test_a_score_that_is_no_number_stops_the_run(server: Server) -> None:
 def test_a_server_that_is_busy_or_hangs_up_is_asked_again(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("taut.rewards.http.RETRIES", Retries(first_pause=0.01))
+    monkeypatch.setattr("taut.rewards.verifier.RETRIES", Retries(first_pause=0.01))
     replies: list[Reply] = [(503, "wait"), None, (429, ""), (200, {"scores": [2]})]
     server.reply = lambda body: replies[min(len(server.asked), 4) - 1]
     assert said("reward_server", ASKED, url=server.url) == [Score(2.0)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,16 +21,16 @@ from taut.methods.online_dpo import Pairs
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
 from taut.rl.advantages import (
+    Credit,
     Gae,
     KlPenalty,
     PolicyCredit,
     ShapingConfig,
-    Ways,
-    judged_trajectories,
+    TrainSample,
 )
 from taut.rl.rollout import Group
 from taut.rl.sampler import Trajectory
-from taut.types import FinishReason, FloatArray
+from taut.types import FinishReason, FloatArray, Tree
 
 PROMPT = np.array([7, 8, 9])
 REWARDS = [[1.0, 0.0, 0.0], [0.5, 0.5, 0.5]]
@@ -51,14 +51,41 @@ def trajectory(name: str, index: int, size: int, finish: FinishReason = "stop") 
 
 def paths(rewards: Sequence[Sequence[float]] = REWARDS, **cut: FinishReason) -> list[Trajectory]:
     """Groups a, b, ...; the path of reward i has i + 2 tokens. ``cut``: a1="length"."""
-    groups = []
-    for name, of in zip("abc", rewards, strict=False):
-        trajectories = [
-            trajectory(name, i, i + 2, cut.get(f"{name}{i}", "stop")) for i in range(len(of))
-        ]
-        verdicts = [Verdict({"r": Score(value)}, value) for value in of]
-        groups.append(Group(tuple(trajectories), tuple(verdicts)))
-    return judged_trajectories(groups, 0)
+    return [
+        replace(
+            trajectory(name, i, i + 2, cut.get(f"{name}{i}", "stop")),
+            verdict=Verdict({"r": Score(value)}, value),
+        )
+        for name, of in zip("abc", rewards, strict=False)
+        for i, value in enumerate(of)
+    ]
+
+
+def groups_of(every: Sequence[Trajectory]) -> list[Group]:
+    """The trajectories by their prompt."""
+    by_row: dict[str, list[Trajectory]] = {}
+    for path in every:
+        by_row.setdefault(path.row.id, []).append(path)
+    return [Group(tuple(group)) for group in by_row.values()]
+
+
+class Assigned(NamedTuple):
+    """What a credit makes of trajectories."""
+
+    samples: list[TrainSample]
+    metrics: dict[str, float]
+
+    @property
+    def trees(self) -> list[Tree]:
+        return [sample.tree for sample in self.samples]
+
+    @property
+    def advantages(self) -> dict[str, FloatArray]:
+        return {s.id: s.streams["advantage_N"] for tree in self.trees for s in tree.samples}
+
+
+def assign(made: Credit, every: Sequence[Trajectory], scores: dict[str, Any]) -> Assigned:
+    return Assigned(*made.assign(groups_of(every), scores))
 
 
 def policy(**keys: Any) -> PolicyCredit:
@@ -69,7 +96,7 @@ def policy(**keys: Any) -> PolicyCredit:
         "temperature": 1.0,
         "has_old": False,
     }
-    return PolicyCredit(PolicyGradient(), Ways(**{**given, **keys}))
+    return PolicyCredit(PolicyGradient(), **{**given, **keys})
 
 
 def said(every: Sequence[Trajectory], **values: float) -> dict[str, dict[str, Any]]:
@@ -82,14 +109,14 @@ def said(every: Sequence[Trajectory], **values: float) -> dict[str, dict[str, An
 
 def test_every_token_has_its_paths_advantage_and_the_prompt_none() -> None:
     every = paths()
-    given = policy().trees(every, said(every))
+    given = assign(policy(), every, said(every))
     first, second = given.trees
     assert [s.id for s in first.samples] == [f"a#{i} of roll-out 1" for i in range(3)]
     advantages = [s.streams["advantage_N"].tolist() for s in first.samples]
     np.testing.assert_allclose(advantages[0], [2 / 3] * 2)
     np.testing.assert_allclose(advantages[2], [-1 / 3] * 4)
     assert all(not s.streams["advantage_N"].any() for s in second.samples)
-    assert given.with_signal == [(4, first)]
+    assert [(s.version, s.tree) for s in given.samples if s.has_gradient] == [(4, first)]
     for sample, path in zip(first.samples, every, strict=False):
         assert sample.target_at_N.tolist() == path.sampled_at_N.tolist()
         np.testing.assert_equal(sample.streams["engine_logp_N"], path.logp_N)
@@ -98,7 +125,7 @@ def test_every_token_has_its_paths_advantage_and_the_prompt_none() -> None:
 def test_a_penalty_for_divergence_is_a_part_of_the_reward() -> None:
     every = paths([[1.0, 1.0]])
     made = policy(penalty=KlPenalty(0.5))
-    given = made.trees(every, said(every, old_logp_N=-1.0, ref_logp_N=-1.2))
+    given = assign(made, every, said(every, old_logp_N=-1.0, ref_logp_N=-1.2))
     lost = [0.5 * 0.2 * 2, 0.5 * 0.2 * 3]
     mean = sum(lost) / 2
     found = [s.streams["advantage_N"][0] for s in given.trees[0].samples]
@@ -111,7 +138,7 @@ def test_a_penalty_for_divergence_is_a_part_of_the_reward() -> None:
 def test_one_mean_and_one_deviation_of_all_tokens_of_a_roll_out(name: str) -> None:
     """Before steps, micro-batches and ranks have their parts of it. Paths differ in length."""
     every = paths([[1.0, 0.0, 0.0, 0.3], [0.5, 0.9, 0.2], [0.0, 0.0]])
-    given = policy(estimate=ESTIMATORS[name]).trees(every, said(every))
+    given = assign(policy(estimate=ESTIMATORS[name]), every, said(every))
     trees = [np.concatenate([s.streams["advantage_N"] for s in t.samples]) for t in given.trees]
     of_all = np.concatenate(trees)
     assert of_all.size == sum(path.sampled_at_N.size for path in every)
@@ -129,9 +156,9 @@ def test_a_group_is_told_apart_by_its_rewards_also_where_all_tokens_are_shifted(
 def test_an_adaptive_penalty_learns_when_it_is_told_to_and_is_remembered() -> None:
     every = paths([[1.0, 0.0]])
     made = policy(penalty=KlPenalty(0.5, target=0.1))
-    given = made.trees(every, said(every, old_logp_N=-1.0, ref_logp_N=-2.0))
+    given = assign(made, every, said(every, old_logp_N=-1.0, ref_logp_N=-2.0))
     assert made.remember()["coef"] == 0.5
-    made.learn(given)
+    made.learn(groups_of(every), given.metrics)
     state = json.loads(json.dumps(made.remember()))
     assert state["coef"] > 0.5
     other = policy(penalty=KlPenalty(0.5, target=0.1))
@@ -142,14 +169,14 @@ def test_an_adaptive_penalty_learns_when_it_is_told_to_and_is_remembered() -> No
 def test_a_critic_charges_each_token_and_a_cut_path_gets_its_reward_alone() -> None:
     every = paths([[1.0, 1.0]], a1="length")
     made = policy(estimate=Gae(1.0, 1.0, is_whitened=False))
-    given = made.trees(every, said(every, value_R=0.25))
+    given = assign(made, every, said(every, value_R=0.25))
     ended, cut = given.trees[0].samples
     np.testing.assert_allclose(ended.streams["advantage_N"], [0.75, 0.75])
     np.testing.assert_allclose(cut.streams["advantage_N"], [0.75, 0.75, 0.75])
     np.testing.assert_allclose(cut.read_values["return"], [1.0] * 3)
     np.testing.assert_allclose(cut.read_values["value"], [0.25] * 3)
     assert cut.read_at_R is not None and cut.read_at_R.tolist() == [2, 3, 4]
-    (tree,) = made.bare(every)
+    (tree,) = made.bare(groups_of(every))
     reads = [s.read_at_R.tolist() for s in tree.samples if s.read_at_R is not None]
     assert reads == [[2, 3], [2, 3, 4]], "nothing is read that is not used"
 
@@ -159,12 +186,12 @@ def test_the_value_after_a_cut_may_take_the_place_of_the_paths_reward() -> None:
     every = paths([[1.0, 1.0]], a1="length")
     estimate = Gae(1.0, 1.0, is_whitened=False, bootstraps_cut=True)
     made = policy(estimate=estimate, penalty=KlPenalty(0.5))
-    (tree,) = made.bare(every)
+    (tree,) = made.bare(groups_of(every))
     reads = [s.read_at_R.tolist() for s in tree.samples if s.read_at_R is not None]
     assert reads == [[2, 3], [2, 3, 4, 5]]
     known = said(every, old_logp_N=-1.0, ref_logp_N=-1.2, value_R=0.25)
     known[every[1].name]["value_R"] = np.array([0.25, 0.25, 0.25, 0.6])
-    ended, cut = made.trees(every, known).trees[0].samples
+    ended, cut = assign(made, every, known).trees[0].samples
     np.testing.assert_allclose(ended.read_values["return"], [1 - 0.2, 1 - 0.1])
     np.testing.assert_allclose(cut.read_values["return"], [0.6 - 0.3, 0.6 - 0.2, 0.6 - 0.1])
     np.testing.assert_allclose(cut.read_values["value"], [0.25] * 3)
@@ -179,15 +206,15 @@ def test_a_critic_charges_a_turns_reward_to_the_last_token_of_the_turn() -> None
     first, second, third = paths([[0.0, 0.0, 3.5]])
     path = of_turns(third, (1, 1.0), (3, 0.5))
     made = policy(estimate=Gae(1.0, 1.0, is_whitened=False))
-    given = made.trees([path], said([path], value_R=0.0))
+    given = assign(made, [path], said([path], value_R=0.0))
     assert given.advantages[path.name].tolist() == [3.5, 3.5, 2.5, 2.5]
     discounted = policy(estimate=Gae(0.5, 1.0, is_whitened=False))
-    given = discounted.trees([path], said([path], value_R=0.0))
+    given = assign(discounted, [path], said([path], value_R=0.0))
     assert given.advantages[path.name].tolist() == [0.5 + 2.5 / 8, 1 + 2.5 / 4, 2.5 / 2, 2.5]
     assert (given.metrics["return_min"], given.metrics["return_max"]) == (0.8125, 2.5)
     every = [first, second, path]
-    grouped = policy().trees(every, said(every))
-    plain = policy().trees([first, second, third], said(every))
+    grouped = assign(policy(), every, said(every))
+    plain = assign(policy(), [first, second, third], said(every))
     for name, advantage_N in plain.advantages.items():
         assert grouped.advantages[name].tolist() == advantage_N.tolist(), "no critic, no difference"
 
@@ -202,7 +229,7 @@ def test_shaping_scales_the_rewards_of_turns_and_leaves_the_rest_to_the_last_tok
         ("clip", ShapingConfig(clip=2.0)),
     ):
         made = policy(estimate=Gae(1.0, 1.0, is_whitened=False), shaping=shaping)
-        trees = made.trees([path, other], said([path, other], value_R=0.0))
+        trees = assign(made, [path, other], said([path, other], value_R=0.0))
         given[name] = trees.advantages[path.name].tolist()
     assert given["scale"] == pytest.approx([3 / 2**0.5, 2 / 2**0.5])
     assert given["clip"] == [2.0, 1.0]
@@ -212,7 +239,7 @@ def test_where_a_value_replaces_the_reward_of_a_cut_path_its_turns_keep_theirs()
     _, whole = paths([[0.0, 2.0]], a1="length")
     path = of_turns(whole, (0, 1.0))
     made = policy(estimate=Gae(1.0, 1.0, is_whitened=False, bootstraps_cut=True))
-    given = made.trees([path], {path.name: {"value_R": np.array([0.0, 0.0, 0.0, 0.25])}})
+    given = assign(made, [path], {path.name: {"value_R": np.array([0.0, 0.0, 0.0, 0.25])}})
     assert given.advantages[path.name].tolist() == [1.25, 0.25, 0.25]
 
 
@@ -226,7 +253,7 @@ def fitted(estimate: Gae, every: Sequence[Trajectory], rounds: int) -> FloatArra
             reads = path.sampled_at_N.size + (path.is_cut and estimate.bootstraps_cut)
             known[path.name] = {"value_R": value[:reads]}
         samples = [
-            s for t in policy(estimate=estimate).trees(every, known).trees for s in t.samples
+            s for t in assign(policy(estimate=estimate), every, known).trees for s in t.samples
         ]
         returns = [sample.read_values["return"] for sample in samples]
         for at in range(longest):
@@ -248,7 +275,7 @@ def test_a_flat_reward_gives_no_reason_to_be_cut() -> None:
     every = paths([[0.5, 0.5], [0.5, 0.5]], a1="length", b1="length")
     estimate = Gae(1.0, 0.95, is_whitened=False)
     known = {p.name: {"value_R": fitted(estimate, every, 200)} for p in every}
-    given = policy(estimate=estimate).trees(every, known)
+    given = assign(policy(estimate=estimate), every, known)
     for path in every:
         np.testing.assert_allclose(given.advantages[path.name], 0.0, atol=1e-12)
 
@@ -263,17 +290,17 @@ def test_the_critics_values_are_logged_with_the_range_of_the_returns() -> None:
         penalty=KlPenalty(0.5),
         shaping=ShapingConfig(clip=0.8),
     )
-    found = made.trees(paths([[1.0, 0.8]]), asked).metrics
+    found = assign(made, paths([[1.0, 0.8]]), asked).metrics
     assert found["return_min"] == pytest.approx(0.5)
     assert found["return_max"] == pytest.approx(0.7)
     assert (found["value_low"], found["value_high"]) == (0.25, 6.8)
-    assert "value_low" not in policy().trees(every, said(every)).metrics
+    assert "value_low" not in assign(policy(), every, said(every)).metrics
 
 
 def test_rewards_are_shaped_in_order() -> None:
     every = paths([[1.0, 1.0]], a1="length")
     how = ShapingConfig(missing_eos_penalty=0.5, length_penalty=0.4, clip=0.6)
-    given = policy(shaping=how).trees(every, said(every))
+    given = assign(policy(shaping=how), every, said(every))
     shaped = [min(0.6, 1.0 - 0.2), min(0.6, 1.0 - 0.5 - 0.3)]
     found = [s.streams["advantage_N"][0] for s in given.trees[0].samples]
     np.testing.assert_allclose(found, [shaped[0] - sum(shaped) / 2, shaped[1] - sum(shaped) / 2])
@@ -285,73 +312,73 @@ def test_a_paths_length_is_what_it_has_beyond_its_prompt() -> None:
     (one, other) = paths([[0.0, 0.0]])
     played = replace(one, ids_T=np.concatenate([PROMPT, np.arange(8)]))
     how = policy(shaping=ShapingConfig(length_penalty=1.0), limit=10)
-    given = how.trees([played, other], said([one, other]))
+    given = assign(how, [played, other], said([one, other]))
     found = [s.streams["advantage_N"][0] for s in given.trees[0].samples]
     np.testing.assert_allclose(found, [(-0.8 + 0.3) / 2, (0.8 - 0.3) / 2])
 
 
 def test_a_cut_path_may_be_compared_and_not_learned_from() -> None:
     every = paths([[1.0, 0.0]], a1="length")
-    given = policy(shaping=ShapingConfig(overlong="drop")).trees(every, said(every))
+    given = assign(policy(shaping=ShapingConfig(overlong="drop")), every, said(every))
     (sample,) = given.trees[0].samples
     np.testing.assert_allclose(sample.streams["advantage_N"], [0.5, 0.5])
     assert given.metrics["dropped"] == 0.5
     both = paths([[1.0, 0.0]], a0="length", a1="length")
     assert given.advantages.keys() == {path.name for path in every if not path.is_cut}
     with pytest.raises(CheckFailed, match="overlong=drop"):
-        policy(shaping=ShapingConfig(overlong="drop")).trees(both, said(both))
+        assign(policy(shaping=ShapingConfig(overlong="drop")), both, said(both))
 
 
 def test_running_scale_is_of_all_rewards_so_far() -> None:
     every = paths([[2.0, 0.0]])
     made = policy(shaping=ShapingConfig(scale="running"))
     for _ in range(2):
-        given = made.trees(every, said(every))
-        made.learn(given)
+        given = assign(made, every, said(every))
+        made.learn(groups_of(every), given.metrics)
     assert made.remember()["scale"][0] == 4
 
 
 def test_the_best_and_the_worst_are_a_pair() -> None:
-    given = Pairs(CrossEntropy()).trees(paths([[0.2, 0.9, 0.5], [0.5, 0.5]]), {})
+    given = assign(Pairs(CrossEntropy()), paths([[0.2, 0.9, 0.5], [0.5, 0.5]]), {})
     (tree,) = given.trees
     assert tree.is_atom
     assert [s.values["preference"] for s in tree.samples] == [0.9, 0.2]
     with pytest.raises(CheckFailed, match="pair"):
-        Pairs(CrossEntropy()).trees(paths([[0.5, 0.5]]), {})
+        assign(Pairs(CrossEntropy()), paths([[0.5, 0.5]]), {})
 
 
 def test_the_best_that_are_good_enough_are_kept() -> None:
     made = Best(CrossEntropy(), BestOfNConfig(keep=2, min_reward=0.4))
-    given = made.trees(paths([[0.2, 0.9, 0.5], [0.1, 0.3, 0.2]]), {})
+    given = assign(made, paths([[0.2, 0.9, 0.5], [0.1, 0.3, 0.2]]), {})
     (tree,) = given.trees
     assert [s.id for s in tree.samples] == ["a#1 of roll-out 1", "a#2 of roll-out 1"]
     with pytest.raises(CheckFailed, match="min_reward"):
-        made.trees(paths([[0.1, 0.2]]), {})
+        assign(made, paths([[0.1, 0.2]]), {})
 
 
 def test_a_cut_answer_is_no_candidate_of_best_of_n_unless_it_is_asked_for() -> None:
     """Learned as it is, the best of all would teach the model to run on."""
     every = paths([[0.2, 0.9, 0.5], [0.1, 0.3, 0.2]], a1="length", b1="length")
     made = Best(CrossEntropy(), BestOfNConfig())
-    names = [s.id for tree in made.trees(every, {}).trees for s in tree.samples]
+    names = [s.id for tree in assign(made, every, {}).trees for s in tree.samples]
     assert names == ["a#2 of roll-out 1", "b#2 of roll-out 1"]
     keeping = Best(CrossEntropy(), BestOfNConfig(overlong="keep"))
-    names = [s.id for tree in keeping.trees(every, {}).trees for s in tree.samples]
+    names = [s.id for tree in assign(keeping, every, {}).trees for s in tree.samples]
     assert names == ["a#1 of roll-out 1", "b#1 of roll-out 1"]
     cut = paths([[0.9, 0.5]], a0="length", a1="length")
     with pytest.raises(
         CheckFailed, match=r"all 2 completions .* were cut, and best_of_n\.overlong"
     ):
-        made.trees(cut, {})
-    group = Group(tuple(p for p in cut), tuple(p.verdict for p in cut))
+        assign(made, cut, {})
+    group = Group(tuple(cut))
     assert (made.is_useful(group), keeping.is_useful(group)) == (False, True)
     good = Best(CrossEntropy(), BestOfNConfig(min_reward=0.6))
     with pytest.raises(CheckFailed, match=r"min_reward=0\.6; the best has 0\.5"):
-        good.trees(paths([[0.9, 0.5]], a0="length"), {})
+        assign(good, paths([[0.9, 0.5]], a0="length"), {})
 
 
 def test_all_are_kept_as_they_are() -> None:
-    given = All(CrossEntropy()).trees(paths(), {})
+    given = assign(All(CrossEntropy()), paths(), {})
     assert [len(tree.samples) for tree in given.trees] == [3, 3]
     assert all(not s.streams for tree in given.trees for s in tree.samples)
 
@@ -359,11 +386,11 @@ def test_all_are_kept_as_they_are() -> None:
 def signals(made: PolicyCredit, rewards: Sequence[Sequence[float]]) -> int:
     every = paths(rewards)
     streams = {"value_R": 0.3, "old_logp_N": -1.0, "ref_logp_N": -1.2}
-    return made.trees(every, said(every, **streams)).num_groups_with_signal
+    return sum(s.has_signal for s in assign(made, every, said(every, **streams)).samples)
 
 
 def test_what_a_critic_or_a_penalty_adds_is_no_signal() -> None:
-    """So the guard sees rewards that never differ; with a critic they may do so between prompts."""
+    """So the monitor sees rewards that never differ; with a critic they may do so between prompts."""
     critic = policy(estimate=Gae(gamma=1.0, lam=1.0, is_whitened=True))
     penalty = policy(penalty=KlPenalty(0.5))
     plus = policy(estimate=ESTIMATORS["reinforce_pp"])

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from tests.online_runs import keys_of, make, save_models
 
-from taut.rl.dry_run import rehearsed
-from taut.rl.online import Online
+from taut.rl.online import Online, dry_run
 from taut.train.trainer import add_gradients
 from taut.types import Sample
 
@@ -38,7 +37,7 @@ def test_every_method_can_learn_from_it(
     online = made.trainer.source
     assert isinstance(online, Online)
     samples: list[Sample] = list(made.inputs.train[:2])
-    trees = rehearsed(made.trainer, online.credit, online.crew.roles, samples)
+    trees = dry_run(online, made.trainer, samples)
     assert len(trees) == 2
     for tree, prompt in zip(trees, samples, strict=True):
         assert len(tree.samples) == (1 if method == "best_of_n" else 2)

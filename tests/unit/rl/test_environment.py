@@ -24,12 +24,12 @@ from taut.errors import CheckFailed, ConfigError, DataError, RenderError, UserCo
 from taut.inference.engine import OnDone, Sampling
 from taut.rl.environment import (
     EnvironmentConfig,
+    EnvironmentPool,
     Outcome,
     Step,
     ToolEnvironment,
-    World,
     load_tool,
-    open_world,
+    open_environments,
 )
 from taut.rl.sampler import Trajectory, sample_trajectories
 from taut.types import Completion, FinishReason, Prompt
@@ -90,10 +90,10 @@ def renderer_of(name: str = "qwen3") -> Renderer:
     return Renderer(tiny_tokenizer(name))
 
 
-def world_of(config: EnvironmentConfig, renderer: Renderer, **options: Any) -> World:
-    world = open_world(config, renderer, derive_stop_set(renderer).ids, **options)
-    assert world is not None
-    return world
+def world_of(config: EnvironmentConfig, renderer: Renderer, **options: Any) -> EnvironmentPool:
+    environments = open_environments(config, renderer, derive_stop_set(renderer).ids, **options)
+    assert environments is not None
+    return environments
 
 
 def row_of(renderer: Renderer, name: str = "a", **columns: Any) -> PromptRow:
@@ -101,20 +101,25 @@ def row_of(renderer: Renderer, name: str = "a", **columns: Any) -> PromptRow:
     return PromptRow(name, name, renderer.prompt_ids(messages), messages, ("5",), "answer", columns)
 
 
-def own(step: Callable[[str, list[ToolCall]], Any], **options: Any) -> World:
-    """A world whose environment does nothing but ``step``."""
+def own(step: Callable[[str, list[ToolCall]], Any], **options: Any) -> EnvironmentPool:
+    """A environments whose environment does nothing but ``step``."""
     renderer = renderer_of()
     made = world_of(EnvironmentConfig(name="tools", tools=["calculator"], **options), renderer)
     environment = type("Own", (), {"step": lambda self, text, calls: step(text, calls)})
-    return World(made.config, environment, made.bridge, made.calls, (), made.context, None)
+    return EnvironmentPool(
+        made.config, environment, made.bridge, made.calls, (), made.context, None
+    )
 
 
 def played(
-    world: World, script: Callable[[str, int, int], str], n: int = 1, row: PromptRow | None = None
+    environments: EnvironmentPool,
+    script: Callable[[str, int, int], str],
+    n: int = 1,
+    row: PromptRow | None = None,
 ) -> list[Trajectory]:
-    renderer = world.bridge.renderer
+    renderer = environments.bridge.renderer
     return sample_trajectories(
-        Scripted(renderer, script), [row or row_of(renderer)], Sampling(n=n), world
+        Scripted(renderer, script), [row or row_of(renderer)], Sampling(n=n), environments
     )
 
 
@@ -124,8 +129,8 @@ def test_tools_answer_until_a_turn_has_no_call(name: str) -> None:
     engine = Scripted(
         renderer, lambda name, index, turn: f"I add.{CALL}" if turn == 0 else "It is 5."
     )
-    world = world_of(TOOLS, renderer)
-    (found,) = sample_trajectories(engine, [row_of(renderer)], Sampling(), world)
+    environments = world_of(TOOLS, renderer)
+    (found,) = sample_trajectories(engine, [row_of(renderer)], Sampling(), environments)
     assert (found.finish_reason, found.num_turns, found.num_calls, found.text) == (
         "stop",
         2,
@@ -163,13 +168,15 @@ def test_tools_answer_until_a_turn_has_no_call(name: str) -> None:
 
 
 def test_each_turn_of_each_path_has_a_stream_of_its_own() -> None:
-    world = own(lambda text, calls: Step([{"role": "user", "content": "And?"}], done=text == "end"))
+    environments = own(
+        lambda text, calls: Step([{"role": "user", "content": "And?"}], done=text == "end")
+    )
     engine = Scripted(
-        world.bridge.renderer,
+        environments.bridge.renderer,
         lambda name, index, turn: "end" if turn == 2 or (turn, index) == (0, 1) else f"{turn}",
     )
-    rows = [row_of(world.bridge.renderer, name) for name in "ab"]
-    found = sample_trajectories(engine, rows, Sampling(n=2), world)
+    rows = [row_of(environments.bridge.renderer, name) for name in "ab"]
+    found = sample_trajectories(engine, rows, Sampling(n=2), environments)
     assert [[prompt.id for prompt in prompts] for prompts in engine.asked] == [
         ["a#0@0", "a#1@0", "b#0@0", "b#1@0"],
         ["a#0@1", "b#0@1"],
@@ -187,10 +194,13 @@ def test_a_class_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "game.py"
     file.write_text(FILE)
     renderer = renderer_of("chatml")
-    world = world_of(EnvironmentConfig(name=f"{file}:Count"), renderer)
+    environments = world_of(EnvironmentConfig(name=f"{file}:Count"), renderer)
     engine = Scripted(renderer, lambda name, index, turn: f"turn {turn}")
     long, short = sample_trajectories(
-        engine, [row_of(renderer, "a", turns=3), row_of(renderer, "b", turns=1)], Sampling(), world
+        engine,
+        [row_of(renderer, "a", turns=3), row_of(renderer, "b", turns=1)],
+        Sampling(),
+        environments,
     )
     assert (long.rewards, long.num_turns) == ({"steps": 3.0, "end": 2.5}, 3)
     assert (short.rewards, short.num_turns) == ({"steps": 1.0, "end": 2.5}, 1)
@@ -202,7 +212,9 @@ def test_a_class_of_ones_own(tmp_path: Path) -> None:
         "<|im_start|>user\n2<|im_end|>\n<|im_start|>assistant\nturn 1<|im_end|>\n"
         "<|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\nturn 2<|im_end|>"
     )
-    assert {name: value for name, value, _ in world.decisions}["tool calls"] == "none are read"
+    assert {name: value for name, value, _ in environments.decisions}[
+        "tool calls"
+    ] == "none are read"
 
 
 def test_a_malformed_call_is_told_and_counted() -> None:
@@ -232,9 +244,9 @@ def test_an_environment_that_raises_hangs_or_has_nothing_to_say_is_an_error() ->
         )
 
     words = ["raise", "hang", "nan", "nothing", "exit", "fine"]
-    world = own(step, timeout=0.2)
+    environments = own(step, timeout=0.2)
     began = time.monotonic()
-    found = played(world, lambda name, index, turn: words[index], n=len(words))
+    found = played(environments, lambda name, index, turn: words[index], n=len(words))
     assert time.monotonic() - began < 30
     reasons = [trajectory.error for trajectory in found]
     assert reasons[:2] == [
@@ -296,17 +308,17 @@ def test_a_value_of_the_wrong_type_stops_the_run_at_the_first(returned: Any, err
 
 
 def test_a_cut_of_the_wrong_type_stops_the_run() -> None:
-    world = own(lambda text, calls: Step([{"role": "user", "content": "?"}]), max_turns=1)
-    world.make.cut = lambda self: "lost"  # type: ignore[attr-defined]
+    environments = own(lambda text, calls: Step([{"role": "user", "content": "?"}]), max_turns=1)
+    environments.make.cut = lambda self: "lost"  # type: ignore[attr-defined]
     with pytest.raises(UserCodeError, match="returned 'lost' of type str"):
-        played(world, lambda *_: "yes")
+        played(environments, lambda *_: "yes")
 
 
 def test_a_reset_of_the_wrong_type_stops_the_run() -> None:
-    world = own(lambda text, calls: Step(done=True))
-    world.make.reset = lambda self, row: 7  # type: ignore[attr-defined]
+    environments = own(lambda text, calls: Step(done=True))
+    environments.make.reset = lambda self, row: 7  # type: ignore[attr-defined]
     with pytest.raises(UserCodeError, match=r"^a: reset returned 7 of type int as messages"):
-        played(world, lambda *_: "x")
+        played(environments, lambda *_: "x")
 
 
 @pytest.mark.parametrize(
@@ -319,27 +331,27 @@ def test_a_reset_of_the_wrong_type_stops_the_run() -> None:
     ],
 )
 def test_a_reset_that_fails_is_an_error(reset: Callable[[Any], Any], error: str) -> None:
-    world = own(lambda text, calls: Step(done=True))
-    world.make.reset = lambda self, row: reset(row)  # type: ignore[attr-defined]
-    (found,) = played(world, lambda *_: "x")
+    environments = own(lambda text, calls: Step(done=True))
+    environments.make.reset = lambda self, row: reset(row)  # type: ignore[attr-defined]
+    (found,) = played(environments, lambda *_: "x")
     assert (found.finish_reason, found.sampled_at_N.size) == ("error", 0)
     assert error in str(found.error)
 
 
 def test_a_path_draws_the_same_whatever_becomes_of_others() -> None:
-    world = own(lambda text, calls: Step(done=True))
+    environments = own(lambda text, calls: Step(done=True))
 
     def reset(row: dict[str, Any]) -> None:
         if row.get("is_bad"):
             raise RuntimeError("no")
 
-    world.make.reset = lambda self, row: reset(row)  # type: ignore[attr-defined]
-    renderer = world.bridge.renderer
+    environments.make.reset = lambda self, row: reset(row)  # type: ignore[attr-defined]
+    renderer = environments.bridge.renderer
     asked = []
     for is_bad in (False, True):
         engine = Scripted(renderer, lambda *_: "x")
         rows = [row_of(renderer), row_of(renderer, "b", is_bad=is_bad)]
-        sample_trajectories(engine, rows, Sampling(n=2), world)
+        sample_trajectories(engine, rows, Sampling(n=2), environments)
         asked.append([prompt.id for prompt in engine.asked[0] if prompt.id.startswith("a")])
     assert asked[0] == asked[1]
 
@@ -352,9 +364,9 @@ def test_too_many_calls_that_hang_stop_the_run_at_once(monkeypatch: pytest.Monke
         begun.append(text)
         ended.wait(60)
 
-    world = own(hang, timeout=0.01, workers=1)
+    environments = own(hang, timeout=0.01, workers=1)
     with pytest.raises(CheckFailed, match="2 calls of the environment"):
-        world.each({number: partial(hang, "x", []) for number in range(8)})
+        environments.each({number: partial(hang, "x", []) for number in range(8)})
     assert len(begun) <= 2
     ended.set()
 
@@ -378,18 +390,18 @@ def test_limits_of_turns_and_tokens_cut_a_path() -> None:
 
 
 def test_an_environment_says_what_a_cut_path_is_worth() -> None:
-    world = own(lambda text, calls: Step([{"role": "user", "content": "And?"}]), max_turns=1)
-    world.make.cut = lambda self: -1.0  # type: ignore[attr-defined]
-    (found,) = played(world, lambda *_: "yes")
+    environments = own(lambda text, calls: Step([{"role": "user", "content": "And?"}]), max_turns=1)
+    environments.make.cut = lambda self: -1.0  # type: ignore[attr-defined]
+    (found,) = played(environments, lambda *_: "yes")
     assert (found.finish_reason, found.rewards) == ("length", {"environment": -1.0})
     assert found.turn_rewards == (), "it is of the path, not of its last turn"
 
 
 def test_a_prompt_beyond_the_context_is_an_error_of_its_path() -> None:
     renderer = renderer_of()
-    world = world_of(TOOLS, renderer, context=20)
+    environments = world_of(TOOLS, renderer, context=20)
     engine = Scripted(renderer, lambda *_: "x")
-    (found,) = sample_trajectories(engine, [row_of(renderer)], Sampling(), world)
+    (found,) = sample_trajectories(engine, [row_of(renderer)], Sampling(), environments)
     assert found.error is not None
     assert "the context is 20" in found.error
     assert not engine.asked
@@ -432,7 +444,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match=r"timeout=16 with the tool python.*expected 17 or more"):
         EnvironmentConfig(name="tools", tools=["python"], timeout=16)
     EnvironmentConfig(name="tools", tools=["python"], timeout=17)
-    assert open_world(EnvironmentConfig(), renderer_of(), ()) is None
+    assert open_environments(EnvironmentConfig(), renderer_of(), ()) is None
 
 
 def test_tools_need_a_template_that_writes_them(tmp_path: Path) -> None:
@@ -463,8 +475,8 @@ def test_a_stop_string_that_cuts_calls_is_refused() -> None:
 
 
 def test_the_row_s_tools_are_those_the_template_was_given() -> None:
-    world, schema = own(lambda text, calls: Step(done=True)), load_tool("calculator").schema
-    row = row_of(world.bridge.renderer, tools="of another kind")
+    environments, schema = own(lambda text, calls: Step(done=True)), load_tool("calculator").schema
+    row = row_of(environments.bridge.renderer, tools="of another kind")
     seen: list[Any] = []
 
     def read(self: Any, text: str, tools: Any, first: int) -> tuple[str, list[ToolCall]]:
@@ -472,8 +484,8 @@ def test_the_row_s_tools_are_those_the_template_was_given() -> None:
         return "", []
 
     calls: Any = type("Calls", (), {"read": read})
-    world = replace(world, calls=calls())
-    played(world, lambda *_: "x", row=replace(row, tools=(schema,)))
+    environments = replace(environments, calls=calls())
+    played(environments, lambda *_: "x", row=replace(row, tools=(schema,)))
     assert seen == [(schema,)]
 
 
@@ -502,15 +514,15 @@ def test_a_history_of_calls_without_ids_plays() -> None:
     row = replace(row_of(renderer), prompt=messages, ids_T=renderer.prompt_ids(messages))
     said = [CALL, "5"]
     (found,) = played(world_of(TOOLS, renderer), lambda *it: said[it[2]], row=row)
-    assert (found.error, found.num_turns, found.asked) == (None, 2, messages)
+    assert (found.error, found.num_turns, found.first_messages) == (None, 2, messages)
 
 
 def test_an_episode_says_what_it_began_with() -> None:
-    world = own(lambda text, calls: Step(done=True))
+    environments = own(lambda text, calls: Step(done=True))
     first = [{"role": "user", "content": "Guess."}]
-    world.make.reset = lambda self, row: first  # type: ignore[attr-defined]
-    (found,) = played(world, lambda *_: "x")
-    assert found.asked == tuple(first)
+    environments.make.reset = lambda self, row: first  # type: ignore[attr-defined]
+    (found,) = played(environments, lambda *_: "x")
+    assert found.first_messages == tuple(first)
 
 
 @dataclass(frozen=True)
@@ -527,10 +539,10 @@ class TwoRanks:
 
 def test_each_rank_steps_the_environments_it_has() -> None:
     ranks: Any = TwoRanks({1: Outcome("theirs")})
-    world = replace(world_of(TOOLS, renderer_of()), ranks=ranks)
+    environments = replace(world_of(TOOLS, renderer_of()), ranks=ranks)
     called: list[int] = []
     jobs = {number: partial(called.append, number) for number in range(3)}
-    assert world.each(jobs) == {0: Outcome(), 1: Outcome("theirs"), 2: Outcome()}
+    assert environments.each(jobs) == {0: Outcome(), 1: Outcome("theirs"), 2: Outcome()}
     assert sorted(called) == [0, 2]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +16,11 @@ from taut.losses.supervised import CrossEntropy
 from taut.methods.gkd import All
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
-from taut.rl.advantages import Credited, judged_trajectories
+from taut.rl.advantages import TrainSample
 from taut.rl.environment import EnvironmentConfig
-from taut.rl.metrics import fields, push, sample, shown
-from taut.rl.rollout import Group, Rollout, RolloutConfig, Spent
+from taut.rl.metrics import best_and_worst, fields, push, shown
+from taut.rl.rollout import Group, Rollout, RolloutConfig, sample_of
+from taut.types import Tree
 from taut.vision.content import ImageRef
 
 
@@ -32,22 +34,28 @@ def group(name: str, *rewards: float | None) -> Group:
         else Verdict({"r": Score(error="late")}, None)
         for r in rewards
     ]
-    return Group(tuple(trajectories), tuple(verdicts))
+    return Group(tuple(replace(t, verdict=v) for t, v in zip(trajectories, verdicts, strict=True)))
 
 
-def rolled(is_judged: bool = True) -> Rollout:
+def rolled() -> Rollout:
     kept = (group("a", 1.0, 0.0, 0.5), group("b", 0.25, None))
-    return Rollout(kept, (group("c", 0.0, 0.0),), Spent(2.0, 0.5), is_judged)
+    return Rollout(kept, (group("c", 0.0, 0.0),), 2.0, 0.5)
 
 
-def credited(found: Rollout) -> Credited:
-    return All(CrossEntropy()).trees(judged_trajectories(found.groups, 0), {})
+def event(
+    found: Rollout,
+    version: int = 6,
+    config: RolloutConfig | None = None,
+    *,
+    is_judged: bool = True,
+) -> dict[str, Any]:
+    samples, metrics = All(CrossEntropy()).assign(found.rewarded, {})
+    how = config or RolloutConfig()
+    return fields(found, samples, metrics, version, how, is_judged=is_judged)
 
 
 def test_everything_that_was_generated_counts() -> None:
-    found = rolled()
-    paths = judged_trajectories(found.groups, 0)
-    told = fields(found, paths, credited(found), 6, RolloutConfig())
+    told = event(rolled())
     assert told["reward"] == told["reward/r"] == pytest.approx(1.75 / 6)
     assert "reward/other" not in told
     assert (told["groups"], told["left_out"], told["completions"]) == (3, 1, 7)
@@ -63,58 +71,55 @@ def test_everything_that_was_generated_counts() -> None:
 
 def test_paths_that_no_reward_applies_to_are_counted() -> None:
     found = rolled()
-    one = Group((trajectory("d", 0, 2),), (Verdict({"r": Score()}, None),))
+    one = Group((replace(trajectory("d", 0, 2), verdict=Verdict({"r": Score()}, None)),))
     found = replace(found, left_out=(*found.left_out, one))
-    told = fields(found, judged_trajectories(found.groups, 0), credited(found), 6, RolloutConfig())
+    told = event(found)
     assert (told["without_reward"], told["errors"], told["completions"]) == (1, 1, 8)
     assert told["rewarded"] == 6
 
 
 def test_a_roll_out_without_a_reward_or_without_a_completion_has_no_means() -> None:
-    nothing = Credited([], [], {}, {})
-    bare = Rollout((group("a", None, None),), (), Spent(), True)
-    told = fields(bare, [], nothing, 6, RolloutConfig())
+    told = event(Rollout((group("a", None, None),)))
     assert (told["rewarded"], told["completions"], told["stopped"]) == (0, 2, 1.0)
     assert "reward" not in told and told["samples"] == []
     lost = replace(trajectory("a", 0, 0), finish_reason="error", error="gone")
-    empty = Rollout((Group((lost,), (Verdict({}, None),)),), (), Spent(), True)
-    told = fields(empty, [], nothing, 6, RolloutConfig())
+    told = event(Rollout((Group((lost,)),)))
     assert (told["rewarded"], told["errors"]) == (0, 1) and "stopped" not in told
 
 
 def test_what_nobody_judges_has_no_reward() -> None:
-    found = rolled(is_judged=False)
-    told = fields(found, judged_trajectories(found.groups, 0), credited(found), 4, RolloutConfig())
+    told = event(rolled(), 4, is_judged=False)
     assert not [name for name in told if name.startswith("reward")]
     assert "groups_with_signal" not in told
 
 
 def test_turns_and_calls_of_an_environment() -> None:
     one = replace(trajectory("a", 0, 2), num_turns=3, num_calls=2, num_malformed_calls=1)
-    found = Rollout((Group((one,), (Verdict({}, 1.0),)),), (), Spent(), True)
+    found = Rollout((Group((replace(one, verdict=Verdict({}, 1.0)),)),))
     config = RolloutConfig(environment=EnvironmentConfig(name="own.py:Own"))
-    told = fields(found, judged_trajectories(found.groups, 0), credited(found), 4, config)
+    told = event(found, 4, config)
     assert (told["turns_mean"], told["calls"], told["malformed_calls"]) == (3, 2, 1)
 
 
 def test_the_best_and_the_worst_of_the_group_that_differs_most_are_shown() -> None:
     groups = [group("a", 0.5, 0.4), group("b", 0.1, 0.9, 0.3), group("c", 1.0)]
-    best, worst = shown(judged_trajectories(groups, 0))
+    best, worst = best_and_worst(Rollout(groups))
     assert (best.row.id, best.reward, worst.reward) == ("b", 0.9, 0.1)
-    (only,) = shown(judged_trajectories(groups[2:], 0))
+    (only,) = best_and_worst(Rollout(groups[2:]))
     assert only.reward == 1.0
 
 
 def test_a_path_is_shown_token_by_token() -> None:
-    (path,) = judged_trajectories([group("a", 1.0)], 2)
+    (path,) = group("a", 1.0).trajectories
+    path = replace(path, rollout=2)
     unknown = replace(path, logp_N=np.array([math.nan]))
-    given = Credited([], [], {}, {path.name: np.array([0.123456])})
-    told = sample(unknown, given)
+    sample = replace(sample_of(path), streams={"advantage_N": np.array([0.123456])})
+    told = shown(unknown, [TrainSample(4, Tree((sample,)))])
     assert told["ids"] == [10] and math.isnan(told["logp"][0])
     assert told["advantage"] == [0.1235]
     assert told["rewards"] == {"r": 1.0, "other": None}
     assert (told["version"], told["finish_reason"]) == (4, "stop")
-    assert sample(path, Credited([], [], {}, {}))["advantage"] is None
+    assert shown(path, [])["advantage"] is None
 
 
 def test_an_engine_in_this_process_is_pushed_nothing() -> None:
@@ -124,10 +129,8 @@ def test_an_engine_in_this_process_is_pushed_nothing() -> None:
 def test_a_path_with_pictures_can_be_told() -> None:
     picture = {"type": "image", "image": ImageRef("bytes", b"12")}
     said = {"role": "user", "content": [picture, {"type": "text", "text": "Look."}]}
-    found = rolled()
-    (path,) = judged_trajectories(found.groups, 0)[:1]
-    seen = replace(path, messages=(said,), num_turns=2)
-    told = sample(seen, credited(found))
+    path = rolled().groups[0].trajectories[0]
+    told = shown(replace(path, messages=(said,), num_turns=2), [])
     assert json.loads(json.dumps(told["messages"])) == [
         {"role": "user", "content": "[picture of 2 bytes]Look."}
     ]

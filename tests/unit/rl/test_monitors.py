@@ -29,7 +29,7 @@ from taut.rl.monitors import (
     LOW,
     RECENT,
     WEIGHT,
-    Guard,
+    RolloutMonitor,
     RolloutMonitorConfig,
 )
 from taut.rl.rollout import Group
@@ -41,7 +41,7 @@ from taut.types import Packed, Scores
 def group(*totals: float | None, error: str | None = None) -> Group:
     """A path for each number; None: its reward is an error, or does not apply."""
     verdicts = [Verdict({"r": Score(t, None if t is not None else error)}, t) for t in totals]
-    return Group(tuple(trajectory("a", i, 2) for i in range(len(totals))), tuple(verdicts))
+    return Group(tuple(replace(trajectory("a", i, 2), verdict=v) for i, v in enumerate(verdicts)))
 
 
 def told(**fields: Any) -> dict[str, Any]:
@@ -56,61 +56,63 @@ class Log(list[tuple[str, str]]):
 
 
 def test_errors_are_bounded_by_their_share() -> None:
-    guard = Guard(RolloutMonitorConfig(max_errors=0.25))
+    monitor = RolloutMonitor(RolloutMonitorConfig(max_errors=0.25))
     half = [group(1.0, 0.5, 0.0, None, error="late")]
-    guard.require_rewards(half, 1)
+    monitor.require_rewards(half, 1)
     with pytest.raises(
         CheckFailed, match=r"step 2: 2 of 4 .* at most 25% .*nothing was updated; a#"
     ):
-        guard.require_rewards([group(1.0, None, None, 0.0, error="late")], 2)
+        monitor.require_rewards([group(1.0, None, None, 0.0, error="late")], 2)
     broken = replace(trajectory("a", 0, 2), finish_reason="error", error="the server went away")
-    lost = Group((broken,), (Verdict({}, None),))
+    lost = Group((broken,))
     with pytest.raises(CheckFailed, match="the server went away"):
-        guard.require_rewards([lost], 3)
+        monitor.require_rewards([lost], 3)
 
 
 def test_what_no_reward_applies_to_is_no_error_and_stops_the_run_when_it_is_all_for_long() -> None:
-    guard, log = Guard(RolloutMonitorConfig(max_errors=0.0, max_unrewarded=3)), Log()
-    guard.require_rewards([group(None, None), group(1.0, None)], 1)
+    monitor, log = RolloutMonitor(RolloutMonitorConfig(max_errors=0.0, max_unrewarded=3)), Log()
+    monitor.require_rewards([group(None, None), group(1.0, None)], 1)
     nothing = told(completions=2, rewarded=0, groups_with_signal=0)
     for step in (2, 3):
-        guard.require_rewards([group(None, None)], step)
-        guard.look(step, nothing, log)
-    before = guard.remember()
+        monitor.require_rewards([group(None, None)], step)
+        monitor.look(step, nothing, log)
+    before = monitor.remember()
     with pytest.raises(
         CheckFailed, match=r"step 4: in 3 roll-outs in a row no completion has a reward: no reward"
     ):
-        guard.require_rewards([group(None, None)], 4)
-    assert guard.remember() == before and guard.unrewarded == 2
+        monitor.require_rewards([group(None, None)], 4)
+    assert monitor.remember() == before and monitor.unrewarded == 2
     assert [name for name, _ in log] == ["unrewarded"] * 2
     assert "none of 2 completions has a reward: no reward applies to them; nothing of" in log[0][1]
-    guard.look(4, told(), log)
-    assert guard.unrewarded == 0
+    monitor.look(4, told(), log)
+    assert monitor.unrewarded == 0
     with pytest.raises(CheckFailed, match="in 1 roll-outs in a row"):
-        Guard(RolloutMonitorConfig(max_unrewarded=1)).require_rewards([group(None, None)], 1)
+        RolloutMonitor(RolloutMonitorConfig(max_unrewarded=1)).require_rewards(
+            [group(None, None)], 1
+        )
 
 
 def test_many_completions_without_a_reward_are_warned_of_once_until_they_are_few_again() -> None:
-    guard, log = Guard(RolloutMonitorConfig(warn_unrewarded=0.2)), Log()
+    monitor, log = RolloutMonitor(RolloutMonitorConfig(warn_unrewarded=0.2)), Log()
     for rewarded in (16, 13, 6, 6, 13, 12):
-        guard.look(1, told(rewarded=rewarded), log)
+        monitor.look(1, told(rewarded=rewarded), log)
     assert [detail.partition(" have")[0] for _, detail in log] == [
         "10 of 16 completions",
         "4 of 16 completions",
     ]
     assert "the mean reward is over the other 6" in log[0][1]
-    guard.look(1, told(rewarded=6, first_error="a#0: late"), log)
+    monitor.look(1, told(rewarded=6, first_error="a#0: late"), log)
     assert len(log) == 2, "still the same episode"
 
 
 def test_roll_outs_without_a_signal_are_counted_in_a_row() -> None:
-    guard = Guard(RolloutMonitorConfig(max_without_signal=2))
+    monitor = RolloutMonitor(RolloutMonitorConfig(max_without_signal=2))
     log = Log()
     for signal in (0, 1, 0):
-        guard.look(1, told(groups_with_signal=signal), log)
+        monitor.look(1, told(groups_with_signal=signal), log)
     with pytest.raises(CheckFailed, match=r"step 9: in the last 2 roll-outs .*0\.5 on average"):
-        guard.look(9, told(groups_with_signal=0), log)
-    never = Guard(RolloutMonitorConfig(max_without_signal=0))
+        monitor.look(9, told(groups_with_signal=0), log)
+    never = RolloutMonitor(RolloutMonitorConfig(max_without_signal=0))
     for _ in range(30):
         never.look(1, told(groups_with_signal=0), log)
     ((name, detail),) = log
@@ -119,11 +121,11 @@ def test_roll_outs_without_a_signal_are_counted_in_a_row() -> None:
 
 
 def test_answers_that_cease_to_end_are_told_once_until_they_end_again() -> None:
-    guard, log = Guard(RolloutMonitorConfig(warn_stop_drop=0.2)), Log()
+    monitor, log = RolloutMonitor(RolloutMonitorConfig(warn_stop_drop=0.2)), Log()
 
     def look(shares: Sequence[float]) -> None:
         for share in shares:
-            guard.look(1, told(stopped=share), log)
+            monitor.look(1, told(stopped=share), log)
 
     look([0.9] * BEGINNING + [0.5] * (RECENT + 3))
     assert [name for name, _ in log] == ["stops"]
@@ -133,8 +135,8 @@ def test_answers_that_cease_to_end_are_told_once_until_they_end_again() -> None:
 
 
 def test_errors_are_told() -> None:
-    guard, log = Guard(RolloutMonitorConfig()), Log()
-    guard.look(4, told(errors=3, first_error="a#0: late"), log)
+    monitor, log = RolloutMonitor(RolloutMonitorConfig()), Log()
+    monitor.look(4, told(errors=3, first_error="a#0: late"), log)
     assert log == [("rewards", "3 completions have no reward because of an error; a#0: late")]
 
 
@@ -149,73 +151,73 @@ def report(
     return StepReport(step, 0.0, metrics, 2, 2, 2, ["a"], scored)
 
 
-def watched(guard: Guard, log: Log, seen: StepReport) -> None:
+def watched(monitor: RolloutMonitor, log: Log, seen: StepReport) -> None:
     trainer = SimpleNamespace(ranks=Ranks(0, 1, torch.device("cpu")), emit=log)
-    guard(seen, cast(Trainer, trainer))
+    monitor(seen, cast(Trainer, trainer))
 
 
 def test_an_engine_that_is_far_off_stops_the_run() -> None:
-    guard, log = Guard(RolloutMonitorConfig()), Log()
+    monitor, log = RolloutMonitor(RolloutMonitorConfig()), Log()
     seen = report(0.05)
-    watched(guard, log, seen)
+    watched(monitor, log, seen)
     assert seen.metrics["engine/largest"] == 1.0 and log == []
     for step in (2, 3):
-        watched(guard, log, report(0.2, 0.1, step))
+        watched(monitor, log, report(0.2, 0.1, step))
     assert [name for name, _ in log] == ["rollout_engine", "rollout_effective"]
     for value in (0.6, float("nan")):
         with pytest.raises(CheckFailed, match=r"step 7: .* nothing was updated"):
-            watched(guard, log, report(value, step=7))
+            watched(monitor, log, report(value, step=7))
 
 
 def test_a_correction_that_leaves_little_weight_is_told_at_the_first_update() -> None:
     """Also where all weights are alike, so that the effective sample size is that of all tokens."""
     for effective, weight in ((0.19, 0.9), (1.0, 0.15)):
-        guard, log = Guard(RolloutMonitorConfig()), Log()
-        watched(guard, log, report(0.016, effective, weight=weight))
+        monitor, log = RolloutMonitor(RolloutMonitorConfig()), Log()
+        watched(monitor, log, report(0.016, effective, weight=weight))
         ((name, detail),) = log
         assert name == "rollout_effective" and "rollout_correction_level=geometric" in detail
-    guard, log = Guard(RolloutMonitorConfig()), Log()
-    watched(guard, log, report(0.016, 0.99, weight=0.98))
+    monitor, log = RolloutMonitor(RolloutMonitorConfig()), Log()
+    watched(monitor, log, report(0.016, 0.99, weight=0.98))
     assert log == []
 
 
 def test_a_loss_that_knows_no_engine_is_not_watched() -> None:
-    guard, log = Guard(RolloutMonitorConfig()), Log()
+    monitor, log = RolloutMonitor(RolloutMonitorConfig()), Log()
     seen = report(0.9)
     seen.metrics.clear()
-    watched(guard, log, seen)
+    watched(monitor, log, seen)
     assert seen.metrics == {} and log == []
 
 
 def test_it_is_remembered() -> None:
-    guard, log = Guard(RolloutMonitorConfig()), Log()
+    monitor, log = RolloutMonitor(RolloutMonitorConfig()), Log()
     for _ in range(BEGINNING + RECENT):
-        guard.look(1, told(stopped=0.9 - len(guard.recent) / 5, groups_with_signal=0), log)
-    other = Guard(RolloutMonitorConfig())
-    other.recall(json.loads(json.dumps(guard.remember())))
-    assert other == guard and other.silent == BEGINNING + RECENT
+        monitor.look(1, told(stopped=0.9 - len(monitor.recent) / 5, groups_with_signal=0), log)
+    other = RolloutMonitor(RolloutMonitorConfig())
+    other.recall(json.loads(json.dumps(monitor.remember())))
+    assert other == monitor and other.silent == BEGINNING + RECENT
 
 
 def test_what_stops_the_run_is_not_remembered() -> None:
     """Resumed, the same roll-out counts once."""
-    guard, log = Guard(RolloutMonitorConfig(max_without_signal=2)), Log()
-    guard.look(1, told(groups_with_signal=0), log)
-    before = guard.remember()
+    monitor, log = RolloutMonitor(RolloutMonitorConfig(max_without_signal=2)), Log()
+    monitor.look(1, told(groups_with_signal=0), log)
+    before = monitor.remember()
     with pytest.raises(CheckFailed, match="last 2 roll-outs"):
-        guard.look(2, told(groups_with_signal=0), log)
-    assert guard.remember() == before
-    kept = guard.remember()
-    guard.look(3, told(), log)
+        monitor.look(2, told(groups_with_signal=0), log)
+    assert monitor.remember() == before
+    kept = monitor.remember()
+    monitor.look(3, told(), log)
     assert kept == before, "a copy"
 
 
 def updates(
-    guard: Guard, log: Log, metrics: Sequence[dict[str, float]], reward: float = 0.3
+    monitor: RolloutMonitor, log: Log, metrics: Sequence[dict[str, float]], reward: float = 0.3
 ) -> None:
     """Steps of a loss that knows no engine, each after a roll-out with right and wrong answers."""
     for step, given in enumerate(metrics, 1):
-        guard.look(step, told(reward=reward), log)
-        watched(guard, log, replace(report(0.0, step=step), metrics=dict(given)))
+        monitor.look(step, told(reward=reward), log)
+        watched(monitor, log, replace(report(0.0, step=step), metrics=dict(given)))
 
 
 def update(kl: float = 0.0, clipped: float = 0.0, entropy: float = 0.6) -> dict[str, float]:
@@ -242,20 +244,20 @@ HONEST = [update(kl=0.1 * (i % 4), clipped=0.1 * (i % 4), entropy=0.6 - i / 50) 
 def test_an_update_that_goes_too_far_is_warned_of_once_until_it_is_better(
     name: str, bad: dict[str, float], detail: str
 ) -> None:
-    guard, log = Guard(RolloutMonitorConfig()), Log()
-    updates(guard, log, [update()] * RECENT + HONEST)
+    monitor, log = RolloutMonitor(RolloutMonitorConfig()), Log()
+    updates(monitor, log, [update()] * RECENT + HONEST)
     assert log == []
     good, worse = [update()] * RECENT, [bad] * RECENT
-    updates(guard, log, good + worse)
+    updates(monitor, log, good + worse)
     assert [found for found, _ in log] == [name] and "optim.learning_rate" in log[0][1]
     assert re.search(detail, log[0][1])
-    updates(guard, log, worse + good + worse)
+    updates(monitor, log, worse + good + worse)
     assert [found for found, _ in log] == [name] * 2
 
 
 def test_a_run_at_two_nats_with_half_its_tokens_clipped_is_warned_of_at_its_second_update() -> None:
-    guard, log = Guard(RolloutMonitorConfig()), Log()
-    updates(guard, log, [update(), update(kl=2.0, clipped=0.9)])
+    monitor, log = RolloutMonitor(RolloutMonitorConfig()), Log()
+    updates(monitor, log, [update(), update(kl=2.0, clipped=0.9)])
     assert [name for name, _ in log] == ["drift", "clipped"]
 
 
@@ -271,11 +273,11 @@ def test_the_numbers_it_reads_are_those_of_the_loss() -> None:
 
 
 def test_exact_entropy_goes_before_its_estimate() -> None:
-    guard, log = Guard(RolloutMonitorConfig()), Log()
+    monitor, log = RolloutMonitor(RolloutMonitorConfig()), Log()
     first, last = update() | {"entropy": 3.0}, update() | {"entropy": 0.05}
-    updates(guard, log, [first] * BEGINNING + [last] * RECENT)
+    updates(monitor, log, [first] * BEGINNING + [last] * RECENT)
     assert [name for name, _ in log] == ["entropy"]
-    never = Guard(RolloutMonitorConfig(warn_entropy=0.0))
+    never = RolloutMonitor(RolloutMonitorConfig(warn_entropy=0.0))
     updates(never, log, [first] * BEGINNING + [last | {"entropy": 0.0}] * RECENT)
     assert len(log) == 1
 
@@ -284,7 +286,7 @@ def test_entropy_may_go_where_answers_have_become_good() -> None:
     """80% right, as after a task is learned; at 60% the rest is no longer found. A reward that never differs says
     nothing.
     """
-    learned, log = Guard(RolloutMonitorConfig()), Log()
+    learned, log = RolloutMonitor(RolloutMonitorConfig()), Log()
     begun, spent = [update()] * RECENT, [update(entropy=0.02)] * RECENT
     updates(learned, log, begun, reward=0.05)
     updates(learned, log, begun + spent, reward=0.8)
@@ -295,23 +297,23 @@ def test_entropy_may_go_where_answers_have_become_good() -> None:
 
 
 def test_a_number_around_its_limit_is_one_episode() -> None:
-    guard, log = Guard(RolloutMonitorConfig()), Log()
-    updates(guard, log, [update(kl=kl) for kl in (0.6, 0.4) * 20])
-    updates(guard, log, [update(entropy=0.6)] * RECENT)
-    updates(guard, log, [update(entropy=of) for of in (0.05,) * RECENT + (0.07, 0.05) * 20])
+    monitor, log = RolloutMonitor(RolloutMonitorConfig()), Log()
+    updates(monitor, log, [update(kl=kl) for kl in (0.6, 0.4) * 20])
+    updates(monitor, log, [update(entropy=0.6)] * RECENT)
+    updates(monitor, log, [update(entropy=of) for of in (0.05,) * RECENT + (0.07, 0.05) * 20])
     assert [name for name, _ in log] == ["drift", "entropy"]
 
 
 def test_entropy_of_another_loss_is_not_watched() -> None:
-    guard, log = Guard(RolloutMonitorConfig()), Log()
-    updates(guard, log, [{"entropy": 3.0}] * RECENT + [{"entropy": 0.0}] * RECENT)
+    monitor, log = RolloutMonitor(RolloutMonitorConfig()), Log()
+    updates(monitor, log, [{"entropy": 3.0}] * RECENT + [{"entropy": 0.0}] * RECENT)
     assert log == []
 
 
 def test_answers_that_are_left_out_of_training_are_told_once_until_they_are_few() -> None:
-    guard, log = Guard(RolloutMonitorConfig()), Log()
+    monitor, log = RolloutMonitor(RolloutMonitorConfig()), Log()
     for share in (0.0, 0.2, 0.6, 0.19, 0.7, 0.1, 0.25):
-        guard.look(1, told(dropped=share), log)
+        monitor.look(1, told(dropped=share), log)
     assert [name for name, _ in log] == ["dropped", "dropped"]
     assert "60% of the answers are cut and left out" in log[0][1]
 
@@ -321,41 +323,43 @@ def critic(low: float, high: float, least: float = 0.0, most: float = 1.0) -> di
 
 
 def test_values_outside_the_range_of_the_returns_are_told_once_until_they_are_back() -> None:
-    guard, log = Guard(RolloutMonitorConfig()), Log()
+    monitor, log = RolloutMonitor(RolloutMonitorConfig()), Log()
     for _ in range(2 * RECENT):
-        guard.look(1, critic(-0.3, 1.4), log)
-    guard.look(1, critic(0.1, 0.2, least=0.0, most=0.0), log)  # one roll-out without a right answer
+        monitor.look(1, critic(-0.3, 1.4), log)
+    monitor.look(
+        1, critic(0.1, 0.2, least=0.0, most=0.0), log
+    )  # one roll-out without a right answer
     assert log == []
     for high in (2.0, 6.8):
-        guard.look(2, critic(0.1, high), log)
+        monitor.look(2, critic(0.1, high), log)
     ((name, detail),) = log
     assert name == "values" and "from 0.1 to 2," in detail and "from 0 to 1;" in detail
-    guard.look(3, critic(0.1, 0.9), log)
-    guard.look(4, critic(-0.8, 0.9), log)
+    monitor.look(3, critic(0.1, 0.9), log)
+    monitor.look(4, critic(-0.8, 0.9), log)
     assert [name for name, _ in log] == ["values", "values"]
 
 
 def test_values_of_a_constant_reward() -> None:
     """Every answer is worth 0.5, and values run to 6.8. A critic that has only begun is not judged."""
-    guard, log = Guard(RolloutMonitorConfig()), Log()
+    monitor, log = RolloutMonitor(RolloutMonitorConfig()), Log()
     for _ in range(RECENT - 1):
-        guard.look(1, critic(-2.0, 2.0, least=0.5, most=0.5), log)
-    guard.look(2, critic(0.0, 0.6, least=0.5, most=0.5), log)
+        monitor.look(1, critic(-2.0, 2.0, least=0.5, most=0.5), log)
+    monitor.look(2, critic(0.0, 0.6, least=0.5, most=0.5), log)
     assert log == []
-    guard.look(3, critic(0.4, 6.8, least=0.5, most=0.5), log)
+    monitor.look(3, critic(0.4, 6.8, least=0.5, most=0.5), log)
     assert [name for name, _ in log] == ["values"]
 
 
 def test_monitors_go_on_after_a_resume() -> None:
     """Also from a checkpoint of before there were any."""
-    guard, log = Guard(RolloutMonitorConfig()), Log()
-    updates(guard, log, [update()] * RECENT + [update(kl=2.0, entropy=0.01)] * RECENT)
-    guard.look(1, critic(0.0, 1.0), log)
-    other = Guard(RolloutMonitorConfig())
-    other.recall(json.loads(json.dumps(guard.remember())))
-    assert other == guard and {"drift", "entropy"} <= other.told
+    monitor, log = RolloutMonitor(RolloutMonitorConfig()), Log()
+    updates(monitor, log, [update()] * RECENT + [update(kl=2.0, entropy=0.01)] * RECENT)
+    monitor.look(1, critic(0.0, 1.0), log)
+    other = RolloutMonitor(RolloutMonitorConfig())
+    other.recall(json.loads(json.dumps(monitor.remember())))
+    assert other == monitor and {"drift", "entropy"} <= other.told
     updates(other, log, [update(kl=2.0, entropy=0.01)])
     assert [name for name, _ in log] == ["drift", "entropy"]
-    old = {key: guard.remember()[key] for key in ("first", "recent", "silent", "told")}
+    old = {key: monitor.remember()[key] for key in ("first", "recent", "silent", "told")}
     other.recall(old)
     assert other.last == {} and other.first_entropy == []

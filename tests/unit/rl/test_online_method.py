@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.scripted_engines import FakeEngine
-from tests.unit.rl.test_rollout_rollouts import Panel, rows
+from tests.unit.rl.test_rollout_groups import Panel, rows
 
 from taut.data.batching import Order
 from taut.data.prompts import PromptSet
@@ -21,10 +21,10 @@ from taut.losses.advantages import ESTIMATORS, Scale
 from taut.losses.policy import PolicyGradient
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Answered, Score
-from taut.rl.advantages import PolicyCredit, ShapingConfig, Ways
-from taut.rl.monitors import Guard, RolloutMonitorConfig
-from taut.rl.online import Crew, Online, numbered
-from taut.rl.rollout import Roller, RolloutConfig
+from taut.rl.advantages import PolicyCredit, ShapingConfig
+from taut.rl.monitors import RolloutMonitor, RolloutMonitorConfig
+from taut.rl.online import Online, numbered
+from taut.rl.rollout import RolloutConfig, RolloutWorker
 from taut.train.distributed import Ranks
 from taut.train.signals import Interrupts
 from taut.train.trainer import Trainer
@@ -56,23 +56,37 @@ def half(one: Answered) -> float:
     return float(one.row["i"] % 2 == 0) * int(one.text)
 
 
-def online(worth: Any = half, guard: RolloutMonitorConfig | None = None, **keys: Any) -> Online:
+def online(worth: Any = half, monitor: RolloutMonitorConfig | None = None, **keys: Any) -> Online:
     """A method on an engine that says 0 and 1 of each prompt, two prompts for each update of a pass."""
     config = RolloutConfig(**{"n": 2, **keys})
     size = 2 * config.minibatches
     order = Order(np.ones(NUM_PROMPTS), 3, size, is_shuffled=True)
-    ways = Ways(ESTIMATORS["mean"], ShapingConfig(scale="running"), 4, 1.0, has_old=False)
-    credit = PolicyCredit(PolicyGradient(), ways)
+    credit = PolicyCredit(
+        PolicyGradient(),
+        ESTIMATORS["mean"],
+        ShapingConfig(scale="running"),
+        limit=4,
+        temperature=1.0,
+        has_old=False,
+    )
     prompts = cast(PromptSet, SimpleNamespace(image_store=None))
-    method = Online(config, prompts, order, credit, Guard(guard or RolloutMonitorConfig()), seed=3)
     engine = FakeEngine(lambda name, index: str(index))
-    roller = Roller(config, rows(NUM_PROMPTS), engine, Panel(worth), None, 3, ONE)  # type: ignore[arg-type]
-    method.join(Crew(cast(Trainer, FakeTrainer()), (), lambda: roller))
-    return method
+    worker = RolloutWorker(config, rows(NUM_PROMPTS), engine, Panel(worth), None, 3, ONE)  # type: ignore[arg-type]
+    trainer = cast(Trainer, FakeTrainer())
+    return Online(
+        config,
+        prompts,
+        order,
+        credit,
+        RolloutMonitor(monitor or RolloutMonitorConfig()),
+        seed=3,
+        get_trainer=lambda: trainer,
+        open_worker=lambda: worker,
+    )
 
 
 def trainer_of(method: Online) -> FakeTrainer:
-    return cast(FakeTrainer, method.crew.trainer)
+    return cast(FakeTrainer, method.trainer)
 
 
 def names(trees: list[Tree]) -> list[str]:
@@ -96,7 +110,7 @@ def test_a_roll_out_is_dealt_out_anew_in_each_pass() -> None:
     assert [first, second] != [third, fourth]
     assert not set(fifth) & set(first + second)
     assert trainer_of(method).rolled_out == [1, 5]
-    assert method.roller.engine.version == 4  # type: ignore[attr-defined]
+    assert method.worker.engine.version == 4  # type: ignore[attr-defined]
     assert steps(online(minibatches=2, epochs=2), 1, 5) == [first, second, third, fourth, fifth]
 
 
@@ -126,7 +140,7 @@ def test_groups_with_a_signal_are_replayed_newest_first() -> None:
     signals = [fields["groups_with_signal"] for fields in told]
     before = np.cumsum([0, *signals])[:5]
     assert [fields["num_replayed"] for fields in told] == np.minimum(before, 3).tolist()
-    versions = [version for version, _ in method.replayed]
+    versions = [sample.version for sample in method.replayed]
     assert versions == sorted(versions, reverse=True) and len(versions) == 3
 
 
@@ -152,7 +166,7 @@ def test_a_resumed_run_goes_on_with_what_was_remembered(done: int) -> None:
     other.recall(remembered)
     assert steps(other, done + 1, 10) == wanted
     assert other.credit.remember() == whole.credit.remember()
-    assert other.guard == whole.guard
+    assert other.monitor == whole.monitor
     told = [step for step in trainer_of(whole).rolled_out if step > done]
     assert trainer_of(other).rolled_out == told
 
@@ -166,7 +180,7 @@ def test_a_roll_out_that_was_interrupted_before_its_first_update_is_told_again()
     trainer_of(other).done = 2
     other.recall(json.loads(json.dumps(whole.remember())))
     assert names(other.prepare(3)) == names(trees)
-    assert other._opened is None  # nothing was generated
+    assert "worker" not in vars(other)  # nothing was generated
     (told,) = trainer_of(other).told
     assert told[0] == "rollout" and told[1]["step"] == 3
     assert told[1]["samples"] == trainer_of(whole).told[-1][1]["samples"]
@@ -177,7 +191,7 @@ def test_a_roll_out_that_was_interrupted_before_its_first_update_is_told_again()
 
 def test_a_roll_out_that_stops_the_run_has_changed_nothing() -> None:
     method = online(
-        worth=lambda one: 0.5, guard=RolloutMonitorConfig(max_without_signal=1), replay_groups=2
+        worth=lambda one: 0.5, monitor=RolloutMonitorConfig(max_without_signal=1), replay_groups=2
     )
     before = method.credit.remember()
     with pytest.raises(CheckFailed, match="max_without_signal"):
@@ -203,7 +217,7 @@ def test_a_roll_out_without_rewards_skips_its_steps_and_a_resume_is_exact() -> N
         trainer_of(one).done = 4
         with pytest.raises(CheckFailed, match="step 5: in 3 roll-outs in a row no completion"):
             one.prepare(5)
-    assert other.guard == method.guard and method.guard.unrewarded == 2
+    assert other.monitor == method.monitor and method.monitor.unrewarded == 2
     warned = [fields["step"] for kind, fields in trainer_of(method).told if kind == "warning"]
     assert warned == [1, 3]
 
@@ -262,7 +276,7 @@ def test_what_is_compared_inside_a_tree_is_numbered_by_it() -> None:
 def test_closing_what_was_never_opened(tmp_path: Path) -> None:
     method = online()
     method.close()
-    assert method._opened is None
+    assert "worker" not in vars(method)
 
 
 def again(method: Online, done: int, **keys: Any) -> Online:
@@ -287,7 +301,7 @@ def test_a_roll_out_that_stops_its_first_update_is_drawn_anew() -> None:
         assert json.dumps(method.remember()) == before
     other = again(whole, 2, **keys)
     assert names(other.prepare(3)) == wanted
-    assert other._opened is not None, "asked again"
+    assert "worker" in vars(other), "asked again"
 
 
 def test_a_roll_out_that_was_trained_on_is_kept() -> None:
@@ -299,9 +313,9 @@ def test_a_roll_out_that_was_trained_on_is_kept() -> None:
 
 
 def test_warnings_of_a_roll_out_are_told_again_with_it() -> None:
-    keys: dict[str, Any] = {"guard": RolloutMonitorConfig(max_errors=1.0)}
+    keys: dict[str, Any] = {"monitor": RolloutMonitorConfig(max_errors=1.0)}
     whole = online(**keys)
-    panel = cast(Panel, whole.roller.panel)
+    panel = cast(Panel, whole.worker.panel)
     panel.grade = partial(failing, panel.grade)  # type: ignore[method-assign]
     whole.prepare(1)
     trainer_of(whole).done = 1

@@ -59,7 +59,7 @@ def test_rewards_are_told_what_was_asked_and_the_path_up_to_its_last_turn() -> N
     turn = {"role": "assistant", "content": "Paris"}
     told = {"role": "user", "content": "Right."}
     for messages in [(turn,), (turn, told), (turn, told, turn, told, told), ()]:
-        path = answered(replace(found, asked=asked, messages=messages))
+        path = answered(replace(found, first_messages=asked, messages=messages))
         assert path.prompt == asked
         assert path.messages == messages[: 3 if len(messages) > 2 else 1]
 

@@ -226,7 +226,7 @@ def test_another_model_of_a_hub_is_known_by_its_commit(
     keys = {"model": "m", "data.train": "t", "reference.model": "some/name"}
     run = from_mapping(METHODS["dpo"], keys)
     config = SimpleNamespace(_commit_hash="0af1")
-    monkeypatch.setattr(module, "load_config", lambda *_: config)
+    monkeypatch.setattr(module, "load_config_of", lambda *_: config)
     found = module._others(run, built.inputs, built.trainer.ranks)
     assert found == {"reference": {"commit": "0af1"}}
 

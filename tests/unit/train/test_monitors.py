@@ -258,6 +258,7 @@ def test_a_loss_that_stays_high_is_reported_and_then_stops_the_run() -> None:
     assert "above 32.4 in 3 of the last 4 steps" in warning["detail"]
     assert stopped is not None
     assert stopped.startswith("step 12: training has diverged: the loss was above 32.4 in 11 of")
+    assert stopped.endswith("with loss_monitor.loss_steps=0 it only warns")
     for remedy in ("optim.learning_rate (here 10)", "optim.warmup_steps", "optim.clip_grad_norm"):
         assert remedy in warning["detail"]
         assert remedy in stopped

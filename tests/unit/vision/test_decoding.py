@@ -22,6 +22,7 @@ import pytest
 from PIL import Image
 
 from taut.errors import DataError, PictureError
+from taut.io import helper
 from taut.vision import content as picture
 from taut.vision import decoding
 from taut.vision.content import ImagesConfig, decode, decoded_size, mime_type
@@ -125,9 +126,9 @@ def test_a_decoder_that_the_system_kills() -> None:
     def kill() -> None:
         end = time.monotonic() + 30
         while time.monotonic() < end:
-            for process in list(decoding._live):
-                if _seconds(process._popen.pid) > 0.3:
-                    process._popen.send_signal(signal.SIGKILL)
+            for process in [held.process for held in helper._live if held.process is not None]:
+                if _seconds(process.pid) > 0.3:
+                    process.send_signal(signal.SIGKILL)
                     return
             time.sleep(0.02)
 
@@ -148,7 +149,7 @@ def test_a_forked_process_has_decoders_of_its_own() -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child has not
         child = os.fork()
     if not child:
-        is_fine = not decoding._live and decode(encoded("PNG"), "x", IMAGES).size == (9, 9)
+        is_fine = not helper._live and decode(encoded("PNG"), "x", IMAGES).size == (9, 9)
         decoding.end_all()
         os._exit(0 if is_fine else 1)
     assert os.waitpid(child, 0)[1] == 0
@@ -174,10 +175,13 @@ def test_a_process_is_kept_for_the_next_picture() -> None:
     (first,) = decoding._idle
     assert decoded_size(encoded("GIF", (3, 2)), "x", IMAGES) == (3, 2)
     assert decoding._idle == [first]
-    first._popen.kill()
-    first._popen.wait()
+    assert first.process is not None
+    before = first.process.pid
+    first.process.kill()
+    first.process.wait()
     assert decode(encoded("PNG"), "x", IMAGES).size == (9, 9)
-    assert decoding._idle != [first]
+    (after,) = decoding._idle
+    assert after.process is not None and after.process.pid != before
 
 
 @pytest.mark.usefixtures("fresh")

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, Protocol, Self
 
 from pydantic import Field
@@ -75,13 +74,7 @@ class RunLog:
 
     def __init__(self, sinks: Sequence[Sink] | None = None) -> None:
         self._is_open = sinks is not None
-        self._sinks: list[Sink] = []
-        self._record: EventLog | None = None
-        self._take(sinks or [])
-
-    def _take(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = list(sinks)
-        self._record = next((sink for sink in sinks if isinstance(sink, EventLog)), None)
+        self._sinks = list(sinks or [])
 
     def open(self, out: Path, config: LogConfig, *, is_writer: bool = True) -> Self:
         """Open the sinks of a run in ``out``; none on ranks that do not write. No event can be emitted before."""
@@ -89,8 +82,7 @@ class RunLog:
         self._is_open = True
         if not is_writer:
             return self
-        record = EventLog(out / "events.jsonl")
-        sinks: list[Sink] = []
+        record, sinks = EventLog(out / "events.jsonl"), self._sinks
         if config.tensorboard:
             from taut.train.log.tensorboard import TensorBoard
 
@@ -103,17 +95,16 @@ class RunLog:
             from taut.train.log.console import ConsoleReport
 
             sinks.append(ConsoleReport(config.every))
-        # the record comes last, so that a warning about a lost report precedes the end event
-        self._take([*sinks, record])
+        sinks.append(record)  # last, so that a warning about a lost report precedes the end event
         return self
 
     def emit(self, kind: Kind, **fields: Any) -> None:
         """Send an event to every sink."""
         assert self._is_open, f"an event before the log is opened: {kind}"
         assert kind in KINDS, f"unknown kind of event: {kind}"
-        restored = None if self._record is None else self._record.restore()
-        if restored is not None:
-            self.emit("warning", name="log", detail=restored)
+        for record in [sink for sink in self._sinks if isinstance(sink, EventLog)]:
+            if restored := record.restore():
+                self.emit("warning", name="log", detail=restored)
         event = redacted_in({"kind": kind, "time": time.time(), **fields})
         for sink in tuple(self._sinks):
             try:
@@ -131,10 +122,5 @@ class RunLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

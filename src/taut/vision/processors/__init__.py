@@ -71,18 +71,6 @@ def open_processor(
             f"model={path} has no preprocessor_config.json, which says how pictures are scaled and cut; expected it "
             f"next to config.json; copy {' and '.join(_FILES)}, as far as they exist, from the base model"
         )
-    images, settings, own = _library_files(path, config, trust_remote_code)
-    for name in (own.get("processor_class"), settings.get("processor_class")):
-        _require_class(path, name, kind.processor)
-    for name in (settings.get("image_processor_type"), type(images).__name__):
-        _require_class(path, name, kind.images, kind.processor.replace("Proc", "ImageProc"))
-    return kind.family(ModelFiles(path, config, tokenizer, images, own))
-
-
-def _library_files(
-    path: str, config: PreTrainedConfig, trust_remote_code: bool
-) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """The library's image processor, the file it was made from, and processor_config.json."""
     try:
         settings, _ = ImageProcessingMixin.get_image_processor_dict(path)
         own, _ = ProcessorMixin.get_processor_dict(path)
@@ -94,13 +82,17 @@ def _library_files(
             f"model={path}: its image processor cannot be made: {reason}; copy {' and '.join(_FILES)} from the base "
             "model"
         ) from error
-    return images, settings, own
+    for name in (own.get("processor_class"), settings.get("processor_class")):
+        _require_class(path, name, kind.processor)
+    for name in (settings.get("image_processor_type"), type(images).__name__):
+        _require_class(path, name, kind.images, kind.processor.replace("Proc", "ImageProc"))
+    return kind.family(ModelFiles(path, config, tokenizer, images, own))
 
 
-def _require_class(path: str, found: str | None, *expected: str) -> None:
+def _require_class(path: str, named: str | None, *expected: str) -> None:
     """A class that the files name has to be the family's; they need not name one."""
-    if found is not None and found.removesuffix("Fast").removesuffix("Pil") not in expected:
+    if named is not None and named.removesuffix("Fast").removesuffix("Pil") not in expected:
         raise ModelError(
-            f"model={path}: its pictures are for {found}; expected {expected[0]}, which goes with its config.json; "
+            f"model={path}: its pictures are for {named}; expected {expected[0]}, which goes with its config.json; "
             f"copy {' and '.join(_FILES)} from the base model"
         )

@@ -45,7 +45,13 @@ class LlavaOnevision(Family):
         )
         aspect = own.get("vision_aspect_ratio", "anyres_max_9")
         files.require_same("vision_aspect_ratio", aspect, config.vision_aspect_ratio)
-        self._max_tiles = _max_tiles(files, aspect)
+        max_tiles = re.fullmatch(r"anyres_max_(\d+)", str(aspect))
+        if max_tiles is None:
+            raise ModelError(
+                f"model={files.path}: found vision_aspect_ratio={aspect}; expected anyres_max_ and a number; use "
+                "another model"
+            )
+        self._max_tiles = int(max_tiles[1])
         self._side = self._tile // sides(config.vision_config.patch_size)[0]
         is_first_left_out = strategy == "default"
         files.require_same(
@@ -87,13 +93,3 @@ class LlavaOnevision(Family):
         if ratio > _SHRINKS_ABOVE:
             rows, columns = int(rows // ratio), int(columns // ratio)
         return rows * columns + rows
-
-
-def _max_tiles(files: ModelFiles, aspect: str) -> int:
-    found = re.fullmatch(r"anyres_max_(\d+)", str(aspect))
-    if found is None:
-        raise ModelError(
-            f"model={files.path}: found vision_aspect_ratio={aspect}; expected anyres_max_ and a number; use another "
-            "model"
-        )
-    return int(found[1])

@@ -16,7 +16,16 @@ from taut.errors import CheckFailed, ConfigError
 from taut.evals.stopping import Stops
 from taut.methods import METHODS
 from taut.methods.method import RunConfig
-from taut.rl.monitors import BEGINNING, DRIFT, ESTIMATE, HIGH, LOW, RECENT, WARN_SILENT, Guard
+from taut.rl.monitors import (
+    BEGINNING,
+    DRIFT,
+    ESTIMATE,
+    HIGH,
+    LOW,
+    RECENT,
+    WARN_SILENT,
+    RolloutMonitor,
+)
 from taut.rl.online import Online
 
 KEY = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)+\b")
@@ -27,31 +36,34 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_models(tmp_path_factory.mktemp("models"))
 
 
-def said_by(guard: Guard, method: str) -> list[str]:
-    """Every message that the guard of such a run can give."""
+def said_by(monitor: RolloutMonitor, method: str) -> list[str]:
+    """Every message that the monitor of such a run can give."""
     log, stops = Log(), []
     for share in [1.0] * BEGINNING + [0.1] * RECENT:
-        guard.look(1, told(stopped=share, errors=1, first_error="late", rewarded=1), log)
-    guard.look(1, told(rewarded=0), log)
+        monitor.look(1, told(stopped=share, errors=1, first_error="late", rewarded=1), log)
+    monitor.look(1, told(rewarded=0), log)
     tries: list[Any] = [
-        lambda: guard.require_rewards([group(None, error="late")], 1),
-        lambda: guard.require_rewards([group(None, None)], 1),
+        lambda: monitor.require_rewards([group(None, error="late")], 1),
+        lambda: monitor.require_rewards([group(None, None)], 1),
     ]
     if method in ("grpo", "ppo"):
         for _ in range(WARN_SILENT):
-            guard.look(1, told(groups_with_signal=0), log)
-        tries.append(lambda: guard.look(1, told(groups_with_signal=0), log))
-        guard.look(1, told(dropped=1.0), log)
+            monitor.look(1, told(groups_with_signal=0), log)
+        tries.append(lambda: monitor.look(1, told(groups_with_signal=0), log))
+        monitor.look(1, told(dropped=1.0), log)
         for entropy in [1.0] * BEGINNING + [0.0] * RECENT:
             seen = report(0.2, 0.1)
             seen.metrics.update({DRIFT: 9.0, LOW: 0.5, HIGH: 0.5, ESTIMATE: entropy})
-            watched(guard, log, seen)
-        tries.append(lambda: watched(guard, log, report(9.0)))
+            watched(monitor, log, seen)
+        tries.append(lambda: watched(monitor, log, report(9.0)))
     if method == "ppo":
         critic = {"value_low": -9.0, "value_high": 9.0, "return_min": 0.0, "return_max": 1.0}
         for _ in range(RECENT):
-            guard.look(1, told(**critic), log)
-    guard.unrewarded, guard.silent = guard.config.max_unrewarded, guard.config.max_without_signal
+            monitor.look(1, told(**critic), log)
+    monitor.unrewarded, monitor.silent = (
+        monitor.config.max_unrewarded,
+        monitor.config.max_without_signal,
+    )
     for attempt in tries:
         with pytest.raises(CheckFailed) as stopped:
             attempt()
@@ -66,11 +78,11 @@ def test_every_key_that_a_warning_names_is_one_of_the_method(
     built, _ = make(keys_of(method, model, tmp_path))
     online = built.trainer.source
     assert isinstance(online, Online)
-    messages = said_by(online.guard, method)
+    messages = said_by(online.monitor, method)
     check = _stop_check(built)
     cause = Stops(4, 0, 0, 0.9, None, (), is_taught=check.is_taught, remedy=check.remedy).cause
-    assert online.guard.ends_remedy in cause and any(
-        online.guard.ends_remedy in m for m in messages
+    assert online.monitor.ends_remedy in cause and any(
+        online.monitor.ends_remedy in m for m in messages
     )
     known = {row.key for row in describe(METHODS[method])}
     named = {key for message in (*messages, cause) for key in KEY.findall(message)}

@@ -11,7 +11,7 @@ from tests.picture_names import Named, illustrated
 
 from taut.data.batching import Budget
 from taut.data.packing import PackPolicy
-from taut.train.trainer import Lookahead, Trainer, fill_streams
+from taut.train.trainer import Prefetch, Trainer, fill_streams
 from taut.types import Picture, Tree
 
 GRID = (1, 2, 2)
@@ -44,7 +44,7 @@ def prepare(step: int) -> list[Tree]:
 
 def expected(step: int, rank: int = 0, size: int = 1) -> list[str]:
     image_store = Expecting()
-    Lookahead(image_store.expect)(step, cast(Trainer, job_of(rank, size)))
+    Prefetch(image_store.expect)(step, cast(Trainer, job_of(rank, size)))
     return image_store.names
 
 
@@ -81,7 +81,7 @@ def test_a_step_that_is_expected_is_not_planned_again() -> None:
         budget=Budget(100),
         policy=PackPolicy(),
     )
-    lookahead = Lookahead(Expecting().expect)
+    prefetch = Prefetch(Expecting().expect)
     for step in (2, 3):
-        lookahead(step, cast(Trainer, trainer))
+        prefetch(step, cast(Trainer, trainer))
     assert planned == [2, 3]

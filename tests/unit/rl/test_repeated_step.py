@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.rl.test_rollout_rollouts import roller
+from tests.unit.rl.test_rollout_groups import worker
 
 from taut.data.batching import Order
 from taut.errors import OutOfMemory
 from taut.losses.supervised import CrossEntropy
 from taut.methods.gkd import All
 from taut.rl import online
-from taut.rl.monitors import Guard, RolloutMonitorConfig
-from taut.rl.online import Crew, Online
+from taut.rl.monitors import RolloutMonitor, RolloutMonitorConfig
+from taut.rl.online import Online
 from taut.rl.rollout import RolloutConfig
 from taut.train.distributed import Ranks
 
@@ -25,7 +25,7 @@ from taut.train.distributed import Ranks
 def test_a_step_begun_again_for_want_of_memory_finds_its_roll_out(
     is_ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn, _, _ = roller(lambda name, index: f"{name} {index}", lambda one: len(one.text))
+    drawn, _, _ = worker(lambda name, index: f"{name} {index}", lambda one: len(one.text))
     server = {"engine": "server", "url": "http://127.0.0.1:9/v1"}
     config = RolloutConfig(n=2, asynchronous=is_ahead, **(server if is_ahead else {}))  # type: ignore[arg-type]
     interrupts = SimpleNamespace(at_once=lambda ranks: nullcontext(), held=nullcontext)
@@ -35,16 +35,24 @@ def test_a_step_begun_again_for_want_of_memory_finds_its_roll_out(
     )
     order = Order([], 3, 2, False, None)
     monkeypatch.setattr(Order, "step", lambda self, step: [step, step + 1])
-    made = Online(config, None, order, All(CrossEntropy()), Guard(RolloutMonitorConfig()), 3)  # type: ignore[arg-type]
-    made.join(Crew(trainer, (), lambda: drawn))
+    made = Online(
+        config,
+        None,  # type: ignore[arg-type]
+        order,
+        All(CrossEntropy()),
+        RolloutMonitor(RolloutMonitorConfig()),
+        3,
+        get_trainer=lambda: trainer,
+        open_worker=lambda: drawn,
+    )
     tries = iter([OutOfMemory("too little"), None, None])
 
-    def scored(*_: object) -> dict[str, Any]:
+    def score_trees(*_: object) -> dict[str, Any]:
         if (error := next(tries)) is not None:
             raise error
         return {}
 
-    monkeypatch.setattr(online, "scored", scored)
+    monkeypatch.setattr(online, "score_trees", score_trees)
     with pytest.raises(OutOfMemory):
         made.prepare(1)
     names = [sample.id for tree in made.prepare(1) for sample in tree.samples]
@@ -55,7 +63,7 @@ def test_a_step_begun_again_for_want_of_memory_finds_its_roll_out(
 
 def test_weights_that_an_engine_has_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ahead of time the first roll-out is of the weights there are: one push for it, and one for each after it."""
-    drawn, engine, _ = roller(lambda name, index: f"{name} {index}", lambda one: len(one.text))
+    drawn, engine, _ = worker(lambda name, index: f"{name} {index}", lambda one: len(one.text))
     config = RolloutConfig(n=2, asynchronous=True, engine="server", url="http://127.0.0.1:9/v1")
     interrupts = SimpleNamespace(at_once=lambda ranks: nullcontext(), held=nullcontext)
     trainer: Any = SimpleNamespace(
@@ -65,8 +73,16 @@ def test_weights_that_an_engine_has_are_not_sent_again(monkeypatch: pytest.Monke
     monkeypatch.setattr(Order, "step", lambda self, step: [step, step + 1])
     monkeypatch.setattr(type(engine), "update", lambda self, version: pushed.append(version))
     order = Order([], 3, 2, False, None)
-    made = Online(config, None, order, All(CrossEntropy()), Guard(RolloutMonitorConfig()), 3)  # type: ignore[arg-type]
-    made.join(Crew(trainer, (), lambda: drawn))
+    made = Online(
+        config,
+        None,  # type: ignore[arg-type]
+        order,
+        All(CrossEntropy()),
+        RolloutMonitor(RolloutMonitorConfig()),
+        3,
+        get_trainer=lambda: trainer,
+        open_worker=lambda: drawn,
+    )
     for step in (1, 2, 3):
         made.prepare(step)
     assert pushed == [0, 1, 2]

@@ -14,7 +14,7 @@ import pydantic
 import pytest
 
 from taut.config import first_problem
-from taut.rl.buffer_state import KeptTree, decoded, encoded
+from taut.rl.online import KeptTree, decode_tree, encode_tree
 from taut.types import Sample, Tree
 
 BOMB = base64.b64encode(zlib.compress(bytes(2**28), 1)).decode()
@@ -40,7 +40,7 @@ def test_a_tree_comes_back_to_the_last_bit() -> None:
     )
     plain = Sample("b", np.arange(4), np.array([1]), np.ones(1))
     tree = Tree((whole, plain), is_atom=True)
-    back = decoded(json.loads(json.dumps(encoded(tree))), None)
+    back = decode_tree(json.loads(json.dumps(encode_tree(tree))), None)
     assert back.is_atom
     for before, after in zip(tree.samples, back.samples, strict=True):
         for field in fields(Sample):
@@ -51,7 +51,7 @@ def test_a_tree_comes_back_to_the_last_bit() -> None:
 def kept(**changes: Any) -> dict[str, Any]:
     """A tree of one sample as a checkpoint keeps it, with other values of the sample."""
     tree: dict[str, Any] = json.loads(
-        json.dumps(encoded(Tree((Sample("b", np.arange(4), np.array([1]), np.ones(1)),))))
+        json.dumps(encode_tree(Tree((Sample("b", np.arange(4), np.array([1]), np.ones(1)),))))
     )
     tree["samples"][0] |= changes
     return tree

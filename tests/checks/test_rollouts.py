@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.checks.faults.rollout import generating, sums
 from tests.checks.planting import Place
-from tests.checks.test_judged import answers
+from tests.checks.test_compared_answers import answers
 from tests.checks.test_planted import told
 from tests.fake_executors import serving
 from tests.tiny_models import save_tiny
@@ -159,10 +159,10 @@ def test_a_server_that_takes_less_than_it_may_be_sent(
 ) -> None:
     """It cuts no answer, it refuses the prompt; what the model's own context cuts it is not sent."""
     engine = ServerEngine(*[None] * 5, own, 102)  # type: ignore[arg-type]
-    roller = SimpleNamespace(engine=engine, world=None, config=SimpleNamespace(grows=8))
+    worker = SimpleNamespace(engine=engine, environments=None, config=SimpleNamespace(grows=8))
     train = SimpleNamespace(lengths=np.array([50, 96]), sample_id=lambda at: f"q{at}")
     train = type("Train", (SimpleNamespace,), {"__len__": lambda self: 2})(**vars(train))
-    monkeypatch.setattr("taut.checks.rollouts.roller", lambda _: roller)
+    monkeypatch.setattr("taut.checks.rollouts.rollout_worker", lambda _: worker)
     session = SimpleNamespace(is_generated=True, train=train)
     found = prompts_leave_room_for_answers(session)  # type: ignore[arg-type]
     assert found.outcome == outcome

@@ -16,7 +16,7 @@ from taut.data.prompts import PromptRow
 from taut.data.render import Renderer
 from taut.data.stop_tokens import derive_stop_set
 from taut.inference.engine import Sampling
-from taut.rl.environment import EnvironmentConfig, Step, World
+from taut.rl.environment import EnvironmentConfig, EnvironmentPool, Step
 from taut.rl.rollout import sample_of
 from taut.rl.sampler import Trajectory, sample_trajectories
 from taut.rl.turns import Bridge
@@ -52,11 +52,13 @@ def played(
         return Step(done=True) if text == "Seen." else Step([said])
 
     environment = type("Shows", (), {"step": step, **own})
-    world = World(EnvironmentConfig(name="own.py:Shows"), environment, bridge, None, (), None, None)
+    environments = EnvironmentPool(
+        EnvironmentConfig(name="own.py:Shows"), environment, bridge, None, (), None, None
+    )
     ids_T, media = renderer.prompt_media([asked])
     row = PromptRow("a", "a", ids_T, (asked,), ("5",), "answer", {}, media=media)
     engine = Scripted(renderer, lambda name, index, turn: "Seen." if turn else "Go on.")
-    (found,) = sample_trajectories(engine, [row], Sampling(), world)
+    (found,) = sample_trajectories(engine, [row], Sampling(), environments)
     for (last,) in engine.asked[-1:]:
         assert [one.start for one in last.media] == [one.start for one in found.media]
     return found
@@ -77,7 +79,7 @@ def test_pictures_between_turns_are_where_the_template_has_them(kind: str, tmp_p
     assert [one.picture.digest for one in found.media] == [one.picture.digest for one in media]
     assert found.media[1].start == len(spelt) - after
     assert spelt[-after:] == ids_T[-after:].tolist()
-    assert sample_of(found, "a", has_reads=False).media == found.media
+    assert sample_of(found).media == found.media
 
 
 def test_an_environment_may_begin_with_a_picture(tmp_path: Path) -> None:

@@ -29,11 +29,14 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedConfig
 
+from taut.methods.method import RunConfig
 from taut.methods.reference import STREAM
 from taut.models import architecture
 from taut.plan.ledger import Ledger, Parts
-from taut.plan.tracing import Sizes, Traced
+from taut.plan.steps import Workload
+from taut.plan.tracing import Kernels, Sizes, Traced, trace
 from taut.run.setup import Built
 from taut.train.checkpoint import CheckpointConfig
 from taut.train.trainer import backward
@@ -97,6 +100,58 @@ def device_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The memory of a micro-batch on each rank."""
+
+    num_tokens: int
+    traced: Traced
+    footprint: Footprint
+
+    @property
+    def peak(self) -> int:
+        """Peak bytes."""
+        return self.footprint.peak
+
+
+def predict(
+    run: RunConfig,
+    config: PreTrainedConfig,
+    kernels: Kernels,
+    packed: Packed,
+    *,
+    is_first: bool,
+    num_ranks: int = 1,
+) -> Prediction:
+    """Memory of one micro-batch, without checkpoint buffers. ``is_first``: no gradients exist before it.
+
+    Raises ModelError where the model cannot run on fake tensors.
+    """
+    traced = trace(run, config, kernels, packed, is_first=is_first)
+    return Prediction(packed.num_tokens, traced, footprint(traced, num_ranks))
+
+
+def predict_steps(
+    run: RunConfig,
+    config: PreTrainedConfig,
+    kernels: Kernels,
+    work: Workload,
+    *,
+    num_ranks: int = 1,
+) -> Prediction:
+    """Memory of the first steps: of the micro-batch with the highest peak."""
+    first, later = work.first, work.later
+    cases = [] if later is None else [(later, False)]
+    # a later micro-batch that is no smaller has the higher peak
+    if later is None or later.num_tokens < first.num_tokens:
+        cases.append((first, True))
+    predictions = [
+        predict(run, config, kernels, packed, is_first=is_first, num_ranks=num_ranks)
+        for packed, is_first in cases
+    ]
+    return max(predictions, key=lambda prediction: prediction.peak)
 
 
 # -- measurement

@@ -15,7 +15,7 @@ from taut.data.prompts import PromptRow
 from taut.errors import ConfigError, UserCodeError
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Answered, Score
-from taut.rl.rollout import Roller, RolloutConfig, distinct, seed_of
+from taut.rl.rollout import RolloutConfig, RolloutWorker, distinct, seed_of
 from taut.train.distributed import Ranks
 from taut.types import FinishReason
 
@@ -43,21 +43,21 @@ def rows(count: int) -> list[PromptRow]:
     ]
 
 
-def roller(
+def worker(
     say: Callable[[str, int], str],
     worth: Callable[[Answered], float | None],
     finish: Callable[[str], FinishReason] = lambda text: "stop",
     **keys: int,
-) -> tuple[Roller, FakeEngine, Panel]:
+) -> tuple[RolloutWorker, FakeEngine, Panel]:
     engine, panel = FakeEngine(say, finish), Panel(worth)
     ranks = Ranks(0, 1, torch.device("cpu"))
     config = RolloutConfig(**{"n": 2, **keys})
-    made = Roller(config, rows(8), engine, panel, None, 3, ranks)  # type: ignore[arg-type]
+    made = RolloutWorker(config, rows(8), engine, panel, None, 3, ranks)  # type: ignore[arg-type]
     return made, engine, panel
 
 
 def test_each_prompt_has_its_group_and_rewards_are_told_of_the_answer() -> None:
-    made, engine, panel = roller(lambda name, index: f"{name} {index}", lambda one: len(one.text))
+    made, engine, panel = worker(lambda name, index: f"{name} {index}", lambda one: len(one.text))
     rolled = made.roll(0, [5, 1])
     assert [group.row.id for group in rolled.groups] == ["p:5", "p:1"]
     assert [[one.index for one in group.trajectories] for group in rolled.groups] == [
@@ -74,14 +74,14 @@ def test_groups_without_a_signal_are_replaced_by_prompts_not_asked_yet() -> None
     def worth(one: Answered) -> float:
         return float(one.row["i"] > 3) * int(one.text)
 
-    made, engine, _ = roller(lambda name, index: str(index), worth, dynamic_sampling_rounds=5)
+    made, engine, _ = worker(lambda name, index: str(index), worth, dynamic_sampling_rounds=5)
     rolled = made.roll(0, [0, 1, 6])
     assert len(rolled.groups) == 3
     assert all(group.row.columns["i"] > 3 for group in rolled.groups)
     assert all(group.row.columns["i"] <= 3 for group in rolled.left_out)
     names = [prompt.id for prompt in engine.asked]
     assert len(set(names)) == len(names)
-    again, engine_again, _ = roller(
+    again, engine_again, _ = worker(
         lambda name, index: str(index), worth, dynamic_sampling_rounds=5
     )
     again.roll(0, [0, 1, 6])
@@ -89,7 +89,7 @@ def test_groups_without_a_signal_are_replaced_by_prompts_not_asked_yet() -> None
 
 
 def test_where_no_group_has_a_signal_they_are_trained_on_as_they_are() -> None:
-    made, _, _ = roller(lambda name, index: "a", lambda one: 1.0, dynamic_sampling_rounds=1)
+    made, _, _ = worker(lambda name, index: "a", lambda one: 1.0, dynamic_sampling_rounds=1)
     rolled = made.roll(0, [0, 1])
     assert len(rolled.groups) == 4 and not rolled.left_out
     assert not any(group.has_signal for group in rolled.groups)
@@ -99,32 +99,32 @@ def test_where_something_must_be_learned_others_are_asked_until_it_can_be() -> N
     def worth(one: Answered) -> float:
         return float(one.row["i"] == 7) * int(one.text)
 
-    made, engine, _ = roller(lambda name, index: str(index), worth)
+    made, engine, _ = worker(lambda name, index: str(index), worth)
     rolled = replace(made, needs_one=True).roll(0, [0])
     assert [group.row.columns["i"] for group in rolled.groups] == [7]
     assert len(engine.asked) == 1 + len(rolled.left_out) <= 8
-    useful, _, _ = roller(lambda name, index: str(index), lambda one: 1.0)
+    useful, _, _ = worker(lambda name, index: str(index), lambda one: 1.0)
     found = replace(useful, needs_one=True, is_useful=lambda group: True).roll(0, [0, 1])
     assert len(found.groups) == 2 and not found.left_out
 
 
 def test_what_the_engine_could_not_complete_is_judged_by_nobody() -> None:
-    made, _, panel = roller(
+    made, _, panel = worker(
         lambda name, index: "bad" if index else "good",
         lambda one: 1.0,
         lambda text: "error" if text == "bad" else "stop",
     )
     (group,) = made.roll(0, [0]).groups
     assert [one.text for one in panel.asked] == ["good"]
-    assert [(one.index, said.total) for one, said in group.judged] == [(0, 1.0)]
+    assert [(one.index, one.reward) for one in group.rewarded] == [(0, 1.0)]
 
 
 def test_a_reward_that_does_not_apply_leaves_the_path_out() -> None:
-    made, _, _ = roller(
+    made, _, _ = worker(
         lambda name, index: str(index), lambda one: None if one.text == "1" else 0.5
     )
     (group,) = made.roll(0, [0]).groups
-    assert [one.index for one, _ in group.judged] == [0]
+    assert [one.index for one in group.rewarded] == [0]
     assert not group.has_signal
 
 
@@ -173,7 +173,7 @@ def test_what_stops_the_judging_stops_every_rank(is_writer: bool) -> None:
     def worth(one: Answered) -> float:
         raise UserCodeError("the reward worth returned 'good'")
 
-    made, _, _ = roller(lambda name, index: str(index), worth)
+    made, _, _ = worker(lambda name, index: str(index), worth)
     ranked = replace(made, ranks=Two())  # type: ignore[arg-type]
     with pytest.raises(UserCodeError, match="the reward worth returned 'good'"):
         ranked.roll(0, [1])

@@ -20,11 +20,11 @@ from taut.config import from_mapping
 from taut.errors import ConfigError, DataError, EngineError
 from taut.inference.local import LocalEngine
 from taut.inference.vllm import ServerEngine
+from taut.methods import online
 from taut.methods.grpo import Grpo
 from taut.rewards.panel import Panel
-from taut.rl import setup
 from taut.rl.online import Online
-from taut.rl.rollout import Roller
+from taut.rl.rollout import RolloutWorker
 from taut.train.distributed import Ranks
 
 
@@ -33,11 +33,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model") / "llama", "llama")
 
 
-def opened(model: Path, place: Path, method: str = "grpo", **keys: Any) -> Roller:
+def opened(model: Path, place: Path, method: str = "grpo", **keys: Any) -> RolloutWorker:
     built, _ = make(keys_of(method, model, place, dtype="float32", **keys))
-    online = built.trainer.source
-    assert isinstance(online, Online)
-    return online.roller
+    source = built.trainer.source
+    assert isinstance(source, Online)
+    return source.worker
 
 
 def at(server: FakeServer, **keys: Any) -> dict[str, Any]:
@@ -54,9 +54,9 @@ def test_a_server_must_say_the_log_probs_of_what_it_samples_from(
     ):
         opened(model, tmp_path, **at(server, rollout__temperature=0.7))
     with SamplingServer(model=loaded, mode="raw") as server:  # at 1 they are the same
-        roller = opened(model, tmp_path, **at(server))
-        assert ("server log-probs", "raw") in [it[:2] for it in roller.settled]
-        roller.close()
+        worker = opened(model, tmp_path, **at(server))
+        assert ("server log-probs", "raw") in [it[:2] for it in worker.settled]
+        worker.close()
 
 
 def noted(closed: list[str], name: str, close: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -104,7 +104,7 @@ def test_an_environment_that_rewards_cut_paths_is_refused_where_values_replace_t
 def test_a_model_that_judges_here_cannot_while_another_trains(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(setup, "open_rater", lambda verifier: lambda answers: [])
+    monkeypatch.setattr(online, "open_rater", lambda verifier: lambda answers: [])
     judged = [{"name": "reward_model", "options": {"model": str(model)}}]
     with FakeServer() as server, pytest.raises(ConfigError, match="a model in this process"):
         opened(model, tmp_path, rewards=judged, **at(server, rollout__asynchronous=True))
@@ -113,14 +113,14 @@ def test_a_model_that_judges_here_cannot_while_another_trains(
 def test_rewards_that_need_an_answer(model: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "1?", "answer": "1"}, {"prompt": "2?"}]
     data = str(write_rows(tmp_path / "some.jsonl", rows))
-    roller = opened(model, tmp_path, data__train=data, rewards="numeric")
-    (told,) = roller.settled
+    worker = opened(model, tmp_path, data__train=data, rewards="numeric")
+    (told,) = worker.settled
     assert told[:2] == ("numeric", "nothing of 1 of 2 rows") and "some.jsonl:2" in told[2]
     none = str(write_rows(tmp_path / "none.jsonl", rows[1:]))
     with pytest.raises(DataError, match=r"none\.jsonl:1: the row has no right answer"):
         opened(model, tmp_path, data__train=none, rewards=["numeric", "exact_match"])
-    roller = opened(model, tmp_path, data__train=none, rewards=["numeric", "stop"])
-    assert roller.settled[0][1] == "nothing of 1 of 1 rows"
+    worker = opened(model, tmp_path, data__train=none, rewards=["numeric", "stop"])
+    assert worker.settled[0][1] == "nothing of 1 of 1 rows"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -129,14 +129,13 @@ def test_a_model_that_judges_here_is_refused_on_every_rank_alike(rank: int) -> N
     judged = {"name": "reward_model", "label": "worth", "options": {"model": "m"}}
     keys = {"model": "m", "data.train": "d.jsonl", "method": "grpo", "rewards": [judged]}
     run = from_mapping(Grpo, keys)
-    setting = SimpleNamespace(
-        config=run.rollout,
-        rewards=run.rewards,
-        credit=run.make_credit(),
-        ranks=Ranks(rank, 2, torch.device("cpu")),
+    source = cast(
+        Online, SimpleNamespace(credit=run.make_credit(), prompts=SimpleNamespace(prompt_rows=[]))
     )
+    ranks = Ranks(rank, 2, torch.device("cpu"))
+    nothing: Any = None
     with pytest.raises(ConfigError, match=r"the reward worth, a model in this process, and 2 rank"):
-        setup.open_roller(cast(setup.Setting, setting))
+        run.open_worker(source, nothing, nothing, nothing, ranks)
 
 
 def test_so_is_one_that_judges_held_out_answers(model: Path, tmp_path: Path) -> None:
@@ -153,12 +152,11 @@ def test_what_holds_programs_is_what_the_reward_asks_for(
     def shared(remote: Any) -> Any:
         return SimpleNamespace(mechanism=SimpleNamespace(name="first", reason="it holds"))
 
-    monkeypatch.setattr(setup, "shared", shared)
+    monkeypatch.setattr(online, "shared", shared)
     panel = SimpleNamespace(decisions=[("sandbox", "landlock", "asked for")])
     keys = {"model": "m", "data.train": "d.jsonl", "method": "grpo", "rewards": "code"}
     for tools, wanted in (([], ["landlock"]), (["python"], ["landlock", "first"])):
         environment = {"rollout.environment.name": "tools", "rollout.environment.tools": tools}
         run = from_mapping(Grpo, keys | (environment if tools else {}))
-        setting = cast(setup.Setting, SimpleNamespace(config=run.rollout, decisions=[]))
-        found = setup._settled(setting, cast(Panel, panel), cast(LocalEngine, None), None)
+        found = run.rollout_decisions(cast(Panel, panel), cast(LocalEngine, None), None)
         assert [(name, value) for name, value, _ in found] == [("sandbox", it) for it in wanted]

@@ -1,4 +1,4 @@
-"""Suspected flips: the measured rates as bounds, on one rule; what cannot be told is not told."""
+"""Suspected flips: the measured rates as bounds, on one rule; a rate that cannot be estimated is unknown."""
 
 import numpy as np
 import pytest
