@@ -253,8 +253,8 @@ def retry_loop(
             retries.first_pause * 2.0 ** (state.attempt_number - 1), retries.longest_pause
         )
         error = None if state.outcome is None else state.outcome.exception()
-        asked = error.retry_after if isinstance(error, Unanswered) else 0.0
-        return max(asked, doubled * random.uniform(0.5, 1.0))
+        requested = error.retry_after if isinstance(error, Unanswered) else 0.0
+        return max(requested, doubled * random.uniform(0.5, 1.0))
 
     return tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception_type(failure),

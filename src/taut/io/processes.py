@@ -158,5 +158,5 @@ def _answer(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
 def _limit_address_space(number: int) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     unlimited = resource.RLIM_INFINITY
-    numbers = [one for one in (number, most) if one != unlimited]
+    numbers = [limit for limit in (number, most) if limit != unlimited]
     resource.setrlimit(resource.RLIMIT_AS, (min(numbers, default=unlimited), most))

@@ -155,7 +155,9 @@ def read_recipe(
             if (name := setting.key.removeprefix(prefix)) != setting.key
         }
         environment = in_settings | environment
-        settings = [one for one in settings if one.key.partition(".")[0] != dialect.environment]
+        settings = [
+            setting for setting in settings if setting.key.partition(".")[0] != dialect.environment
+        ]
     by_given_key = {setting.key: setting for setting in settings}
     by_key: dict[str, Setting] = {}
     for setting in settings:
@@ -190,7 +192,7 @@ def read_recipe(
         if len(unknown) > len(own_keys) / 2:
             raise ConfigError(
                 f"{path}: {len(unknown)} of {len(own_keys)} keys are no options of {dialect.options_of} "
-                f"({', '.join(one.key for one in unknown[:3])}); expected a recipe of {dialect.name}"
+                f"({', '.join(option.key for option in unknown[:3])}); expected a recipe of {dialect.name}"
             )
     return Recipe(
         framework=dialect.name,
@@ -239,7 +241,11 @@ def _read_options(words: list[Word], path: Path) -> tuple[list[Setting], list[st
             from_command += flattened(Setting(key, value, place, obstacle))
         else:
             unread += [f"{place}: {word.text!r} is no option" for word in values]
-    unread += [f"{one.place}: {one.key} is {one.obstacle}" for one in from_command if one.obstacle]
+    unread += [
+        f"{setting.place}: {setting.key} is {setting.obstacle}"
+        for setting in from_command
+        if setting.obstacle
+    ]
     return [*from_files, *from_command], unread, {setting.key for setting in from_files}
 
 

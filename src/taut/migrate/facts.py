@@ -403,7 +403,7 @@ def _product(options: Mapping[str, Setting], names: tuple[str, ...]) -> Processe
     """The product of the options that are set."""
     factors = [options[name] for name in names if name in options]
     reason = " x ".join(f"{factor.key}={factor.obstacle or factor.value}" for factor in factors)
-    keys = frozenset(f"${one.key}" if one.key.isupper() else one.key for one in factors)
+    keys = frozenset(f"${factor.key}" if factor.key.isupper() else factor.key for factor in factors)
     number = 1
     for factor in factors:
         value = parsed(factor.value) if isinstance(factor.value, str) else factor.value

@@ -128,7 +128,7 @@ def judge(recipe: Recipe, facts: AnswersFacts) -> list[Judged]:
         else:
             state: State = "walks_in" if verdict.holds else "clear"
             judged.append(Judged(trap, state, verdict.because))
-    return sorted(judged, key=lambda one: ORDER.index(one.trap.severity))
+    return sorted(judged, key=lambda verdict: ORDER.index(verdict.trap.severity))
 
 
 # -- conditions
@@ -209,8 +209,8 @@ def _short(value: Any) -> str:
 
 def _has(value: Any, wanted: Sequence[Any]) -> bool:
     if isinstance(value, list):
-        return any(one in value for one in wanted)
-    return isinstance(value, str) and any(str(one) in value for one in wanted)
+        return any(word in value for word in wanted)
+    return isinstance(value, str) and any(str(word) in value for word in wanted)
 
 
 def _is_number(value: Any) -> bool:

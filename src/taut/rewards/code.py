@@ -84,17 +84,17 @@ def _read(value: Any, row: Mapping[str, Any], place: str) -> Cases:
                 f"found {len(inputs)} inputs and {len(outputs)} outputs in {place}; expected as many; correct the row"
             )
         cases = []
-        for given, wanted in zip(inputs, outputs, strict=True):
+        for arguments, wanted in zip(inputs, outputs, strict=True):
             if not name:
-                cases.append(Case(Trial(stdin=_text(given)), _text(wanted)))
+                cases.append(Case(Trial(stdin=_text(arguments)), _text(wanted)))
                 continue
             try:
                 expected = _parsed(wanted)
             except ValueError:  # text that looks like JSON may be meant as it is
-                cases.append(_call(name, _parsed(given), wanted))
+                cases.append(_call(name, _parsed(arguments), wanted))
             else:
                 text = None if expected is wanted else wanted
-                cases.append(_call(name, _parsed(given), expected, text))
+                cases.append(_call(name, _parsed(arguments), expected, text))
         return Cases(tuple(cases))
     if isinstance(value, str):  # HumanEval
         name, prompt = row.get("entry_point"), row.get("prompt")
@@ -102,10 +102,10 @@ def _read(value: Any, row: Mapping[str, Any], place: str) -> Cases:
             value = f"{value}\n\ncheck({name})\n"
         is_start = isinstance(prompt, str) and f"def {name}(" in prompt
         return Cases((Case(Trial(check=value)),), f"{prompt}\n" if is_start else "")
-    if all(isinstance(it, str) for it in value):  # MBPP
+    if all(isinstance(test, str) for test in value):  # MBPP
         setup = [*row.get("test_imports", ()), row.get("test_setup_code", "")]
-        checks = ["\n".join([*filter(None, setup), it]) for it in value]
-        return Cases(tuple(Case(Trial(check=it)) for it in checks))
+        checks = ["\n".join([*filter(None, setup), test]) for test in value]
+        return Cases(tuple(Case(Trial(check=check)) for check in checks))
     cases = []
     for test in value:  # LiveCodeBench
         if test.get("testtype", "stdin") == "stdin":
@@ -306,26 +306,26 @@ def _difference(expected: Any, value: str | None) -> str:
     return "" if is_same else reason
 
 
-def _same_value(expected: Any, found: Any) -> bool:
-    if isinstance(expected, list) and isinstance(found, list):
-        return len(expected) == len(found) and all(map(_same_value, expected, found))
-    if isinstance(expected, dict) and isinstance(found, dict):
-        return expected.keys() == found.keys() and all(
-            _same_value(value, found[key]) for key, value in expected.items()
+def _same_value(expected: Any, actual: Any) -> bool:
+    if isinstance(expected, list) and isinstance(actual, list):
+        return len(expected) == len(actual) and all(map(_same_value, expected, actual))
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        return expected.keys() == actual.keys() and all(
+            _same_value(value, actual[key]) for key, value in expected.items()
         )
-    if isinstance(expected, float) and isinstance(found, (int, float)):
-        return expected == found or _is_close(expected, found)
-    return bool(expected == found)
+    if isinstance(expected, float) and isinstance(actual, (int, float)):
+        return expected == actual or _is_close(expected, actual)
+    return bool(expected == actual)
 
 
-def _same_token(expected: str, found: str) -> bool:
+def _same_token(expected: str, value: str) -> bool:
     """Equal, or close if the expected one is a number with a decimal point or an exponent."""
-    if expected == found:
+    if expected == value:
         return True
     if not any(mark in expected for mark in ".eE"):
         return False
     try:
-        return _is_close(float(expected), float(found))
+        return _is_close(float(expected), float(value))
     except ValueError:
         return False
 

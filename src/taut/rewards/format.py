@@ -185,8 +185,8 @@ class Language(Verifier):
         if sum(letters) < SHORTEST:
             return None
         found = [self._identifier.classify(stretch)[0] for stretch in stretches]
-        own = [n for n, name in zip(letters, found, strict=True) if name == self.language]
-        return sum(own) / sum(letters)
+        num_right = [n for n, name in zip(letters, found, strict=True) if name == self.language]
+        return sum(num_right) / sum(letters)
 
     @cached_property
     def _identifier(self) -> Any:

@@ -138,8 +138,10 @@ class Gym(Verifier):
     def _evaluating(self) -> list[ModuleType]:
         """The modules in which an answer may be evaluated."""
         _library()
-        own = [module for name, module in sys.modules.items() if name.startswith("reasoning_gym.")]
-        return [*own, importlib.import_module("sympy.parsing.sympy_parser")]
+        modules = [
+            module for name, module in sys.modules.items() if name.startswith("reasoning_gym.")
+        ]
+        return [*modules, importlib.import_module("sympy.parsing.sympy_parser")]
 
     @cached_property
     def _known(self) -> dict[str, Callable[[str, dict[str, Any]], float]]:

@@ -116,15 +116,16 @@ class Judge(Verifier):
 
     async def ask(self, client: Client, answered: Answered) -> float:
         """Raises DataError if no reply has a number."""
-        said = ""
+        reply = ""
         for attempt in range(self.tries):
-            said = await self._reply(client, answered, temperature=float(attempt > 0))
-            found = re.findall(self.pattern, said)
+            reply = await self._reply(client, answered, temperature=float(attempt > 0))
+            found = re.findall(self.pattern, reply)
             number = _number(found[-1]) if found else None
             if number is not None and self.low <= number <= self.high:
                 return (number - self.low) / (self.high - self.low)
         raise DataError(
-            f"the judge replied {' '.join(said.split())[-120:]!r}; expected a number from {self.low:g} to {self.high:g}"
+            f"the judge replied {' '.join(reply.split())[-120:]!r}; expected a number from {self.low:g} to "
+            f"{self.high:g}"
         )
 
     async def _reply(self, client: Client, answered: Answered, temperature: float) -> str:
@@ -133,8 +134,10 @@ class Judge(Verifier):
             "answer": answered.text,
             "reference": "\n".join(answered.references),
         }
-        asked = re.sub(r"\{(question|answer|reference)\}", lambda it: values[it[1]], self.template)
-        content: Any = asked
+        question = re.sub(
+            r"\{(question|answer|reference)\}", lambda match: values[match[1]], self.template
+        )
+        content: Any = question
         pictures = [
             part
             for message in ([] if isinstance(answered.prompt, str) else sent(answered.prompt))
@@ -143,7 +146,7 @@ class Judge(Verifier):
             if part["type"] == "image_url"
         ]
         if pictures:
-            content = [*pictures, {"type": "text", "text": asked}]
+            content = [*pictures, {"type": "text", "text": question}]
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": content}],
@@ -152,19 +155,21 @@ class Judge(Verifier):
             **self.extra,
         }
         url = f"{self.url.rstrip('/')}/chat/completions"
-        said = await client.post(url, body, self.api_key_env)
+        reply = await client.post(url, body, self.api_key_env)
         try:
-            content = said["choices"][0]["message"]["content"]
+            content = reply["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
             content = None
         if not isinstance(content, str):
-            raise DataError(f"{url} answered {said!r:.120}; expected a chat completion with a text")
+            raise DataError(
+                f"{url} answered {reply!r:.120}; expected a chat completion with a text"
+            )
         return content
 
 
-def _number(found: str | tuple[str, ...]) -> float | None:
+def _number(match: str | tuple[str, ...]) -> float | None:
     try:
-        return float(found if isinstance(found, str) else found[0])
+        return float(match if isinstance(match, str) else match[0])
     except ValueError:
         return None
 

@@ -79,14 +79,16 @@ class Math(Verifier):
         is_formula = "$" not in text and "\\boxed" not in text and not _PROSE.search(text)
         for written in (f"${text}$", text) if is_formula else (text,):
             found = self._library.parse(written, parsing_timeout=None)
-            if any(not isinstance(it, str) for it in found):
+            if any(not isinstance(part, str) for part in found):
                 return found
         raise DataError(
             f"found the reference {text[:60]!r}, which is no mathematics; expected a number, a formula or a set; "
             "correct the row, or use exact_match"
         )
 
-    def _is_equal(self, reference: Any, found: Any) -> bool:
+    def _is_equal(self, reference: Any, answer: Any) -> bool:
         return bool(
-            self._library.verify(reference, found, float_rounding=self.digits, timeout_seconds=None)
+            self._library.verify(
+                reference, answer, float_rounding=self.digits, timeout_seconds=None
+            )
         )

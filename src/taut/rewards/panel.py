@@ -124,17 +124,19 @@ class Panel:
                     if future is not None:
                         futures[part.label] = future
             done = {
-                part.label: self._at_once(part, [part.read(it, are_bare) for it in answers])
+                part.label: self._at_once(
+                    part, [part.read(answered, are_bare) for answered in answers]
+                )
                 for part in parts
                 if part.verifier.runs in ("here", "model")
             }
-            found = [{label: it.result() for label, it in each.items()} for each in pending]
+            found = [{label: future.result() for label, future in each.items()} for each in pending]
         except BaseException:  # Ctrl-C above all: the rest is not needed
             self._drop(future for each in pending for future in each.values())
             raise
         verdicts = []
-        for index, own in enumerate(found):
-            by_label = {label: scores[index] for label, scores in done.items()} | own
+        for index, computed in enumerate(found):
+            by_label = {label: scores[index] for label, scores in done.items()} | computed
             scores = {part.label: by_label[part.label] for part in parts}
             counted = [
                 part.weight * value
@@ -174,9 +176,11 @@ class Panel:
         for part in self.parts:
             if part.verifier.runs in ("here", "remote"):
                 part.verifier.prepare()
-        said = {} if self._workers is None else self._workers.require_loadable()
+        judged_by = {} if self._workers is None else self._workers.require_loadable()
         for part in self.parts:
-            self.judges[part.label] = part.judges or said.get(part.label) or part.verifier.judges
+            self.judges[part.label] = (
+                part.judges or judged_by.get(part.label) or part.verifier.judges
+            )
 
     def _drop(self, futures: Iterable[Future[Score]]) -> None:
         for future in futures:

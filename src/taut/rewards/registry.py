@@ -129,8 +129,8 @@ def listed(rewards: str | Sequence[str | RewardSpec]) -> list[RewardSpec]:
 def files_of(rewards: str | Sequence[str | RewardSpec]) -> list[Path]:
     """The user's own files that the rewards name."""
     named = [[spec.name, spec.options.get("judge")] for spec in listed(rewards)]
-    own = [it for names in named for it in names if isinstance(it, str) and ":" in it]
-    return [home_path(name.rpartition(":")[0]) for name in own]
+    functions = [name for names in named for name in names if isinstance(name, str) and ":" in name]
+    return [home_path(name.rpartition(":")[0]) for name in functions]
 
 
 def read_parts(

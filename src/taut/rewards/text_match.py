@@ -54,7 +54,7 @@ class Contains(Verifier):
         if not answered.references:
             return None
         words = f" {normalise(answered.text)} "
-        return float(any(f" {normalise(it)} " in words for it in answered.references))
+        return float(any(f" {normalise(reference)} " in words for reference in answered.references))
 
 
 @configclass

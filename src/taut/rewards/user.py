@@ -77,11 +77,19 @@ class UserReward(Verifier):
         no parameter.
         """
         parameters = inspect.signature(self._function).parameters.values()
-        takes_all = any(it.kind is it.VAR_KEYWORD for it in parameters)
-        named = [it for it in parameters if it.kind in (it.POSITIONAL_OR_KEYWORD, it.KEYWORD_ONLY)]
-        names = {it.name for it in named}
-        required = [it.name for it in parameters if it.kind is it.POSITIONAL_ONLY]
-        required += [it.name for it in named if it.default is it.empty]
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        named = [
+            parameter
+            for parameter in parameters
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        ]
+        names = {parameter.name for parameter in named}
+        required = [
+            parameter.name
+            for parameter in parameters
+            if parameter.kind is parameter.POSITIONAL_ONLY
+        ]
+        required += [parameter.name for parameter in named if parameter.default is parameter.empty]
         known = {*FIELDS, *self.options}
         unknown = [name for name in required if name not in names or name not in known]
         if unknown:

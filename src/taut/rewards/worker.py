@@ -44,7 +44,9 @@ def main(descriptor: int, leash: int) -> None:
     time, and a worker in the place of a killed one loads what it is asked for and no more.
     """
     pipe = begin(descriptor, leash)
-    sys.stdout, sys.stderr = (cast(TextIO, Printer.on(it)) for it in (sys.stdout, sys.stderr))
+    sys.stdout, sys.stderr = (
+        cast(TextIO, Printer.on(stream)) for stream in (sys.stdout, sys.stderr)
+    )
     verifiers = pipe.recv()
     loaded: dict[int, Loaded] = {}
     while True:

@@ -46,7 +46,7 @@ class Sandbox:
     """Runs programs, any number of threads at a time. Made by ``open_sandbox``."""
 
     def __init__(self, mechanism: Mechanism, packages: Sequence[str] = ()) -> None:
-        self._packages = tuple(str(home_path(it).resolve()) for it in packages)
+        self._packages = tuple(str(home_path(package).resolve()) for package in packages)
         self._readable = walls.readable(self._packages)
         self._has_namespaces = mechanism.name != "landlock"
         is_root = os.getuid() == 0
@@ -164,9 +164,9 @@ class Sandbox:
     def _start(self) -> _Jail:
         if self.mechanism.name == "gvisor":
             return Gvisor(self._readable, self._packages)
-        own = cgroup.Cgroup(self.cgroups) if isinstance(self.cgroups, Path) else None
+        jail_cgroup = cgroup.Cgroup(self.cgroups) if isinstance(self.cgroups, Path) else None
         wall = walls.bubblewrap if self._has_namespaces else walls.landlock
-        return Jail(walls.prepared(own) + wall(self._readable, self._packages), own)
+        return Jail(walls.prepared(jail_cgroup) + wall(self._readable, self._packages), jail_cgroup)
 
     def _settings(self) -> dict[str, Any]:
         is_another = os.getuid() == 0 and not self._stays_root

@@ -141,9 +141,9 @@ class Gvisor:
         if os.read(streams.begun, len(guest.READY)) != guest.READY:
             process.wait()
             streams.rest()
-            said = " ".join(bytes(streams.printed[1]).decode(errors="replace").split())[-SHOWN:]
+            message = " ".join(bytes(streams.printed[1]).decode(errors="replace").split())[-SHOWN:]
             raise SandboxError(
-                f"runsc failed: {said or f'exit code {process.returncode}'}; expected a container; see taut sandbox"
+                f"runsc failed: {message or f'exit code {process.returncode}'}; expected a container; see taut sandbox"
             )
 
     def _options(self) -> list[str]:

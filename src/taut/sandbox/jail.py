@@ -101,8 +101,8 @@ class Jail:
         finally:
             os.close(us)
         if answer != guest.READY:
-            said = answer.decode(errors="replace")
-            raise SandboxError(f"the sandbox failed: {said}; expected a jail; see taut sandbox")
+            reason = answer.decode(errors="replace")
+            raise SandboxError(f"the sandbox failed: {reason}; expected a jail; see taut sandbox")
 
     def run(self, program: str, trial: Trial, limits: Limits, seconds: float) -> Ran:
         """The result of one trial, once no process of it is left. Raises JailDied."""
@@ -119,9 +119,9 @@ class Jail:
                 self._send(b"kill", [])
             status, cpu_seconds = self._answer(time.monotonic() + GRACE).split(maxsplit=1)
             if status == b"error":
-                said = cpu_seconds.decode(errors="replace")
+                message = cpu_seconds.decode(errors="replace")
                 raise SandboxError(
-                    f"the sandbox failed before the program: {said}; expected a process for it; raise the limit of "
+                    f"the sandbox failed before the program: {message}; expected a process for it; raise the limit of "
                     "processes or run fewer programs at a time"
                 )
             reason = streams.rest() or reason
@@ -182,14 +182,14 @@ class Jail:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1)
         os.set_blocking(self._process.stderr.fileno(), False)
-        said = self._process.stderr.read() or b""
-        return " ".join(said.decode(errors="replace").split())[-SHOWN:]
+        message = self._process.stderr.read() or b""
+        return " ".join(message.decode(errors="replace").split())[-SHOWN:]
 
 
 class Streams:
     """A trial's pipes: what goes in, and what comes out under a limit of output."""
 
-    def __init__(self, given: bytes, limits: Limits) -> None:
+    def __init__(self, content: bytes, limits: Limits) -> None:
         with _STARTING:
             pipes: list[tuple[int, int]] = []
             try:
@@ -205,7 +205,7 @@ class Streams:
             _LIVE.add(self)
         self.printed = [bytearray() for _ in self._readers]
         self._room = limits.output_kb * 1024
-        self._unfed = memoryview(given)
+        self._unfed = memoryview(content)
         for descriptor in (self._feed, *self._readers):
             os.set_blocking(descriptor, False)
         self.begun = self._readers[-1]
@@ -225,7 +225,7 @@ class Streams:
         """Feed and read until ``ended`` can be read (None), the time is up, or too much is printed."""
         open_readers = set(self._readers)
         while True:
-            wanted = [(it, select.POLLIN) for it in (ended, *open_readers)]
+            wanted = [(reader, select.POLLIN) for reader in (ended, *open_readers)]
             wanted += [(self._feed, select.POLLOUT)] if self._feed >= 0 else []
             ready = wait_for(wanted, end)
             if not ready:
@@ -315,7 +315,9 @@ def result_of(
     limits: Limits,
 ) -> Ran:
     """A trial's result. ``status``: how the child ended, as wait tells. ``reason``: what ran out, if it was ended."""
-    stdout, stderr, report, begun = (bytes(it).decode(errors="replace") for it in streams.printed)
+    stdout, stderr, report, begun = (
+        bytes(stream).decode(errors="replace") for stream in streams.printed
+    )
     if not begun and reason is None:
         if os.WIFEXITED(status):
             raise SandboxError(
@@ -342,7 +344,7 @@ def wait_for(wanted: Sequence[tuple[int, int]], end: float) -> set[int]:
     poll = select.poll()
     for descriptor, event in wanted:
         poll.register(descriptor, event)
-    return {it for it, _ in poll.poll(max(end - time.monotonic(), 0) * 1000)}
+    return {descriptor for descriptor, _ in poll.poll(max(end - time.monotonic(), 0) * 1000)}
 
 
 def _plain(text: str) -> str:

@@ -138,7 +138,9 @@ def find(name: MechanismName) -> Finding:
         lack = f"the trial program ended with {ran.outcome}: {ran.stderr.strip()[-200:]}"
         return Finding(name, lack, (), sandbox.cgroups)
     through = set(json.loads(ran.stdout)) | ({"write a file"} if has_written else set())
-    return Finding(name, None, tuple(it for it in ATTEMPTS if it in through), sandbox.cgroups)
+    return Finding(
+        name, None, tuple(attempt for attempt in ATTEMPTS if attempt in through), sandbox.cgroups
+    )
 
 
 def choose(wanted: MechanismName | None = None) -> Mechanism:

@@ -63,7 +63,9 @@ def bubblewrap(readable: Sequence[str], packages: Sequence[str]) -> list[str]:
         line += ["--unshare-user"]
     line += ["--perms", "1777", "--tmpfs", SCRATCH]
     bound = {**{path: path for path in readable}, str(FOLDER): str(INSIDE)}
-    folders = {str(it) for path in bound.values() for it in Path(path).parents} - {"/"} | {"/dev"}
+    folders = {str(parent) for path in bound.values() for parent in Path(path).parents} - {"/"} | {
+        "/dev"
+    }
     for folder in sorted(folders):
         line += ["--dir", folder]  # which bubblewrap by itself makes for its own user alone
     for path, place in bound.items():
@@ -121,7 +123,7 @@ def interpreter() -> str:
 
 def links() -> list[tuple[str, str]]:
     """The links of the root directory that lead to what is readable, and their targets."""
-    return [(it, os.readlink(it)) for it in ("/lib", "/lib64") if Path(it).is_symlink()]  # noqa: PTH115
+    return [(link, os.readlink(link)) for link in ("/lib", "/lib64") if Path(link).is_symlink()]  # noqa: PTH115
 
 
 def guest(packages: Sequence[str], folder: Path, call: str) -> list[str]:

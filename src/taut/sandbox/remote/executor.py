@@ -248,7 +248,7 @@ class _Attempts:
 
 def _ran(printed: Printed, nonce: str, seconds: float, limits: Limits) -> Ran:
     """The result in the report. Raises Passing if there is none and the service does not say why."""
-    lines = [it for it in printed.text.splitlines() if it.startswith(nonce)]
+    lines = [line for line in printed.text.splitlines() if line.startswith(nonce)]
     if not lines:
         raise Passing("the script did not start on the machine", BROKEN, was_sent=False)
     if lines[-1] == f"{nonce} started":
@@ -257,7 +257,7 @@ def _ran(printed: Printed, nonce: str, seconds: float, limits: Limits) -> Ran:
         return Ran("", "", printed.ending, seconds)
     try:
         outcome, stdout, stderr, took, value = json.loads(lines[-1][len(nonce) :])
-        texts = [_decoded(it) for it in (stdout, stderr)]
+        texts = [_decoded(text) for text in (stdout, stderr)]
         found = None if value is None else _decoded(value)
         took = min(max(float(took), 0.0), seconds)
     except (ValueError, TypeError, RecursionError):

@@ -69,7 +69,7 @@ def drive(job: dict) -> None:  # type: ignore[type-arg]
         outcome, texts, seconds, value = _watched(job, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    coded = [base64.b64encode(it).decode() for it in texts]
+    coded = [base64.b64encode(text).decode() for text in texts]
     last = None if value is None else base64.b64encode(value).decode()
     _say(f"{nonce} {json.dumps([outcome, *coded, seconds, last])}")
 

@@ -74,7 +74,7 @@ class Remote:
         """URLs of the API. Raises ConfigError if neither the settings nor the environment name one."""
         if self.addresses:
             return tuple(
-                read_url(it, "remote.addresses", "remote.api_key_env") for it in self.addresses
+                read_url(url, "remote.addresses", "remote.api_key_env") for url in self.addresses
             )
         if self.service == "e2b":
             named = os.environ.get("E2B_API_URL")
@@ -90,13 +90,15 @@ class Remote:
                     named or "https://cloud.morph.so/api", "MORPH_BASE_URL", "remote.api_key_env"
                 ),
             )
-        found = [it.strip() for it in os.environ.get("PISTON_ENDPOINTS", "").split(",")]
+        found = [url.strip() for url in os.environ.get("PISTON_ENDPOINTS", "").split(",")]
         if not any(found):
             raise ConfigError(
                 "remote.service is piston, and neither remote.addresses nor the environment variable PISTON_ENDPOINTS "
                 "is set; expected URLs as in http://127.0.0.1:2000/api/v2; set one of them"
             )
-        return tuple(read_url(it, "PISTON_ENDPOINTS", "remote.api_key_env") for it in found if it)
+        return tuple(
+            read_url(url, "PISTON_ENDPOINTS", "remote.api_key_env") for url in found if url
+        )
 
     def machines_url(self) -> str | None:
         """The one address of all of E2B's machines; None: E2B gives each its own."""
