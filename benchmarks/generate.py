@@ -243,7 +243,7 @@ def verdict(row: Result) -> str:
     ]
     if "max_logp_error" in row:
         parts.append(
-            f"log-probs to {row['max_logp_error']:.1e}, rms {row['rms_logp_error']:.1e} "
+            f"logprobs to {row['max_logp_error']:.1e}, rms {row['rms_logp_error']:.1e} "
             f"(plain in this dtype {row['rms_logp_error_of_plain']:.1e})"
         )
     return ("yes" if row["is_correct"] else "NO") + " (" + "; ".join(parts) + ")"

@@ -4,13 +4,13 @@
     reference   the same at 256 with a reference model and a divergence from it in the loss
     135M        SmolLM2-135M-Instruct, as the demo converts it
     group       4, 16 and 32 completions of each prompt
-    losses      the losses that both have, on one roll-out of TRL's: values and gradients, in float64
+    losses      the losses that both have, on one rollout of TRL's: values and gradients, in float64
 
 Every completion has 64 tokens: no token ends one. Each run is a process of its own, in its own environment, on CPU with
 the same threads; the contenders take turns, round after round. The first step warms up and is not timed. Reported per
 contender, of the other steps and of rounds the median:
 
-    s a step     whole, and of it: generation; scoring (rewards, log-probs of a reference, credit); training (the rest)
+    s a step     whole, and of it: generation; scoring (rewards, logprobs of a reference, credit); training (the rest)
     CPU s        seconds of processor time, which other work on the machine disturbs less
     memory       largest resident set of the process and its helpers, and what of it came after the imports
     correct      every step has the tokens it should have, and what is sampled is as likely as what TRL samples
@@ -231,7 +231,7 @@ def ratios(case: Case, table: dict[str, Result]) -> list[Result]:
 
 
 def measure_losses(bench: Bench) -> Result:
-    """The losses of ``policies.py`` and their gradients, on one roll-out of TRL's."""
+    """The losses of ``policies.py`` and their gradients, on one rollout of TRL's."""
     model, folder = model_of(bench, TINY), bench.work / "losses"
     folder.mkdir()
     prompts = folder / "prompts.jsonl"

@@ -4,7 +4,7 @@
         ServerEngine.open(server.url, ...)
 
 It "samples" by a rule: token i of an answer to a prompt is the prompt's last id plus one plus i, ending with the first
-id of ``ends``. Its log-probs are -2 for the model's own and, where ``mode`` is processed, what top_k=1 or
+id of ``ends``. Its logprobs are -2 for the model's own and, where ``mode`` is processed, what top_k=1 or
 temperature makes of them. ``faults`` is asked for each request to /completions: None, or what to send instead.
 """
 
@@ -30,7 +30,7 @@ from taut.types import Completion, Prompt
 
 Body = dict[str, Any]
 BEST = -2.0
-"""The most likely token's log-prob, at every place."""
+"""The most likely token's logprob, at every place."""
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """An endpoint that samples from the weights it was given: what a run that trains against a server needs.
 
-``WeightServer`` says the log-probs of its model and completes by a rule; this one completes by its model, at the
+``WeightServer`` says the logprobs of its model and completes by a rule; this one completes by its model, at the
 temperature and with the seed that it is asked for.
 """
 
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 @dataclass
 class SamplingServer(WeightServer):
-    """Processed log-probs, token by token."""
+    """Processed logprobs, token by token."""
 
     mode: str = "processed"
     max_model_len: int | None = 256

@@ -1,4 +1,4 @@
-"""taut's losses and gradients on the roll-out of TRL that ``loss_trl_grpo.py`` has left: ``python loss_taut_grpo.py
+"""taut's losses and gradients on the rollout of TRL that ``loss_trl_grpo.py`` has left: ``python loss_taut_grpo.py
 JOB.json``.
 
 The group of a prompt is one tree; denominators are those of the loop. For each loss: its value, and the distance of its

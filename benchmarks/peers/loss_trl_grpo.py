@@ -1,8 +1,8 @@
-"""TRL's GRPO losses and gradients on one roll-out of its own: ``python loss_trl_grpo.py JOB.json``.
+"""TRL's GRPO losses and gradients on one rollout of its own: ``python loss_trl_grpo.py JOB.json``.
 
 The reference is the model as it is on disk; the policy that rolls out has been moved from it, and the policy that
 trains has been moved again, so that ratios are not 1. Many tokens end a completion: lengths differ. Written beside the
-result, as safetensors: the roll-out (``batch``), the weights that train (``now``), the gradient of each of the job's
+result, as safetensors: the rollout (``batch``), the weights that train (``now``), the gradient of each of the job's
 losses (``NAME``). In float64, but for TRL's head, which computes in float32.
 """
 

@@ -5,7 +5,7 @@
 The model answers each prompt several times; answers that did better than the others to the same prompt become more
 likely, the others less. It is the plainest program that gives the numbers of ``taut grpo`` (README.md has the command).
 
-1. Ask. Each epoch of the data is a fresh permutation, and each roll-out takes the next ``samples_per_step`` prompts.
+1. Ask. Each epoch of the data is a fresh permutation, and each rollout takes the next ``samples_per_step`` prompts.
 2. Sample. Each prompt gets a group of n answers, token by token from the model's own distribution, until a token that
    ends the turn. What is trained on are the ids as they were sampled; their text is for the reward alone.
 3. Judge. Each answer gets a reward: here 1 if it ends in the right number, else 0. This is the function to change.
@@ -15,7 +15,7 @@ likely, the others less. It is the plainest program that gives the numbers of ``
 
        loss = - sum over all tokens of min(r A, clip(r, 0.8, 1.28) A) / number of all tokens
 
-   With ``epochs`` 1 a roll-out is trained on by one step. Then pi is pi_old, r is 1, and the gradient that of -A log pi
+   With ``epochs`` 1 a rollout is trained on by one step. Then pi is pi_old, r is 1, and the gradient that of -A log pi
    (REINFORCE); the loss is minus the mean of A whatever the model does: watch the reward. With more, the model moves
    away from pi_old, and the clip lets go of a token once r has gone far enough the way A points.
 6. Update. Clip the gradient's norm; AdamW with a constant rate and no weight decay.
@@ -46,10 +46,10 @@ def settings(arguments=None):
     option("--data", required=True, help='JSONL of {"messages": [...], "answer": ...}')
     option("--out", required=True, help="where the tuned model is written")
     option("--steps", required=True, type=int, help="optimizer steps")
-    option("--samples-per-step", type=int, default=32, help="prompts of a roll-out")
+    option("--samples-per-step", type=int, default=32, help="prompts of a rollout")
     option("--n", type=int, default=8, help="answers to each prompt")
     option("--max-new-tokens", type=int, default=256, help="where an answer is cut")
-    option("--epochs", type=int, default=1, help="steps that train on each roll-out")
+    option("--epochs", type=int, default=1, help="steps that train on each rollout")
     option("--learning-rate", type=float, default=1e-5)
     option("--seed", type=int, default=0)
     option("--dtype", choices=("float32", "float64"), default="float32")

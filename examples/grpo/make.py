@@ -4,7 +4,7 @@
 
     DIR/model                a Llama of 1.1M parameters: three layers of 160
     DIR/TASK/warm.jsonl      questions with answers, for taut sft
-    DIR/TASK/train.jsonl     questions for reinforcement learning; what verifies an answer stands beside them
+    DIR/TASK/train.jsonl     questions for reinforcement learning; what verifies an answer stands next to them
     DIR/TASK/eval.jsonl      held-out questions; none of them is in the other two files
 
 Three tasks are generators of reasoning-gym with their own verifiers; the questions are theirs, word for word. The

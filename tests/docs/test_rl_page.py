@@ -1,4 +1,4 @@
-"""docs/rl.md: its rows are read as it says, and what a roll-out tells stands there."""
+"""docs/rl.md: its rows are read as it says, and what a rollout tells stands there."""
 
 from __future__ import annotations
 

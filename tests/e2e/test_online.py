@@ -90,7 +90,7 @@ def test_the_model_is_another_and_loads(done: Done) -> None:
 
 
 def test_a_roll_out_is_told_token_for_token(done: Done) -> None:
-    """What the event shows of the first step are ids and log-probs of the model as it was."""
+    """What the event shows of the first step are ids and logprobs of the model as it was."""
     rollout = events(done.out, "rollout")[0]
     assert rollout["completions"] == rollout["groups"] * done.keys["rollout.n"]
     assert 0 < rollout["stopped"] < 1 and rollout["tokens_max"] == 8 and rollout["errors"] == 0
@@ -161,7 +161,7 @@ def test_held_out_answers_are_judged_as_in_training_and_the_best_is_kept(
 def test_ctrl_c_in_the_middle_of_generation(
     number: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the first roll-out there is nothing to keep; later the last step is, and the run goes on as if left alone."""
+    """In the first rollout there is nothing to keep; later the last step is, and the run goes on as if left alone."""
     keys = keys_of("grpo", model, tmp_path)
     whole, out, calls = tmp_path / "whole", Path(keys["out"]), []
     train(keys | {"out": str(whole)})

@@ -59,7 +59,7 @@ def own(place: Path, *bad: str, **spec: Any) -> list[dict[str, Any]]:
 
 
 def test_what_a_reward_cannot_say_is_counted_and_told(model: Path, tmp_path: Path) -> None:
-    """All four faults in one roll-out: the rest is learned from, and nothing became 0."""
+    """All four faults in one rollout: the rest is learned from, and nothing became 0."""
     keys = keys_of(
         "grpo",
         model,
@@ -91,7 +91,7 @@ def test_too_many_errors_stop_the_run_and_it_goes_on(model: Path, tmp_path: Path
     asked = [
         [name.partition("#")[0] for name in n] for n in column(tmp_path / "before", "sample_ids")
     ]
-    keys["rewards"] = own(tmp_path, asked[1][0])  # of the second roll-out
+    keys["rewards"] = own(tmp_path, asked[1][0])  # of the second rollout
     wide = {"rollout_monitor.max_errors": 0.25}
     train({**keys, **wide, "out": str(whole)})
     with pytest.raises(CheckFailed) as stopped:
@@ -126,7 +126,7 @@ def worth(row, num_tokens, without=(), wrong=(), mark=""):
 def test_a_skipped_step_and_a_wrong_type_after_it_are_gone_on_from_exactly(
     model: Path, tmp_path: Path
 ) -> None:
-    """No reward applies to the second roll-out: its update is skipped. A text as a reward stops the third at once."""
+    """No reward applies to the second rollout: its update is skipped. A text as a reward stops the third at once."""
     (tmp_path / "own.py").write_text(SOMETIMES)
     mark, name = tmp_path / "mark", f"{tmp_path / 'own.py'}:worth"
     keys = keys_of("grpo", model, tmp_path, rewards=name, grading__workers=1, steps=4)
@@ -157,7 +157,7 @@ def test_rewards_that_never_differ_stop_the_run(model: Path, tmp_path: Path) -> 
         "grpo", model, tmp_path, rewards=same, rollout_monitor__max_without_signal=5, steps=6
     )
     with pytest.raises(
-        CheckFailed, match=r"step 5: in the last 5 roll-outs no group .*max_without_signal"
+        CheckFailed, match=r"step 5: in the last 5 rollouts no group .*max_without_signal"
     ):
         train(keys)
     out = Path(keys["out"])
@@ -210,7 +210,7 @@ def test_errors_of_groups_that_are_replaced_count(model: Path, tmp_path: Path) -
 def test_an_engine_that_is_mended_goes_on(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it said before, and its log-probs with it, is drawn anew."""
+    """What it said before, and its logprobs with it, is drawn anew."""
     keys = keys_of("grpo", model, tmp_path)
     whole, out = tmp_path / "whole", Path(keys["out"])
     train(keys | {"out": str(whole)})

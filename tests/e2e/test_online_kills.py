@@ -1,4 +1,4 @@
-"""Killed (SIGKILL) and resumed where roll-outs are in flight: bit for bit, with buffers, controllers and critics."""
+"""Killed (SIGKILL) and resumed where rollouts are in flight: bit for bit, with buffers, controllers and critics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.run_directories import Left, left, require_equal
 COMMON = {"dtype": "float32", "checkpoint__background": False}
 KINDS: dict[str, dict[str, Any]] = {
     "grpo": {
-        "steps": 6,  # roll-outs before steps 1 and 5
+        "steps": 6,  # rollouts before steps 1 and 5
         "rollout.minibatches": 2,
         "rollout.epochs": 2,
         "rollout.replay_groups": 2,
@@ -74,7 +74,7 @@ def run(
 
 
 def told_of(out: Path) -> list[dict[str, Any]]:
-    """What is told of each roll-out, and what each checkpoint remembers."""
+    """What is told of each rollout, and what each checkpoint remembers."""
     rollouts = [
         {name: value for name, value in event.items() if name != "time" and "seconds" not in name}
         for event in events(out, "rollout")
@@ -105,7 +105,7 @@ POINTS = {
 
 
 def test_killed_and_resumed_equals_uninterrupted(run: Whole, tmp_path: Path) -> None:
-    """In the middle of generation, and in the middle of what a roll-out is trained on."""
+    """In the middle of generation, and in the middle of what a rollout is trained on."""
     for number, at in enumerate(POINTS[run.keys["method"]]):
         out = tmp_path / f"{number}"
         kill(out, run.keys, within(run.operations, *at))

@@ -1,4 +1,4 @@
-"""Training against a server: weights pushed, roll-outs ahead of time, and every way in which the server may fail."""
+"""Training against a server: weights pushed, rollouts ahead of time, and every way in which the server may fail."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_ctrl_c_ends_with_a_saved_state_and_no_thread(
 def test_a_server_that_fails_ends_the_run_which_goes_on(
     kind: str, told: str, server: SamplingServer, model: Path, tmp_path: Path
 ) -> None:
-    """In the middle of the third roll-out; what is done is kept, and another server takes over."""
+    """In the middle of the third rollout; what is done is kept, and another server takes over."""
 
     def fault(body: Body, count: int) -> Fault | None:
         if kind == "keeps its weights" and len(pushes(server)) == 2:
@@ -177,7 +177,7 @@ def test_completions_of_another_model_are_found_before_the_update(
     keys = keys_for(server, model, tmp_path)
     server.other = tiny(seed=5)
     with pytest.raises(
-        CheckFailed, match=r"step 1: the engine's log-probs differ .*max_logprob_difference"
+        CheckFailed, match=r"step 1: the engine's logprobs differ .*max_logprob_difference"
     ):
         train(keys)
     out = Path(keys["out"])

@@ -247,6 +247,6 @@ def test_f5_samples_that_run_together_stop_the_run_before_it_updates(
     with pytest.raises(CheckFailed, match=r"^attention.neighbour: "):
         sft(learned, data, tmp_path / "out", **alone)
     assert not (tmp_path / "out").exists()
-    with pytest.raises(CheckFailed, match=r"step 1: the log-probs of .* nothing was updated"):
+    with pytest.raises(CheckFailed, match=r"step 1: the logprobs of .* nothing was updated"):
         sft(learned, data, tmp_path / "unchecked", check="off", **alone)
     assert events(tmp_path / "unchecked", "step") == []

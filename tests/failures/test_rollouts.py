@@ -1,4 +1,4 @@
-"""What roll-outs may not hide: a truncated distribution, a wrong token, ends that fail to come, old weights."""
+"""What rollouts may not hide: a truncated distribution, a wrong token, ends that fail to come, old weights."""
 
 from __future__ import annotations
 

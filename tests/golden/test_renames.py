@@ -16,7 +16,7 @@ TABLES = {
     "checks": {"data.repeats": "data.duplicates"},
     "questions": {"data.repeats": "Are rows unique?"},
     "api": {"Run": "RunConfig"},
-    "texts": {"roll-out": "rollout"},
+    "texts": {"rollout": "rollout"},
 }
 RUN = {
     "resolved": {
@@ -29,7 +29,7 @@ RUN = {
     },
     "events": [
         {"kind": "check", "name": "data.repeats", "seconds": "<varies>"},
-        {"kind": "rollout", "samples": [{"id": "q1 of roll-out 1", "ids": [1]}], "size": 1},
+        {"kind": "rollout", "samples": [{"id": "q1 of rollout 1", "ids": [1]}], "size": 1},
         {"kind": "step", "size": 2},
         {"kind": "best", "name": "data.repeats"},
         {"kind": "end", "outcome": "done"},
@@ -88,7 +88,7 @@ def test_the_surface_under_its_new_names() -> None:
 
 
 def test_which_lines_are_used() -> None:
-    renames = Renames(TABLES | {"texts": {"roll-out": "rollout", "nowhere": "here"}}, {})
+    renames = Renames(TABLES | {"texts": {"rollout": "rollout", "nowhere": "here"}}, {})
     renames.run(RUN)
     renames.surface(SURFACE)
     assert renames.entries() - renames.used == {("texts", "nowhere")}

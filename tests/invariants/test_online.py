@@ -81,7 +81,7 @@ def test_one_update_a_roll_out_is_reinforce_on_what_was_sampled(
 def test_the_first_of_several_updates_has_ratio_one_and_the_same_gradient(
     loss: str, model: Path, tmp_path: Path
 ) -> None:
-    """Whether old log-probs are the policy's own, or were taken beforehand."""
+    """Whether old logprobs are the policy's own, or were taken beforehand."""
     given = {"grpo__loss": loss, "grpo__loss_aggregation": "token", "rollout__n": 2}
     same, fresh, _ = first_step(keys_of("grpo", model, tmp_path, **given))
     twice, stale, told = first_step(keys_of("grpo", model, tmp_path, rollout__epochs=2, **given))

@@ -1,4 +1,4 @@
-"""Two gloo ranks are one process where what is trained on is generated: roll-outs, scores, critics, buffers.
+"""Two gloo ranks are one process where what is trained on is generated: rollouts, scores, critics, buffers.
 
 All runs of two ranks are made one after another in one process group.
 """
@@ -35,7 +35,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
         "ppo",
         {**UNEVEN, "critic.kind": "own", "critic.model": "beside", "checkpoint.every": 2},
     ),
-    "tokens whitened over the roll-out": (
+    "tokens whitened over the rollout": (
         "grpo",
         {
             **UNEVEN,

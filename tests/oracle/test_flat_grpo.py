@@ -26,7 +26,7 @@ FLAT = Path(__file__).parents[2] / "examples" / "flat" / "grpo.py"
 LIMIT = 1e-9
 STEPS = 4
 SIZE, N = 7, 3
-"""Prompts of a roll-out and answers to each. Of 6 prompts: each roll-out spans two epochs, and asks one again."""
+"""Prompts of a rollout and answers to each. Of 6 prompts: each rollout spans two epochs, and asks one again."""
 
 SETTINGS = {
     "steps": STEPS,

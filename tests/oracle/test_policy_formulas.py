@@ -205,7 +205,7 @@ def test_after_the_first_update(name: str, scale: float) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_at_the_first_update(name: str) -> None:
-    """TRL takes the policy's own log-probs, detached, for the old ones."""
+    """TRL takes the policy's own logprobs, detached, for the old ones."""
     loss, theirs = ROWS[name]
     packed, t, logp_N = drawn(0.5)
     found = of_step(replace(loss, is_fresh=True), packed, Scores(logp_N))

@@ -1,4 +1,4 @@
-"""On the small real model, in float32: the local engine's log-probs are the scorer's."""
+"""On the small real model, in float32: the local engine's logprobs are the scorer's."""
 
 from __future__ import annotations
 

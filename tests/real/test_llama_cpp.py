@@ -81,7 +81,7 @@ class Compared:
     ended: bool
     found: dict[str, Any]
     largest: float
-    """Difference of a log-prob."""
+    """Difference of a logprob."""
 
 
 def compare(model: Path, out: Path, messages: Any = MESSAGES, **keys: Any) -> Compared:
@@ -138,7 +138,7 @@ def ask(out: Path, texts: Sequence[str], prompt: Sequence[int], messages: Any) -
 )
 def test_the_real_model_answers_and_stops_as_here(tmp_path: Path) -> None:
     found = compare(fetch.get_model(default_directory()), tmp_path / "m.gguf")
-    print("largest difference of a log-prob:", found.largest)
+    print("largest difference of a logprob:", found.largest)
     assert found.largest < 1e-3
     assert found.found["text"] == found.own_text == "The capital of France is Paris."
     assert found.ended

@@ -1,4 +1,4 @@
-"""Weights pushed to a real vLLM, whole and as an adapter: what it then samples has the training model's log-probs."""
+"""Weights pushed to a real vLLM, whole and as an adapter: what it then samples has the training model's logprobs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_what_is_sampled_after_a_push_is_the_training_model_s(
 
 
 def _at(asked: Trained, ids_T: np.ndarray, temperature: float) -> np.ndarray:
-    """log-probs of all ids but the first at a temperature."""
+    """logprobs of all ids but the first at a temperature."""
     at_N = np.arange(1, ids_T.size)
     packed = pack([Sample("a", ids_T, at_N, np.ones(at_N.size))])
     with torch.no_grad():

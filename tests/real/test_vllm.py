@@ -1,4 +1,4 @@
-"""A real vLLM on the real model: ids, log-probs, stops and the template are those of taut."""
+"""A real vLLM on the real model: ids, logprobs, stops and the template are those of taut."""
 
 from __future__ import annotations
 

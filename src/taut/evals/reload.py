@@ -221,7 +221,7 @@ def compare(
     position = int(sample.target_at_N[int(gaps[worst].argmax())])
     every = torch.cat(gaps)
     where = f"the largest ({largest:.2g}) at {PurePath(sample.id).name}, token {position}"
-    kind = "log-probs" if architecture.has_head(trained.model) else "scores"
+    kind = "logprobs" if architecture.has_head(trained.model) else "scores"
     what = f"{kind} of {every.numel()} tokens, {what}"
     if saved in ROUNDED:
         return Comparison(name, float(every.mean()), ROUNDED[saved], f"mean over {what}; {where}")

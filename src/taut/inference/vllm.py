@@ -206,7 +206,7 @@ class ServerEngine:
         named = "as asked" if self.config.name is not None else "the only model it serves"
         kind = "what it answers at temperature 1 and at 2 with top_k=1"
         key = f"{self.endpoint.section}server.name"
-        return [Decision(key, self.name, named), Decision("server log-probs", self.kind, kind)]
+        return [Decision(key, self.name, named), Decision("server logprobs", self.kind, kind)]
 
     def unaided(self) -> ServerEngine:
         """The same endpoint, which is sent no stop token and ends completions as it does for other clients."""

@@ -58,7 +58,7 @@ METHODS = Methods(
             "dpo": "train on preferences, against a reference",
             "kto": "train on answers marked good or bad",
             "orpo": "train on preferences and good answers, without a reference",
-            "simpo": "train on preferences by mean log-probs, without a reference",
+            "simpo": "train on preferences by mean logprobs, without a reference",
             "cpo": "train on preferences and good answers, contrastively",
             "distill": "distill a teacher into the model, on your data",
             "grpo": "train on the model's own answers, judged and compared in groups",

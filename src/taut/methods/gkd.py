@@ -49,7 +49,7 @@ class GkdConfig(DistillConfig):
         if self.sft_weight:
             raise ConfigError(
                 f"distill.sft_weight={self.sft_weight:g} weighs the data's own answers, and taut gkd learns on the "
-                "student's, whose log-prob has a mean gradient of 0; expected none; leave it out"
+                "student's, whose logprob has a mean gradient of 0; expected none; leave it out"
             )
         super().__post_init__()
 

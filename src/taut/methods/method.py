@@ -482,7 +482,7 @@ class RunConfig:
         if wants.entropy:
             return "the loss reads entropies, which are not asked here"
         if wants.temperature != 1:
-            return "the loss reads log-probs at another temperature than the library's"
+            return "the loss reads logprobs at another temperature than the library's"
         return None
 
 

@@ -96,7 +96,7 @@ class OnlineMethod(RunConfig):
             if getattr(self.rollout_monitor, name) != getattr(RolloutMonitorConfig, name):
                 raise ConfigError(
                     f"rollout_monitor.{name}={getattr(self.rollout_monitor, name):g} watches policy gradients, and "
-                    f"{self.command()} reads neither advantages nor the engine's log-probs; taut grpo and ppo "
+                    f"{self.command()} reads neither advantages nor the engine's logprobs; taut grpo and ppo "
                     "do; take it out"
                 )
         if not self.rewards and self.is_judged and self.rollout.environment.name in (None, "tools"):
@@ -283,7 +283,7 @@ class OnlineMethod(RunConfig):
         try:
             if server.kind == "none" or (server.kind != "processed" and config.temperature != 1):
                 raise EngineError(
-                    f"server: {config.url} gives {server.kind} log-probs; expected those of what it samples from, at "
+                    f"server: {config.url} gives {server.kind} logprobs; expected those of what it samples from, at "
                     f"temperature {config.temperature:g}; start it with --logprobs-mode processed_logprobs"
                 )
             dtype = models.loaded.dtype.dtype
@@ -373,7 +373,7 @@ def require_live_reference(reference: ReferenceConfig, without: str, *, is_read:
     """
     if reference.file is not None:
         raise ConfigError(
-            f"reference.file={reference.file} cannot hold log-probs of completions that are yet to be generated; "
+            f"reference.file={reference.file} cannot hold logprobs of completions that are yet to be generated; "
             "expected a live reference; take reference.file out"
         )
     if not is_read and reference != ReferenceConfig():

@@ -262,7 +262,7 @@ class PolicyCredit(Credit):
         num_learned = sum(map(len, samples_of))
         if not num_learned:
             raise CheckFailed(
-                f"all {len(trajectories)} completions of a roll-out were cut, and shaping.overlong=drop leaves those "
+                f"all {len(trajectories)} completions of a rollout were cut, and shaping.overlong=drop leaves those "
                 "out; expected some that end; raise rollout.max_new_tokens, or set shaping.overlong=keep"
             )
         if self.shaping.overlong == "drop":

@@ -93,7 +93,7 @@ class CriticConfig:
         return self.learning_rate or optim.learning_rate or default
 
     def pace(self, optim: OptimConfig, policy_rate: float) -> Pace:
-        """How fast it learns beside a policy whose highest learning rate is ``policy_rate``."""
+        """The critic's learning rate, given the highest one of the policy, ``policy_rate``."""
         return Pace(CRITIC, self.rate(optim) / policy_rate, self.warmup_steps)
 
 
@@ -125,7 +125,7 @@ def build_critic(
         if config.head == "normal":
             initialise(shared.score, seed)
         reason = "critic.kind=shared" + (", which does not train them" if config.detach else "")
-        reason += "; checkpoints have it, and it is not saved beside the model"
+        reason += "; checkpoints have it, and it is not saved with the model"
         name = "a head on the policy's hidden states"
         return shared, [Decision("critic", name, reason), _head(config)]
     own_path = path if config.model is None else config.model

@@ -414,7 +414,7 @@ class EnvironmentPool:
         if len(self.late) >= MOST_LATE:
             raise CheckFailed(
                 f"{len(self.late)} calls of the environment {self.config.name} did not return in time, and still run "
-                "beside the training; expected them to return; correct it, or raise rollout.environment.timeout"
+                "during training; expected them to return; correct it, or raise rollout.environment.timeout"
             )
 
 

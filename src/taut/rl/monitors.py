@@ -258,7 +258,7 @@ class RolloutMonitor:
         has_rewards = any(trajectory.has_reward for trajectory in trajectories)
         if self.unrewarded + 1 >= self.config.max_unrewarded and not has_rewards:
             raise CheckFailed(
-                f"step {step}: in {self.unrewarded + 1} roll-outs in a row no completion has a reward: "
+                f"step {step}: in {self.unrewarded + 1} rollouts in a row no completion has a reward: "
                 f"{shown or 'no reward applies to them'}; expected rewards that apply to these rows; nothing was "
                 "updated; `taut check` asks right answers (rollout_monitor.max_unrewarded)"
             )
@@ -274,8 +274,8 @@ class RolloutMonitor:
         if not rewarded:
             self.unrewarded += 1
             detail = (
-                f"none of {total} completions has a reward: {why}; nothing of this roll-out is learned; at "
-                f"{self.config.max_unrewarded} such roll-outs in a row the run stops (rollout_monitor.max_unrewarded)"
+                f"none of {total} completions has a reward: {why}; nothing of this rollout is learned; at "
+                f"{self.config.max_unrewarded} such rollouts in a row the run stops (rollout_monitor.max_unrewarded)"
             )
             emit("warning", name="unrewarded", step=step, detail=detail)
             return
@@ -291,7 +291,7 @@ class RolloutMonitor:
         most = self.config.max_without_signal
         if most and silent >= most:
             raise CheckFailed(
-                f"step {step}: in the last {silent} roll-outs no group has rewards that differ, so nothing is "
+                f"step {step}: in the last {silent} rollouts no group has rewards that differ, so nothing is "
                 f"learned (rewards are {fields['reward']:g} on average); expected some right and some wrong answers "
                 "to one prompt; take easier or harder prompts, or a model that gets some right "
                 "(rollout_monitor.max_without_signal)"
@@ -299,7 +299,7 @@ class RolloutMonitor:
         self.silent = silent
         if silent == WARN_SILENT:
             detail = (
-                f"in the last {silent} roll-outs the rewards of every group were equal (the last mean is "
+                f"in the last {silent} rollouts the rewards of every group were equal (the last mean is "
                 f"{fields['reward']:g}), so rewards teach nothing; take easier or harder prompts, a larger rollout.n, "
                 "or rewards that tell answers apart"
             )
@@ -344,7 +344,7 @@ class RolloutMonitor:
         margin = self.config.warn_values * (most - least)
         low, high = fields["value_low"], fields["value_high"]
         detail = (
-            f"the critic's values go from {low:.3g} to {high:.3g}, and the returns of the last {len(lows)} roll-outs "
+            f"the critic's values go from {low:.3g} to {high:.3g}, and the returns of the last {len(lows)} rollouts "
             f"from {min(lows):.3g} to {max(highs):.3g}; expected values near the returns "
             "(rollout_monitor.warn_values); lower critic.learning_rate, or raise critic.warmup_steps"
         )
@@ -356,7 +356,7 @@ class RolloutMonitor:
         """Warn of a policy that leaves the one that answered, of clipped tokens, and of entropy that is lost."""
         config, metrics = self.config, report.metrics
         warn = partial(self._warn, step=report.step, emit=emit)
-        less = "lower optim.learning_rate, or train less on each roll-out (rollout.minibatches, rollout.epochs)"
+        less = "lower optim.learning_rate, or train less on each rollout (rollout.minibatches, rollout.epochs)"
         if DRIFT in metrics:
             drift, limit = fmean(self._recent("drift", metrics[DRIFT])), config.warn_kl
             detail = (
@@ -414,7 +414,7 @@ class RolloutMonitor:
             emit("warning", name=name, step=step, detail=detail)
 
     def __call__(self, report: StepReport, trainer: Trainer) -> None:
-        """A monitor of the loop: the engine's log-probs against the trainer's, and how an update changes the policy."""
+        """A monitor of the loop: the engine's logprobs against the trainer's, and how an update changes the policy."""
         self._look_at_engine(report, trainer)
         self._look_at_update(report, trainer.emit)
 
@@ -427,7 +427,7 @@ class RolloutMonitor:
         report.metrics["engine/largest"] = trainer.ranks.max([most])[0]
         if not found <= self.config.max_logprob_difference:
             raise CheckFailed(
-                f"step {report.step}: the engine's log-probs differ from the trainer's by {found:.3g} nats a token on "
+                f"step {report.step}: the engine's logprobs differ from the trainer's by {found:.3g} nats a token on "
                 f"average; expected at most {self.config.max_logprob_difference:g} "
                 "(rollout_monitor.max_logprob_difference); nothing was updated; the engine runs another model, other "
                 "weights or another precision, or with rollout.asynchronous the policy moves too fast"
@@ -437,7 +437,7 @@ class RolloutMonitor:
             (
                 "engine",
                 found > self.config.warn_logprob_difference,
-                f"log-probs differ by {found:.3g} nats a token",
+                f"logprobs differ by {found:.3g} nats a token",
             ),
             (
                 "effective",

@@ -369,7 +369,7 @@ class Online:
         if self._taken is None or self._taken[0] != number:
             generate = partial(self._generate, number, version)
             if self.config.engine == "local":
-                generate = partial(require_room, generate, f"the roll-out of step {step}", SMALLER)
+                generate = partial(require_room, generate, f"the rollout of step {step}", SMALLER)
             with trainer.interrupts.at_once(trainer.ranks):
                 self._taken = number, generate()
         rollout = self._taken[1]

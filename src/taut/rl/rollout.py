@@ -114,14 +114,14 @@ class RolloutConfig:
         stalest = self.updates * (1 + self.asynchronous) - 1
         if self.max_staleness is not None and self.max_staleness < stalest:
             raise ConfigError(
-                f"rollout.max_staleness={self.max_staleness} and a roll-out that is trained on for {self.updates} "
+                f"rollout.max_staleness={self.max_staleness} and a rollout that is trained on for {self.updates} "
                 f"updates{', generated as many before' if self.asynchronous else ''}: its last is {stalest} "
                 f"behind; expected {stalest} or more; raise it, or lower rollout.minibatches or rollout.epochs"
             )
         if self.max_staleness is not None and not (self.replay_groups or self.asynchronous):
             raise ConfigError(
                 f"rollout.max_staleness={self.max_staleness} with neither rollout.replay_groups nor "
-                "rollout.asynchronous: nothing older than the newest roll-out is trained on; expected one of them; "
+                "rollout.asynchronous: nothing older than the newest rollout is trained on; expected one of them; "
                 "set it, or take rollout.max_staleness out"
             )
 
@@ -380,7 +380,7 @@ def score_trees(
         if trainer.ranks.size == 1:
             trainer.interrupts.check()
         with torch.no_grad():  # outside the attempt: what fits a forward is not what fits a step
-            where = f"the roll-out of step {step}"
+            where = f"the rollout of step {step}"
             return trainer.fit.attempt(partial(act, packed), packed, trees, where)
 
     def policy_and_critic(packed: Packed) -> Scores:

@@ -87,7 +87,7 @@ class Trajectory:
     @property
     def name(self) -> str:
         """Unique in a run."""
-        return f"{self.row.id}#{self.index} of roll-out {self.rollout + 1}"
+        return f"{self.row.id}#{self.index} of rollout {self.rollout + 1}"
 
     @property
     def has_reward(self) -> bool:

@@ -62,7 +62,8 @@ def load_inputs(run: RunConfig, ranks: Ranks, day: date | None = None) -> Inputs
         ranks.barrier()
     if len(set(ranks.gather(train.fingerprint))) > 1:
         raise DataError(
-            "data.train: the ranks read different content; expected files that all of them see alike and that nobody "
+            "data.train: the ranks read different content; expected files that all of them see alike and that no "
+            "process "
             "changes now; begin again"
         )
     inputs = inputs_of(run, language, stops, train, held_out)

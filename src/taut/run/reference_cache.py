@@ -69,7 +69,7 @@ def keep_reference(built: Built) -> None:
         count = logps[name].numel() if name in logps else 0
         if count != sum(sizes):
             raise ConfigError(
-                f"reference.file={path}: has {count:,} log-probs of data.{name}, which has {sum(sizes):,} targets; "
+                f"reference.file={path}: has {count:,} logprobs of data.{name}, which has {sum(sizes):,} targets; "
                 "expected one each; name another file"
             )
         for index, logp_N in enumerate(torch.split(logps[name], sizes)):
@@ -103,7 +103,7 @@ def _compute(built: Built, data: Dataset) -> Tensor:
     logps: dict[str, Tensor] = {}
     for start in range(0, len(rows), ROWS_AT_A_TIME):
         trees = rows.trees(list(range(start, min(start + ROWS_AT_A_TIME, len(rows)))))
-        for packed, is_real in fill_streams(trainer, trees, "log-probs of the reference"):
+        for packed, is_real in fill_streams(trainer, trees, "logprobs of the reference"):
             logp_N = packed.streams[STREAM]
             for row, name in enumerate(packed.sample_ids if is_real else ()):
                 logps[name] = logp_N[packed.row_N == row]
@@ -140,7 +140,7 @@ def _read(path: Path, identity: dict[str, Any]) -> dict[str, Tensor]:
         return logps
     differing = differences(header["identity"], identity).refused
     raise ConfigError(
-        f"reference.file={path} is of another run: {'; '.join(differing)}; expected log-probs of this model, data and "
+        f"reference.file={path} is of another run: {'; '.join(differing)}; expected logprobs of this model, data and "
         "setting; name another file, and it is computed"
     )
 

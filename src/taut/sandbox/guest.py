@@ -119,7 +119,7 @@ def once() -> None:
 
 
 def _begin() -> None:
-    """Say that the limits are in force, where the program cannot say it, or take it back."""
+    """Report that the limits apply, where the program cannot say it, or take it back."""
     os.write(_BEGUN, READY)
     os.close(_BEGUN)
 
@@ -236,7 +236,7 @@ def _confined_and_executed(begin: Mapping[str, Any], parent: int) -> int:
 
 
 def _request() -> dict[str, Any]:
-    """What to execute, with its limits in force."""
+    """What to execute, with its limits applied."""
     request: dict[str, Any] = marshal.loads(_read(int.from_bytes(_read(8), "big")))
     _limit(request["limits"])
     return request

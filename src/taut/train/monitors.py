@@ -104,11 +104,11 @@ class FirstStep:
             name="first_step",
             outcome="passed" if is_sound else "failed",
             value=difference,
-            detail=f"{total} samples: packed against alone, mean |difference| of log-probs, worst sample",
+            detail=f"{total} samples: packed against alone, mean |difference| of logprobs, worst sample",
         )
         if not is_sound:
             raise CheckFailed(
-                f"step {report.step}: the log-probs of {worst_id or 'a sample on another rank'} differ by "
+                f"step {report.step}: the logprobs of {worst_id or 'a sample on another rank'} differ by "
                 f"{difference:.3g} nats a token from the same sample run alone (at most {self.tolerance:g} is "
                 "rounding); the packed forward does not compute this model; nothing was updated; set "
                 "attention=reference, and please report the model"

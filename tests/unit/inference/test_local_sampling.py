@@ -20,7 +20,7 @@ THREE = torch.tensor([[math.log(0.5), math.log(0.3), math.log(0.2)]], dtype=torc
 def at(
     uniform: float, logits: Tensor = THREE, sampling: Sampling = PLAIN
 ) -> tuple[int, float, float]:
-    """Token, its log-prob under the policy, and at temperature 1."""
+    """Token, its logprob under the policy, and at temperature 1."""
     drawn = draw(logits, sampling, [[]], torch.tensor([uniform], dtype=torch.float64))
     return int(drawn.ids_B), float(drawn.logp_B), float(drawn.logp_one_B)
 

@@ -151,7 +151,7 @@ def test_unaided_a_server_stops_by_itself_or_not() -> None:
     assert passes.error is not None and "went on past token 7" in passes.error
 
 
-# Log-probs
+# Logprobs
 
 
 @pytest.mark.parametrize("mode", ["raw", "processed"])
@@ -163,7 +163,7 @@ def test_which_log_probs_are_known(mode: str) -> None:
     }
     with opened(FakeServer(mode=mode)) as engine:
         assert engine.kind == mode
-        assert ("server log-probs", mode) in [decision[:2] for decision in engine.decisions]
+        assert ("server logprobs", mode) in [decision[:2] for decision in engine.decisions]
         done = {
             name: engine.generate([prompt("a", 1, 20)], sampling)[0]
             for name, sampling in cases.items()

@@ -175,7 +175,7 @@ def test_a_server_that_keeps_a_tensor_is_told_by_its_name(folder: str) -> None:
     with following(server, trained(model), folder=folder) as engine:
         engine.update(0)
         server.worker.keeps = lambda name: name == "model.layers.1.mlp.up_proj.weight"
-        change(model, size=1e-7)  # far below what log-probs show
+        change(model, size=1e-7)  # far below what logprobs show
         with pytest.raises(
             EngineError,
             match=r"weights after step 1: .*model\.layers\.1\.mlp\.up_proj\.weight \(.* has checksum",

@@ -102,7 +102,7 @@ def test_the_answers_are_all_there_are() -> None:
 
 @pytest.mark.parametrize("name", SURROGATES)
 def test_every_surrogate_begins_with_the_policy_gradient(name: str) -> None:
-    """A roll-out's first update: the exact gradient of the expected reward."""
+    """A rollout's first update: the exact gradient of the expected reward."""
     packed = drawn_from(POLICY, advantage_N=REWARD_S[PACKED.row_N])
     found = expected(PolicyGradient(name), packed)
     torch.testing.assert_close(found, -gradient_of_reward(), **EXACT)

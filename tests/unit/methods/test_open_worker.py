@@ -50,12 +50,12 @@ def test_a_server_must_say_the_log_probs_of_what_it_samples_from(
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with (
         SamplingServer(model=loaded, mode="raw") as server,
-        pytest.raises(EngineError, match=r"gives raw log-probs; .* temperature 0\.7; .*processed"),
+        pytest.raises(EngineError, match=r"gives raw logprobs; .* temperature 0\.7; .*processed"),
     ):
         opened(model, tmp_path, **at(server, rollout__temperature=0.7))
     with SamplingServer(model=loaded, mode="raw") as server:  # at 1 they are the same
         worker = opened(model, tmp_path, **at(server))
-        assert ("server log-probs", "raw") in [it[:2] for it in worker.settled]
+        assert ("server logprobs", "raw") in [it[:2] for it in worker.settled]
         worker.close()
 
 

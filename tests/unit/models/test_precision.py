@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 
 def gradients(model: nn.Module, samples: list[Sample], wide: bool) -> tuple[Tensor, list[Tensor]]:
-    """Log-probs of the last sample and every gradient of their sum."""
+    """Logprobs of the last sample and every gradient of their sum."""
     packed: Packed = pack(samples, ALONE)
     start, stop = packed.spans[-1]
     model.zero_grad()

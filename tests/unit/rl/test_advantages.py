@@ -111,7 +111,7 @@ def test_every_token_has_its_paths_advantage_and_the_prompt_none() -> None:
     every = paths()
     given = assign(policy(), every, said(every))
     first, second = given.trees
-    assert [s.id for s in first.samples] == [f"a#{i} of roll-out 1" for i in range(3)]
+    assert [s.id for s in first.samples] == [f"a#{i} of rollout 1" for i in range(3)]
     advantages = [s.streams["advantage_N"].tolist() for s in first.samples]
     np.testing.assert_allclose(advantages[0], [2 / 3] * 2)
     np.testing.assert_allclose(advantages[2], [-1 / 3] * 4)
@@ -351,7 +351,7 @@ def test_the_best_that_are_good_enough_are_kept() -> None:
     made = Best(CrossEntropy(), BestOfNConfig(keep=2, min_reward=0.4))
     given = assign(made, paths([[0.2, 0.9, 0.5], [0.1, 0.3, 0.2]]), {})
     (tree,) = given.trees
-    assert [s.id for s in tree.samples] == ["a#1 of roll-out 1", "a#2 of roll-out 1"]
+    assert [s.id for s in tree.samples] == ["a#1 of rollout 1", "a#2 of rollout 1"]
     with pytest.raises(CheckFailed, match="min_reward"):
         assign(made, paths([[0.1, 0.2]]), {})
 
@@ -361,10 +361,10 @@ def test_a_cut_answer_is_no_candidate_of_best_of_n_unless_it_is_asked_for() -> N
     every = paths([[0.2, 0.9, 0.5], [0.1, 0.3, 0.2]], a1="length", b1="length")
     made = Best(CrossEntropy(), BestOfNConfig())
     names = [s.id for tree in assign(made, every, {}).trees for s in tree.samples]
-    assert names == ["a#2 of roll-out 1", "b#2 of roll-out 1"]
+    assert names == ["a#2 of rollout 1", "b#2 of rollout 1"]
     keeping = Best(CrossEntropy(), BestOfNConfig(overlong="keep"))
     names = [s.id for tree in assign(keeping, every, {}).trees for s in tree.samples]
-    assert names == ["a#1 of roll-out 1", "b#1 of roll-out 1"]
+    assert names == ["a#1 of rollout 1", "b#1 of rollout 1"]
     cut = paths([[0.9, 0.5]], a0="length", a1="length")
     with pytest.raises(
         CheckFailed, match=r"all 2 completions .* were cut, and best_of_n\.overlong"

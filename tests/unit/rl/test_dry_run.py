@@ -1,4 +1,4 @@
-"""Prompts that stand for a roll-out: what checks look at before anything is generated."""
+"""Prompts that stand for a rollout: what checks look at before anything is generated."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_method_can_learn_from_it(
     method: str, given: dict[str, Any], model: Path, tmp_path: Path
 ) -> None:
-    """The engine's log-probs are the trainer's own."""
+    """The engine's logprobs are the trainer's own."""
     made, _ = make(keys_of(method, model, tmp_path, **given))
     online = made.trainer.source
     assert isinstance(online, Online)

@@ -78,7 +78,7 @@ def test_what_no_reward_applies_to_is_no_error_and_stops_the_run_when_it_is_all_
         monitor.look(step, nothing, log)
     before = monitor.remember()
     with pytest.raises(
-        CheckFailed, match=r"step 4: in 3 roll-outs in a row no completion has a reward: no reward"
+        CheckFailed, match=r"step 4: in 3 rollouts in a row no completion has a reward: no reward"
     ):
         monitor.require_rewards([group(None, None)], 4)
     assert monitor.remember() == before and monitor.unrewarded == 2
@@ -86,7 +86,7 @@ def test_what_no_reward_applies_to_is_no_error_and_stops_the_run_when_it_is_all_
     assert "none of 2 completions has a reward: no reward applies to them; nothing of" in log[0][1]
     monitor.look(4, told(), log)
     assert monitor.unrewarded == 0
-    with pytest.raises(CheckFailed, match="in 1 roll-outs in a row"):
+    with pytest.raises(CheckFailed, match="in 1 rollouts in a row"):
         RolloutMonitor(RolloutMonitorConfig(max_unrewarded=1)).require_rewards(
             [group(None, None)], 1
         )
@@ -110,14 +110,14 @@ def test_roll_outs_without_a_signal_are_counted_in_a_row() -> None:
     log = Log()
     for signal in (0, 1, 0):
         monitor.look(1, told(groups_with_signal=signal), log)
-    with pytest.raises(CheckFailed, match=r"step 9: in the last 2 roll-outs .*0\.5 on average"):
+    with pytest.raises(CheckFailed, match=r"step 9: in the last 2 rollouts .*0\.5 on average"):
         monitor.look(9, told(groups_with_signal=0), log)
     never = RolloutMonitor(RolloutMonitorConfig(max_without_signal=0))
     for _ in range(30):
         never.look(1, told(groups_with_signal=0), log)
     ((name, detail),) = log
     assert name == "equal_rewards" and "max_without_signal" not in detail
-    assert detail.startswith("in the last 3 roll-outs the rewards of every group were equal (the")
+    assert detail.startswith("in the last 3 rollouts the rewards of every group were equal (the")
 
 
 def test_answers_that_cease_to_end_are_told_once_until_they_end_again() -> None:
@@ -199,11 +199,11 @@ def test_it_is_remembered() -> None:
 
 
 def test_what_stops_the_run_is_not_remembered() -> None:
-    """Resumed, the same roll-out counts once."""
+    """Resumed, the same rollout counts once."""
     monitor, log = RolloutMonitor(RolloutMonitorConfig(max_without_signal=2)), Log()
     monitor.look(1, told(groups_with_signal=0), log)
     before = monitor.remember()
-    with pytest.raises(CheckFailed, match="last 2 roll-outs"):
+    with pytest.raises(CheckFailed, match="last 2 rollouts"):
         monitor.look(2, told(groups_with_signal=0), log)
     assert monitor.remember() == before
     kept = monitor.remember()
@@ -214,7 +214,7 @@ def test_what_stops_the_run_is_not_remembered() -> None:
 def updates(
     monitor: RolloutMonitor, log: Log, metrics: Sequence[dict[str, float]], reward: float = 0.3
 ) -> None:
-    """Steps of a loss that knows no engine, each after a roll-out with right and wrong answers."""
+    """Steps of a loss that knows no engine, each after a rollout with right and wrong answers."""
     for step, given in enumerate(metrics, 1):
         monitor.look(step, told(reward=reward), log)
         watched(monitor, log, replace(report(0.0, step=step), metrics=dict(given)))
@@ -230,7 +230,7 @@ def update(kl: float = 0.0, clipped: float = 0.0, entropy: float = 0.6) -> dict[
 
 
 HONEST = [update(kl=0.1 * (i % 4), clipped=0.1 * (i % 4), entropy=0.6 - i / 50) for i in range(20)]
-"""Four updates a roll-out, of whose last 30% of the tokens are clipped; the entropy falls from 0.6 to 0.22."""
+"""Four updates a rollout, of whose last 30% of the tokens are clipped; the entropy falls from 0.6 to 0.22."""
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_values_outside_the_range_of_the_returns_are_told_once_until_they_are_ba
         monitor.look(1, critic(-0.3, 1.4), log)
     monitor.look(
         1, critic(0.1, 0.2, least=0.0, most=0.0), log
-    )  # one roll-out without a right answer
+    )  # one rollout without a right answer
     assert log == []
     for high in (2.0, 6.8):
         monitor.look(2, critic(0.1, high), log)

@@ -47,7 +47,7 @@ class FakeTrainer:
 
     @property
     def rolled_out(self) -> list[int]:
-        """The steps of which a roll-out is told."""
+        """The steps of which a rollout is told."""
         return [fields["step"] for kind, fields in self.told if kind == "rollout"]
 
 
@@ -90,8 +90,8 @@ def trainer_of(method: Online) -> FakeTrainer:
 
 
 def names(trees: list[Tree]) -> list[str]:
-    """The prompt and roll-out of each tree."""
-    return [tree.samples[0].id.replace("#0 of roll-out ", "/") for tree in trees]
+    """The prompt and rollout of each tree."""
+    return [tree.samples[0].id.replace("#0 of rollout ", "/") for tree in trees]
 
 
 def steps(method: Online, first: int, last: int) -> list[list[str]]:
@@ -215,7 +215,7 @@ def test_a_roll_out_without_rewards_skips_its_steps_and_a_resume_is_exact() -> N
     for one in (method, other):
         assert [one.prepare(step) for step in (3, 4)] == [[], []]
         trainer_of(one).done = 4
-        with pytest.raises(CheckFailed, match="step 5: in 3 roll-outs in a row no completion"):
+        with pytest.raises(CheckFailed, match="step 5: in 3 rollouts in a row no completion"):
             one.prepare(5)
     assert other.monitor == method.monitor and method.monitor.unrewarded == 2
     warned = [fields["step"] for kind, fields in trainer_of(method).told if kind == "warning"]
@@ -341,7 +341,7 @@ def test_generating_without_memory_left_is_said_so(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(FakeEngine, "generate", fail)
     with pytest.raises(
-        OutOfMemory, match=r"roll-out of step 1: .*smaller rollout\.local\.seq"
+        OutOfMemory, match=r"rollout of step 1: .*smaller rollout\.local\.seq"
     ) as found:
         online().prepare(1)
     assert found.value.half is None

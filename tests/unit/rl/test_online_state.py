@@ -25,7 +25,7 @@ def test_a_tree_comes_back_to_the_last_bit() -> None:
     random = np.random.default_rng(0)
     at_N = np.array([3, 4, 7])
     whole = Sample(
-        id="train.jsonl:3#1 of roll-out 2",
+        id="train.jsonl:3#1 of rollout 2",
         ids_T=random.integers(0, 99, 9),
         target_at_N=at_N,
         weight_N=np.ones(3),

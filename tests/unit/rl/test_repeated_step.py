@@ -1,4 +1,4 @@
-"""A step that is begun again for want of memory finds the roll-out it had drawn."""
+"""A step that is begun again for want of memory finds the rollout it had drawn."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def test_a_step_begun_again_for_want_of_memory_finds_its_roll_out(
     with pytest.raises(OutOfMemory):
         made.prepare(1)
     names = [sample.id for tree in made.prepare(1) for sample in tree.samples]
-    assert names == [f"p:{row}#{index} of roll-out 1" for row in (1, 2) for index in (0, 1)]
+    assert names == [f"p:{row}#{index} of rollout 1" for row in (1, 2) for index in (0, 1)]
     names = [sample.id for tree in made.prepare(2) for sample in tree.samples]
-    assert names == [f"p:{row}#{index} of roll-out 2" for row in (2, 3) for index in (0, 1)]
+    assert names == [f"p:{row}#{index} of rollout 2" for row in (2, 3) for index in (0, 1)]
 
 
 def test_weights_that_an_engine_has_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ahead of time the first roll-out is of the weights there are: one push for it, and one for each after it."""
+    """Ahead of time the first rollout is of the weights there are: one push for it, and one for each after it."""
     drawn, engine, _ = worker(lambda name, index: f"{name} {index}", lambda one: len(one.text))
     config = RolloutConfig(n=2, asynchronous=True, engine="server", url="http://127.0.0.1:9/v1")
     interrupts = SimpleNamespace(at_once=lambda ranks: nullcontext(), held=nullcontext)

@@ -1,4 +1,4 @@
-"""What is told of a roll-out."""
+"""What is told of a rollout."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_everything_that_was_generated_counts() -> None:
     assert (told["tokens_max"], told["tokens_mean"]) == (3, pytest.approx(12 / 7))
     assert (told["staleness_mean"], told["staleness_max"]) == (2, 2)
     assert (told["seconds_generating"], told["seconds_judging"]) == (2.0, 0.5)
-    assert [one["id"] for one in told["samples"]] == ["a#0 of roll-out 1", "a#1 of roll-out 1"]
+    assert [one["id"] for one in told["samples"]] == ["a#0 of rollout 1", "a#1 of rollout 1"]
     assert "turns_mean" not in told
 
 

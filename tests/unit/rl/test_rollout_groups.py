@@ -1,4 +1,4 @@
-"""Roll-outs: which prompts are asked, what is judged, and groups without a signal asked anew."""
+"""Rollouts: which prompts are asked, what is judged, and groups without a signal asked anew."""
 
 from __future__ import annotations
 

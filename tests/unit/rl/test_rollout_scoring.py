@@ -1,4 +1,4 @@
-"""What policy and critic say of a roll-out, before it is trained on."""
+"""What policy and critic say of a rollout, before it is trained on."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ def test_nothing_is_computed_where_nothing_is_asked(place: Path) -> None:
     trees = [Tree((sample_of(trajectory("a", 0, 2)),))]
     trainer.scorer.register_forward_pre_hook(lambda *_: pytest.fail("a forward"))
     nothing = Wants(logp=False)
-    assert score_trees(trainer, trees, nothing, (), 1) == {"a#0 of roll-out 1": {}}
+    assert score_trees(trainer, trees, nothing, (), 1) == {"a#0 of rollout 1": {}}
 
 
 def test_a_forward_alone_says_nothing_of_what_fits_a_step(place: Path) -> None:
     trainer = built(place, "grpo").trainer
     trees = [Tree((sample_of(trajectory("a", 0, 2)),))]
     found = score_trees(trainer, trees, Wants(), (), 1)
-    assert found["a#0 of roll-out 1"][POLICY].size == 2 and trainer.fit.largest == 0
+    assert found["a#0 of rollout 1"][POLICY].size == 2 and trainer.fit.largest == 0

@@ -63,7 +63,7 @@ def test_first_step_fails_on_a_planted_leak(
     built, events = make(tmp_path)
     monkeypatch.setitem(attention_backends.BACKENDS, "reference", leaking)
     before = parameters_of(built.scorer)
-    with pytest.raises(CheckFailed, match=r"step 1: the log-probs of .*train\.jsonl:\d+ differ by"):
+    with pytest.raises(CheckFailed, match=r"step 1: the logprobs of .*train\.jsonl:\d+ differ by"):
         train_step(built.trainer, 1)
     assert [check["outcome"] for check in of_kind(events, "check")] == ["failed"]
     assert all(torch.equal(value, before[n]) for n, value in parameters_of(built.scorer).items())

@@ -9,7 +9,7 @@ program is not given:
     nonce [outcome, stdout, stderr, seconds, value]      texts in base64; as ``limits.Ran`` has them
 
 A trial means the same as in ``guest.py``: a script reads standard input; a call's value is printed as JSON and compared
-by whoever asked; a check is code that is run in the program's names.
+by the caller; a check is code that is run in the program's names.
 
 Standard library only, Python 3.9 or later; imports nothing of ours.
 """
