@@ -16,13 +16,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from multiprocessing import Pipe
+from multiprocessing import Pipe, forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
 from typing import Any
+
+import pytest
 
 from taut.io import processes
 
@@ -160,10 +162,18 @@ def worlds(num_ranks: int) -> list[dict[str, str]]:
     ]
 
 
+RANK_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
 @cache
 def _server() -> ForkServerContext:
+    """The fork server, started now. Its processes have its environment: none is a rank because the first test was one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in RANK_VARIABLES:
+            patch.delenv(name, raising=False)
+        forkserver.ensure_running()
     return context
 
 

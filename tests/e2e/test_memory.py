@@ -18,7 +18,7 @@ import taut
 from taut.cli import main
 from taut.commands.train import _stopped
 from taut.errors import OutOfMemory
-from taut.evals.during import HeldOut
+from taut.evals import during
 from taut.inference.local import LocalEngine
 from taut.train import trainer as loop
 from taut.train.log import all_events
@@ -214,14 +214,14 @@ def test_an_evaluation_without_memory_keeps_what_was_trained(
     whole = go("whole", **keys).out
     step = every or 4
     with monkeypatch.context() as planted:
-        add = HeldOut._add
+        prepare = during.prepare_microbatches
 
-        def few(self: HeldOut, *given: Any) -> Any:
+        def few(trainer: Trainer, *arguments: Any) -> Any:
             too_much = partial(torch.empty, 1 << 50)
-            planted.setattr(type(self.trainer.scorer), "forward", lambda *_, **__: too_much())
-            return add(self, *given)
+            planted.setattr(type(trainer.scorer), "forward", lambda *_, **__: too_much())
+            return prepare(trainer, *arguments)
 
-        planted.setattr(HeldOut, "_add", few)
+        planted.setattr(during, "prepare_microbatches", few)
         with pytest.raises(
             taut.TautError, match=rf"^held-out loss after step {step}: out of memory"
         ) as e:
