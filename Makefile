@@ -30,12 +30,13 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## train a small real model for a few minutes and show what changed
 	$(RUN)/python -m taut demo
 
+# Three at a time on two cores: many tests wait for processes and clocks.
 test test-slow: export OMP_NUM_THREADS := 1
 test: $(STAMP) ## the tests that need no downloaded model, without the slow ones; GPU tests run where there is a GPU
-	$(PYTEST) -q -n 2 -m "not real and not slow" $(ARGS)
+	$(PYTEST) -q -n 3 -m "not real and not slow" $(ARGS)
 
 test-slow: $(STAMP) ## the slow tests that need no downloaded model; .ci/run runs them too
-	$(PYTEST) -q -n 2 -m "slow and not real" $(ARGS)
+	$(PYTEST) -q -n 3 -m "slow and not real" $(ARGS)
 
 test-real: $(STAMP) ## tests on the small real model (run make demo once before)
 	$(PYTEST) -q -m real $(ARGS)

@@ -167,7 +167,7 @@ RANK_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_POR
 
 @cache
 def _server() -> ForkServerContext:
-    """The fork server, started now. Its processes have its environment: none is a rank because the first test was one."""
+    """The fork server. Its processes have its environment, in which there is no rank, whichever test needs it first."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
     with pytest.MonkeyPatch.context() as patch:
