@@ -222,7 +222,7 @@ def overwrite_at_once(stepped: Stepped, background: Checkpoints) -> bool:
 
 def is_saved(expected: sharded.State, checkpoints: Checkpoints) -> bool:
     """Whether the newest checkpoint, read back, is this bit for bit."""
-    saved, _ = checkpoint.find(checkpoints.folder, checkpoints.ranks, skip_damaged=False)
+    saved, _ = checkpoint.find_newest(checkpoints.folder, checkpoints.ranks, skip_damaged=False)
     assert saved is not None
     found = {name: torch.full_like(tensor, 3.0) for name, tensor in expected.items()}
     sharded.read(found, saved.path, checkpoints.ranks)
@@ -237,7 +237,7 @@ def resume(stepped: Stepped, background: Checkpoints) -> Result:
         os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(number)
     began = time.perf_counter()
-    saved, _ = checkpoint.find(background.folder, background.ranks, skip_damaged=False)
+    saved, _ = checkpoint.find_newest(background.folder, background.ranks, skip_damaged=False)
     assert saved is not None
     verified = time.perf_counter()
     background.resume(saved)

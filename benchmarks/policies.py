@@ -34,8 +34,8 @@ POLICIES = {
     "fresh": Policy(DAPO, {}, is_fresh=True),
     "dapo": Policy(DAPO, {}),
     "bnpo": Policy({"loss_type": "bnpo", **CLIP}, {}),
-    "grpo": Policy({"loss_type": "grpo", **CLIP}, {"average": "sequence"}),
-    "dr_grpo": Policy({"loss_type": "dr_grpo", **CLIP}, {"average": "constant"}),
+    "grpo": Policy({"loss_type": "grpo", **CLIP}, {"loss_aggregation": "sequence"}),
+    "dr_grpo": Policy({"loss_type": "dr_grpo", **CLIP}, {"loss_aggregation": "constant"}),
     "delta": Policy({**DAPO, "delta": 1.3}, {"dual_clip": 1.3}),
     "gspo": Policy(
         {
@@ -51,7 +51,7 @@ POLICIES = {
     "k3": Policy({**DAPO, "beta": 0.04, "use_bias_correction_kl": False}, K3),
     "k3, grpo": Policy(
         {"loss_type": "grpo", **CLIP, "beta": 0.04, "use_bias_correction_kl": False},
-        {"average": "sequence", **K3},
+        {"loss_aggregation": "sequence", **K3},
     ),
     "corrected kl": Policy({**DAPO, "beta": 0.04}, {"kl_coef": 0.04}, has_value=False),
     "entropy": Policy({**DAPO, "entropy_coef": 0.01}, {"entropy_coef": 0.01}),

@@ -29,9 +29,9 @@ class Taut:
         """Time the forwards over prompts, which have a layout."""
         next_logits = scorer.next_logits
 
-        def timed(ids_T: Any, position_ids: Any, layout: Any, read_R: Any) -> Any:
+        def timed(ids_T: Any, position_ids: Any, layout: Any, *others: Any) -> Any:
             start = time.perf_counter()
-            logits_RV = next_logits(ids_T, position_ids, layout, read_R)
+            logits_RV = next_logits(ids_T, position_ids, layout, *others)
             if isinstance(layout, Layout):
                 self.prefill_seconds += time.perf_counter() - start
             return logits_RV

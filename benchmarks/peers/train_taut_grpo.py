@@ -83,7 +83,7 @@ def main() -> None:
 def watch() -> Phases:
     """The phases of each step."""
     phases = Phases()
-    phases.watch(online.Online, "_rolled_out", "scoring")
+    phases.watch(online.Online, "_new_phase", "scoring")
     phases.watch(LocalEngine, "generate", "generation")
     phases.watch(trainer, "fill_streams", "scoring")
     take_step, make = trainer._take_step, LocalEngine.__init__

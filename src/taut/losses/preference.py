@@ -271,6 +271,24 @@ def _partners(step: Observed) -> dict[str, Tensor]:
     }
 
 
+DpoVariant: TypeAlias = Literal[
+    "sigmoid",
+    "ipo",
+    "hinge",
+    "robust",
+    "exo",
+    "discopop",
+    "nca",
+    "bco",
+    "sppo",
+    "apo_zero",
+    "apo_down",
+    "aot",
+    "aot_unpaired",
+]
+"""The values of ``dpo.loss``: the names of ``VARIANTS``, to which a test holds them."""
+
+
 class Variant(NamedTuple):
     """A function of the DPO family."""
 
@@ -301,7 +319,11 @@ VARIANTS: dict[str, Variant] = {
     "aot": Variant(aot, is_smoothed=True, statistics=_offset_of_rank),
     "aot_unpaired": Variant(aot_unpaired, is_smoothed=True, statistics=_partners),
 }
-"""name -> function; the formulas are in the module's docstring."""
+"""name -> function; the formulas are in the module's docstring.
+
+A new one has its value where policy and reference are one in THEORY of checks/loss.py, its formula a second time in
+tests/oracle/test_preference_formulas.py, and a row in docs/preference.md.
+"""
 
 
 # -- losses on pairs -------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ refused by the loss itself, which names these keys.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -18,25 +18,8 @@ from taut.config import NotNegative, Positive, configclass
 from taut.data.schema import Kind
 from taut.errors import ConfigError
 from taut.losses.loss import Loss
-from taut.losses.preference import Divergence, Preference
+from taut.losses.preference import Divergence, DpoVariant, Preference
 from taut.methods.method import RunConfig
-
-DpoVariant: TypeAlias = Literal[
-    "sigmoid",
-    "ipo",
-    "hinge",
-    "robust",
-    "exo",
-    "discopop",
-    "nca",
-    "bco",
-    "sppo",
-    "apo_zero",
-    "apo_down",
-    "aot",
-    "aot_unpaired",
-]
-"""The names of losses.preference.VARIANTS; a test holds them to it."""
 
 
 @configclass
@@ -63,8 +46,8 @@ class DpoConfig:
     """Scale of the implicit reward, beta * log-ratio: a larger value keeps the policy closer to the
     reference. IPO's tau."""
     loss: DpoVariant | list[DpoVariant] = "sigmoid"
-    """sigmoid (DPO), ipo, hinge (SLiC), robust, exo, discopop, nca, bco, sppo, apo_zero, apo_down, aot, aot_unpaired;
-    of a list the weighted sum (MPO)."""
+    """The function of a pair: sigmoid is DPO, hinge SLiC, the others have their papers' names; of a list the weighted
+    sum (MPO)."""
     loss_weights: list[Positive] | None = None
     """One weight for each of loss; 1 each if not set."""
     sft_weight: NotNegative = 0.0

@@ -3,7 +3,6 @@
 rewards = "math"
 rewards = ["exact_match", "own.py:function"]
 rewards = ["math", {name = "length_target", weight = 0.1, options = {target = 200}}]
-
 """
 
 from __future__ import annotations
@@ -50,7 +49,8 @@ REWARDS: dict[str, type[Verifier]] = {
     "reward_server": RewardServer,
     "judge": Judge,
 }
-"""name -> verifier, a configclass of its options. Every entry is held to the properties in tests/unit/rewards."""
+"""name -> verifier, a configclass of its options. Every entry is held to tests/unit/rewards/test_verifiers.py, and
+where it runs on this machine without a model, to tests/attacks/answers.py; both have a line for each."""
 
 
 @configclass

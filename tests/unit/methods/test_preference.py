@@ -8,11 +8,11 @@ import pytest
 
 from taut.config import configclass, load
 from taut.errors import ConfigError
-from taut.losses.preference import VARIANTS, Orpo, Preference, Unpaired
+from taut.losses.preference import VARIANTS, DpoVariant, Orpo, Preference, Unpaired
 from taut.methods.cpo import CpoConfig
 from taut.methods.kto import KtoConfig
 from taut.methods.orpo import OrpoConfig
-from taut.methods.preference import DpoConfig, DpoVariant
+from taut.methods.preference import DpoConfig
 from taut.methods.simpo import SimpoConfig
 
 

@@ -234,8 +234,8 @@ def test_every_reward_says_where_it_runs_travels_to_a_worker_and_keeps_its_optio
 ) -> None:
     verifier = verifier_of(name, LEAST.get(name, {}))
     assert verifier.runs in get_args(Place)
-    assert verifier.judges == ("form" if name in FORM else "correctness")
-    assert verifier.full_marks == (1.0 if name in FULL_MARKS else None)
+    assert verifier.judges == ("form" if name in FORM else "correctness"), "FORM in this file"
+    assert verifier.full_marks == (1.0 if name in FULL_MARKS else None), "FULL_MARKS in this file"
     assert verifier.seconds > 0
     assert pickle.loads(pickle.dumps(verifier)) == verifier
     assert all(row.doc for row in describe(REWARDS[name]))
