@@ -336,6 +336,8 @@ FILE = "contract.json"
 FORMAT = 1
 """Raised whenever a reader of an older file could misread a newer one."""
 
+TOKENIZER_BYTES = 2**30
+"""Largest tokenizer.json; one with many tokens is larger than other JSON files."""
 NUMBERS = re.compile(r"\[\n([^\[\]{}\"]*)\]")
 """A list of numbers, a number a line: no string in JSON has a line break."""
 VERSIONS = ("taut", "torch", "transformers", "tokenizers")
@@ -576,7 +578,7 @@ def facts_of(
         for name, value in generation.items()
         if name != "transformers_version" and not name.startswith("_")
     }
-    tokenizer_tree = files.read_json(directory / "tokenizer.json")
+    tokenizer_tree = files.read_json(directory / "tokenizer.json", TOKENIZER_BYTES)
     for key in ("padding", "truncation"):  # calls change these
         tokenizer_tree.pop(key, None)
     described = [directory / name for name in PROCESSOR_FILES if (directory / name).is_file()]

@@ -51,8 +51,9 @@ class Helper:
 
     @property
     def pipe(self) -> Connection:
-        """This end of the pipe."""
-        assert self._pipe is not None, "the helper is not started"
+        """This end of the pipe. OSError: there is no process."""
+        if self._pipe is None:
+            raise OSError("the process has been ended")
         return self._pipe
 
     @property
@@ -135,6 +136,8 @@ class Helper:
             timer.join()
             if is_late.is_set():
                 self.end()
+        if is_late.is_set():  # the answer came while the process was being ended
+            raise Late
 
     def kill(self) -> None:
         """Kill the process and what it started; a call that waits for it fails. One that was reaped is left alone: its
@@ -147,12 +150,14 @@ class Helper:
     def reap(self) -> int | None:
         """End the process after it closed its pipe, and what it started. Its exit status, negative for a signal; None:
         it did not end by itself."""
-        assert self.process is not None
+        process = self.process
+        if process is None:  # the interpreter exits, and has ended it
+            return None
         deadline = time.monotonic() + PATIENCE
         while (is_alive := self.is_alive) and time.monotonic() < deadline:
             time.sleep(0.005)
         self.kill()
-        status = self.process.wait()
+        status = process.wait()
         self.end()
         return None if is_alive else status
 

@@ -89,11 +89,11 @@ class Ahead(Generic[T]):
         try:
             return self._future.result()
         finally:
-            self.started = None
+            self.close()
 
     def close(self) -> None:
-        """Forget the call."""
-        self.started = None
+        """Forget the call and its result."""
+        self.started, self._future = None, Future()
 
 
 # -- what a checkpoint keeps

@@ -86,7 +86,7 @@ def test_its_rate_has_a_default_of_its_own_where_none_is_set() -> None:
                     "critic",
                     "a head on the policy's hidden states",
                     "critic.kind=shared, which does not train them; checkpoints have it, and it is not saved "
-                    "beside the model",
+                    "with the model",
                 ),
                 ("critic.head", "zero", "a new head: V = 0 at the start"),
             ],

@@ -126,14 +126,15 @@ def test_a_decoder_that_the_system_kills() -> None:
     def kill() -> None:
         end = time.monotonic() + 30
         while time.monotonic() < end:
-            for process in [it.process for it in helper._live - others if it.process is not None]:
-                if _seconds(process.pid) > 0.3:
+            for held in helper._live - others:
+                process = held.process
+                if process is not None and _seconds(process.pid) > 0.3:
                     process.send_signal(signal.SIGKILL)
                     return
             time.sleep(0.02)
 
     decoding.end_all()
-    others = set(helper._live)
+    others = set(helper._live)  # such as the process of limited functions
     thread = threading.Thread(target=kill)
     thread.start()
     with pytest.raises(DataError, match="was killed, as the system does") as error:
