@@ -36,6 +36,17 @@ def sent(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return as_json
 
 
+def pictures_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The pictures of messages, in their order, as parts of a content."""
+    return [
+        part
+        for message in sent(messages)
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+        if part["type"] == "image_url"
+    ]
+
+
 def _data_url(picture: ImageRef) -> str:
     raw = encoded(picture, WITHIN)
     kind = mime_type(raw)
@@ -138,13 +149,7 @@ class Judge(Verifier):
             r"\{(question|answer|reference)\}", lambda match: values[match[1]], self.template
         )
         content: Any = question
-        pictures = [
-            part
-            for message in ([] if isinstance(answered.prompt, str) else sent(answered.prompt))
-            if isinstance(message.get("content"), list)
-            for part in message["content"]
-            if part["type"] == "image_url"
-        ]
+        pictures = [] if isinstance(answered.prompt, str) else pictures_of(answered.prompt)
         if pictures:
             content = [*pictures, {"type": "text", "text": question}]
         body = {
