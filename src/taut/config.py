@@ -313,13 +313,13 @@ def explain(
     """The mistakes in ``tree``. ``places``: the origin of the keys in ``assigned``, and of the others; ``keys``: those
     of the configuration.
     """
-    found: dict[KeyPath, list[Any]] = {}
+    details_of: dict[KeyPath, list[Any]] = {}
     for detail in error.errors(include_url=False):
-        found.setdefault(_path_of(detail, tree), []).append(detail)
+        details_of.setdefault(_path_of(detail, tree), []).append(detail)
     deepest = {
         path: details
-        for path, details in found.items()
-        if not any(other[: len(path)] == path for other in found if len(other) > len(path))
+        for path, details in details_of.items()
+        if not any(other[: len(path)] == path for other in details_of if len(other) > len(path))
         or details[0]["type"] == "value_error"
     }
     lines = []
@@ -498,7 +498,7 @@ def override(config: T, overrides: Sequence[str]) -> T:
     """A configuration with ``a.b=value`` set on top."""
     cls, place = type(config), "on the command line"
     return _build(
-        cls, to_dict(config), [_parse_override(cls, it) for it in overrides], (place,) * 2
+        cls, to_dict(config), [_parse_override(cls, text) for text in overrides], (place,) * 2
     )
 
 
@@ -541,9 +541,9 @@ def read_url(text: str, key: str, secret_key: str) -> str:
     if parts.scheme not in ("http", "https") or not host or port == 0 or not is_plain:
         # What is not plain may hold a secret: then no more than the host is shown.
         rest = f": has more than host and path{f' ({host})' if host else ''}"
-        found = f"={text}: cannot be used" if is_plain else rest
+        problem = f"={text}: cannot be used" if is_plain else rest
         raise ConfigError(
-            f"{key}{found}; expected a URL of host and path, as in http://127.0.0.1:8000/v1; correct it; a key or "
+            f"{key}{problem}; expected a URL of host and path, as in http://127.0.0.1:8000/v1; correct it; a key or "
             f"password goes into the environment variable that {secret_key} names"
         )
     return text.rstrip("/")
@@ -829,8 +829,8 @@ def _value_type(annotation: Any) -> Any:
     """The type of the values of ``dict[str, X] | None``; None for what is no such thing."""
     if typing.get_origin(annotation) is dict:
         return typing.get_args(annotation)[1]
-    found = [_value_type(branch) for branch in typing.get_args(annotation)]
-    return next((value for value in found if value is not None), None)
+    types = [_value_type(branch) for branch in typing.get_args(annotation)]
+    return next((value for value in types if value is not None), None)
 
 
 def _leaves(cls: type[Any], prefix: str) -> Iterator[tuple[str, FieldInfo]]:

@@ -159,10 +159,10 @@ class Decoding:
 
     def advance(self, is_live: Sequence[bool]) -> None:
         """Count the tokens that the step has added, and drop the completions that it has ended."""
-        for own, start, stop in self.owns:
-            own.length += 1
+        for part, start, stop in self.owns:
+            part.length += 1
             if not all(is_live[start:stop]):
-                own.keep(is_live[start:stop])
+                part.keep(is_live[start:stop])
         for group, (start, stop) in self._rows():
             group.num_rows = sum(is_live[start:stop])
 
@@ -176,8 +176,8 @@ class Decoding:
             rows = query[0].transpose(0, 1).reshape(shape)
             key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
             own_parts = [
-                own.attend(layer, rows[start:stop], key[start:stop], value[start:stop], call)
-                for own, start, stop in self.owns
+                part.attend(layer, rows[start:stop], key[start:stop], value[start:stop], call)
+                for part, start, stop in self.owns
             ]
             if len(own_parts) == 1:
                 out, lse = own_parts[0]

@@ -110,9 +110,9 @@ class Layout:
         """For each segment the flat indices of its ancestors' tokens, then its own: entry j has depth j."""
         paths: list[IntArray] = []
         for segment in self.segments:
-            own = np.arange(segment.start, segment.stop)
-            above = paths[segment.parent] if segment.parent >= 0 else own[:0]
-            paths.append(np.concatenate([above, own]))
+            positions = np.arange(segment.start, segment.stop)
+            above = paths[segment.parent] if segment.parent >= 0 else positions[:0]
+            paths.append(np.concatenate([above, positions]))
         return tuple(paths)
 
     @cached_property

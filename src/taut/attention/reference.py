@@ -57,10 +57,10 @@ def parts(layout: Layout) -> list[Part]:
         rectangles = []
         for segment in layout.segments:
             is_first = segment.parent < 0
-            own = (segment.start, segment.stop)
-            rectangles.append((*own, *own, True, is_first))
+            span = (segment.start, segment.stop)
+            rectangles.append((*span, *span, True, is_first))
             if segment.reach > segment.stop:
-                rectangles.append((segment.stop, segment.reach, *own, False, is_first))
+                rectangles.append((segment.stop, segment.reach, *span, False, is_first))
         layout.cache["parts"] = rectangles
     return rectangles
 

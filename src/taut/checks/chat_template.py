@@ -765,8 +765,8 @@ def targets_are_the_answers(session: Session) -> Finding:
             for message in (row.messages[index] for index in learned):
                 names = [call["function"]["name"] for call in message.get("tool_calls", ())]
                 answers += [*filter(None, (_reasoning(message), _answer(message), *names))]
-            asked = [message for message in row.messages if message["role"] != "assistant"]
-            others = [words for message in asked for words in _texts(message)]
+            inputs = [message for message in row.messages if message["role"] != "assistant"]
+            others = [words for message in inputs for words in _texts(message)]
         rest, fault = _targets_as_text(session, samples), ""
         for words in map(_normal, answers):
             before, _, after = rest.partition(words)

@@ -377,10 +377,12 @@ def exchanges(session: Session) -> list[Exchange]:
 
     pairs = []
     if isinstance(session.train, PromptSet):
-        for asked in session.train.prompt_rows:
-            prompt = "" if isinstance(asked.prompt, str) else words(asked.prompt)
-            for reference in asked.references[:1]:
-                pairs.append(Exchange(asked.place, prompt or str(asked.prompt), reference))
+        for prompt_row in session.train.prompt_rows:
+            prompt = "" if isinstance(prompt_row.prompt, str) else words(prompt_row.prompt)
+            for reference in prompt_row.references[:1]:
+                pairs.append(
+                    Exchange(prompt_row.place, prompt or str(prompt_row.prompt), reference)
+                )
         return pairs
     for row in first_rows(session):
         if isinstance(row, Completion):

@@ -52,7 +52,7 @@ def every_tensor_is_in_its_dtype(session: Session) -> Finding:
 
     A product in a narrower dtype than was asked for is a silent cast; its layer is named.
     """
-    parameters, asked, many = session.loaded.dtype.parameters, session.dtype, session.quantity.many
+    parameters, wanted, many = session.loaded.dtype.parameters, session.dtype, session.quantity.many
     model = session.scorer.model
     narrow = [
         f"{name} is in {dtype_name(parameter.dtype)}"
@@ -83,29 +83,29 @@ def every_tensor_is_in_its_dtype(session: Session) -> Finding:
         output_dtype = session.forward(pack([session.short_sample], ALONE)).dtype
     products, total = counter.products, counter.products.total()
     lines = {key: f"{key[0]} computes in {dtype_name(key[1])}" for key in products}
-    narrow_products = [key for key in products if _is_narrower(key[1], asked)]
+    narrow_products = [key for key in products if _is_narrower(key[1], wanted)]
     if narrow_products or _is_narrower(output_dtype, torch.float32):
         number = sum(products[key] for key in narrow_products)
         return failed(
-            f"{number} of {total} products are narrower than {dtype_name(asked)}",
+            f"{number} of {total} products are narrower than {dtype_name(wanted)}",
             measured=(number, f"of {total} products"),
             evidence=[lines[key] for key in narrow_products[:3]]
             or [f"{many} are in {dtype_name(output_dtype)}"],
-            remedy=f"dtype={dtype_name(asked)} is not applied there; remove the cast in the model's code, or set "
+            remedy=f"dtype={dtype_name(wanted)} is not applied there; remove the cast in the model's code, or set "
             "dtype=bfloat16 if that is what you want",
         )
-    num_asked = sum(count for (_, dtype), count in products.items() if dtype == asked)
+    num_asked = sum(count for (_, dtype), count in products.items() if dtype == wanted)
     if not num_asked:
         return failed(
-            f"no product of the model is in {dtype_name(asked)}",
+            f"no product of the model is in {dtype_name(wanted)}",
             measured=(0, f"of {total} products"),
             evidence=[*lines.values()][:3],
-            remedy=f"dtype={dtype_name(asked)} is not applied; set dtype=float32, and please report the model",
+            remedy=f"dtype={dtype_name(wanted)} is not applied; set dtype=float32, and please report the model",
         )
-    wider = Counter(where.rpartition(".")[2] for where, dtype in products if dtype != asked)
+    wider = Counter(where.rpartition(".")[2] for where, dtype in products if dtype != wanted)
     kinds = ", ".join(f"{count} {name}" for name, count in wider.most_common(3))
     return passed(
-        f"parameters {dtype_name(parameters)}, {num_asked} of {total} products in {dtype_name(asked)}, {many} "
+        f"parameters {dtype_name(parameters)}, {num_asked} of {total} products in {dtype_name(wanted)}, {many} "
         f"{dtype_name(output_dtype)}",
         total,
         "products",

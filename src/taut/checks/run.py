@@ -105,8 +105,8 @@ def _computation(session: Session) -> Iterator[Setting]:
     modules = architecture.language_model(model).modules()
     configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}
     names = [str(getattr(config, "_attn_implementation", None)) for config in configs.values()]
-    asked = chosen.name if run.attention == "auto" else run.attention
-    yield Setting("attention", asked, _listed(name.removeprefix("taut_") for name in names))
+    requested = chosen.name if run.attention == "auto" else run.attention
+    yield Setting("attention", requested, _listed(name.removeprefix("taut_") for name in names))
     layers = architecture.layers(model)
     on = [layer for layer in layers if getattr(layer, "gradient_checkpointing", False)]
     calls = [getattr(layer, "_gradient_checkpointing_func", None) for layer in on]
@@ -160,8 +160,8 @@ def _trained(session: Session) -> Iterator[Setting]:
         state = f"{still[0]} is frozen" if still else "trained"
         yield Setting("all that freeze does not name", "trained", state)
     each = "each once" if len(in_optimizer) == len(members) else "some twice"
-    asked = f"{len(trained(session))} tensors, each once"
-    yield Setting("optimizer", asked, f"{len(members)} tensors, {each}")
+    requested = f"{len(trained(session))} tensors, each once"
+    yield Setting("optimizer", requested, f"{len(members)} tensors, {each}")
     config, optimizer = session.run.optim, session.trainer.optimizer
     groups = optimizer.param_groups
     yield Setting("optim", "AdamW", type(optimizer).__name__)
@@ -197,8 +197,8 @@ def _adapters(session: Session) -> Iterator[Setting]:
     if not session.run.lora.is_on:
         yield Setting("lora.rank", "no adapters", f"{len(adapted) or 'no'} adapters")
         return
-    asked = _asked_of_adapters(session)
-    wanted = adapter_targets(session, modules, adapted, asked["targets"])
+    requested = _asked_of_adapters(session)
+    wanted = adapter_targets(session, modules, adapted, requested["targets"])
     missing, more = sorted(wanted - set(adapted)), sorted(set(adapted) - wanted)
     state = f"{len(adapted)} modules"
     state += (f", not {missing[0]}" if missing else "") + (f", also {more[0]}" if more else "")
@@ -212,12 +212,14 @@ def _adapters(session: Session) -> Iterator[Setting]:
         if getattr(layer, "parameter_name", "") == "gate_up_proj":
             num_matrices *= 2
         ranks.append(float(layer.lora_A[name].weight.shape[0] / num_matrices))
-    yield Setting("lora.rank", _listed([asked["rank"]]), _listed(ranks))
-    scale = asked["alpha"] / (math.sqrt(asked["rank"]) if asked["rslora"] else asked["rank"])
+    yield Setting("lora.rank", _listed([requested["rank"]]), _listed(ranks))
+    scale = requested["alpha"] / (
+        math.sqrt(requested["rank"]) if requested["rslora"] else requested["rank"]
+    )
     scales = _listed(round(float(layer.scaling[name]), 6) for layer in layers)
     yield Setting("lora.alpha", f"a scale of {_listed([round(scale, 6)])}", f"a scale of {scales}")
     dora = _listed(name in layer.lora_magnitude_vector for layer in layers)
-    yield Setting("lora.dora", str(asked["dora"]), dora)
+    yield Setting("lora.dora", str(requested["dora"]), dora)
     dropouts = []
     for layer in layers:
         dropout = layer.lora_dropout[name]
@@ -225,11 +227,11 @@ def _adapters(session: Session) -> Iterator[Setting]:
             dropouts.append(f"{dropout.p:g}, drawn by place")
         else:
             dropouts.append(_listed([dropout.p if isinstance(dropout, KeyedDropout) else 0.0]))
-    yield Setting("lora.dropout", _listed([asked["dropout"]]), _listed(dropouts))
+    yield Setting("lora.dropout", _listed([requested["dropout"]]), _listed(dropouts))
     model = session.scorer.model
     training = [name for name, p in model.named_parameters() if p.requires_grad]
     whole = [name for name in training if ".modules_to_save" in name]
-    for saved in asked["modules_to_save"]:
+    for saved in requested["modules_to_save"]:
         if saved == "projector" and architecture.has_parts(model):
             is_trained = any(architecture.part_of(name) == saved for name in whole)
         else:
@@ -311,9 +313,9 @@ def each_step_has_its_samples(session: Session) -> Finding:
         samples = max(1, round((1.0 if run.epochs is None else run.epochs) * order.epoch_size))
         wanted = -(-samples // run.batch.samples_per_step)
     if last != wanted and not order.origin.step:
-        asked = f"steps={run.steps}" if run.steps is not None else f"epochs={run.epochs or 1}"
+        setting = f"steps={run.steps}" if run.steps is not None else f"epochs={run.epochs or 1}"
         return failed(
-            f"the run has {last} steps where {asked} makes {wanted}",
+            f"the run has {last} steps where {setting} makes {wanted}",
             measured=(last, "steps"),
             evidence=[f"{order.epoch_size} samples an epoch, {run.batch.samples_per_step} a step"],
             remedy="set steps to the number that is wanted, and please report this",

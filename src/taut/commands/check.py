@@ -85,11 +85,13 @@ def run(config: RunConfig, options: CheckOptions) -> int:
             _show_row(console, answered)
 
     examination = _examine(session, part, show)
-    num_not_asked = Counter(one.cause for one in examination.answered if one.cause is not None)
+    num_not_asked = Counter(
+        finding.cause for finding in examination.answered if finding.cause is not None
+    )
     for cause, number in num_not_asked.items():
         text = f"\n{counted(number, 'checks')} not asked, since {cause} failed"
         console.print(Text(text, STYLES["skipped"]))
-    left_out = [one.name for one in examination.answered if one.is_left_out]
+    left_out = [finding.name for finding in examination.answered if finding.is_left_out]
     if left_out:
         text = f"\nleft out by name (checks.skip): {', '.join(left_out)}"
         console.print(Text(text, STYLES["warning"]))
@@ -143,7 +145,7 @@ def as_json(examination: Examination, about: dict[str, Any]) -> dict[str, Any]:
         "part": examination.part,
         "outcome": "failed" if examination.failures else "passed",
         "seconds": round(examination.seconds, 3),
-        "checks": [one.as_fields() for one in examination.answered],
+        "checks": [finding.as_fields() for finding in examination.answered],
     }
 
 

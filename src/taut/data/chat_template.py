@@ -251,8 +251,8 @@ class Template:
             return f"the file that {self.key} names"
         directory = Path(self.tokenizer.name_or_path)
         names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
-        found = next((name for name in names if (directory / name).is_file()), None)
-        return str(directory / found) if found else f"of {directory}"
+        file = next((name for name in names if (directory / name).is_file()), None)
+        return str(directory / file) if file else f"of {directory}"
 
     def encode(self, texts: Iterable[Text]) -> dict[Text, Ids]:
         """The ids of each text; one call of the tokenizer for each kind of text."""

@@ -130,9 +130,9 @@ class Opened:
         self._require_unchanged()
 
     def _require_unchanged(self) -> None:
-        if found := changes(self.stamps):
+        if changed := changes(self.stamps):
             raise DataError(
-                f"{self.path}: the data changed while they were read: {found[0]}; expected them to stay as they "
+                f"{self.path}: the data changed while they were read: {changed[0]}; expected them to stay as they "
                 "are; begin again when they are written"
             )
 

@@ -233,8 +233,8 @@ class CallFormat:
         while (start := text.find(opening, at)) >= 0:
             yield text[at:start]
             try:
-                found, at = self._marked(text, start, tools)
-                yield from found
+                calls, at = self._marked(text, start, tools)
+                yield from calls
             except Malformed as error:
                 yield error
                 # reading continues at the end of that call, or at the start of the next
@@ -251,11 +251,11 @@ class CallFormat:
         begin = re.compile(loose(self.begin)).match(text, at)
         if begin is None:
             raise Malformed(f"expected {' '.join(self.begin.split())} before a call")
-        found, at = self.body.read(text, begin.end(), tools)
+        calls, at = self.body.read(text, begin.end(), tools)
         end = re.compile(rf"\s*{loose(self.end)}").match(text, at)
         if end is None:
             raise Malformed(f"expected {' '.join(self.end.split())} after the call")
-        return found, end.end()
+        return calls, end.end()
 
     def _whole(self, text: str, tools: Sequence[Tool]) -> Iterator[str | _Found | Malformed]:
         """A text that is one call from its first character to its last, or contains none."""
@@ -268,10 +268,10 @@ class CallFormat:
             yield text
             return
         try:
-            found, at = self.body.read(bare, 0, tools)
+            calls, at = self.body.read(bare, 0, tools)
             if bare[at:].strip():
                 raise Malformed("there is text after the call; expected the call alone")
-            yield from found
+            yield from calls
         except Malformed as error:
             yield error
 
@@ -377,24 +377,24 @@ USUAL = ("<think>", "</think>")
 
 def derive_call_format(template: Template) -> CallFormat:
     """How this template writes calls. Raises RenderError where it writes none, or in a way that cannot be read."""
-    one = _turn(template, PROBES[:1])
-    if one is None or PROBES[0].name not in one:
+    single = _turn(template, PROBES[:1])
+    if single is None or PROBES[0].name not in single:
         raise RenderError(
             "the chat template writes no tool calls; expected one that does, since tools are on offer; give another "
             f"with {template.key}=FILE"
         )
     plain = _turn(template, ()) or ""
-    one = one[len(_common_prefix(plain, one)) :]
+    single = single[len(_common_prefix(plain, single)) :]
     two = _turn(template, PROBES)
     for find in (_find_object, _find_named, _find_tagged):
         try:
-            made = find(one, two)
+            made = find(single, two)
         except ValueError:  # two calls are not written as one is
             continue
         if made is None:
             continue
         specials = tuple(template.tokenizer.get_added_vocab()) if not made[0] else ()
-        derived = CallFormat(*made, example=one, specials=specials)
+        derived = CallFormat(*made, example=single, specials=specials)
         # proven: calls that the template writes are read as what they are
         for calls in (PROBES[: 2 if two else 1], HARD):
             text = _turn(template, calls)
@@ -405,7 +405,7 @@ def derive_call_format(template: Template) -> CallFormat:
         else:
             return replace(derived, thought=_thought(template, derived))
     raise RenderError(
-        f"the chat template writes a tool call as {one.strip()!r:.200}, which is in none of the forms that are read "
+        f"the chat template writes a tool call as {single.strip()!r:.200}, which is in none of the forms that are read "
         f"(JSON, or tags with a key and a value); expected one of them; give another template with {template.key}=FILE"
     )
 
@@ -457,10 +457,10 @@ _Made: TypeAlias = tuple[str, str, Body]
 
 
 def _find_object(one: str, two: str | None) -> _Made | None:
-    found = _object_of(one, PROBES[0])
-    if found is None:
+    call = _object_of(one, PROBES[0])
+    if call is None:
         return None
-    start, stop, *keys = found
+    start, stop, *keys = call
     second = _object_of(two, PROBES[1], one[start:stop]) if two else None
     before, after = one[:start], one[stop:]
     if before.rstrip().endswith("[") and after.lstrip().startswith("]"):
@@ -517,10 +517,10 @@ def _find_tagged(one: str, two: str | None) -> _Made | None:
     first, second = PROBES
     words = [first.name, *(word for pair in first.arguments.items() for word in pair)]
     pattern = "(.*?)".join(re.escape(word) for word in words)
-    found = re.search(rf"^(.*?){pattern}(.*)$", one, re.DOTALL)
-    if found is None:
+    match = re.search(rf"^(.*?){pattern}(.*)$", one, re.DOTALL)
+    if match is None:
         return None
-    before, name_key, key_value, value_key, again, rest = found.groups()
+    before, name_key, key_value, value_key, again, rest = match.groups()
     opening = _common_suffix(name_key, value_key)
     closing = value_key[: len(value_key) - len(opening)]
     if key_value != again or not (opening.strip() and key_value.strip() and closing.strip()):

@@ -105,12 +105,12 @@ class Report:
 
     def values(self) -> dict[str, float]:
         """name -> value, for those with one: each metric, its pass@k as ``NAME_pass_K``, and ``stopped``."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for metric in (*self.metrics, self.stopped):
             if metric.mean is not None:
-                found[metric.name] = metric.mean
-            found |= {f"{metric.name}_pass_{k}": value for k, value in metric.pass_at.items()}
-        return found
+                values[metric.name] = metric.mean
+            values |= {f"{metric.name}_pass_{k}": value for k, value in metric.pass_at.items()}
+        return values
 
 
 def build_report(answers: Sequence[Answer], names: Sequence[str]) -> Report:

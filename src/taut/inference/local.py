@@ -417,13 +417,13 @@ def _group(begun: Prefilled, rows: Sequence[Row], previous: Own | None, *, is_al
     size, leaf = prompt.ids_T.size, begun.path[-1]
     offset = next_position(size, prompt.media) - size
     if is_alone:
-        own = Own(leaf.length + capacity)
-        own.join(1)
-        own.take_over(leaf)
-        return Group(begun.path[:-1], leaf.depth, own, 1, offset)
-    own = previous if previous is not None and previous.takes(capacity) else Own(capacity)
-    own.join(len(rows))
-    return Group(begun.path, size, own, len(rows), offset)
+        region = Own(leaf.length + capacity)
+        region.join(1)
+        region.take_over(leaf)
+        return Group(begun.path[:-1], leaf.depth, region, 1, offset)
+    region = previous if previous is not None and previous.takes(capacity) else Own(capacity)
+    region.join(len(rows))
+    return Group(begun.path, size, region, len(rows), offset)
 
 
 def _stretches(layout: Layout, read_R: IntArray) -> list[tuple[int, Stretch]]:

@@ -96,12 +96,12 @@ def call(
         except (EOFError, OSError):
             status = _helper.reap()
             if status == -signal.SIGPROF:
-                found = f"needs more than {seconds:g} s of processor time"
+                reason = f"needs more than {seconds:g} s of processor time"
             elif status == OUT_OF_MEMORY:
-                found = f"needs more than {memory_mb:,} MB of memory"
+                reason = f"needs more than {memory_mb:,} MB of memory"
             else:
-                found = f"ended the process that ran it ({how_it_ended(status)})"
-            raise LimitExceeded(found) from None
+                reason = f"ended the process that ran it ({how_it_ended(status)})"
+            raise LimitExceeded(reason) from None
         except BaseException:  # its answer would be taken for the next call's
             _helper.end()
             raise

@@ -133,8 +133,8 @@ def _remove_if_abandoned(parent: int, name: str, mode: int) -> None:
     with _directory(name, parent) as folder:
         if folder is None:
             return
-        found = os.fstat(folder)
-        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o777 not in (
+        status = os.fstat(folder)
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o777 not in (
             PRIVATE,
             mode,
         ):

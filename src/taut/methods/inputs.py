@@ -47,7 +47,7 @@ class MayChange(NamedTuple):
 
     def plus(self, other: MayChange) -> MayChange:
         """These keys and those of ``other``."""
-        return MayChange(*(own + more for own, more in zip(self, other, strict=True)))
+        return MayChange(*(keys + more for keys, more in zip(self, other, strict=True)))
 
 
 class Language(NamedTuple):

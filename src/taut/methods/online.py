@@ -198,9 +198,9 @@ class OnlineMethod(RunConfig):
         ranks: Ranks,
     ) -> RolloutWorker:
         """Open engine, rewards and environment. Raises TautError if one of them cannot be used; every rank calls it."""
-        config, credit, asked = self.rollout, source.credit, source.prompts.prompt_rows
+        config, credit, rows = self.rollout, source.credit, source.prompts.prompt_rows
         require_judgeable(self.rewards, ranks.size, ahead=config.asynchronous)
-        prompts = [row.as_prompt() for row in asked]
+        prompts = [row.as_prompt() for row in rows]
         if config.engine == "server":
             require_text(prompts)
         ranks = ranks.on_cpu() if config.asynchronous else ranks
@@ -209,7 +209,7 @@ class OnlineMethod(RunConfig):
             panel = open_panel(self.rewards, self.grading, reserved=RESERVED, open_rater=open_rater)
         engine: LocalEngine | ServerEngine | None = None
         try:
-            without = [] if panel is None else self._rows_without_answer(panel, asked)
+            without = [] if panel is None else self._rows_without_answer(panel, rows)
             if config.engine == "local":
                 engine = make_engine(config=config.local)
             else:
@@ -221,7 +221,7 @@ class OnlineMethod(RunConfig):
                 inputs.stops.ids,
                 engine.context,
                 ranks,
-                rows=asked,
+                rows=rows,
                 stop=config.stop,
             )
             # An environment that rewards a cut path itself: that reward would be replaced.
@@ -243,7 +243,7 @@ class OnlineMethod(RunConfig):
             raise
         return RolloutWorker(
             config=config,
-            prompts=asked,
+            prompts=rows,
             engine=engine,
             panel=panel,
             environments=environments,

@@ -365,8 +365,8 @@ def count_processes(recipe: Recipe, directory: Path, requested: int | None = Non
         return Processes(requested, "as asked")
     stated = {key.replace("--", ""): option for key, option in launcher_options(recipe).items()}
     if recipe.framework == "trl":
-        own = ("num_processes", "accelerate_config", "config_file")
-        stated |= {key: recipe.settings[key] for key in own if key in recipe.settings}
+        keys = ("num_processes", "accelerate_config", "config_file")
+        stated |= {key: recipe.settings[key] for key in keys if key in recipe.settings}
     variables = recipe.environment
     if "nproc_per_node" in stated or "nnodes" in stated:
         return _product(stated, ("nproc_per_node", "nnodes"))

@@ -80,7 +80,7 @@ def _expand_commands(
     parsed: list[_Command], values: dict[str, list[Word]], exported: dict[str, Word], place: str
 ) -> list[Command]:
     """Apply the assignments, expand the other commands."""
-    found = []
+    commands = []
     for command in parsed:
         for name, words in command.lists.items():
             values[name] = _expanded(words, values)
@@ -100,12 +100,12 @@ def _expand_commands(
                     exported[name] = _joined(values[name], word.line)
             continue
         expanded = _expanded(words, values)
-        found.append(Command(expanded, dict(exported)))
+        commands.append(Command(expanded, dict(exported)))
         for shell, option, inner in zip(expanded, expanded[1:], expanded[2:], strict=False):
             if shell.text in ("bash", "sh") and option.text == "-c":
                 inner_commands = _commands(inner.text, place, inner.line)
-                found += _expand_commands(inner_commands, values, exported, place)
-    return found
+                commands += _expand_commands(inner_commands, values, exported, place)
+    return commands
 
 
 def _expanded(words: list[Word], values: dict[str, list[Word]]) -> list[Word]:

@@ -164,8 +164,8 @@ def _attention(
         _observation.layers.append(module)
         _observation.windows_called.add(call.window)
         if _observation.is_deaf:
-            own = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-            return own.transpose(1, 2).contiguous(), None
+            repeated = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+            return repeated.transpose(1, 2).contiguous(), None
     device = query.device.type
     if torch.is_autocast_enabled(device):  # as in the library: RoPE leaves q and k in float32
         dtype = torch.get_autocast_dtype(device)

@@ -60,11 +60,11 @@ class Cases:
 
 def read_cases(row: Mapping[str, Any], column: str | None) -> Cases | None:
     """The tests of a row; None if it has none. Raises DataError if they cannot be read."""
-    found = [column] if column else [name for name in COLUMNS if row.get(name)]
-    value = row.get(found[0]) if found else None
+    columns = [column] if column else [name for name in COLUMNS if row.get(name)]
+    value = row.get(columns[0]) if columns else None
     if not value:
         return None
-    place = f"the column {found[0]}"
+    place = f"the column {columns[0]}"
     try:
         return _read(_parsed(value), row, place)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -200,8 +200,10 @@ class Code(Verifier):
                 with closing(open_remote(self.remote, self.limits)) as proved:
                     where = proved.mechanism
                 return self, Decision("sandbox", where.name, where.reason)
-            found = shared(self.mechanism, self.packages).mechanism
-        return replace(self, mechanism=found.name), Decision("sandbox", found.name, found.reason)
+            mechanism = shared(self.mechanism, self.packages).mechanism
+        return replace(self, mechanism=mechanism.name), Decision(
+            "sandbox", mechanism.name, mechanism.reason
+        )
 
     def prepare(self) -> None:
         """Open the sandbox; SandboxError if there is none here."""
@@ -279,7 +281,7 @@ def _by_name() -> Iterator[None]:
 
 def last_block(text: str) -> str | None:
     """The last closed fenced block that is marked as Python or not at all."""
-    found: str | None = None
+    code: str | None = None
     block: list[str] | None = None
     language = ""
     for line in text.splitlines(keepends=True):
@@ -287,22 +289,22 @@ def last_block(text: str) -> str | None:
         if block is None and bare.startswith("```"):
             block, language = [], (bare[3:].split() or [""])[0].lower()
         elif block is not None and bare == "```":
-            found = "".join(block) if language in _PYTHON else found
+            code = "".join(block) if language in _PYTHON else code
             block = None
         elif block is not None:
             block.append(line)
-    return found
+    return code
 
 
 def _difference(expected: Any, value: str | None) -> str:
     """Why a returned value is wrong; empty if it is right. Some data sets put a call's value into a list of one."""
     reason = f"returned {value or '':.80}, expected {json.dumps(expected):.80}"
     try:
-        found = json.loads(value or "")
+        values = json.loads(value or "")
     except (ValueError, RecursionError):  # too long a number, too deep a list
         return reason
     is_wrapped = isinstance(expected, list) and len(expected) == 1
-    is_same = _same_value(expected, found) or (is_wrapped and _same_value(expected[0], found))
+    is_same = _same_value(expected, values) or (is_wrapped and _same_value(expected[0], values))
     return "" if is_same else reason
 
 

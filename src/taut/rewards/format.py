@@ -47,12 +47,12 @@ class Tags(Verifier):
         marks = [mark for tag in self.tags for mark in (f"<{tag}>", f"</{tag}>")]
         num_right, at, outside = 0, 0, []
         for number, mark in enumerate(marks):
-            found = text.find(mark, at)
-            if found < 0 or text.count(mark) > 1:
+            position = text.find(mark, at)
+            if position < 0 or text.count(mark) > 1:
                 continue
             if number % 2 == 0:
-                outside.append(text[at:found])
-            num_right, at = num_right + 1, found + len(mark)
+                outside.append(text[at:position])
+            num_right, at = num_right + 1, position + len(mark)
         outside.append(text[at:])
         if num_right == len(marks) and not any(part.strip() for part in outside):
             return 1.0
@@ -184,8 +184,8 @@ class Language(Verifier):
         letters = [_letters(stretch) for stretch in stretches]
         if sum(letters) < SHORTEST:
             return None
-        found = [self._identifier.classify(stretch)[0] for stretch in stretches]
-        num_right = [n for n, name in zip(letters, found, strict=True) if name == self.language]
+        position = [self._identifier.classify(stretch)[0] for stretch in stretches]
+        num_right = [n for n, name in zip(letters, position, strict=True) if name == self.language]
         return sum(num_right) / sum(letters)
 
     @cached_property

@@ -130,8 +130,8 @@ class Judge(Verifier):
         reply = ""
         for attempt in range(self.tries):
             reply = await self._reply(client, answered, temperature=float(attempt > 0))
-            found = re.findall(self.pattern, reply)
-            number = _number(found[-1]) if found else None
+            matches = re.findall(self.pattern, reply)
+            number = _number(matches[-1]) if matches else None
             if number is not None and self.low <= number <= self.high:
                 return (number - self.low) / (self.high - self.low)
         raise DataError(
@@ -256,11 +256,11 @@ class RewardServer(Verifier):
         completion: Any = answered.text
         if not isinstance(prompt, str):
             prompt, completion = sent(prompt), sent(answered.messages) or answered.text
-        said = await client.post(
+        reply = await client.post(
             url, {"prompts": [prompt], "completions": [completion]}, self.api_key_env
         )
-        scores = said.get("scores") if isinstance(said, dict) else None
+        scores = reply.get("scores") if isinstance(reply, dict) else None
         if not isinstance(scores, list) or len(scores) != 1 or scores[0] is None:
-            raise EngineError(f"{url} answered {said!r:.120}; expected one score")
+            raise EngineError(f"{url} answered {reply!r:.120}; expected one score")
         score: float = scores[0]
         return score

@@ -55,12 +55,12 @@ class LengthTarget(Verifier):
         if self.column is None:
             assert self.target is not None
             return self.target
-        found = row.get(self.column)
-        if not isinstance(found, int) or found < 1:
+        target = row.get(self.column)
+        if not isinstance(target, int) or target < 1:
             raise DataError(
-                f"found {found!r:.40} in column {self.column!r}; expected a number of tokens; correct the row"
+                f"found {target!r:.40} in column {self.column!r}; expected a number of tokens; correct the row"
             )
-        return found
+        return target
 
 
 @configclass
@@ -167,13 +167,13 @@ class LengthCosine(Verifier):
     def _judge(self) -> Verifier:
         from taut.rewards.registry import verifier_of  # the registry has this one too
 
-        found = verifier_of(self.judge, self.judge_options)
-        if found.runs not in ("here", "process"):
+        verifier = verifier_of(self.judge, self.judge_options)
+        if verifier.runs not in ("here", "process"):
             raise ConfigError(
                 f"found judge={self.judge} of length_cosine, which asks a model or a server; expected a reward that "
                 "computes, such as math; name another"
             )
-        return found
+        return verifier
 
 
 @configclass

@@ -57,8 +57,8 @@ class Math(Verifier):
         if not answered.references:
             return None
         wanted = [self._reference(text) for text in answered.references]
-        found = self._answer(answered.text)
-        return float(any(self._is_equal(reference, found) for reference in wanted))
+        parsed = self._answer(answered.text)
+        return float(any(self._is_equal(reference, parsed) for reference in wanted))
 
     @cached_property
     def _library(self) -> Any:
@@ -78,9 +78,9 @@ class Math(Verifier):
     def _reference(self, text: str) -> Any:
         is_formula = "$" not in text and "\\boxed" not in text and not _PROSE.search(text)
         for written in (f"${text}$", text) if is_formula else (text,):
-            found = self._library.parse(written, parsing_timeout=None)
-            if any(not isinstance(part, str) for part in found):
-                return found
+            parsed = self._library.parse(written, parsing_timeout=None)
+            if any(not isinstance(part, str) for part in parsed):
+                return parsed
         raise DataError(
             f"found the reference {text[:60]!r}, which is no mathematics; expected a number, a formula or a set; "
             "correct the row, or use exact_match"

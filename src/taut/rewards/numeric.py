@@ -64,12 +64,12 @@ class Numeric(Verifier):
 
 
 def _reference(text: str) -> Number:
-    found = read_number(text)
-    if found is None:
+    number = read_number(text)
+    if number is None:
         raise DataError(
             f"found the reference {text[:60]!r} without a number; expected one; correct the row, or use exact_match"
         )
-    return found
+    return number
 
 
 def read_number(text: str) -> Number | None:
@@ -85,8 +85,8 @@ def read_number(text: str) -> Number | None:
 
 
 def _numbers(text: str) -> list[Number]:
-    found = [_read(match) for match in _NUMBER.finditer(text)]
-    return [number for number in found if number is not None and math.isfinite(number.value)]
+    numbers = [_read(match) for match in _NUMBER.finditer(text)]
+    return [number for number in numbers if number is not None and math.isfinite(number.value)]
 
 
 def _read(match: re.Match[str]) -> Number | None:

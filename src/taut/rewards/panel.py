@@ -260,11 +260,11 @@ def open_panel(
 
 def tally(verdicts: Sequence[Verdict]) -> dict[str, Tally]:
     """The Tally of each reward, by label."""
-    found = {}
+    totals = {}
     for label in verdicts[0].parts if verdicts else ():
         scores = [verdict.parts[label] for verdict in verdicts]
         values = [score.value for score in scores if score.value is not None]
         errors = tuple(score.error for score in scores if score.error is not None)
         mean = sum(values) / len(values) if values else None
-        found[label] = Tally(len(values), len(scores) - len(values) - len(errors), errors, mean)
-    return found
+        totals[label] = Tally(len(values), len(scores) - len(values) - len(errors), errors, mean)
+    return totals

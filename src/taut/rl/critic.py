@@ -80,11 +80,11 @@ class CriticConfig:
                 "critic.detach=true has no effect with critic.kind=own, which shares no weight with the policy; "
                 "expected critic.kind=shared; set that, or leave detach out"
             )
-        given = [name for name in ("model", "lora_rank") if getattr(self, name)]
-        if self.kind == "shared" and given:
+        unused = [name for name in ("model", "lora_rank") if getattr(self, name)]
+        if self.kind == "shared" and unused:
             raise ConfigError(
-                f"critic.{given[0]}={getattr(self, given[0])} has no effect with critic.kind=shared, which is a head "
-                f"on the policy; expected critic.kind=own; set that, or leave {given[0]} out"
+                f"critic.{unused[0]}={getattr(self, unused[0])} has no effect with critic.kind=shared, which is a head "
+                f"on the policy; expected critic.kind=own; set that, or leave {unused[0]} out"
             )
 
     def rate(self, optim: OptimConfig) -> float:

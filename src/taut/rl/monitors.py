@@ -419,16 +419,16 @@ class RolloutMonitor:
         self._look_at_update(report, trainer.emit)
 
     def _look_at_engine(self, report: StepReport, trainer: Trainer) -> None:
-        found = report.metrics.get(DIFFERENCE)
-        if found is None:
+        difference = report.metrics.get(DIFFERENCE)
+        if difference is None:
             return
-        own = [largest_difference(scores, packed) for packed, scores in report.scored]
-        most = max(own, default=0.0)
+        largest = [largest_difference(scores, packed) for packed, scores in report.scored]
+        most = max(largest, default=0.0)
         report.metrics["engine/largest"] = trainer.ranks.max([most])[0]
-        if not found <= self.config.max_logprob_difference:
+        if not difference <= self.config.max_logprob_difference:
             raise CheckFailed(
-                f"step {report.step}: the engine's logprobs differ from the trainer's by {found:.3g} nats a token on "
-                f"average; expected at most {self.config.max_logprob_difference:g} "
+                f"step {report.step}: the engine's logprobs differ from the trainer's by {difference:.3g} nats a token "
+                f"on average; expected at most {self.config.max_logprob_difference:g} "
                 "(rollout_monitor.max_logprob_difference); nothing was updated; the engine runs another model, other "
                 "weights or another precision, or with rollout.asynchronous the policy moves too fast"
             )
@@ -436,8 +436,8 @@ class RolloutMonitor:
         for name, is_bad, detail in (
             (
                 "engine",
-                found > self.config.warn_logprob_difference,
-                f"logprobs differ by {found:.3g} nats a token",
+                difference > self.config.warn_logprob_difference,
+                f"logprobs differ by {difference:.3g} nats a token",
             ),
             (
                 "effective",

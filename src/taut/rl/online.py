@@ -565,9 +565,9 @@ def dry_run(source: Online, trainer: Trainer, samples: Sequence[Sample]) -> list
     credit = source.credit
     groups = [group for s in samples if (group := dry_run_group(s, credit.good)) is not None]
     trees = credit.bare(groups)
-    own = score_trees(trainer, trees, Wants(temperature=credit.wants.temperature), (), 1)
+    policy_scores = score_trees(trainer, trees, Wants(temperature=credit.wants.temperature), (), 1)
     groups = [
-        Group(tuple(replace(t, logp_N=own[t.name][POLICY]) for t in group.trajectories))
+        Group(tuple(replace(t, logp_N=policy_scores[t.name][POLICY]) for t in group.trajectories))
         for group in groups
     ]
     scores = score_trees(trainer, trees, credit.wants, source.roles, 1)

@@ -367,14 +367,14 @@ def score_trees(
 ) -> ModelScores:
     """The scores that the policy, the critic and ``roles`` give each sample of these trees. ``wants``: the policy's
     logprobs (``logp``) and the critic's values (``scalar``)."""
-    found: ModelScores = {sample.id: {} for tree in trees for sample in tree.samples}
+    scores_of: ModelScores = {sample.id: {} for tree in trees for sample in tree.samples}
     if not (wants.logp or wants.scalar or roles):
-        return found
+        return scores_of
 
     def keep(name: str, packed: Packed, value: Tensor, row: Tensor) -> None:
         values, rows = value.double().cpu().numpy(), row.numpy()
         for number, sample_id in enumerate(packed.sample_ids):
-            found[sample_id][name] = values[rows == number]
+            scores_of[sample_id][name] = values[rows == number]
 
     def attempt(act: Callable[[Packed], T], packed: Packed) -> T:
         if trainer.ranks.size == 1:
@@ -408,9 +408,9 @@ def score_trees(
                 for name, value_N in streams.items() if is_real else ():
                     keep(name, packed, value_N, packed.row_N)
     if trainer.ranks.size == 1:
-        return found
-    everything: ModelScores = {name: {} for name in found}
-    for share in trainer.ranks.gather(found):
+        return scores_of
+    everything: ModelScores = {name: {} for name in scores_of}
+    for share in trainer.ranks.gather(scores_of):
         for name, scores_of_sample in share.items():
             everything[name] |= scores_of_sample
     return everything

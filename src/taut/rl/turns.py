@@ -94,10 +94,10 @@ class Bridge:
         Where the generation prompt begins a thought, the turn goes on with one. Raises RenderError where the tokens
         after a turn depend on its content.
         """
-        asked = PROBE[:1]
-        prompt = self.prompt(asked, tools)
+        messages = PROBE[:1]
+        prompt = self.prompt(messages, tools)
         for turn in (turn, {**turn, **THOUGHT}):  # noqa: B020
-            row = self.template.apply((*asked, turn), tools, PLACE)
+            row = self.template.apply((*messages, turn), tools, PLACE)
             row_ids = self.template.encode([row])[row]
             start = common_length(prompt, row_ids)
             if start == len(prompt):
@@ -106,8 +106,8 @@ class Bridge:
             return self.template.quoted(row_ids[start:][:8])
         end = self.template.end_of_turn(row_ids, start, PLACE)
         ids = row_ids[: end + 1]
-        between = self.between((*asked, turn), [said], tools, last=ids[-1])
-        path, whole = [*ids, *between], self.prompt((*asked, turn, said), tools)
+        between = self.between((*messages, turn), [said], tools, last=ids[-1])
+        path, whole = [*ids, *between], self.prompt((*messages, turn, said), tools)
         if path == whole:
             return None
         same = common_length(path, whole)
@@ -175,7 +175,9 @@ class Bridge:
 
 def moved(media: Sequence[Media], by: int) -> tuple[Media, ...]:
     """The same pictures ``by`` tokens later."""
-    return tuple(replace(it, start=it.start + by, stop=it.stop + by) for it in media)
+    return tuple(
+        replace(medium, start=medium.start + by, stop=medium.stop + by) for medium in media
+    )
 
 
 def _canonical(history: Sequence[Message], said: Sequence[Message], word: str) -> list[Message]:

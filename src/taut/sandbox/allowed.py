@@ -127,14 +127,14 @@ def _names(has_namespaces: bool) -> list[str]:
 def _known(library: ModuleType) -> dict[str, int]:
     """Every system call of this architecture that libseccomp knows, and its number."""
     architecture = library.Arch.NATIVE
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for number in range(_LAST):
         try:
             name = library.resolve_syscall(architecture, number)
         except ValueError:
             continue
-        found[name.decode() if isinstance(name, bytes) else name] = number
-    return found
+        numbers[name.decode() if isinstance(name, bytes) else name] = number
+    return numbers
 
 
 def _some_arguments(

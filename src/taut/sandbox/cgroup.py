@@ -62,9 +62,9 @@ def find_parent(root: Path | None = None) -> Path:
         if not places:
             raise OSError("cgroups of version 2 are not mounted")
         root = Path(places[0])
-    own = root / _own_name().lstrip("/")
+    current = root / _own_name().lstrip("/")
     reasons = []
-    for folder in (own, own.parent) if own != root else (own,):
+    for folder in (current, current.parent) if current != root else (current,):
         try:
             lacking = _NEEDED - set((folder / "cgroup.controllers").read_text().split())
             if lacking:

@@ -33,12 +33,14 @@ def _checked(what: str, result: int) -> int:
 
 
 def _syscall(what: str, number: int, *arguments: int | bytes | None) -> int:
-    plain = [ctypes.c_long(it) if isinstance(it, int) else it for it in arguments]
+    plain = [
+        ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments
+    ]
     return _checked(what, _LIBC.syscall(ctypes.c_long(number), *plain))
 
 
 def _prctl(what: str, option: int, *arguments: int) -> None:
-    plain = [ctypes.c_ulong(it) for it in (*arguments, 0, 0, 0, 0)[:4]]
+    plain = [ctypes.c_ulong(argument) for argument in (*arguments, 0, 0, 0, 0)[:4]]
     _checked(what, _LIBC.prctl(option, *plain))
 
 

@@ -125,9 +125,9 @@ def find(name: MechanismName) -> Finding:
         return Finding(name, lack, (), "")
     sandbox = Sandbox(Mechanism(name, ""))
     try:
-        with _planted() as given:
-            (ran,) = sandbox.run(_PROBE, [Trial(stdin=json.dumps(given))], _LIMITS)
-            has_written = Path(given["file"]).exists()
+        with _planted() as planted:
+            (ran,) = sandbox.run(_PROBE, [Trial(stdin=json.dumps(planted))], _LIMITS)
+            has_written = Path(planted["file"]).exists()
     except SandboxError as error:
         return Finding(name, str(error), (), sandbox.cgroups)
     except OSError as error:  # of what is planted

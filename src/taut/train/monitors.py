@@ -320,8 +320,8 @@ class Divergence:
 
 def _has_advantages(report: StepReport, trainer: Trainer) -> bool:
     """Whether any advantage of the step is nonzero, on any rank."""
-    own = any(bool(packed.streams["advantage_N"].any()) for packed, _ in report.scored)
-    return trainer.ranks.max([float(own)])[0] > 0
+    has_any = any(bool(packed.streams["advantage_N"].any()) for packed, _ in report.scored)
+    return trainer.ranks.max([float(has_any)])[0] > 0
 
 
 @dataclass

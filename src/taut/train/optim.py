@@ -200,8 +200,8 @@ def set_learning_rate(
 def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """``learning_rate`` of the last update, and ``learning_rate/NAME`` of parameters with their own rate."""
     first, *_ = groups = optimizer.param_groups
-    own = {f"learning_rate/{group['rate']}": group["lr"] for group in groups if group["rate"]}
-    return {"learning_rate": first["lr"] / first["ratio"], **own}
+    rates = {f"learning_rate/{group['rate']}": group["lr"] for group in groups if group["rate"]}
+    return {"learning_rate": first["lr"] / first["ratio"], **rates}
 
 
 def clip(optimizer: torch.optim.Optimizer, max_norm: float | None) -> dict[str, float]:

@@ -187,11 +187,11 @@ def read(state: State, directory: Path, ranks: Ranks) -> None:
         if stored is None:
             raise OutputError(f"{directory / INDEX} lacks the tensor {name}")
         assert isinstance(stored, TensorStorageMetadata), "read_index makes no others"
-        found = tuple(stored.size), stored.properties.dtype
+        layout = tuple(stored.size), stored.properties.dtype
         expected = tuple(tensor.size()), tensor.dtype
-        if found != expected:
+        if layout != expected:
             raise OutputError(
-                f"{directory / INDEX} has {name} as {_described(*found)}; expected {_described(*expected)}"
+                f"{directory / INDEX} has {name} as {_described(*layout)}; expected {_described(*expected)}"
             )
     try:
         _load_state_dict(
@@ -382,13 +382,13 @@ def _layout_of(
         raise NotData("its storage is not described as torch.save describes it")
     _, storage_type, key, _, _ = storage.arguments
     named = value.arguments[6] if names_dtype else storage_type
-    found = (
+    layout = (
         (DTYPES if names_dtype else STORAGE_DTYPES).get(str(named)) if type(named) is Name else None
     )
     start, shape = _count(value.arguments[1], "it"), _counts(value.arguments[2], "it")
     strides = _counts(value.arguments[3], "it")
-    if found is not dtype or shape != sizes:
-        what = "of an unknown dtype" if found is None else _described(shape, found)
+    if layout is not dtype or shape != sizes:
+        what = "of an unknown dtype" if layout is None else _described(shape, layout)
         raise NotData(f"it is {what}; expected {_described(sizes, dtype)}")
     if len(strides) != len(shape):
         raise NotData(f"it has {len(strides)} strides for {len(shape)} dimensions")

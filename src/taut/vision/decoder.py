@@ -156,8 +156,8 @@ def num_scans(content: bytes) -> int:
     if not content.startswith(b"\xff\xd8"):
         return 0
     count, place = 0, 2
-    while found := _MARKER.search(content, place):
-        kind, place = content[found.end() - 1], found.end()
+    while marker := _MARKER.search(content, place):
+        kind, place = content[marker.end() - 1], marker.end()
         if kind == 0xD9:
             break
         count += kind == 0xDA

@@ -106,11 +106,11 @@ class RemoteSandbox:
         (ran,) = self.run(_LONG.format(size=size), [Trial(stdin=word)], limits)
         if ran.outcome == "ok" and ran.stdout == (word * size)[:size]:
             return
-        found = f"ended as {ran.outcome}: {ran.stderr.strip()[-200:]!r}"
+        result = f"ended as {ran.outcome}: {ran.stderr.strip()[-200:]!r}"
         if ran.outcome == "ok":
-            found = f"printed {len(ran.stdout)} characters"
+            result = f"printed {len(ran.stdout)} characters"
         raise SandboxError(
-            f"{self._name} was sent a known program that prints {size} characters, and it {found}; expected the "
+            f"{self._name} was sent a known program that prints {size} characters, and it {result}; expected the "
             "output whole; raise the service's own limits (docs/sandbox.md), or lower limits.output_kb"
         )
 
@@ -258,14 +258,14 @@ def _ran(printed: Printed, nonce: str, seconds: float, limits: Limits) -> Ran:
     try:
         outcome, stdout, stderr, took, value = json.loads(lines[-1][len(nonce) :])
         texts = [_decoded(text) for text in (stdout, stderr)]
-        found = None if value is None else _decoded(value)
+        decoded = None if value is None else _decoded(value)
         took = min(max(float(took), 0.0), seconds)
     except (ValueError, TypeError, RecursionError):
         outcome = None
     if outcome not in get_args(Outcome) or sum(map(len, texts)) > limits.output_kb * 1024:
         # The service cut it short and says so, or the program wrote over it.
         return Ran("", "", printed.ending or "crash", seconds)
-    return Ran(texts[0], texts[1], cast(Outcome, outcome), took, found)
+    return Ran(texts[0], texts[1], cast(Outcome, outcome), took, decoded)
 
 
 def _decoded(text: Any) -> str:

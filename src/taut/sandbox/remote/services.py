@@ -96,8 +96,10 @@ class Client:
         except TimeoutError:
             raise Passing(f"{url} gave no answer within {seconds:.1f} s", LATE) from None
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-            found = _brief(str(error)) or type(error).__name__
-            raise Passing(f"{url} cannot be reached ({found})", UNREACHED, was_sent=False) from None
+            reason = _brief(str(error)) or type(error).__name__
+            raise Passing(
+                f"{url} cannot be reached ({reason})", UNREACHED, was_sent=False
+            ) from None
         except httpx2.RequestError as error:
             raise Passing(f"{url} broke off ({type(error).__name__})", BROKEN) from None
         except http.Refused as error:
@@ -137,10 +139,10 @@ def parsed(body: bytes, url: str) -> Any:
 
 def field(value: Any, name: str, kind: type[Any], url: str) -> Any:
     """A field of an answer, of the type it must have."""
-    found = value.get(name) if isinstance(value, dict) else None
-    if not isinstance(found, kind):
+    entry = value.get(name) if isinstance(value, dict) else None
+    if not isinstance(entry, kind):
         raise Passing(f"{url} answered without {name!r}", BROKEN)
-    return found
+    return entry
 
 
 def _brief(text: str) -> str:

@@ -90,14 +90,14 @@ class Remote:
                     named or "https://cloud.morph.so/api", "MORPH_BASE_URL", "remote.api_key_env"
                 ),
             )
-        found = [url.strip() for url in os.environ.get("PISTON_ENDPOINTS", "").split(",")]
-        if not any(found):
+        addresses = [url.strip() for url in os.environ.get("PISTON_ENDPOINTS", "").split(",")]
+        if not any(addresses):
             raise ConfigError(
                 "remote.service is piston, and neither remote.addresses nor the environment variable PISTON_ENDPOINTS "
                 "is set; expected URLs as in http://127.0.0.1:2000/api/v2; set one of them"
             )
         return tuple(
-            read_url(url, "PISTON_ENDPOINTS", "remote.api_key_env") for url in found if url
+            read_url(url, "PISTON_ENDPOINTS", "remote.api_key_env") for url in addresses if url
         )
 
     def machines_url(self) -> str | None:

@@ -41,10 +41,10 @@ class ModelFiles(NamedTuple):
 
     def require_setting(self, name: str, expected: object) -> None:
         """Refuse any other value of a setting of the image processor; None is the library's false."""
-        found = getattr(self.images, name, None)
-        if found != expected and not (found is None and expected is False):
+        value = getattr(self.images, name, None)
+        if value != expected and not (value is None and expected is False):
             raise ModelError(
-                f"model={self.path}: {name}={found} in preprocessor_config.json; expected {expected}, the only value "
+                f"model={self.path}: {name}={value} in preprocessor_config.json; expected {expected}, the only value "
                 "for which the text of a picture is known; set it so, or use another model"
             )
 
@@ -60,13 +60,13 @@ class ModelFiles(NamedTuple):
 
     def own_number(self, name: str, default: int | None = None) -> int:
         """A whole number of processor_config.json."""
-        found = self.own.get(name, default)
-        if not isinstance(found, int):
+        value = self.own.get(name, default)
+        if not isinstance(value, int):
             raise ModelError(
-                f"model={self.path}: found {name}={found} in processor_config.json; expected a number; copy the file "
+                f"model={self.path}: found {name}={value} in processor_config.json; expected a number; copy the file "
                 "from the base model"
             )
-        return found
+        return value
 
 
 class Family:

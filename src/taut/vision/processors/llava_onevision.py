@@ -28,9 +28,9 @@ class LlavaOnevision(Family):
     depends_on_count = True
 
     def __init__(self, files: ModelFiles) -> None:
-        own, config, images = files.own, files.config, files.images
-        image = files.named_token("image_token", own.get("image_token", "<image>"))
-        video = files.named_token("video_token", own.get("video_token", "<video>"))
+        settings, config, images = files.own, files.config, files.images
+        image = files.named_token("image_token", settings.get("image_token", "<image>"))
+        video = files.named_token("video_token", settings.get("video_token", "<video>"))
         super().__init__(files, image, image, (video,))
         files.require_setting("do_pad", True)
         files.require_setting("do_center_crop", False)
@@ -39,11 +39,11 @@ class LlavaOnevision(Family):
         self._pinpoints = [list(point) for point in images.image_grid_pinpoints]
         model_points = [list(point) for point in config.image_grid_pinpoints or ()]
         files.require_same("image_grid_pinpoints", self._pinpoints, model_points)
-        strategy = own.get("vision_feature_select_strategy")
+        strategy = settings.get("vision_feature_select_strategy")
         files.require_same(
             "vision_feature_select_strategy", strategy, config.vision_feature_select_strategy
         )
-        aspect = own.get("vision_aspect_ratio", "anyres_max_9")
+        aspect = settings.get("vision_aspect_ratio", "anyres_max_9")
         files.require_same("vision_aspect_ratio", aspect, config.vision_aspect_ratio)
         max_tiles = re.fullmatch(r"anyres_max_(\d+)", str(aspect))
         if max_tiles is None:
