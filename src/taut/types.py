@@ -180,9 +180,10 @@ class Packed:
     read_values: Mapping[str, Tensor] = field(default_factory=dict)
     """Named values of the reads, float64 [R]."""
     better_P: Tensor = field(default_factory=_no_pairs)
-    """int64 [P]: the preferred sample of each pair. Pairs are all of a group's whose ``preference`` differs."""
+    """int64 [P]: the preferred sample of each pair. A pair is any two samples of a group with different
+    ``preference``."""
     worse_P: Tensor = field(default_factory=_no_pairs)
-    """int64 [P]: the other one."""
+    """int64 [P]: the other sample of each pair."""
     stats: Mapping[str, Tensor] = field(default_factory=dict)
     """Statistics of the whole step, constants of the loss (``Loss.statistics``)."""
     last_T: Tensor | None = None
@@ -214,7 +215,8 @@ class Packed:
 
     @property
     def best_S(self) -> Tensor:
-        """bool [S]: samples that are preferred to another, and no other to them: those of a supervised term."""
+        """bool [S]: samples that are preferred to another and to which none is preferred. A supervised term trains on
+        them."""
         best_S = torch.zeros(self.num_samples, dtype=torch.bool, device=self.better_P.device)
         best_S[self.better_P] = True
         best_S[self.worse_P] = False
@@ -335,11 +337,12 @@ class Completion:
     """log-probability of each id under the distribution it was drawn from: after temperature, penalties and truncation
     (so 0 for greedy). None where the engine does not report it."""
     logp_one_N: FloatArray | None
-    """The same under the model itself: temperature 1, no truncation. None where the engine does not report it."""
+    """Log-probability of each id at temperature 1, without penalties or truncation. None where the engine does not
+    report it."""
     finish_reason: FinishReason
     """stop: a token of the stop set or a stop string; length: cut; error: see ``error``."""
     text: str = ""
     """The text without the token or the string that ended it, for people and verifiers."""
     error: str | None = None
     version: int = 0
-    """The step after whose update the weights were pushed that it was drawn from; 0: the start."""
+    """Version of the weights that sampled it: the step after which they were pushed; 0: the initial weights."""

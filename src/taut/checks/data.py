@@ -739,7 +739,7 @@ WITHOUT = "no targets"  # why data.without_targets=drop left a row out
 def most_rows_have_something_to_learn(session: Session) -> Finding:
     """Is there something to learn in most rows?
 
-    How much of each sample is learned, and whether it is more than where to end.
+    Measures which part of each sample is a target, and whether that is more than the end token.
     """
     skip_if(session.is_generated, GENERATED)
     report, look, pairs = session.train.report, flat_train(session), exchanges(session)

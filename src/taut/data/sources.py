@@ -4,8 +4,8 @@ A source yields ``(number, record)``: the physical line for JSONL, the record's 
 Blank lines of a JSONL file are skipped. A record that cannot be read is a DataError that names file and line, and the
 column of broken JSON.
 
-The digest of a source covers its bytes, so that a cache keyed by it cannot be stale. Each file also has a stamp; one
-that has changed at the end of reading is a DataError, since the digest would name other content than was read.
+The digest of a source covers its bytes, so that a cache keyed by it cannot be stale. Each file also has a stamp. If it
+has changed by the end of reading, DataError is raised, since the digest would name other content than was read.
 
 Arrow writes a null for each key that another row has; nulls inside objects count as absent. An Arrow row that Python
 cannot hold (text that is not UTF-8, a year beyond 9999) is a DataError that names it. ``datasets`` and ``pyarrow`` are
@@ -121,7 +121,7 @@ class Opened:
         try:
             yield from self._records()
         except (DataError, OSError) as error:
-            self._require_unchanged()  # it may have been cut under us
+            self._require_unchanged()  # another process may have cut the file
             if isinstance(error, DataError):
                 raise
             raise DataError(

@@ -208,7 +208,7 @@ CELL = 200
 def show_report(
     console: Console, report: Report, answers: Sequence[Answer], num_samples: int
 ) -> None:
-    """Metrics, lengths and a few answers."""
+    """Print metrics, lengths and a few answers."""
     console.print(_metrics(report))
     if report.lengths is not None:
         lengths = report.lengths

@@ -140,8 +140,8 @@ class Helper:
             raise Late
 
     def kill(self) -> None:
-        """Kill the process and what it started; a call that waits for it fails. One that was reaped is left alone: its
-        number may be another's."""
+        """Kill the process and what it started; a call that waits for it fails. A reaped process is left alone: its
+        number may belong to another process by now."""
         process = self.process
         if process is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):

@@ -97,7 +97,7 @@ def mean(reward_S: Tensor, group_S: Tensor) -> Tensor:
 
 
 def rloo(reward_S: Tensor, group_S: Tensor) -> Tensor:
-    """r - mean of the others'"""
+    """Each reward minus the mean of the other rewards in its group."""
     count_S, centred_S = _centred(reward_S, group_S)
     return centred_S * count_S / (count_S - 1).clamp(min=1)
 

@@ -115,7 +115,7 @@ class Process(ScalarLoss):
 
 
 def score_of_samples(scores: Scores, packed: Packed) -> Tensor:
-    """The head's value for each sample, [S], read once each."""
+    """The head's value for each sample, [S]; each sample is read at one token."""
     score_R = _scalar(scores)
     assert packed.num_reads == packed.num_samples, (
         f"{packed.num_reads} reads of {packed.num_samples} samples: expected one each"

@@ -339,7 +339,7 @@ class PolicyMethod(OnlineMethod):
         )
 
     def resolved(self) -> dict[str, Any]:
-        """With the bounds of the correction, whose defaults depend on other keys."""
+        """The settings, with the bounds of the correction, whose defaults depend on other keys."""
         settings, correction = super().resolved(), self.loss().correction
         section = settings[self.policy.section]
         section |= {

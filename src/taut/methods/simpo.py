@@ -24,7 +24,7 @@ class SimpoConfig:
     gamma: NotNegative = 1.0
     """Target margin between the rewards of a pair; the paper tries 0.3 to 1.6."""
     alpha: float = 0.0
-    """AlphaPO's shape of the reward: (1 - p^-alpha) / alpha; 0: log p, which is SimPO."""
+    """Shape of the reward (AlphaPO): (1 - p^-alpha) / alpha. 0: log p, as in SimPO."""
     label_smoothing: NotNegative = 0.0
     """Assumed probability that a pair is labelled the wrong way round."""
     sft_weight: NotNegative = 0.0

@@ -332,7 +332,7 @@ class Online:
         return None
 
     def observed_of(self, rows: Rows, indices: list[int]) -> list[Tree] | None:
-        """The same."""
+        """None, for held-out rows as well."""
         return None
 
     def cursor(self, step: int) -> Cursor:
@@ -346,7 +346,8 @@ class Online:
 
     @property
     def state(self) -> Online:
-        """Itself: trees still to be trained on, groups to be replayed, and the state of controllers."""
+        """This object, which remembers trees still to be trained on, groups to be replayed and the state of
+        controllers."""
         return self
 
     def close(self) -> None:
@@ -511,7 +512,7 @@ def _encode_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def numbered(trees: Sequence[Tree]) -> list[Tree]:
-    """The trees of a step; what is compared inside one has the tree's number as its group."""
+    """The trees of a step. Samples that are compared with each other get their tree's number as group."""
     return [
         replace(tree, samples=tuple(replace(sample, group=number) for sample in tree.samples))
         if tree.is_atom
@@ -543,8 +544,8 @@ def made_up_trajectory(
 
 
 def dry_run_group(sample: Sample, good: float) -> Group | None:
-    """Two answers to the first half of a prompt, with all of its pictures: the second half, and the same tokens
-    reversed. One of them gets a good reward. None for a prompt without a second half.
+    """A group of two answers, made of a prompt: its first half with all of its pictures is the prompt, its second half
+    one answer, and the same tokens reversed the other. One answer gets a good reward. None if there is no second half.
     """
     half = max((sample.num_tokens + 1) // 2, *(media.stop for media in sample.media), 1)
     if half >= sample.num_tokens:

@@ -102,7 +102,7 @@ class Gvisor:
         return False
 
     def close(self) -> None:
-        """Remove what describes the containers; each ended with its trial."""
+        """Remove the containers' descriptions. The containers have ended with their trials."""
         if self._folder is not None:
             self._folder.close()
             self._folder = None

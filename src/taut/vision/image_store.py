@@ -355,8 +355,8 @@ def _key(ref: ImageRef) -> tuple[object, ...] | None:
 
 
 class LruCache(Generic[V]):
-    """Values by key, up to a total weight; the least recently used is removed first. A value that is too heavy alone is
-    made and not kept.
+    """Values by key, up to a total weight; the least recently used is removed first. A value heavier than the
+    whole room is made and not kept.
 
     Threads that ask for one value at the same time wait for the one that makes it. Values made ahead that were not used
     yet take at most half of the room, so that they do not remove each other.

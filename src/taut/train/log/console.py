@@ -313,7 +313,7 @@ def number(value: Any) -> str:
 
 
 def fields_text(event: Event) -> str:
-    """The other fields of an event in one line."""
+    """The fields of an event that have no column of their own, in one line."""
     return "  ".join(
         f"{key} {number(value)}"
         for key, value in event.items()
