@@ -162,17 +162,15 @@ def worlds(num_ranks: int) -> list[dict[str, str]]:
     ]
 
 
-RANK_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
 @cache
 def _server() -> ForkServerContext:
     """The fork server. Its processes have its environment, in which there is no rank, whichever test needs it first."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
     with pytest.MonkeyPatch.context() as patch:
-        for name in RANK_VARIABLES:
-            patch.delenv(name, raising=False)
+        for name in os.environ:
+            if name in worlds(2)[0] or name.startswith("TORCHELASTIC_"):
+                patch.delenv(name)
         forkserver.ensure_running()
     return context
 
