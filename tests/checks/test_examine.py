@@ -370,6 +370,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_give_one_finding(model: Path, train: Path, tmp_path: Path) -> None:
     program, out = tmp_path / "program.py", tmp_path / "out"
     program.write_text(ON_ONE_RANK)

@@ -94,7 +94,7 @@ def test_real_world_templates(architecture: str, template: str, dtype: str, tmp_
 
 @pytest.mark.parametrize(
     "architecture",
-    slow_except(["gpt_oss", "qwen3_next"], [*CARRIED, *STATEFUL]),
+    slow_except(["qwen3_next"], [*CARRIED, *STATEFUL]),
 )
 def test_every_architecture(architecture: str, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", architecture)
