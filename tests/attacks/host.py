@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import shutil
 import signal
 import socket
 import stat
@@ -28,15 +29,22 @@ SECRET = "a-secret-of-the-host"
 
 
 class Planted:
-    """Files, servers and a process of the host's, all open to every process that no wall holds."""
+    """Files, servers and a process of the host's, all open to every process that no wall holds.
 
-    def __init__(self) -> None:
+    Attacks are told of a module of Python's own library as well; without a wall it is a copy, since what an attack does
+    to the real one is a change that every other runner of this machine reports.
+    """
+
+    def __init__(self, *, has_wall: bool = True) -> None:
         self._stack = contextlib.ExitStack()
         root = self._stack.enter_context(
             tempfile.TemporaryDirectory(prefix="taut-", dir="/var/tmp")
         )
         self.folder = Path(root)
         self.folder.chmod(0o755)
+        self.library = Path(sysconfig.get_path("stdlib", vars={"base": sys.base_prefix}), "this.py")
+        if not has_wall:
+            self.library = Path(shutil.copy(self.library, self.folder))
         self.mark = "taut" + uuid.uuid4().hex[:8]
         self.key = int(uuid.uuid4().hex[:7], 16)
         self.package = self.folder / "package"
@@ -78,7 +86,6 @@ class Planted:
 
     def given(self) -> dict[str, Any]:
         """What programs are told: where to look."""
-        library = Path(sysconfig.get_path("stdlib", vars={"base": sys.base_prefix}))
         return {
             "mark": self.mark,
             "key": self.key,
@@ -91,7 +98,7 @@ class Planted:
             "fifo": str(self.folder / "fifo"),
             "package": str(self.package),
             "gift": str(self.package / "gift.py"),
-            "library": str(library / "this.py"),
+            "library": str(self.library),
             "table": str(Path(programs.__file__).resolve()),
             "visible": [str(self.package), sys.base_prefix, "/etc/ld.so.cache"],
             "home": str(Path.home()),
@@ -142,7 +149,7 @@ class Planted:
 
     def _state(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        for path in [self.folder, *sorted(self.folder.rglob("*")), Path(self.given()["library"])]:
+        for path in [self.folder, *sorted(self.folder.rglob("*")), self.library]:
             status = path.lstat()
             state[str(path)] = (*status[:7], status.st_mtime_ns, status.st_ctime_ns)
             if stat.S_ISREG(status.st_mode):

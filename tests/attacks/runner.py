@@ -53,7 +53,7 @@ def main() -> None:
         _host(mechanism, json.loads(rest[0]))
         return
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # orphans become ours: the host sees who is left
-    planted = Planted()
+    planted = Planted(has_wall=mechanism != NO_WALL)
     try:
         runner = _Runner(mechanism, planted)
         _say({"ready": runner.sandbox.mechanism.reason})
