@@ -22,6 +22,8 @@ from transformers import (
 )
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from taut.models import faster_layers
+from taut.models.attention_backends import PREFIX
 from taut.models.load import quiet_library
 
 EIGHT = (
@@ -192,7 +194,10 @@ def tiny_model(
             _sharpen(model)
     model.config.use_cache = False
     model.config.dtype = dtype
-    return model.to(dtype).train()
+    model = model.to(dtype)
+    if attention.startswith(PREFIX):  # as ``load_model`` returns it
+        faster_layers.install(model)
+    return model.train()
 
 
 @torch.no_grad()

@@ -54,6 +54,8 @@ class Layout:
     reach_T: IntArray
     last_T: IntArray | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    rows_read: Tensor | None = None
+    """int64, ascending: the tokens whose last hidden states are read; None: all."""
     cache: dict[Any, Any] = field(default_factory=dict)
     """Values that a backend derives once per micro-batch and reads in every layer (block masks, index tensors)."""
     kept: dict[nn.Module, tuple[Tensor, Tensor]] | None = None

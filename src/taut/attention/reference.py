@@ -43,8 +43,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call
         and query.shape[-1] == value.shape[-1]  # the flash kernel knows one head size
     )
     if is_plain and query.device.type == "cpu":
-        groups = query.shape[1] // key.shape[1]
-        key, value = _repeat(key, groups), _repeat(value, groups)
         result: Tensor = TreeAttention.apply(query, key, value, parts(layout), call.scale)  # type: ignore[no-untyped-call]
         return result
     return path_attention(query, key, value, layout, call)
@@ -66,7 +64,7 @@ def parts(layout: Layout) -> list[Part]:
 
 
 class TreeAttention(torch.autograd.Function):
-    """Merged flash attention over rectangles; heads already repeated. q, k, v [1, H, T, K]."""
+    """Merged flash attention over rectangles. q [1, H, T, K], k and v [1, Hkv, T, K]."""
 
     @staticmethod
     def forward(
@@ -75,9 +73,7 @@ class TreeAttention(torch.autograd.Function):
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         wide = torch.promote_types(q.dtype, torch.float32)
         is_merged = not all(is_first for *_, is_first in parts)
-        out = torch.empty(
-            (q.shape[0], q.shape[2], q.shape[1], q.shape[3]), dtype=wide if is_merged else q.dtype
-        ).transpose(1, 2)
+        out = _rows_first(q, wide if is_merged else q.dtype)
         lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide).transpose(1, 2)
         for q0, q1, k0, k1, is_causal, is_first in parts:
             some_out, some_lse = kernel(
@@ -96,13 +92,16 @@ class TreeAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        grad = grads[0].contiguous()
+        grad = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
         wide = torch.promote_types(q.dtype, torch.float32)
         is_merged = len(ctx.parts) > 1
-        sums = [torch.zeros(x.shape, dtype=wide if is_merged else x.dtype) for x in (q, k, v)]
-        for q0, q1, k0, k1, is_causal, _ in ctx.parts:
+        sums = [_rows_first(x, wide if is_merged else x.dtype) for x in (q, k, v)]
+        # the kernel's backward runs one thread for each key head: with fewer of them than threads, they are repeated
+        groups = q.shape[1] // k.shape[1] if k.shape[1] < torch.get_num_threads() else 1
+        k, v = _repeat(k, groups), _repeat(v, groups)
+        for q0, q1, k0, k1, is_causal, _ in sorted(ctx.parts, key=lambda part: not part[4]):
             rows, columns = slice(q0, q1), slice(k0, k1)
-            shares = kernel(
+            grad_q, *grads_kv = kernel(
                 grad[:, :, rows],
                 q[:, :, rows],
                 k[:, :, columns],
@@ -113,17 +112,29 @@ class TreeAttention(torch.autograd.Function):
                 is_causal,
                 scale=ctx.scale,
             )
+            if groups > 1:
+                grads_kv = [share.unflatten(1, (-1, groups)).sum(2) for share in grads_kv]
+            shares = (grad_q, *grads_kv)
             for total, where, share in zip(sums, (rows, columns, columns), shares, strict=True):
-                total[:, :, where] += share
+                if is_causal:  # every token is in one causal square, and they come first
+                    total[:, :, where] = share
+                else:
+                    total[:, :, where] += share
         return sums[0].to(q.dtype), sums[1].to(k.dtype), sums[2].to(v.dtype), None, None
+
+
+def _rows_first(heads: Tensor, dtype: torch.dtype) -> Tensor:
+    """An empty tensor [1, H, T, K], in memory [1, T, H, K] as the kernels and the layers around have it."""
+    return torch.empty_like(
+        heads.transpose(1, 2), dtype=dtype, memory_format=torch.contiguous_format
+    ).transpose(1, 2)
 
 
 def merge(out: Tensor, lse: Tensor, some_out: Tensor, some_lse: Tensor) -> None:
     """Add one part of the keys to a running softmax average, in place."""
-    total = torch.logaddexp(lse, some_lse)
-    out.mul_(torch.exp(lse - total).unsqueeze(-1))
-    out.add_(some_out * torch.exp(some_lse - total).unsqueeze(-1))
-    lse.copy_(total)
+    share = torch.sigmoid(some_lse - lse)
+    out.lerp_(some_out.to(out.dtype), share.unsqueeze(-1))
+    torch.logaddexp(lse, some_lse, out=lse)
 
 
 def path_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call) -> Tensor:

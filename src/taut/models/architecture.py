@@ -54,6 +54,8 @@ _STATEFUL_CLASS = re.compile(
     r"Mamba|SSM|Ssm|DeltaNet|DeltaAttention|ShortConv|Recurrent|RgLru|R[wW][kK][vV]|[Ll]ightningAttention|LinearAttention"
     r"|xLSTM|[ms]LSTM|RetNet|Hyena"
 )
+MOST_ROWS = 0.9
+"""Share of tokens that are read from which the last layer computes all of them."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _MULTIPLIES = ("logit_scale", "lm_head_multiplier")
 _DIVIDES = ("logits_scaling",)
@@ -470,10 +472,15 @@ def count_by_part(names: Iterable[str]) -> str:
 
 
 def run_backbone(model: nn.Module, packed: Packed) -> tuple[Packed, Tensor]:
-    """The micro-batch on the model's device, and the backbone's last hidden states [T, D]."""
+    """The micro-batch on the model's device, and the backbone's last hidden states [T, D]: right at the tokens that are
+    read (``predictor_N``, ``read_R``); where few are, the last layer leaves the others unfinished.
+    """
     device = next(model.parameters()).device
     last_T = None if packed.last_T is None else packed.last_T.numpy()
-    layout = Layout(packed.reach_T.numpy(), last_T, device)
+    rows = torch.unique(torch.cat([packed.predictor_N, packed.read_R]))
+    is_worth_it = rows.numel() <= MOST_ROWS * packed.num_tokens
+    rows_read = rows.to(device) if is_worth_it else None
+    layout = Layout(packed.reach_T.numpy(), last_T, device, rows_read)
     packed = packed.to(device)
     return packed, hidden_states(model, packed.ids_T, packed.position_ids, layout, packed.media)
 

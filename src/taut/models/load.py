@@ -42,7 +42,7 @@ from transformers.utils import logging
 from taut.config import user_path
 from taut.errors import ModelError
 from taut.io import files, hub
-from taut.models import architecture
+from taut.models import architecture, faster_layers
 from taut.models.heads import check_head
 from taut.vision import tower
 
@@ -179,6 +179,7 @@ def read_model(
                 f"{name} is {value}; expected 0: taut has no noise inside a model, since it would "
                 "depend on how samples are packed; set it to 0 in the model's config.json"
             )
+    faster_layers.install(model)
     return model, is_new
 
 

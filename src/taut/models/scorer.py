@@ -10,7 +10,8 @@ log-softmax is taken in at least float32. Two ways through the head:
 
 - with ``linear_N`` (the loss is sum of linear_N * logp_N, as in SFT) the gradient is formed in the forward, with three
   matrix products instead of four. ``Scores.linear_sum`` carries it; ``logp_N`` is a number without gradient.
-- otherwise the logits are recomputed in backward, and ``logp_N`` and ``entropy_N`` carry gradients.
+- otherwise ``logp_N`` and ``entropy_N`` carry gradients. The log-probabilities of a micro-batch that is one chunk are
+  kept for the backward pass, which needs this memory anyway; the logits of more chunks are computed again.
 
 Where a loss wants the divergence from a teacher, the teacher scores the micro-batch before the backbone runs
 (models/teacher.py), and the gradient is formed in the forward; ``linear_N`` is then [2, N], the coefficients of
@@ -203,10 +204,8 @@ class Chunks:
         self.trained = None if trained is None else trained.to(self.dtype)
         self.index = None if spec.rows is None else spec.rows.index_R
         self.num_rows = max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // weight.shape[0])
-        shape = (min(self.num_rows, hidden.shape[0]), weight.shape[0])
-        # Reused by each chunk: fresh memory of this size costs more than the arithmetic in it.
-        self._logits = hidden.new_empty(shape, dtype=self.wide)
-        self._log_probs = torch.empty_like(self._logits)
+        self._buffers: dict[str, Tensor] = {}
+        """Reused by each chunk: fresh memory of this size costs more than the arithmetic in it."""
         self.slices = self.slices_of(self.num_rows)
 
     def slices_of(self, num_rows: int | None) -> list[slice]:
@@ -215,9 +214,9 @@ class Chunks:
         return [slice(at, at + rows) for at in range(0, max(1, self.hidden.shape[0]), rows)]
 
     def logits(self, rows: slice) -> Tensor:
-        """[rows, V] after bias, scale and softcap; valid until the next chunk's."""
+        """[rows, V] after bias, scale and softcap; valid until the next chunk's, or until ``log_probs``."""
         hidden = self.hidden[rows]
-        z = self._logits[: hidden.shape[0]]
+        z = self._buffer("logits", hidden.shape[0])
         if self.dtype == self.wide:
             product_into(z, hidden, self.weight)
         else:
@@ -235,8 +234,17 @@ class Chunks:
         return z
 
     def log_probs(self, z: Tensor) -> Tensor:
-        """log_softmax of the logits, [rows, V]; valid until the next chunk's."""
-        return torch.log_softmax(z, dim=-1, out=self._log_probs[: z.shape[0]])
+        """log_softmax of the logits, [rows, V]; valid until the next chunk's. It takes the place of the logits, except
+        where the gradient of a softcap needs them.
+        """
+        out = z if self.spec.softcap is None else self._buffer("log_probs", z.shape[0])
+        return torch.log_softmax(z, dim=-1, out=out)
+
+    def _buffer(self, name: str, num_rows: int) -> Tensor:
+        if name not in self._buffers:
+            shape = (min(self.num_rows, self.hidden.shape[0]), self.weight.shape[0])
+            self._buffers[name] = self.hidden.new_empty(shape, dtype=self.wide)
+        return self._buffers[name][:num_rows]
 
     def to_raw(self, grad: Tensor, z: Tensor) -> Tensor:
         """The gradient with respect to ``h W^T + b`` from the one with respect to the logits ``z``; in place."""
@@ -304,7 +312,7 @@ class Sums:
 
 
 class _Head(torch.autograd.Function):
-    """logp and entropy of the targets; the logits are recomputed in backward."""
+    """logp and entropy of the targets; the logits of more than one chunk are recomputed in backward."""
 
     @staticmethod
     def forward(
@@ -320,11 +328,14 @@ class _Head(torch.autograd.Function):
         chunks = Chunks(hidden, weight, bias, trained, spec)
         logp = hidden.new_empty(hidden.shape[0], dtype=chunks.wide)
         entropy = torch.zeros_like(logp)
+        every = None
         for rows in chunks.slices:
             every = chunks.log_probs(chunks.logits(rows))
             logp[rows] = every.gather(1, target[rows, None]).squeeze(1)
             if with_entropy:
                 entropy[rows] = -(every.exp() * every).sum(1)
+        is_kept = len(chunks.slices) == 1 and any(ctx.needs_input_grad) and spec.softcap is None
+        ctx.every = every if is_kept else None
         ctx.save_for_backward(hidden, weight, bias, trained, entropy)
         ctx.spec, ctx.target, ctx.dtype = spec, target, chunks.dtype
         ctx.set_materialize_grads(False)
@@ -345,9 +356,10 @@ class _Head(torch.autograd.Function):
         ):
             chunks = Chunks(hidden, weight, bias, trained, ctx.spec)
         sums = Sums(chunks, ctx.needs_input_grad[:3], weight)
+        kept, ctx.every = ctx.every, None  # overwritten here: a second backward computes them again
         for rows in chunks.slices:
-            z = chunks.logits(rows)
-            every = chunks.log_probs(z)
+            z = chunks.logits(rows) if kept is None else kept
+            every = chunks.log_probs(z) if kept is None else kept
             share = grad_logp[rows, None].to(every.dtype)
             if grad_entropy is None:
                 grad = every.exp_().mul_(-share)

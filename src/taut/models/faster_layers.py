@@ -1,0 +1,224 @@
+"""The same decoder layers with less work: norms and rotations in few passes over memory, and a last layer that computes
+only the rows that are read.
+
+On a CPU an elementwise operation costs what its memory traffic costs, and the library's norm and rotation make 17
+passes over a layer's hidden states where 8 are enough. ``install`` replaces them module by module, and only where the
+replacement computes what the module does (compared on random numbers) on parameters and inputs of one dtype; anything
+else, for one bfloat16 under autocast, runs as the library wrote it.
+
+    norm        x * rsqrt(mean(x^2) + eps) * weight            (RMSNorm, arXiv:1910.07467)
+    rotation    x * cos + rotate_half(x) * sin                 (RoPE, arXiv:2104.09864)
+
+After the last layer's attention no token reads another, and the head reads only some tokens: those that predict a
+target, and those with a scalar. ``Layout.rows_read`` names them; the MLP of the last layer computes these rows and adds
+nothing to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from taut.models import architecture
+from taut.models.noise import KeyedDropout
+
+ROTATION = "apply_rotary_pos_emb"
+"""The library's name, in every family's module, of the function that rotates queries and keys."""
+
+
+def install(model: PreTrainedModel) -> None:
+    """Give the language model's layers their faster forms. Weights, names and what is saved do not change."""
+    for module in architecture.language_model(model).modules():
+        if _is_rms_norm(module):
+            module.forward = MethodType(_norm_forward(type(module).forward), module)
+        elif (forward := _with_faster_rotation(module)) is not None:
+            module.forward = MethodType(forward, module)
+    _read_some_rows(model)
+
+
+# -- the norm --------------------------------------------------------------------------------------
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    """Whether the module computes the norm of the module docstring, and nothing else."""
+    weight = getattr(module, "weight", None)
+    if not type(module).__name__.endswith("RMSNorm") or _eps(module) is None:
+        return False
+    if not isinstance(weight, nn.Parameter) or weight.ndim != 1 or weight.device.type == "meta":
+        return False
+    x = torch.linspace(-3, 2, 4 * weight.shape[0], device=weight.device, dtype=weight.dtype)
+    x = x.view(1, 4, -1)
+    with torch.no_grad():
+        ours = _RmsNorm.apply(x, weight, _eps(module))  # type: ignore[no-untyped-call]
+        return _is_same(ours, module(x))
+
+
+def _eps(module: nn.Module) -> float | None:
+    for name in ("variance_epsilon", "eps"):
+        value = getattr(module, name, None)
+        if isinstance(value, float):
+            return value
+    return None
+
+
+def _norm_forward(library: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A forward of a norm's module; ``library``: the one it has."""
+
+    def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+        weight = self.weight
+        if hidden_states.dtype != weight.dtype:
+            return library(self, hidden_states)
+        normed: Tensor = _RmsNorm.apply(hidden_states, weight, _eps(self))  # type: ignore[no-untyped-call]
+        return normed
+
+    return forward
+
+
+class _RmsNorm(torch.autograd.Function):
+    """The norm over the last dimension; only the input and a number per row are kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        out: Tensor = (x * scale).mul_(weight)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        product = (grad * x).flatten(0, -2)
+        rows = scale.view(-1, 1)
+        grad_weight = torch.mm(rows.T, product).squeeze(0) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, grad_weight, None
+        share = torch.mv(product, weight).unsqueeze(1) * rows.pow(3).div_(x.shape[-1])
+        grad_x = torch.mul(grad, weight, out=product.view(x.shape)).mul_(scale)
+        grad_x.addcmul_(x, share.view(scale.shape), value=-1)
+        return grad_x, grad_weight, None
+
+
+# -- the rotation ----------------------------------------------------------------------------------
+
+
+def _with_faster_rotation(module: nn.Module) -> Callable[..., Any] | None:
+    """The module's forward with ``rotate`` for the library's rotation; None where it calls none, or another."""
+    forward = type(module).forward
+    if not isinstance(forward, FunctionType) or ROTATION not in forward.__code__.co_names:
+        return None
+    library = forward.__globals__.get(ROTATION)
+    if not isinstance(library, FunctionType) or not _is_rotation(library):
+        return None
+
+    def rotate_both(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        is_plain = q.dtype == k.dtype == cos.dtype == sin.dtype and q.ndim == cos.ndim + 1
+        if not is_plain or q.shape[-1] != cos.shape[-1]:
+            both: tuple[Tensor, Tensor] = library(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+            return both
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+
+    # The module's own globals, but for this name: nothing of the library's is changed for others.
+    return FunctionType(
+        forward.__code__,
+        {**forward.__globals__, ROTATION: rotate_both},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+
+
+def _is_rotation(library: Callable[..., Any]) -> bool:
+    """Whether the library's function computes the rotation of the module docstring."""
+    code = library.__code__
+    has_its_arguments = code.co_varnames[:5] == ("q", "k", "cos", "sin", "unsqueeze_dim")
+    if not has_its_arguments or "rotate_half" not in code.co_names:
+        return False
+    q, k = (torch.linspace(-1, 2, heads * 3 * 8).view(1, heads, 3, 8) for heads in (2, 1))
+    cos, sin = torch.linspace(-1, 1, 24).view(1, 3, 8), torch.linspace(1, -0.5, 24).view(1, 3, 8)
+    theirs = library(q, k, cos, sin)
+    return all(
+        _is_same(rotate(x, cos.unsqueeze(1), sin.unsqueeze(1)), other)
+        for x, other in zip((q, k), theirs, strict=True)
+    )
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``x`` [..., T, K] rotated by ``cos`` and ``sin``, which broadcast to it and take no gradient."""
+    rotated: Tensor = _Rotation.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    return rotated
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        half = x.shape[-1] // 2
+        out = x * cos
+        out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+        out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        half = grad.shape[-1] // 2
+        out = grad * cos
+        out[..., :half].addcmul_(grad[..., half:], sin[..., half:])
+        out[..., half:].addcmul_(grad[..., :half], sin[..., :half], value=-1)
+        return out, None, None
+
+
+def _is_same(ours: Tensor, theirs: Tensor) -> bool:
+    return ours.dtype == theirs.dtype and torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+# -- the last layer --------------------------------------------------------------------------------
+
+
+def _read_some_rows(model: PreTrainedModel) -> None:
+    """Let the last layer's MLP compute only the rows that are read, where it treats each row alone."""
+    last = architecture.layers(model)[-1]
+    mlp = getattr(last, "mlp", None)
+    if not isinstance(mlp, nn.Module) or architecture.num_experts(architecture.text_config(model)):
+        return
+    some = _SomeRows()
+    last.register_forward_pre_hook(some.note, with_kwargs=True)
+    mlp.register_forward_pre_hook(some.take)
+    mlp.register_forward_hook(some.put_back)
+
+
+class _SomeRows:
+    """Hooks of the last layer and its MLP: rows in, rows out, zeros elsewhere."""
+
+    def __init__(self) -> None:
+        self.rows: Tensor | None = None
+        self.num_tokens = 0
+
+    def note(self, layer: nn.Module, args: Any, keywords: dict[str, Any]) -> None:
+        self.rows = getattr(keywords.get("taut_layout"), "rows_read", None)
+
+    def take(self, mlp: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if any(isinstance(module, KeyedDropout) for module in mlp.modules()):
+            self.rows = None  # it draws by the token's place in the micro-batch
+        if self.rows is None:
+            return None
+        (x,) = args
+        self.num_tokens = x.shape[1]
+        return (x.index_select(1, self.rows),)
+
+    def put_back(self, mlp: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor | None:
+        if self.rows is None:
+            return None
+        everywhere = out.new_zeros(out.shape[0], self.num_tokens, out.shape[2])
+        return everywhere.index_copy(1, self.rows, out)

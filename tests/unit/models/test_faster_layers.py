@@ -1,0 +1,132 @@
+"""Faster forms of norms, rotations and the last layer: which layers have them, and that numbers stay the same."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests.tiny_models import CARRIED, tiny_model
+from tests.tiny_samples import nested_family, sample
+from torch import nn
+
+from taut.attention.layout import Layout
+from taut.data.packing import PackPolicy, pack
+from taut.models import architecture, faster_layers
+from taut.models.attention_backends import PREFIX
+from taut.models.precision import Wide
+from taut.models.scorer import Scorer
+from taut.types import Packed
+
+PLAIN_NORMS = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "granite", "phi3", "qwen2_moe")
+"""Their norms compute w * x / rms(x) and nothing else; Gemma's add one to w, for one."""
+
+
+def faster(model: nn.Module, name: str) -> list[str]:
+    """Modules whose class has this name's end and whose forward was replaced."""
+    return [
+        path
+        for path, module in model.named_modules()
+        if type(module).__name__.endswith(name) and "forward" in vars(module)
+    ]
+
+
+def packed_family() -> Packed:
+    """Three answers to one prompt, and samples with targets in shared prefixes."""
+    prompt = list(range(40))
+    answers = [sample(f"answer {n}", [*prompt, n, 50 + n, 60 + n], 40) for n in range(3)]
+    return pack([*answers, *nested_family(97)], PackPolicy(min_saved_tokens=1))
+
+
+@pytest.mark.parametrize("name", PLAIN_NORMS)
+def test_norms_and_rotations_of_common_families_are_replaced(name: str) -> None:
+    model = tiny_model(name, attention=PREFIX + "reference")
+    norms = [path for path, m in model.named_modules() if type(m).__name__.endswith("RMSNorm")]
+    assert faster(model, "RMSNorm") == norms
+    assert len(faster(model, "Attention")) == 2
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_a_norm_that_computes_something_else_is_left_alone(name: str) -> None:
+    assert faster(tiny_model(name, attention=PREFIX + "reference"), "RMSNorm") == []
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_logprobs_and_gradients_are_those_of_the_librarys_layers(name: str) -> None:
+    model = tiny_model(name, attention=PREFIX + "reference")
+    plain = copy.deepcopy(model)
+    for module in plain.modules():
+        vars(module).pop("forward", None)
+        module._forward_pre_hooks.clear()
+        module._forward_hooks.clear()
+    numbers = []
+    for each in (model, plain):
+        with Wide():
+            scores = Scorer(each)(packed_family())
+            scores.logp_N.square().sum().backward()
+        gradients = {path: p.grad for path, p in each.named_parameters() if p.grad is not None}
+        numbers.append((scores.logp_N.detach(), gradients))
+    (logp_N, gradients), (expected_N, expected) = numbers
+    torch.testing.assert_close(logp_N, expected_N, rtol=1e-10, atol=1e-10)
+    assert gradients.keys() == expected.keys()
+    for path, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[path], rtol=1e-9, atol=1e-9, msg=path)
+
+
+@pytest.mark.parametrize("weight_trains", [True, False])
+def test_the_norms_gradient_is_right(*, weight_trains: bool) -> None:
+    x = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, dtype=torch.float64, requires_grad=weight_trains)
+    norm = faster_layers._RmsNorm.apply
+    assert torch.autograd.gradcheck(lambda *both: norm(*both, 1e-5), (x, weight))
+
+
+def test_the_rotations_gradient_is_right() -> None:
+    x = torch.randn(1, 2, 3, 8, dtype=torch.float64, requires_grad=True)
+    cos, sin = torch.randn(2, 1, 1, 3, 8, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: faster_layers.rotate(x, cos, sin), (x,))
+
+
+def test_an_input_of_another_dtype_is_the_librarys() -> None:
+    model = tiny_model("llama", attention=PREFIX + "reference", dtype=torch.float32)
+    norm = architecture.layers(model)[0].input_layernorm
+    x = torch.randn(1, 3, 32, dtype=torch.bfloat16)
+    assert torch.equal(norm(x), type(norm).forward(norm, x))
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_the_last_mlp_computes_the_rows_that_are_read(*, recomputes: bool) -> None:
+    model = tiny_model("llama", attention=PREFIX + "reference")
+    if recomputes:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    packed = packed_family()
+    counts: list[int] = []
+    for layer in architecture.layers(model):
+        layer.mlp.act_fn.register_forward_hook(lambda _, args, out: counts.append(out.shape[1]))
+    Scorer(model)(packed).logp_N.sum().backward()
+    num_read = torch.cat([packed.predictor_N, packed.read_R]).unique().numel()
+    assert num_read < packed.num_tokens
+    forward, recomputed = [packed.num_tokens, num_read], [num_read, packed.num_tokens]
+    assert counts == (forward + recomputed if recomputes else forward)
+
+
+def test_without_rows_every_row_is_computed() -> None:
+    model = tiny_model("llama", attention=PREFIX + "reference")
+    packed = packed_family()
+    layouts = (
+        Layout(packed.reach_T.numpy()),
+        Layout(packed.reach_T.numpy(), rows_read=packed.predictor_N.unique()),
+    )
+    every, some = (
+        architecture.hidden_states(model, packed.ids_T, packed.position_ids, layout)
+        for layout in layouts
+    )
+    rows = packed.predictor_N.unique()
+    others = torch.ones(packed.num_tokens, dtype=torch.bool).index_fill(0, rows, 0)
+    torch.testing.assert_close(every[rows], some[rows], rtol=1e-12, atol=1e-12)
+    assert (every[others] != some[others]).any()
+
+
+def test_a_model_with_experts_computes_all_rows() -> None:
+    last = architecture.layers(tiny_model("qwen3_moe", attention=PREFIX + "reference"))[-1]
+    assert not last._forward_pre_hooks
