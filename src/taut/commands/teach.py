@@ -41,6 +41,7 @@ from taut.models.self_test import one_sample_reasons
 from taut.models.teacher import likeliest
 from taut.models.tokens import require_same_tokenizer
 from taut.run.inputs import load_language, load_stops
+from taut.train.distributed import thread_decisions
 from taut.vision.image_store import require_same_processor
 
 
@@ -155,6 +156,7 @@ def teach(config: Teach) -> Taught:
     decisions = [
         Decision("dtype", str(dtype).removeprefix("torch."), chosen.reason),
         Decision("attention", attention.name, attention.reason),
+        *thread_decisions(device),
         *products.active().decisions,
         *(Decision("packing", "one sample at a time", reason) for reason in alone),
     ]

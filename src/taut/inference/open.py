@@ -230,6 +230,7 @@ def open_engine(use: ModelUse, rendering: Rendering | None = None) -> Opened:
         *decisions,
         Decision("dtype", str(dtype.dtype).removeprefix("torch."), dtype.reason),
         Decision("attention", chosen.name, chosen.reason),
+        *distributed.thread_decisions(device),
         *products.active().decisions,
     ]
     return Opened(engine, renderer, stops, context, decisions)
