@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import partial
@@ -49,6 +49,7 @@ from taut.evals.during import (
 )
 from taut.evals.stopping import StopCheck, Stops, prepare, unasked
 from taut.io import temporary
+from taut.io.allocator import keep_freed_memory
 from taut.methods.inputs import Inputs, Plan, engine_of
 from taut.methods.method import RunConfig
 from taut.rewards.registry import require_judgeable
@@ -147,7 +148,11 @@ def train(run: RunConfig) -> Result:
                     examination = before_training(built)
                     keep_reference(built)
                     preparation.close()  # from here on a signal saves the state
-                    result = execute(built, start, lock, log, examination, evaluations, stop_check)
+                    on_cpu = ranks.device.type == "cpu"
+                    with keep_freed_memory() if on_cpu else nullcontext():
+                        result = execute(
+                            built, start, lock, log, examination, evaluations, stop_check
+                        )
             else:
                 end, model = start.finished, out / run.save.result
                 notice = (
