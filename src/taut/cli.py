@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 from taut import __version__
 from taut.errors import ConfigError, Interrupted, TautError, redacted
+from taut.io import threads
 from taut.io.console import guarded, is_first_on_host, one_line
 from taut.methods import METHODS
 from taut.train.signals import SIGNALS, Interrupt, Interrupts
@@ -199,6 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     if "OMP_WAIT_POLICY" not in os.environ:  # read when torch is imported; docs/install.md says why
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN)
+    threads.set_default()
     with guarded(), Interrupts.watching(ENDING) as interrupts:
         code = _run_guarded(words, interrupts)
     if code == Interrupted.exit_code and arguments is None:

@@ -30,6 +30,7 @@ from tests.forked_processes import start
 
 import taut
 from taut.cli import main
+from taut.models import products
 from taut.models.load import load_tokenizer
 from taut.run.fingerprint import TOLERANCE
 from taut.train import trainer as loop
@@ -318,6 +319,48 @@ def test_another_environment_turns_equality_into_a_tolerance(
     assert re.search(r"environment threads: \d then, 7 now", told["detail"])
     limit = TOLERANCE["float64"]
     assert column(out, "loss") == pytest.approx(column(whole, "loss"), rel=limit)
+
+
+def test_a_resume_takes_the_products_of_its_checkpoint_whatever_a_measurement_says(
+    go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a noisy machine each measurement may say something else. The model is small, so every size counts as large."""
+    monkeypatch.setattr(products, "MIN_SIZE", 0)
+    monkeypatch.setattr(products, "BLOCKS", (64, 16))
+    real, taken, measured = products._product, [], []
+    monkeypatch.setattr(products, "_product", lambda *args: (taken.append(1), real(*args))[1])
+
+    def measure() -> dict[str, products.Rates]:
+        """oneDNN is faster at first, and never again."""
+        measured.append(products.Rates(1.0, 0.5 if measured else 2.0))
+        return dict.fromkeys(products.SHAPES, measured[-1])
+
+    monkeypatch.setattr(products, "measure", measure)
+    monkeypatch.setenv("TAUT_CACHE", str(tmp_path / "first"))
+    whole = go("whole", dtype="float32").out
+    assert decisions(whole)["products"][0] == "onednn"
+    monkeypatch.setenv("TAUT_CACHE", str(tmp_path / "second"))
+    for name in ("once", "forced"):
+        killed_copy(whole, tmp_path / name)
+    once = go("once", resume=True, dtype="float32").out
+    assert decisions(once)["products"] == ("onednn", "that of the checkpoint")
+    assert not events(once, "warning")
+    twice = go("once", resume=True, dtype="float32", steps=8).out
+    straight = go("whole", resume=True, dtype="float32", steps=8).out
+    assert len(measured) == 1
+    assert column(twice, "loss") == column(straight, "loss")
+    assert largest_difference(weights(twice / "model"), weights(straight / "model")) == 0.0
+    assert taken
+    taken.clear()
+    forced = go("forced", resume=True, dtype="float32", products="mkl").out
+    assert not taken
+    (told,) = events(forced, "warning")
+    assert (told["name"], told["tolerance"]) == ("exactness", TOLERANCE["float32"])
+    assert "environment products: 'onednn' then, 'mkl' now" in told["detail"]
+    limit = TOLERANCE["float32"]
+    assert column(forced, "loss") == pytest.approx(column(whole, "loss")[:6], rel=limit)
+    other = go("other", dtype="float32").out
+    assert decisions(other)["products"][0] == "mkl"
 
 
 def test_a_run_that_is_being_written_is_left_alone(go: Go, tmp_path: Path) -> None:

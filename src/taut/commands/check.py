@@ -31,6 +31,7 @@ from taut.errors import ConfigError
 from taut.io.console import counted
 from taut.io.terminal import Terminal
 from taut.methods.method import RunConfig, class_of
+from taut.run.setup import use_products
 from taut.train import distributed
 
 SCHEMA = "taut.check/2"
@@ -171,7 +172,9 @@ def session_of(config: RunConfig) -> Session:
             "taut check was started on several ranks; expected one process; start it without torchrun (each training "
             "asks the quick part on all of its ranks)"
         )
-    return Session(config, distributed.start(config.device))
+    ranks = distributed.start(config.device)
+    use_products(config, ranks)
+    return Session(config, ranks)
 
 
 def _check_recipe(path: Path | None, recipe: Sequence[str], rest: Sequence[str]) -> int:

@@ -31,7 +31,7 @@ from taut.errors import ConfigError
 from taut.io.console import told_when_slow
 from taut.io.terminal import Terminal
 from taut.methods.method import RunConfig, class_of
-from taut.models import architecture
+from taut.models import architecture, products
 from taut.models.attention_backends import select
 from taut.models.load import load_config
 from taut.models.lora import LoraConfig
@@ -259,6 +259,7 @@ def _rates(config: Plan, model: PreTrainedConfig, machine: Machine, work: Worklo
         packed = work.supply.filled(tokens)
     attention = select(config.attention, machine.device, machine.kernels.dtype, model)
     kernels = machine.kernels._replace(attention=attention.implementation)
+    products.use(products.select(config.products, machine.device, kernels.dtype))
     return calibrate(config, model, kernels, packed, machine.device)
 
 

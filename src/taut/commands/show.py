@@ -40,7 +40,7 @@ from taut.methods.method import RunConfig
 from taut.models.self_test import one_sample_reasons
 from taut.plan.tracing import skeleton
 from taut.run.inputs import load_inputs
-from taut.run.setup import build_budget, build_policy, choose
+from taut.run.setup import build_budget, build_policy, choose, use_products
 from taut.train import distributed
 from taut.train.distributed import Ranks
 from taut.types import Sample
@@ -61,6 +61,7 @@ def show(run: RunConfig, console: Console | None = None) -> None:
     """Print the decisions of ``run``, its first samples with the learned tokens marked, and its first steps."""
     ranks = distributed.start(run.device)
     inputs = load_inputs(run, ranks)
+    use_products(run, ranks)
     if ranks.is_writer:
         _print(run, inputs, ranks, console or Terminal())
     distributed.stop(ranks)

@@ -31,14 +31,17 @@ from taut.io.console import counted
 from taut.io.terminal import Terminal
 from taut.methods.method import RunConfig
 from taut.methods.teacher import require_context
+from taut.models import products
 from taut.models.architecture import head, run_backbone
 from taut.models.attention_backends import select
 from taut.models.load import context_length, load_config, load_model
 from taut.models.precision import compute_context, resolve_dtype
+from taut.models.products import ProductsSetting
 from taut.models.self_test import one_sample_reasons
 from taut.models.teacher import likeliest
 from taut.models.tokens import require_same_tokenizer
 from taut.run.inputs import load_language, load_stops
+from taut.train.distributed import thread_decisions
 from taut.vision.image_store import require_same_processor
 
 
@@ -63,6 +66,9 @@ class Teach:
     """auto, cpu, cuda or cuda:N."""
     attention: str = "auto"
     """auto, reference, varlen or flex; a backend set by name that is not available is an error."""
+    products: ProductsSetting = "auto"
+    """Library of float32 matrix products on a CPU: auto (for each kind of product the faster one, measured), mkl or
+    onednn."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
 
@@ -136,6 +142,7 @@ def teach(config: Teach) -> Taught:
     chosen = resolve_dtype(config.dtype, device)
     dtype = chosen.dtype
     attention = select(config.attention, device, dtype, settings)
+    products.use(products.select(config.products, device, dtype))
     model = load_model(
         config.model,
         dtype=dtype,
@@ -149,6 +156,8 @@ def teach(config: Teach) -> Taught:
     decisions = [
         Decision("dtype", str(dtype).removeprefix("torch."), chosen.reason),
         Decision("attention", attention.name, attention.reason),
+        *thread_decisions(device),
+        *products.active().decisions,
         *(Decision("packing", "one sample at a time", reason) for reason in alone),
     ]
     policy = ALONE if alone else PackPolicy()

@@ -53,11 +53,11 @@ from taut.io.allocator import keep_freed_memory
 from taut.methods.inputs import Inputs, Plan, engine_of
 from taut.methods.method import RunConfig
 from taut.rewards.registry import require_judgeable
-from taut.run.fingerprint import TOLERANCE, identity_of, moved_servers, require_same
+from taut.run.fingerprint import TOLERANCE, identity_of, moved_servers, products_in, require_same
 from taut.run.inputs import load_inputs
 from taut.run.reference_cache import keep_reference
 from taut.run.save import answer_for_best, choose_goldens, save_best, save_model
-from taut.run.setup import Built, build
+from taut.run.setup import Built, build, use_products
 from taut.train import checkpoint, distributed
 from taut.train.checkpoint import Checkpoints, Memory, Saved
 from taut.train.distributed import Ranks
@@ -209,9 +209,9 @@ def look(
     """Where ``run`` begins. Raises TautError where it does not fit the run in ``out``; writes nothing. ``before``: that
     run's resolved.json; None: there is none to resume.
     """
-    mine = identity_of(run, inputs, ranks)
     if before is None:
-        return Start(run.plan(inputs.train), mine)
+        use_products(run, ranks)
+        return Start(run.plan(inputs.train), identity_of(run, inputs, ranks))
     end = _finish(out, run.save.result)
     if end is not None:
         plan = _plan(run, inputs, Cursor(*end["cursor"]), out)
@@ -220,6 +220,7 @@ def look(
                 raise OutputError(
                     f"{out / MARK} has no 'identity'; expected what the run wrote; bring it back from a copy"
                 )
+            mine = identity_of(run, inputs, ranks)
             changed = require_same(before["identity"], mine, out).schedule
             if changed:
                 raise ConfigError(
@@ -241,10 +242,12 @@ def look(
             f"expected save.merged=false; to get the model: taut merge {run.model} adapter={out / ADAPTER} out=DIR"
         )
     num_steps = before.get("num_steps")
+    identity = {} if saved is None else saved.meta.identity.model_dump()
+    use_products(run, ranks, products_in(identity))
+    mine = identity_of(run, inputs, ranks)
     if saved is None:
         plan = run.plan(inputs.train)
         return Start(plan, mine, damaged=damaged, num_steps_before=num_steps)
-    identity = saved.meta.identity.model_dump()
     _, rounding, schedule = require_same(identity, mine, saved.path)
     return Start(
         plan=_plan(run, inputs, Cursor(*saved.meta.cursor), saved.path),

@@ -46,7 +46,8 @@ from taut.data.packing import PackPolicy, common_prefix, pack
 from taut.errors import ModelError, NonFiniteError
 from taut.inference.engine import OnDone, Sampling, Texts, require_usable, room, stream_seed
 from taut.models import architecture
-from taut.models.precision import OneDnn, cast_once
+from taut.models.precision import cast_once
+from taut.models.products import engine_context
 from taut.models.scorer import Scorer, evaluating
 from taut.train.distributed import Ranks
 from taut.types import Completion, FinishReason, IntArray, Prompt, Sample
@@ -289,7 +290,7 @@ class LocalEngine:
             torch.no_grad(),
             cast_once(self.scorer),
             self._compute(),
-            OneDnn(),
+            engine_context(),
         ):
             yield
 

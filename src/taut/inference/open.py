@@ -30,7 +30,7 @@ from taut.inference.local import LocalConfig, LocalEngine
 from taut.inference.vllm import ServerConfig, ServerEngine
 from taut.inference.weight_sync import SyncConfig
 from taut.io import files
-from taut.models import architecture
+from taut.models import architecture, products
 from taut.models.attention_backends import select
 from taut.models.load import (
     context_length,
@@ -43,6 +43,7 @@ from taut.models.load import (
 )
 from taut.models.lora import adapter_settings, load_adapter
 from taut.models.precision import ChosenDtype, backward_context, resolve_dtype
+from taut.models.products import ProductsSetting
 from taut.models.scorer import Scorer
 from taut.models.self_test import run_self_test
 from taut.train import distributed
@@ -73,6 +74,8 @@ class ModelUse:
     """The local engine's device: auto, cpu, cuda or cuda:N."""
     attention: str = "auto"
     """The local engine's attention: auto, reference, varlen or flex."""
+    products: ProductsSetting = "auto"
+    """The local engine's library of float32 matrix products on a CPU: auto (measured), mkl or onednn."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     images: ImagesConfig = ImagesConfig()
@@ -99,7 +102,10 @@ class ModelUse:
             raise ConfigError(
                 f"url={self.url} would be ignored by engine=local; set engine=server, or remove it"
             )
-        reads = {"local": ("local", "dtype", "device", "attention"), "server": ("server",)}
+        reads = {
+            "local": ("local", "dtype", "device", "attention", "products"),
+            "server": ("server",),
+        }
         unread = reads["server" if self.engine == "local" else "local"]
         for key in unread:
             if getattr(self, key) != getattr(ModelUse, key):
@@ -198,6 +204,7 @@ def open_engine(use: ModelUse, rendering: Rendering | None = None) -> Opened:
     device = one_device(use.device)
     dtype = inference_dtype(use.dtype, device, "decoding on a CPU gains nothing from bf16")
     chosen = select(use.attention, device, dtype.dtype, config)
+    products.use(products.select(use.products, device, dtype.dtype))
     model = load_model(
         use.model,
         dtype=dtype.dtype,
@@ -223,6 +230,8 @@ def open_engine(use: ModelUse, rendering: Rendering | None = None) -> Opened:
         *decisions,
         Decision("dtype", str(dtype.dtype).removeprefix("torch."), dtype.reason),
         Decision("attention", chosen.name, chosen.reason),
+        *distributed.thread_decisions(device),
+        *products.active().decisions,
     ]
     return Opened(engine, renderer, stops, context, decisions)
 

@@ -44,6 +44,7 @@ from taut.methods.inputs import Inputs, Language, MayChange, Models, Plan
 from taut.models.load import context_length
 from taut.models.lora import LoraConfig
 from taut.models.noise import NoiseConfig
+from taut.models.products import ProductsSetting
 from taut.models.reward_model import NewHead
 from taut.models.tokens import TokensConfig
 from taut.rewards import files_of
@@ -166,6 +167,7 @@ class RunConfig:
             "data.apply_chat_template",  # the tokenised data are compared
             "data.eval",
             "dtype",  # the resolved dtype is compared
+            "products",  # what it resolves to is compared
             "reference.model",  # as model
             "distill.teacher",
             "distill.top_logprobs",
@@ -217,6 +219,9 @@ class RunConfig:
     """auto, cpu, cuda or cuda:N."""
     attention: str = "auto"
     """Attention backend: auto, reference, varlen or flex. A backend that is named and not available is an error."""
+    products: ProductsSetting = "auto"
+    """Library of float32 matrix products on a CPU: auto (for each kind of product the faster one, measured), mkl or
+    onednn."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     trust_remote_code: bool = False

@@ -38,7 +38,7 @@ from taut.attention.decode import Decoding
 from taut.attention.layout import Layout
 from taut.models.architecture import HeadSpec, head, hidden_states, run_backbone
 from taut.models.heads import Critic, OwnCritic, scalar, scalar_head
-from taut.models.precision import product_into
+from taut.models.products import product_into
 from taut.types import Divergence, Media, Packed, Scores, Wants
 
 MIN_CHUNK_ROWS = 256

@@ -8,8 +8,8 @@ source of data, and the environment. On resume each difference is of one of five
   state: applied from the next step on, and logged with both values;
 - it is the address of a reward's server (``ADDRESS``): applied, and logged with both values. Whether the same model
   answers there is not checked, as with ``rollout.url``;
-- it changes numbers by rounding only (threads, ranks, the token budget): equality bit for bit becomes equality within
-  ``TOLERANCE``, and the log says so;
+- it changes numbers by rounding only (threads, ranks, the libraries of products, the token budget): equality bit for
+  bit becomes equality within ``TOLERANCE``, and the log says so;
 - it does not affect the steps (``may_change.freely``), or only their number (steps, epochs; a schedule follows them).
 
 A method defines which keys are of which kind (``RunConfig.may_change``).
@@ -38,6 +38,7 @@ from taut.methods import METHODS
 from taut.methods.aux_models import load_config_of
 from taut.methods.inputs import Inputs
 from taut.methods.method import RunConfig
+from taut.models import products
 from taut.models.precision import resolve_dtype
 from taut.rewards.registry import REWARDS, models_of
 from taut.train.distributed import Ranks
@@ -91,12 +92,19 @@ def identity_of(run: RunConfig, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
             "transformers": version("transformers"),
             "ranks": ranks.size,
             "threads": torch.get_num_threads(),
+            "products": products.active().name,
             "processor": torch.cuda.get_device_name(ranks.device)
             if is_cuda
             else torch.backends.cpu.get_cpu_capability(),
         },
         **_others(run, inputs, ranks),
     }
+
+
+def products_in(identity: Mapping[str, Any]) -> str | None:
+    """The libraries of products in an identity; None: it is of an older version, or there was nothing to choose."""
+    name = identity.get("environment", {}).get("products")
+    return name if isinstance(name, str) else None
 
 
 def _others(run: RunConfig, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from taut.methods.inputs import Inputs, Language
 from taut.methods.method import RunConfig
 from taut.models.load import load_config, load_tokenizer, stop_ids_in_files
 from taut.models.tokens import add_tokens_to_tokenizer
-from taut.train.distributed import Ranks
+from taut.train.distributed import Ranks, thread_decisions
 from taut.vision.image_store import open_image_store
 
 
@@ -67,6 +67,7 @@ def load_inputs(run: RunConfig, ranks: Ranks, day: date | None = None) -> Inputs
             "changes now; begin again"
         )
     inputs = inputs_of(run, language, stops, train, held_out)
+    inputs.decisions.extend(thread_decisions(ranks.device))
     size = language.num_rows
     for data in (train, held_out):
         beyond = None if data is None else data.first_beyond(size)

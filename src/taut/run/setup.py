@@ -21,7 +21,7 @@ from taut.data.packing import PackPolicy
 from taut.errors import ModelError
 from taut.methods.inputs import Inputs, Loaded, Models, Plan, engine_of
 from taut.methods.method import RunConfig
-from taut.models import architecture
+from taut.models import architecture, products
 from taut.models.attention_backends import Chosen, select
 from taut.models.load import checkpoint_dtype, freeze, load_model
 from taut.models.lora import apply_lora, choose_rows, describe_targets
@@ -92,6 +92,17 @@ def build(
 # -- models
 
 
+def use_products(run: RunConfig, ranks: Ranks, stored: str | None = None) -> None:
+    """Choose the libraries of float32 products for this process; every rank calls it and takes the first one's choice.
+    ``stored``: the choice in the checkpoint that is resumed.
+    """
+    dtype = resolve_dtype(run.dtype, ranks.device).dtype
+    first = products.select(run.products, ranks.device, dtype, stored) if ranks.is_writer else None
+    chosen = ranks.gather(first)[0]
+    assert chosen is not None
+    products.use(chosen)
+
+
 def load(run: RunConfig, inputs: Inputs, ranks: Ranks) -> Loaded:
     """The model, with the attention and dtype of the run."""
     dtype, chosen, decisions = choose(run, inputs, ranks.device)
@@ -112,13 +123,14 @@ def load(run: RunConfig, inputs: Inputs, ranks: Ranks) -> Loaded:
 def choose(
     run: RunConfig, inputs: Inputs, device: torch.device
 ) -> tuple[ChosenDtype, Chosen, list[Decision]]:
-    """The compute dtype and the attention backend, and the reasons."""
+    """The compute dtype and the attention backend, and all reasons; products are chosen before (``use_products``)."""
     dtype = resolve_dtype(run.dtype, device)
     chosen = select(run.attention, device, dtype.dtype, inputs.config)
     name = str(dtype.dtype).removeprefix("torch.")
     decisions = [
         Decision("dtype", name, dtype.reason),
         Decision("attention", chosen.name, chosen.reason),
+        *products.active().decisions,
     ]
     return dtype, chosen, decisions
 

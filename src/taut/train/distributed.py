@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from taut.config import Decision
 from taut.errors import ConfigError, Interrupted
+from taut.io import threads
 from taut.io.console import is_first_on_host
 
 PATIENCE = timedelta(hours=12)
@@ -124,6 +126,13 @@ def start(device: str = "auto") -> Ranks:
     if size > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=PATIENCE)
     return Ranks(rank, size, chosen)
+
+
+def thread_decisions(device: torch.device) -> list[Decision]:
+    """The number of threads of this process and its reason, where the CPU computes."""
+    if device.type != "cpu":
+        return []
+    return [Decision("threads", *threads.described(torch.get_num_threads()))]
 
 
 def stop(ranks: Ranks) -> None:

@@ -1,0 +1,123 @@
+"""How many threads compute on a CPU: one for each physical core that this process may use, or OMP_NUM_THREADS.
+
+    CPUs of the affinity mask -> their cores (two hyperthreads of one core count once) -> the cgroups' quota -> / ranks
+
+Two threads on the hyperthreads of one core share its arithmetic units, and wait for each other. A quota of 2.5 CPUs is
+two threads: with three, all would be stopped for part of each period. It is a rule and no measurement: other programs
+change what is fast from one minute to the next, and another number of threads is another rounding.
+
+The command line sets the variable before torch reads it (``set_default``). In a program that imports taut, the number
+of threads is the program's; ``described`` says how it compares.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+VARIABLE = "OMP_NUM_THREADS"
+ROOT = Path("/")
+_set_by_taut = False
+
+
+class Cores(NamedTuple):
+    """The processors that this process may use."""
+
+    num_cpus: int
+    """Logical ones, hyperthreads included."""
+    num_cores: int
+    """Physical ones."""
+    quota: float | None
+    """CPUs by the cgroups' limit; None: there is none."""
+    num_ranks: int
+    """Ranks on this machine, which share them."""
+
+    @property
+    def num_threads(self) -> int:
+        limited = self.num_cores if self.quota is None else min(self.num_cores, int(self.quota))
+        return max(1, limited // self.num_ranks)
+
+    def __str__(self) -> str:
+        text = f"{self.num_cores} physical core{'s' * (self.num_cores != 1)}"
+        if self.num_cpus > self.num_cores:
+            text += f" with {self.num_cpus} hyperthreads"
+        if self.quota is not None and self.quota < self.num_cores:
+            text += f", and a quota of {self.quota:g} CPUs"
+        return text + (f", for {self.num_ranks} ranks" if self.num_ranks > 1 else "")
+
+
+def usable(root: Path = ROOT) -> Cores:
+    """The processors that this process may use. ``root``: where /sys and /proc are."""
+    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    if cpus is None:  # not Linux
+        cpus = list(range(os.cpu_count() or 1))
+    cores = {_siblings(root, cpu) for cpu in cpus}
+    quota = min(_quotas(root), default=None)
+    return Cores(len(cpus), len(cores), quota, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+
+
+def set_default() -> None:
+    """Set the number of threads for a torch that is not imported yet, unless the user has."""
+    global _set_by_taut
+    if not os.environ.get(VARIABLE):
+        os.environ[VARIABLE] = str(usable().num_threads)
+        _set_by_taut = True
+
+
+def described(num_threads: int) -> tuple[str, str]:
+    """The number of threads in use, and its reason."""
+    cores = usable()
+    variable = os.environ.get(VARIABLE)
+    if num_threads == cores.num_threads and (_set_by_taut or not variable):
+        return str(num_threads), f"one for each core: {cores}"
+    is_by_variable = variable and variable.split(",")[0] == str(num_threads)
+    reason = f"{f'{VARIABLE} is set' if is_by_variable else 'set by the program'}; {cores}"
+    if num_threads > cores.num_cores and cores.num_cpus > cores.num_cores:
+        reason += ": some threads share a core, which is slower than one thread on each"
+    elif num_threads > cores.num_threads:
+        reason += ": more threads than that wait for each other"
+    return str(num_threads), reason
+
+
+def _siblings(root: Path, cpu: int) -> str:
+    """The hyperthreads of a CPU's core, as the kernel lists them; its own number where it does not."""
+    path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return str(cpu)
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """The limits of this process's cgroups, of both versions, in CPUs."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        group = Path(path.lstrip("/"))
+        mounts: tuple[str, ...]
+        names: tuple[str, ...]
+        if not controllers:
+            mounts, names = ("sys/fs/cgroup",), ("cpu.max",)
+        elif "cpu" in controllers.split(","):
+            mounts = (f"sys/fs/cgroup/{controllers}", "sys/fs/cgroup/cpu")
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        else:
+            continue
+        for mount in mounts:
+            for part in (group, *group.parents):
+                words = _words(root / mount / part, names)
+                if len(words) == 2 and words[0] not in ("max", "-1"):
+                    yield int(words[0]) / int(words[1])
+
+
+def _words(folder: Path, names: tuple[str, ...]) -> list[str]:
+    """The words in the files of a cgroup; none where it is not mounted."""
+    try:
+        return [word for name in names for word in (folder / name).read_text().split()]
+    except OSError:
+        return []

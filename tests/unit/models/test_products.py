@@ -1,0 +1,429 @@
+"""Products of either library equal float32's, by classes that a measurement chooses; the choice is kept and stored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from taut.errors import ConfigError
+from taut.models import products
+from taut.models.precision import backward_context, compute_context, recompute_contexts
+from taut.models.products import (
+    FEW,
+    NOTHING,
+    SHAPES,
+    Decoding,
+    Products,
+    Rates,
+    Training,
+    active,
+    faster,
+    measure,
+    product_into,
+    rates_of_machine,
+    select,
+    torch_name,
+    training_context,
+    use,
+)
+
+CPU = torch.device("cpu")
+ALL = frozenset(SHAPES)
+EQUAL = dict.fromkeys(SHAPES, Rates(100.0, 100.0))
+pytestmark = pytest.mark.skipif(not products.has_onednn(), reason="this PyTorch has no oneDNN")
+
+
+@pytest.fixture(autouse=True)
+def _one_choice() -> Iterator[None]:
+    before = active()
+    use(NOTHING)
+    yield
+    use(before)
+
+
+class Seen(TorchDispatchMode):
+    """Which operators ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def operands(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, rows, 48), (64, 48), (64,))
+    x, weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    return x, weight, bias
+
+
+# -- products
+
+
+def is_taken(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, onednn: frozenset[str] = ALL
+) -> bool:
+    with Decoding(onednn), Seen() as seen:
+        functional.linear(x, weight, bias)
+    return "mkldnn::_linear_pointwise" in seen.names
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_an_engines_product_is_float32s(has_bias: bool) -> None:
+    x, weight, bias = operands(9)
+    given = bias if has_bias else None
+    with torch.no_grad():
+        assert is_taken(x, weight, given)
+        with Decoding(ALL):
+            found = functional.linear(x, weight, given)
+    wanted = functional.linear(
+        x.double(), weight.double(), None if given is None else bias.double()
+    )
+    assert found.shape == (1, 9, 64)
+    assert float((found - wanted).abs().max()) < 1e-5
+
+
+def test_an_engine_takes_the_classes_that_were_chosen() -> None:
+    large = torch.randn(1024, 512)
+    with torch.no_grad():
+        for rows, kind in ((9, "few rows"), (40, "some rows"), (300, "forward")):
+            x, weight, _ = operands(rows)
+            assert is_taken(x, weight, onednn=frozenset([f"{kind} small"]))
+            assert not is_taken(x, weight, onednn=ALL - {f"{kind} small"})
+            assert is_taken(torch.randn(rows, 512), large, onednn=frozenset([f"{kind} large"]))
+
+
+def test_all_else_is_left_alone() -> None:
+    x, weight, _ = operands(9)
+    assert not is_taken(x, weight)  # a gradient may be wanted
+    with torch.no_grad():
+        few, _, _ = operands(FEW - 1)
+        assert not is_taken(few, weight)
+        assert not is_taken(x.double(), weight.double())
+        assert not is_taken(x.bfloat16(), weight.bfloat16())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert not is_taken(x, weight)
+            with Decoding(ALL):
+                assert functional.linear(x, weight).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("rows", [9, 700])
+@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("name", ["onednn", "mkl"])
+def test_a_product_into_memory_that_is_there_is_float32s(
+    rows: int, is_turned: bool, name: str
+) -> None:
+    """The head's, with rows enough and without."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(rows, 256, generator=generator), torch.randn(256, 256)
+    weight = weight.T if is_turned else weight
+    out = torch.empty(rows + 3, 256)
+    use(Products(name))
+    with Seen() as seen:
+        product_into(out[:rows], x, weight)
+    is_onednns = name == "onednn" and rows == 700
+    assert ("mkldnn::_linear_pointwise" in seen.names) is is_onednns
+    assert float((out[:rows] - x.double() @ weight.double().T).abs().max()) < 1e-3
+
+
+def linear_grads(
+    dtype: torch.dtype, context: Callable[[], AbstractContextManager[Any]]
+) -> list[Tensor]:
+    """The product of many rows, and the gradients of all that goes into it."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias, up = (
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((1, 2500, 96), (128, 96), (128,), (1, 2500, 128))
+    )
+    leaves = [leaf.requires_grad_() for leaf in (x, weight, bias)]
+    with context():
+        product = functional.linear(*leaves)
+    is_ours = context is not nullcontext and dtype == torch.float32
+    assert ("_Linear" in type(product.grad_fn).__name__) == is_ours
+    return [product.detach(), *torch.autograd.grad(product, leaves, up)]
+
+
+KINDS = ("forward", "input gradient", "weight gradient")
+
+
+@pytest.mark.parametrize(
+    "chosen", [ALL, *(frozenset([f"{kind} small"]) for kind in KINDS)], ids=str
+)
+def test_in_training_each_product_is_float32s_by_either_library(chosen: frozenset[str]) -> None:
+    found, again = (linear_grads(torch.float32, partial(Training, chosen)) for _ in range(2))
+    wanted = linear_grads(torch.float64, partial(Training, chosen))
+    own = linear_grads(torch.float32, nullcontext)
+    for name, one, other, exact, plain in zip(
+        (*KINDS, "bias"), found, again, wanted, own, strict=True
+    ):
+        assert torch.equal(one, other)
+        assert float((one - exact).norm() / exact.norm()) < 2e-6
+        if f"{name} small" not in chosen:
+            assert torch.equal(one, plain), f"{name}: PyTorch's own product has its own bits"
+
+
+def test_a_product_without_gradient_has_the_bits_of_one_with() -> None:
+    x, weight, bias = (torch.randn(s) for s in ((2500, 96), (128, 96), (128,)))
+    with torch.no_grad(), Training(ALL):
+        product = functional.linear(x, weight, bias)
+    with Training(ALL):
+        with_gradient = functional.linear(x, weight.requires_grad_(), bias)
+    assert torch.equal(product, with_gradient), "a reference and a policy agree to the last bit"
+
+
+def test_a_small_product_in_training_is_left_alone() -> None:
+    x, weight, bias = operands(9)
+    with Training(ALL):
+        product = functional.linear(x, weight.requires_grad_(), bias)
+    assert "_Linear" not in type(product.grad_fn).__name__
+
+
+def test_only_what_a_gradient_needs_is_kept() -> None:
+    x, weight, _ = (torch.randn(s) for s in ((2500, 96), (128, 96), (128,)))
+    for trains, kept in ((x, [None, weight]), (weight, [x, None])):
+        trains.requires_grad_()
+        with Training(ALL):
+            product: Any = functional.linear(x, weight)
+        trains.requires_grad_(False)
+        assert [t is o for t, o in zip(product.grad_fn.saved_tensors, kept, strict=True)] == [
+            True
+        ] * 2
+
+
+@pytest.mark.parametrize("name", ["mkl", "onednn"])
+def test_layers_computed_again_give_the_same_gradients(name: str) -> None:
+    torch.manual_seed(0)
+    use(Products(name))
+    model = nn.Sequential(nn.Linear(128, 512), nn.SiLU(), nn.Linear(512, 128))
+    model[0].weight.requires_grad_(False)
+    x = torch.randn(1100, 128, requires_grad=True)
+    contexts = partial(recompute_contexts, torch.float32, CPU)
+    leaves = [x, model[0].bias, model[2].weight]
+    grads = []
+    for is_again in (False, True):
+        with compute_context(torch.float32, CPU):
+            y = (
+                checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+                if is_again
+                else model(x)
+            )
+        with backward_context(torch.float32):
+            grads.append(torch.autograd.grad(y.square().sum(), leaves))
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+
+
+def test_where_all_is_pytorchs_own_nothing_stands_between() -> None:
+    for plain in (NOTHING, Products("mkl"), Products("torch")):
+        use(plain)
+        for context in (training_context(), products.engine_context()):
+            assert isinstance(context, nullcontext)
+    assert isinstance(compute_context(torch.float32, CPU), nullcontext)
+    use(Products("onednn for head"))
+    assert isinstance(compute_context(torch.float32, CPU), Training)
+    assert isinstance(compute_context(torch.bfloat16, CPU), torch.autocast)
+
+
+# -- the measurement
+
+
+def timed(slow: str, classes: frozenset[str] = ALL) -> Callable[[str, str, Any], float]:
+    """A clock by which a library needs twice the time for some classes."""
+    return lambda name, library, _: 2.0 if library == slow and name in classes else 1.0
+
+
+def test_the_faster_library_takes_each_class() -> None:
+    some = frozenset(["forward large", "head"])
+    assert faster(measure(timed("torch"))) == ALL
+    assert faster(measure(timed("onednn"))) == frozenset()
+    assert faster(measure(timed("torch", some))) == some
+    almost = {**EQUAL, "head": Rates(100.0, 100 * products.MARGIN)}
+    assert not faster(almost), "PyTorch's own, unless oneDNN is clearly faster"
+
+
+def test_the_shortest_time_counts() -> None:
+    """Another program makes one library slower, at times."""
+    calls: list[tuple[str, str]] = []
+
+    def clock(name: str, library: str, _: Any) -> float:
+        calls.append((name, library))
+        is_disturbed = library == "torch" and calls.count((name, library)) != 2
+        return 9.0 if is_disturbed else 1.0
+
+    assert not faster(measure(clock))
+    assert [library for _, library in calls[:4]] == ["torch", "onednn"] * 2, "they take turns"
+
+
+def test_a_measurement_is_quick_and_draws_no_random_number() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    rates = measure()
+    assert rates.keys() == SHAPES.keys()
+    assert all(rate > 0 for both in rates.values() for rate in both)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of threads of each measurement; rates are made up."""
+    taken: list[int] = []
+
+    def made_up() -> dict[str, Rates]:
+        taken.append(torch.get_num_threads())
+        return EQUAL | {"head": Rates(100.0, 200.0)}
+
+    monkeypatch.setattr(products, "measure", made_up)
+    return taken
+
+
+def test_rates_are_kept_by_machine_threads_and_versions(
+    counted: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TAUT_CACHE", str(tmp_path / "cache"))
+    first, how = rates_of_machine()
+    assert "measured in" in how
+    again, how = rates_of_machine()
+    assert first == again and len(counted) == 1
+    assert "measured before" in how
+    for variable, value in (
+        ("MKL_ENABLE_INSTRUCTIONS", "AVX2"),
+        ("ONEDNN_MAX_CPU_ISA", "AVX2"),
+    ):
+        monkeypatch.setenv(variable, value)
+        rates_of_machine()
+    assert len(counted) == 3
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert "77 threads" in rates_of_machine()[1]
+    monkeypatch.setattr(products, "_processor", lambda: "another")
+    rates_of_machine()
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    rates_of_machine()
+    assert len(counted) == 6
+    assert {path.suffix for path in (tmp_path / "cache" / "products").iterdir()} == {".json"}
+
+
+def _without_a_class(content: Any) -> None:
+    del content["rates"]["head"]
+
+
+def _negative(content: Any) -> None:
+    content["rates"]["head"][0] = -1
+
+
+def _of_another(content: Any) -> None:
+    content["machine"]["torch"] = "0.1"
+
+
+@pytest.mark.parametrize("damage", [None, _without_a_class, _negative, _of_another])
+def test_a_damaged_file_is_measured_again_and_told(
+    damage: Callable[[Any], None] | None,
+    counted: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("TAUT_CACHE", str(tmp_path))
+    rates_of_machine()
+    (path,) = (tmp_path / "products").iterdir()
+    if damage is None:
+        path.write_text("{")
+    else:
+        content = json.loads(path.read_text())
+        damage(content)
+        path.write_text(json.dumps(content))
+    _, how = rates_of_machine()
+    assert len(counted) == 2
+    assert f"{path} could not be used: " in how
+    assert "measured before" in rates_of_machine()[1]
+
+
+def test_a_cache_that_cannot_be_written_is_told(
+    counted: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TAUT_CACHE", str(tmp_path / "file"))
+    _, how = rates_of_machine()
+    assert "not kept, since" in how
+
+
+# -- the choice
+
+
+def test_auto_chooses_by_the_rates(counted: list[int]) -> None:
+    chosen = select("auto", CPU, torch.float32)
+    assert chosen.name == "onednn for head"
+    assert chosen.onednn == {"head"}
+    use(chosen)
+    (decision,) = active().decisions
+    assert (decision.name, decision.value) == ("products", "onednn for head")
+    own = torch_name()
+    assert f"forward 100 against 100 GFLOP/s ({own} against onednn)" in decision.reason
+    assert "head 100/133" in decision.reason
+
+
+@pytest.mark.parametrize("classes", [frozenset(), ALL, frozenset(["head", "forward small"])])
+def test_a_name_names_its_classes(classes: frozenset[str]) -> None:
+    assert Products(products._name(classes)).onednn == classes
+
+
+@pytest.mark.parametrize("name", ["mkl", "onednn"])
+def test_a_library_asked_for_by_name_is_not_measured(name: Any, counted: list[int]) -> None:
+    monkeypatched = select(name, CPU, torch.float32, stored="onednn for head")
+    assert monkeypatched == Products(name, "asked for by name")
+    assert not counted
+
+
+def test_what_a_build_lacks_is_refused(monkeypatch: pytest.MonkeyPatch, counted: list[int]) -> None:
+    monkeypatch.setattr(products, "has_onednn", lambda: False)
+    with pytest.raises(ConfigError, match=r"products=onednn: .* expected auto or mkl"):
+        select("onednn", CPU, torch.float32)
+    chosen = select("auto", CPU, torch.float32, stored="onednn")
+    assert chosen.name == "mkl"
+    assert chosen.reason == (
+        "the checkpoint's onednn is not available here; this build of PyTorch has no oneDNN"
+    )
+    monkeypatch.setattr(products, "torch_name", lambda: "torch")
+    with pytest.raises(ConfigError, match=r"products=mkl: .* expected auto; set"):
+        select("mkl", CPU, torch.float32)
+    monkeypatch.setattr(products, "has_onednn", lambda: True)
+    with pytest.raises(ConfigError, match="expected auto or onednn"):
+        select("mkl", CPU, torch.float32)
+    assert not counted
+
+
+@pytest.mark.parametrize("stored", ["mkl", "onednn", "onednn for forward large, head"])
+def test_a_resumed_run_takes_the_stored_choice_unmeasured(stored: str, counted: list[int]) -> None:
+    assert select("auto", CPU, torch.float32, stored) == Products(stored, "that of the checkpoint")
+    assert not counted
+
+
+@pytest.mark.parametrize("stored", ["torch", "onednn for squares", "blas", "onednn "])
+def test_a_stored_choice_that_is_not_available_is_measured_and_told(
+    stored: str, counted: list[int]
+) -> None:
+    chosen = select("auto", CPU, torch.float32, stored)
+    assert chosen.name == "onednn for head"
+    assert chosen.reason.startswith(f"the checkpoint's {stored} is not available here; forward")
+
+
+def test_other_dtypes_and_devices_have_no_choice(counted: list[int]) -> None:
+    for device, dtype in (
+        (CPU, torch.bfloat16),
+        (CPU, torch.float64),
+        (torch.device("cuda"), None),
+    ):
+        chosen = select("auto", device, dtype or torch.float32)
+        assert chosen == NOTHING and chosen.decisions == []
+    assert not counted
