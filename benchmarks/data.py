@@ -54,6 +54,7 @@ class Model:
     hidden: int
     vocab: int
     has_tied_embeddings: bool
+    max_length: int = 2 * LONGEST
 
     @property
     def num_kv_heads(self) -> int:
@@ -67,6 +68,8 @@ class Model:
 
 
 SMALL = Model("small", num_layers=4, hidden=256, vocab=8192, has_tied_embeddings=False)
+LONG = Model("long", 4, 256, 8192, has_tied_embeddings=False, max_length=2**15)
+WIDE = Model("1024", num_layers=4, hidden=1024, vocab=8192, has_tied_embeddings=False)
 LARGE = Model("large-vocab", num_layers=8, hidden=512, vocab=151_936, has_tied_embeddings=True)
 
 
@@ -99,6 +102,14 @@ def chat_rows(num_rows: int, vocab: int) -> list[Row]:
         num_prompt = max(1, min(len(words) - 2, int(share * len(words))))
         rows.append(make_row(words[:num_prompt], words[num_prompt:]))
     return rows
+
+
+def long_rows(num_rows: int, vocab: int) -> list[Row]:
+    """Rows of 8,192 tokens, the last one of 32,768; a tenth of each is prompt."""
+    rng = np.random.default_rng(22)
+    lengths = [2**13] * (num_rows - 1) + [2**15]
+    words = [draw_words(rng, vocab, length - 3) for length in lengths]
+    return [make_row(some[: len(some) // 10], some[len(some) // 10 :]) for some in words]
 
 
 def reading_rows(num_documents: int, vocab: int) -> list[Row]:
@@ -146,7 +157,7 @@ def write_model(model: Model, folder: Path) -> None:
         num_hidden_layers=model.num_layers,
         num_attention_heads=model.hidden // 64,
         num_key_value_heads=model.num_kv_heads,
-        max_position_embeddings=2 * LONGEST,
+        max_position_embeddings=model.max_length,
         tie_word_embeddings=model.has_tied_embeddings,
         bos_token_id=BOS,
         eos_token_id=EOS,

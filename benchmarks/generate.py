@@ -26,12 +26,22 @@ import math
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from machine import (
+    describe,
+    memory_line,
+    not_compared,
+    print_machine,
+    print_memory,
+    print_uncompared,
+    take_turns,
+)
+from machine import verdict as verdict_on
 from sft import Bench, matches
 from taut.demo.fetch import get_model
 
@@ -62,6 +72,8 @@ class Case:
     name: str
     dtype: str
     target: float
+    peak_mb: float
+    """Peak memory of taut, at most."""
     num_samples: int
     prompts: list[list[int]] = field(repr=False)
     new_tokens: list[int] = field(repr=False)
@@ -74,7 +86,15 @@ class Case:
 def shared(dtype: str) -> Case:
     rng = random.Random(0)
     prompts = [_ids(rng, 256) for _ in range(8)]
-    return Case(f"shared, {dtype}", dtype, 2.5, 8, prompts, [64] * 8)
+    return Case(
+        f"shared, {dtype}",
+        dtype,
+        2.8,
+        {"float32": 1280, "bfloat16": 1169}[dtype],
+        8,
+        prompts,
+        [64] * 8,
+    )
 
 
 def mixed(dtype: str) -> Case:
@@ -82,7 +102,15 @@ def mixed(dtype: str) -> Case:
     lengths = [round(math.exp(rng.uniform(math.log(32), math.log(512)))) for _ in range(32)]
     prompts = [_ids(rng, length) for length in lengths]
     new_tokens = [rng.randint(8, 128) for _ in range(32)]
-    return Case(f"mixed, {dtype}", dtype, 1.3, 1, prompts, new_tokens)
+    return Case(
+        f"mixed, {dtype}",
+        dtype,
+        1.6,
+        {"float32": 1312, "bfloat16": 1169}[dtype],
+        1,
+        prompts,
+        new_tokens,
+    )
 
 
 def _ids(rng: random.Random, length: int) -> list[int]:
@@ -91,26 +119,31 @@ def _ids(rng: random.Random, length: int) -> list[int]:
 
 def measure(bench: Bench, model: Path, case: Case, labels: Sequence[str], rounds: int) -> Result:
     """All contenders on one case, in alternation."""
-    runs: dict[str, list[Result]] = {label: [] for label in labels}
-    errors: dict[str, str] = {}
-    for turn in range(rounds):
-        for label in labels:
-            if label in errors:
-                continue
-            try:
-                run = run_once(bench, model, case, label, turn)
-            except RuntimeError as error:
-                errors[label] = str(error)
-                print(f"{case.name}: {label}: {error}", file=sys.stderr, flush=True)
-                continue
-            runs[label].append(run)
-            speed = case.num_new / run["seconds"]
-            print(f"{case.name}, round {turn + 1}: {label:33} {speed:7.1f} tokens/s", flush=True)
-    found = {label: summarise(case, some) for label, some in runs.items() if some}
-    for label, verdict in check(bench, model, case, runs).items():
-        found[label] |= verdict
-    found |= {label: {"error": error} for label, error in errors.items()}
-    return {"contenders": found, "ratio": ratio(case, found)}
+
+    def run_of(label: str) -> Callable[[int], Result]:
+        return lambda turn: run_once(bench, model, case, label, turn)
+
+    turns = take_turns(
+        case.name,
+        {label: run_of(label) for label in labels},
+        rate=bench.rate,
+        show=lambda run: f"{case.num_new / run['seconds']:7.1f} tokens/s",
+        rounds=rounds,
+        tries=bench.tries,
+    )
+    found = {
+        label: summarise(case, turns.chosen(label)) | turns.state(label)
+        for label, some in turns.runs.items()
+        if some
+    }
+    for label, right in check(bench, model, case, turns.runs).items():
+        found[label] |= right
+    found |= {label: {"error": turns.errors[label]} for label in turns.errors if label not in found}
+    return {
+        "contenders": found,
+        "ratio": ratio(case, found),
+        "memory": memory_line(found.get(TAUT, {}), case.peak_mb),
+    }
 
 
 def run_once(bench: Bench, model: Path, case: Case, label: str, turn: int) -> Result:
@@ -213,7 +246,15 @@ def ratio(case: Case, table: dict[str, Result]) -> Result | None:
         return None
     best = max(peers, key=lambda label: float(peers[label]["tokens_per_second"]))
     value = table[TAUT]["tokens_per_second"] / peers[best]["tokens_per_second"]
-    return {"to": best, "value": value, "target": case.target, "is_met": value >= case.target}
+    why = not_compared([table[TAUT], *peers.values()])
+    is_met = bool(why) or value >= case.target
+    return {
+        "to": best,
+        "value": value,
+        "target": case.target,
+        "not_compared": why,
+        "is_met": is_met,
+    }
 
 
 def print_case(name: str, result: Result) -> None:
@@ -227,12 +268,13 @@ def print_case(name: str, result: Result) -> None:
         prefill, decode = (f"{'' if x is None else format(x, '.1f')}" for x in split)
         print(
             f"  {label:34}{row['tokens_per_second']:9.1f}{row['seconds']:9.1f}{prefill:>9}{decode:>8}"
-            f"{row['cpu_seconds']:8.1f}{row['peak_mb']:9.0f}{row['peak_mb_above_imports']:13.0f}  {verdict(row)}"
+            f"{row['cpu_seconds']:8.1f}{row['peak_mb']:9.0f}{row['peak_mb_above_imports']:13.0f}"
+            f"  {verdict(row)}; {row['products']}"
         )
     if result["ratio"]:
         to, value, target = (result["ratio"][key] for key in ("to", "value", "target"))
-        is_met = "met" if result["ratio"]["is_met"] else "MISSED"
-        print(f"  taut: {value:.2f} x {to} (target {target:g}: {is_met})")
+        print(f"  taut: {value:.2f} x {to} (target {target:g}: {verdict_on(result['ratio'])})")
+    print_memory(result["memory"])
 
 
 def verdict(row: Result) -> str:
@@ -260,6 +302,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
+        "--tries", type=int, default=3, help="rounds more, at most, of what cannot be compared"
+    )
+    parser.add_argument(
         "--cache", type=Path, default=Path("~/.cache/taut"), help="where the demo keeps the model"
     )
     parser.add_argument("--out", type=Path, default=Path(".cache/benchmarks/generate.json"))
@@ -271,15 +316,24 @@ def main() -> int:
     model = get_model(arguments.cache.expanduser())
     cases = [make(dtype) for dtype in ("float32", "bfloat16") for make in (shared, mixed)]
     labels = [label for label in SCRIPTS if matches(label, arguments.only)]
-    results: Result = {"threads": arguments.threads, "cases": {}}
+    machine = describe(arguments.threads)
+    print_machine(machine)
+    results: Result = {"machine": machine, "threads": arguments.threads, "cases": {}}
     with tempfile.TemporaryDirectory() as work:
-        bench = Bench(arguments.cache.expanduser(), Path(work), arguments.threads, "float32")
+        bench = Bench(
+            arguments.cache.expanduser(),
+            Path(work),
+            arguments.threads,
+            "float32",
+            tries=arguments.tries,
+        )
         for case in cases:
             if matches(case.name, arguments.cases):
                 result = measure(bench, model, case, labels, arguments.rounds)
                 results["cases"][case.name] = result
     for name, result in results["cases"].items():
         print_case(name, result)
+    print_uncompared([one["ratio"] for one in results["cases"].values() if one["ratio"]])
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(results, indent=1))
     print(f"\n{arguments.out}")
@@ -290,7 +344,8 @@ def has_missed(result: Result) -> bool:
     """Whether taut missed its target, failed, or is not correct."""
     ours = result["contenders"].get(TAUT)
     is_wrong = ours is not None and not ours.get("is_correct")
-    return is_wrong or (result["ratio"] is not None and not result["ratio"]["is_met"])
+    lines = [line for line in (result["ratio"], result["memory"]) if line]
+    return is_wrong or any(not line["is_met"] for line in lines)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,13 @@ goes, the printed table. Imported by ``benchmarks/sft.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import mean, median
 from typing import Any
 
 import flops
 from data import Model, Row
+from machine import not_compared, print_memory, verdict
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-3}
 """How far a first loss may be from the (float32) reference, relatively."""
@@ -34,10 +35,33 @@ def memory_of(runs: Sequence[Result]) -> Result:
 class Contender:
     framework: str
     mode: str
+    products: str | None = None
+    """The library of taut's products, where it has turns with each; None: as the run chooses."""
 
     @property
     def label(self) -> str:
-        return f"{self.framework} {self.mode}"
+        return f"{self.framework} {self.mode}" + (f" ({self.products})" if self.products else "")
+
+    @property
+    def job(self) -> dict[str, str]:
+        """Its part of a worker's job."""
+        return {"mode": self.mode} | ({"products": self.products} if self.products else {})
+
+
+def with_products(contenders: Sequence[Contender], products: str | None) -> list[Contender]:
+    """``both``: taut's contenders once with each library."""
+    if products != "both":
+        return list(contenders)
+    return [
+        replace(one, products=name)
+        for one in contenders
+        for name in (("mkl", "onednn") if one.framework == "taut" else (None,))
+    ]
+
+
+def is_taut(label: str) -> bool:
+    """Whether it is taut as it is, with whichever products."""
+    return label.startswith("taut shared")
 
 
 TAUT = Contender("taut", "shared")
@@ -56,12 +80,14 @@ CONTENDERS = (
 class Targets:
     """What taut is measured against."""
 
-    over_default: float
+    over_default: float | None = None
     """tokens/s over those of TRL's default, at least."""
-    over_best: float
+    over_best: float | None = None
     """tokens/s over those of the best correct peer mode, at least."""
-    memory: float
-    """Peak memory over that of TRL's default, at most."""
+    peak_mb: float | None = None
+    """Peak memory, at most; None: not known yet."""
+    products: float | None = None
+    """The fraction of the matmul rate, at least."""
 
 
 @dataclass
@@ -110,11 +136,12 @@ class Measured:
         return [run["steps"][1:] for run in self.runs]
 
 
-def summarise(rows: Sequence[Row], one: Measured) -> Result:
+def summarise(rows: Sequence[Row], one: Measured, state: Result) -> Result:
     """A contender's line of the table."""
     if not one.runs:
         return {"error": one.error}
     return {
+        **state,
         "tokens_per_second": one.tokens_per_second(rows),
         "step_seconds": one.step_seconds,
         "peak_mb": one.peak_mb,
@@ -133,31 +160,39 @@ def ratios(table: dict[str, Result], targets: Targets) -> list[Result]:
     peers = {k: v for k, v in table.items() if not k.startswith("taut") and v.get("is_correct")}
     default = peers.get(TRL_DEFAULT.label)
     found = []
-    for contender in (TAUT, TAUT_UNSHARED):
-        ours = table.get(contender.label, {})
-        if not ours.get("is_correct") or not peers:
+    for label, ours in table.items():
+        if not label.startswith("taut") or not ours.get("is_correct") or not peers:
             continue
-        # The targets are for taut as it is; with sharing off the same ratios are only reported.
-        goals = targets if contender == TAUT else None
+        # The targets are for taut as it is; with sharing off or products by name the same ratios are only reported.
+        goals = targets if label == TAUT.label else None
         speed = ours["tokens_per_second"]
         best = max(peers, key=lambda label: float(peers[label]["tokens_per_second"]))
         over_best = speed / peers[best]["tokens_per_second"]
-        compared = [(f"tokens/s of the best correct peer ({best})", over_best, "over_best")]
+        # A peer in another state could have been the best one in this state.
+        rows = [ours, *peers.values()]
+        compared = [(f"tokens/s of the best correct peer ({best})", over_best, "over_best", rows)]
         if default:
             over_default = speed / default["tokens_per_second"]
             memory = ours["peak_mb"] / default["peak_mb"]
-            compared.append(("tokens/s of TRL's default", over_default, "over_default"))
-            compared.append(("memory of TRL's default", memory, "memory"))
-        for to, value, name in compared:
-            goal = getattr(goals, name) if goals else None
-            is_met = goal is None or (value <= goal if name == "memory" else value >= goal)
-            line = {"of": contender.label, "to": to, "value": value, "target": goal}
-            found.append({**line, "is_met": is_met})
+            rows = [ours, default]
+            compared.append(("tokens/s of TRL's default", over_default, "over_default", rows))
+            compared.append(("memory of TRL's default", memory, "", []))
+        for to, value, name, rows in compared:
+            goal = getattr(goals, name) if goals and name else None
+            why = not_compared(rows)
+            is_met = bool(why) or goal is None or value >= goal
+            line = {"of": label, "to": to, "value": value, "target": goal}
+            found.append({**line, "not_compared": why, "is_met": is_met})
     return found
 
 
 def utilisation(
-    model: Model, work: flops.Work, limits: Sequence[Result], step_seconds: float
+    model: Model,
+    work: flops.Work,
+    limits: Sequence[Result],
+    step_seconds: float,
+    target: float | None,
+    why: str,
 ) -> Result:
     """Where a step's time goes, as fractions: necessary products, AdamW, the rest."""
     products = [
@@ -168,8 +203,12 @@ def utilisation(
     fractions["adamw"] = median(limit["adamw"] for limit in limits) / step_seconds
     fractions["rest"] = 1 - sum(fractions.values())
     necessary = sum(flops.flops(model, work).values())
+    fraction = sum(ideal.values()) / step_seconds
     return {
-        "fraction_of_matmul_rate": sum(ideal.values()) / step_seconds,
+        "fraction_of_matmul_rate": fraction,
+        "target": target,
+        "not_compared": why,
+        "is_met": bool(why) or target is None or fraction >= target,
         "matmul_gflops": necessary / sum(ideal.values()) / 1e9,
         "step_gflops": necessary / step_seconds / 1e9,
         "fractions": fractions,
@@ -177,27 +216,32 @@ def utilisation(
 
 
 def print_case(name: str, result: Result) -> None:
-    columns = f"{'tokens/s':>9}{'peak MB':>9}{'w/o imports':>13}{'first loss':>12}  correct"
+    columns = (
+        f"{'tokens/s':>9}{'peak MB':>9}{'w/o imports':>13}{'first loss':>12}  correct, products"
+    )
     print(f"\n{name}\n{'':28}{columns}")
     for label, row in result["contenders"].items():
         if "error" in row:
             print(f"  {label:26}  failed: {row['error'].splitlines()[-1]}")
             continue
-        verdict = "yes" if row["is_correct"] else f"NO, off by {row['deviation']:.1e}"
+        right = "yes" if row["is_correct"] else f"NO, off by {row['deviation']:.1e}"
         print(
             f"  {label:26}{row['tokens_per_second']:9.0f}{row['peak_mb']:9.0f}"
-            f"{row['peak_mb_above_imports']:13.0f}{row['first_loss']:12.5f}  {verdict}"
+            f"{row['peak_mb_above_imports']:13.0f}{row['first_loss']:12.5f}  {right}, {row['products']}"
         )
     for ratio in result["ratios"]:
-        verdict = "met" if ratio["is_met"] else "MISSED"
-        target = f" (target {ratio['target']:g}: {verdict})" if ratio["target"] else ""
+        target = f" (target {ratio['target']:g}: {verdict(ratio)})" if ratio["target"] else ""
+        if ratio["not_compared"] and not target:
+            target = f" ({verdict(ratio)})"
         print(f"  {ratio['of']}: {ratio['value']:.2f} x {ratio['to']}{target}")
+    print_memory(result["memory"])
     if "utilisation" in result:
         used = result["utilisation"]
+        goal = f" (target {used['target']:.0%}: {verdict(used)})" if used["target"] else ""
         parts = ", ".join(f"{part} {value:.0%}" for part, value in used["fractions"].items())
         print(
             f"  necessary products at {used['step_gflops']:.0f} of {used['matmul_gflops']:.0f} "
-            f"GFLOP/s: {used['fraction_of_matmul_rate']:.0%} of the matmul rate\n"
+            f"GFLOP/s: {used['fraction_of_matmul_rate']:.0%} of the matmul rate{goal}\n"
             f"  a step: {parts}"
         )
 

@@ -32,12 +32,22 @@ from typing import Any
 
 import data
 import flops
-from data import LARGE, SMALL, Model, Row
+from data import LARGE, LONG, SMALL, WIDE, Model, Row
+from machine import (
+    Rate,
+    describe,
+    memory_line,
+    not_compared,
+    print_machine,
+    print_uncompared,
+    take_turns,
+)
 from peers.environments import PEERS, python_of
 from report import (
     CONTENDERS,
     TAUT,
     TAUT_UNSHARED,
+    TRL_DEFAULT,
     Contender,
     Measured,
     Result,
@@ -47,6 +57,7 @@ from report import (
     ratios,
     summarise,
     utilisation,
+    with_products,
 )
 
 SAMPLES_PER_STEP = 8
@@ -65,28 +76,46 @@ class Case:
     """How many mean rows a packed block holds: chosen so that blocks come out full."""
     targets: Targets
     num_rounds: int = 3
+    samples_per_step: int = SAMPLES_PER_STEP
+    peers: tuple[Contender, ...] = CONTENDERS[1:]
 
     def rows(self) -> list[Row]:
         return self.make_rows(self.size, self.model.vocab)
 
     @property
     def packs_per_step(self) -> int:
-        return SAMPLES_PER_STEP // self.rows_per_pack
+        return self.samples_per_step // self.rows_per_pack
 
     def contenders(self) -> tuple[Contender, ...]:
         is_shared = self.make_rows is data.reading_rows
-        return (*CONTENDERS, TAUT_UNSHARED) if is_shared else CONTENDERS
+        return (TAUT, *self.peers, *([TAUT_UNSHARED] if is_shared else []))
 
 
+CHAT = Targets(6.5, 1.8, peak_mb=1162, products=0.65)
+READING = Targets(10, 10, peak_mb=724)
+FEW = (TRL_DEFAULT, CONTENDERS[-1])
 CASES = (
-    Case("chat, small", SMALL, data.chat_rows, 80, 8, Targets(5.3, 1.5, 0.40)),
-    Case("reading, small", SMALL, data.reading_rows, 5, 2, Targets(8, 5, 0.40)),
-    Case("chat, large-vocab", LARGE, data.chat_rows, 24, 8, Targets(3.5, 1.4, 0.60), 2),
-    Case("reading, large-vocab", LARGE, data.reading_rows, 3, 2, Targets(8, 5, 0.60), 1),
+    Case("chat, small", SMALL, data.chat_rows, 80, 8, CHAT),
+    Case("reading, small", SMALL, data.reading_rows, 5, 2, READING),
+    Case("chat, 1024", WIDE, data.chat_rows, 24, 8, Targets(products=0.80), 1, peers=FEW),
+    Case(
+        "long, small",
+        LONG,
+        data.long_rows,
+        6,
+        2,
+        Targets(),
+        1,
+        samples_per_step=2,
+        # What packs or pads has a dense mask of 10^9 numbers here.
+        peers=(Contender("trl", "single"),),
+    ),
+    Case("chat, large-vocab", LARGE, data.chat_rows, 24, 8, Targets(4, 1.6), 2),
+    Case("reading, large-vocab", LARGE, data.reading_rows, 3, 2, Targets(10, 10), 1),
 )
 QUICK = (
-    Case("chat, small", SMALL, data.chat_rows, 32, 8, Targets(5.3, 1.5, 0.40), 1),
-    Case("reading, small", SMALL, data.reading_rows, 3, 2, Targets(8, 5, 0.40), 1),
+    Case("chat, small", SMALL, data.chat_rows, 32, 8, CHAT, 1),
+    Case("reading, small", SMALL, data.reading_rows, 3, 2, READING, 1),
 )
 
 
@@ -98,6 +127,10 @@ class Bench:
     work: Path
     threads: int
     dtype: str
+    products: str | None = None
+    """The library of taut's products; None: as each run chooses."""
+    tries: int = 3
+    """Rounds more, at most, of what cannot be compared."""
 
     def python(self, framework: str) -> Path:
         own = framework not in ("trl", "llamafactory")
@@ -112,6 +145,7 @@ class Bench:
                 "dtype": self.dtype,
                 "result": str(result),
                 "scratch": str(Path(scratch, "out")),
+                **({"products": self.products} if self.products else {}),
                 **job,
             }
             job_file.write_text(json.dumps(whole))
@@ -122,6 +156,10 @@ class Bench:
             if done.returncode or not result.exists():
                 raise RuntimeError(f"{script} failed:\n" + "\n".join(done.stderr.splitlines()[-8:]))
             return json.loads(result.read_text())
+
+    def rate(self) -> Rate:
+        """How fast the machine is now."""
+        return Rate(**self.run("rate.py", "taut", {}))
 
     def _environment(self, scratch: str) -> dict[str, str]:
         return os.environ | {
@@ -148,8 +186,8 @@ def prepare(bench: Bench, case: Case) -> tuple[list[Row], dict[str, Any]]:
     job = {
         "model": str(model),
         "data": str(folder),
-        "samples_per_step": SAMPLES_PER_STEP,
-        "num_steps": ceil(len(rows) / SAMPLES_PER_STEP),
+        "samples_per_step": case.samples_per_step,
+        "num_steps": ceil(len(rows) / case.samples_per_step),
         "pack_length": max(full, ceil(max(lengths) / 8) * 8),
         "packs_per_step": case.packs_per_step,
         "learning_rate": 1e-4,
@@ -162,48 +200,67 @@ def prepare(bench: Bench, case: Case) -> tuple[list[Row], dict[str, Any]]:
 def measure(bench: Bench, case: Case, contenders: Sequence[Contender]) -> Result:
     """All contenders on one case, in alternation."""
     rows, job = prepare(bench, case)
-    measured = {contender: Measured(contender, bench.dtype) for contender in contenders}
-    work = flops.necessary(list(steps_of(rows))[1:])
-    limits: list[Result] = []
-    for turn in range(case.num_rounds):
-        for contender, into in measured.items():
-            if into.error:
-                continue
-            try:
-                script = f"train_{contender.framework}.py"
-                run = bench.run(script, contender.framework, job | {"mode": contender.mode})
-            except RuntimeError as error:
-                into.error = str(error)
-                print(f"{case.name}: {contender.label}: {error}", file=sys.stderr, flush=True)
-                continue
-            into.runs.append(run)
-            speed = Measured(contender, bench.dtype, [run]).tokens_per_second(rows)
-            print(
-                f"{case.name}, round {turn + 1}: {contender.label:26} {speed:8.0f} tokens/s",
-                flush=True,
-            )
-        limit_job = {
-            "shapes": flops.shapes(case.model, work),
-            "num_parameters": flops.num_parameters(case.model),
-        }
-        limits.append(bench.run("matmul.py", "taut", limit_job))
-    done = [m for m in measured.values() if m.runs]
-    compare_with_reference(bench, job, rows, done)
-    table = {c.label: summarise(rows, one) for c, one in measured.items()}
+    work = flops.necessary(list(steps_of(rows, case.samples_per_step))[1:])
+    limit_job = {
+        "shapes": flops.shapes(case.model, work),
+        "num_parameters": flops.num_parameters(case.model),
+    }
+
+    def run_of(contender: Contender) -> Callable[[int], Result]:
+        def run(_: int) -> Result:
+            script = f"train_{contender.framework}.py"
+            done: Result = bench.run(script, contender.framework, job | contender.job)
+            if contender == TAUT:
+                # At once, so that it is of the same state.
+                done["limit"] = bench.run("matmul.py", "taut", limit_job)
+            return done
+
+        return run
+
+    def show(run: Result) -> str:
+        speed = Measured(TAUT, bench.dtype, [run]).tokens_per_second(rows)
+        return f"{speed:8.0f} tokens/s"
+
+    turns = take_turns(
+        case.name,
+        {one.label: run_of(one) for one in contenders},
+        rate=bench.rate,
+        show=show,
+        rounds=case.num_rounds,
+        tries=bench.tries,
+    )
+    measured = [
+        Measured(one, bench.dtype, turns.chosen(one.label), turns.errors.get(one.label))
+        for one in contenders
+    ]
+    compare_with_reference(bench, job, rows, [one for one in measured if one.runs])
+    table = {
+        one.contender.label: summarise(rows, one, turns.state(one.contender.label))
+        for one in measured
+    }
+    ours = table.get(TAUT.label, {})
     result: Result = {
         "model": asdict(case.model),
         "contenders": table,
         "ratios": ratios(table, case.targets),
+        "memory": memory_line(ours, case.targets.peak_mb),
     }
-    if TAUT in measured and measured[TAUT].runs:
-        seconds = measured[TAUT].step_seconds
-        result["utilisation"] = utilisation(case.model, work, limits, seconds)
+    if "error" not in ours and ours:
+        limits = [run["limit"] for run in ours["runs"]]
+        result["utilisation"] = utilisation(
+            case.model,
+            work,
+            limits,
+            ours["step_seconds"],
+            case.targets.products,
+            not_compared([ours]),
+        )
     return result
 
 
-def steps_of(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    for start in range(0, len(rows), SAMPLES_PER_STEP):
-        yield rows[start : start + SAMPLES_PER_STEP]
+def steps_of(rows: Sequence[Row], size: int) -> Iterator[Sequence[Row]]:
+    for start in range(0, len(rows), size):
+        yield rows[start : start + size]
 
 
 def compare_with_reference(
@@ -220,7 +277,7 @@ def compare_with_reference(
 
 def scaling(bench: Bench) -> list[Result]:
     """taut's seconds per step on 1, 2, 4 and 8 documents a step."""
-    case = Case("scaling", SMALL, data.reading_rows, 8, 2, Targets(0, 0, 0))
+    case = Case("scaling", SMALL, data.reading_rows, 8, 2, Targets())
     rows, job = prepare(bench, case)
     found = []
     for documents in (1, 2, 4, 8):
@@ -250,6 +307,14 @@ def parse_arguments(
     )
     parser.add_argument("--rounds", type=int, default=rounds, help="rounds of every case")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--tries", type=int, default=3, help="rounds more, at most, of what cannot be compared"
+    )
+    parser.add_argument(
+        "--products",
+        choices=["auto", "mkl", "onednn", "both"],
+        help="taut's library of float32 products; both: turns with each",
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument(
         "--cache", type=Path, default=Path(".cache"), help="holds the peers' environments"
@@ -258,16 +323,42 @@ def parse_arguments(
     return parser.parse_args()
 
 
+def begin(arguments: argparse.Namespace) -> Result:
+    """Name the machine; the results that are to be filled."""
+    machine = describe(arguments.threads)
+    print_machine(machine)
+    return {
+        "machine": machine,
+        "threads": arguments.threads,
+        "dtype": arguments.dtype,
+        "products": arguments.products,
+        "cases": {},
+    }
+
+
+def make_bench(arguments: argparse.Namespace, work: Path) -> Bench:
+    products = None if arguments.products == "both" else arguments.products
+    return Bench(
+        arguments.cache.absolute(),
+        work,
+        arguments.threads,
+        arguments.dtype,
+        products,
+        arguments.tries,
+    )
+
+
 def main() -> int:
     quick = "the small model, few steps, one round"
     arguments = parse_arguments(__doc__, "sft", quick, rounds=None)
-    results: Result = {"threads": arguments.threads, "dtype": arguments.dtype, "cases": {}}
+    results = begin(arguments)
     with tempfile.TemporaryDirectory() as work:
-        bench = Bench(arguments.cache.absolute(), Path(work), arguments.threads, arguments.dtype)
+        bench = make_bench(arguments, Path(work))
         for case in QUICK if arguments.quick else CASES:
             if not matches(case.name, arguments.cases):
                 continue
-            chosen = [c for c in case.contenders() if matches(c.label, arguments.only)]
+            contenders = with_products(case.contenders(), arguments.products)
+            chosen = [c for c in contenders if matches(c.label, arguments.only)]
             case = replace(case, num_rounds=arguments.rounds or case.num_rounds)
             results["cases"][case.name] = measure(bench, case, chosen)
         if matches("scaling", arguments.cases) and matches(TAUT.label, arguments.only):
@@ -276,6 +367,7 @@ def main() -> int:
         print_case(name, result)
     if "scaling" in results:
         print_scaling(results["scaling"])
+    print_uncompared([line for case in results["cases"].values() for line in with_targets(case)])
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(results, indent=1))
     print(f"\n{arguments.out}")
@@ -286,8 +378,14 @@ def has_missed(case: Result) -> bool:
     """Whether taut missed a target, failed, or started at another loss than the reference."""
     ours = [row for label, row in case["contenders"].items() if label.startswith("taut")]
     return any(not row.get("is_correct") for row in ours) or any(
-        not ratio["is_met"] for ratio in case["ratios"]
+        not line["is_met"] for line in with_targets(case)
     )
+
+
+def with_targets(case: Result) -> list[Result]:
+    """The lines that have a target."""
+    lines = [*case["ratios"], case["memory"], case.get("utilisation")]
+    return [line for line in lines if line and line["target"]]
 
 
 def matches(name: str, words: Sequence[str]) -> bool:

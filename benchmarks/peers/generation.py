@@ -42,6 +42,8 @@ class Made:
     """As far as the prompts have a time of their own."""
     logp: list[list[list[float]]] = field(default_factory=list)
     """Log-probabilities of the ids, where the contender says."""
+    products: str | None = None
+    """The library of float32 products; None: torch's default."""
 
 
 class Contender(Protocol):
@@ -72,6 +74,7 @@ def run(load: Callable[[Job], Contender]) -> None:
         "logp": made.logp,
         "peak_mb": peak_mb(),
         "import_mb": import_mb,
+        **({} if made.products is None else {"products": made.products}),
     }
     if job["greedy"]:
         some = prompts[: job["greedy"]["prompts"]]

@@ -13,12 +13,14 @@ import torch
 from recorder import Job, peak_mb
 
 import taut
+from taut.models import products
 
 
 def main() -> None:
     job: Job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(job["threads"])
     out = Path(job["scratch"], "run")
+    chosen = {"products": job["products"]} if "products" in job else {}
     import_mb = peak_mb()
     taut.sft(
         model=job["model"],
@@ -27,6 +29,7 @@ def main() -> None:
         steps=job["num_steps"],
         dtype=job["dtype"],
         device="cpu",
+        **chosen,
         batch={
             "samples_per_step": job["samples_per_step"],
             "share_prefixes": job["mode"] == "shared",
@@ -49,7 +52,12 @@ def main() -> None:
         for event in events
         if event["kind"] == "step"
     ]
-    result = {"steps": steps, "peak_mb": peak_mb(), "import_mb": import_mb}
+    result = {
+        "steps": steps,
+        "peak_mb": peak_mb(),
+        "import_mb": import_mb,
+        "products": products.active().name,
+    }
     Path(job["result"]).write_text(json.dumps(result))
 
 

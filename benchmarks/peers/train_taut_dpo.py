@@ -16,6 +16,7 @@ import torch
 from recorder import Job, peak_mb
 
 import taut
+from taut.models import products
 from taut.train import trainer
 
 OFF = {"check": "off", "stop_check.prompts": 0, "contract.prompts": 0, "checkpoint.every": 0}
@@ -29,6 +30,7 @@ def main() -> None:
     out = Path(job["scratch"], "run")
     cpu_seconds = watch_steps()
     lora = job["lora"] and {"rank": job["lora"]["r"], "alpha": job["lora"]["lora_alpha"]}
+    chosen = {"products": job["products"]} if "products" in job else {}
     import_mb = peak_mb()
     taut.dpo(
         model=job["model"],
@@ -37,6 +39,7 @@ def main() -> None:
         steps=job["num_steps"],
         dtype=job["dtype"],
         device="cpu",
+        **chosen,
         batch={
             "samples_per_step": job["samples_per_step"],
             "tokens_per_microbatch": job["tokens_at_a_time"],
@@ -65,7 +68,13 @@ def main() -> None:
         for event, cpu in zip(done, cpu_seconds, strict=True)
     ]
     metrics = [{NAMES.get(name, name): value for name, value in one.items()} for one in done]
-    result = {"steps": steps, "peak_mb": peak_mb(), "import_mb": import_mb, "metrics": metrics}
+    result = {
+        "steps": steps,
+        "peak_mb": peak_mb(),
+        "import_mb": import_mb,
+        "products": products.active().name,
+        "metrics": metrics,
+    }
     Path(job["result"]).write_text(json.dumps(result))
 
 

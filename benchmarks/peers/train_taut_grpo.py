@@ -19,6 +19,7 @@ from taut.commands import train
 from taut.config import from_mapping
 from taut.inference.local import LocalEngine
 from taut.methods.grpo import Grpo
+from taut.models import products
 from taut.rl import online
 from taut.train import trainer
 
@@ -56,6 +57,8 @@ def main() -> None:
         "grading": {"workers": 1},
         "grpo": job["taut"],
     }
+    if "products" in job:
+        keys["products"] = job["products"]
     train.train(from_mapping(Grpo, keys | OFF))
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     trained = [event for event in events if event["kind"] == "step"]
@@ -76,6 +79,7 @@ def main() -> None:
         "peak_mb": phases.peak_mb + phases.helpers_mb,
         "helpers_mb": phases.helpers_mb,
         "import_mb": import_mb,
+        "products": products.active().name,
     }
     Path(job["result"]).write_text(json.dumps(result))
 

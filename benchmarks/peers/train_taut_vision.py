@@ -16,6 +16,7 @@ import torch
 from recorder import Job, peak_mb
 
 import taut
+from taut.models import products
 from taut.train import trainer
 
 OFF = {"check": "off", "stop_check.prompts": 0, "contract.prompts": 0, "checkpoint.every": 0}
@@ -26,6 +27,7 @@ def main() -> None:
     torch.set_num_threads(job["threads"])
     out = Path(job["scratch"], "run")
     spent = watch_steps()
+    chosen = {"products": job["products"]} if "products" in job else {}
     import_mb = peak_mb()
     taut.sft(
         model=job["model"],
@@ -34,6 +36,7 @@ def main() -> None:
         steps=job["num_steps"],
         dtype=job["dtype"],
         device="cpu",
+        **chosen,
         freeze=["vision_tower"] if job["is_tower_frozen"] else [],
         batch={
             "samples_per_step": job["samples_per_step"],
@@ -59,7 +62,12 @@ def main() -> None:
         }
         for event, (seconds, cpu_seconds) in zip(done, spent, strict=True)
     ]
-    result = {"steps": steps, "peak_mb": peak_mb(), "import_mb": import_mb}
+    result = {
+        "steps": steps,
+        "peak_mb": peak_mb(),
+        "import_mb": import_mb,
+        "products": products.active().name,
+    }
     Path(job["result"]).write_text(json.dumps(result))
 
 

@@ -1,6 +1,7 @@
 """One run of TRL's SFTTrainer: ``python train_trl.py JOB.json``, in TRL's own environment.
 
-Modes: ``padded`` (the default), ``bfd`` (packing) and ``padding_free``. TRL's defaults stay as they
+Modes: ``padded`` (the default), ``bfd`` (packing), ``padding_free`` and ``single`` (a row
+at a time, accumulated). TRL's defaults stay as they
 are except for what must be equal for all: dtype, order of the rows, no activation checkpointing, no
 saving.
 """
@@ -23,6 +24,12 @@ def batching(job: Job) -> dict[str, object]:
     samples = {"per_device_train_batch_size": job["samples_per_step"]}
     if job["mode"] == "padded":
         return {"max_length": job["pack_length"], **samples}
+    if job["mode"] == "single":
+        return {
+            "max_length": None,
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": job["samples_per_step"],
+        }
     if job["mode"] == "padding_free":
         return {"padding_free": True, "max_length": None, **samples}
     assert job["mode"] == "bfd", job["mode"]
