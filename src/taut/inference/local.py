@@ -126,7 +126,7 @@ def _invert(z: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     if whole != size:
         weights = torch.nn.functional.pad(weights, (0, whole - size))
     blocks = weights.view(num_rows, -1, BLOCK)
-    until = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
+    until = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     goal = uniform_B.to(until)[:, None] * until[:, -1:]
     block = torch.searchsorted(until, goal, right=True).clamp_(max=until.shape[1] - 1)
     before = torch.where(block > 0, until.gather(1, (block - 1).clamp_(min=0)), 0.0)
