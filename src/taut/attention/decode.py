@@ -2,18 +2,24 @@
 
 The completions of one prompt are a ``Group``; they started together and have one length. A group sees a path of
 ``Stretch``es (prompt tokens, computed and stored once, shared by every group below them in the prompts' tree) and then
-its own tokens. Groups that started at one time store these in one ``Own``, and attend to them in one call. Groups are
-in the order of the tree, so the queries below a stretch are contiguous: one step is a list of rectangles (queries,
-keys) as in attention/reference.py, merged by their log-sum-exp. A sink is one more part, without tokens. Nothing is
-padded or masked, except that an ``Own`` may hold completions that have ended, a quarter of its places at most.
+its own tokens. What is attended in one call is stored as one tensor:
+
+    Stack   stretches of similar lengths, at one place of their paths
+    Own     the tokens of groups that started at one time; where a single completion has a prompt's last stretch, that
+            stretch too, so that there is one rectangle and not two
+
+Both are aligned at their ends: a shorter member has empty places in front, at most a quarter of the whole, and a mask
+hides them. So one step is a few rectangles (queries, keys) as in attention/reference.py, merged by their log-sum-exp. A
+sink is one more part, without tokens. Places of what has ended are freed together, once they are a quarter of an
+``Own`` or half of a ``Stack``.
 
 Shapes of a layer: q [1, H, B, K], k and v [1, Hkv, B, K] of the B new tokens -> out [1, H, B, K]; kept keys and
-values [rows, Hkv, length, K].
+values [members, Hkv, length, K].
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -21,19 +27,82 @@ import torch
 from torch import Tensor, nn
 
 from taut.attention.layout import Call
-from taut.attention.reference import merge
 
 KeysValues = tuple[Tensor, Tensor]
+MIN_FILLED = 0.75
+"""The share of a tensor's places that prompts of different lengths must fill, to be attended in one call."""
+MAX_QUERIES = 1.5
+"""Queries of one call, over those that are wanted: it takes as many for each stretch as for the one with most."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Stretch:
-    """A run of prompt tokens: keys and values [1, Hkv, length, K] of every attention layer."""
+    """A run of prompt tokens."""
 
     depth: int
     """Depth of its first token."""
     length: int
-    kept: Mapping[nn.Module, KeysValues]
+    stack: Stack
+    place: int
+    """Where its keys and values are in the stack."""
+
+    def keys_values(self, layer: nn.Module) -> KeysValues:
+        """[Hkv, length, K]"""
+        key, value = self.stack.kept[layer]
+        return key[self.place, :, -self.length :], value[self.place, :, -self.length :]
+
+
+@dataclass(eq=False, slots=True)
+class Stack:
+    """Keys and values of stretches of similar lengths."""
+
+    length: int
+    """Of the longest."""
+    num_places: int
+    kept: dict[nn.Module, KeysValues]
+    """Keys and values [places, Hkv, length, K] of every attention layer; zeros before the shorter ones."""
+
+    def keep(self, live: Collection[Stretch]) -> None:
+        """Free the places of the other stretches, once these are half or fewer of all."""
+        if 2 * len(live) > self.num_places:
+            return
+        ordered = sorted(live, key=lambda stretch: stretch.place)
+        places = [stretch.place for stretch in ordered]
+        for layer, (key, value) in self.kept.items():
+            self.kept[layer] = key[places], value[places]
+        self.num_places = len(ordered)
+        for place, stretch in enumerate(ordered):
+            stretch.place = place
+
+
+def is_similar(lengths: Sequence[int]) -> bool:
+    """Whether stretches of these lengths may be stored as one tensor."""
+    return sum(lengths) >= MIN_FILLED * len(lengths) * max(lengths)
+
+
+def stack(
+    kept: Mapping[nn.Module, KeysValues], spans: Sequence[tuple[int, int]], depths: Sequence[int]
+) -> list[Stretch]:
+    """The stretches of flat tokens [start, stop) of similar lengths; ``kept``: [1, Hkv, T, K] of every layer."""
+    length = max(stop - start for start, stop in spans)
+    copies: dict[nn.Module, KeysValues] = {}
+    for layer, (key, value) in kept.items():
+        copies[layer] = _aligned(key, spans, length), _aligned(value, spans, length)
+    together = Stack(length, len(spans), copies)
+    return [
+        Stretch(depth, stop - start, together, place)
+        for place, ((start, stop), depth) in enumerate(zip(spans, depths, strict=True))
+    ]
+
+
+def _aligned(flat: Tensor, spans: Sequence[tuple[int, int]], length: int) -> Tensor:
+    """[spans, Hkv, length, K] with the spans at the end."""
+    copy = flat.new_empty((len(spans), flat.shape[1], length, flat.shape[-1]))
+    for place, (start, stop) in enumerate(spans):
+        first = length - (stop - start)
+        copy[place, :, :first] = 0
+        copy[place, :, first:] = flat[0, :, start:stop]
+    return copy
 
 
 @dataclass(eq=False, slots=True)
@@ -41,33 +110,50 @@ class Own:
     """Keys and values of completions that started together and grow in lockstep, with a place for each."""
 
     capacity: int
-    """Tokens that a place has room for."""
+    """New tokens that a place has room for."""
     places: list[int] = field(default_factory=list)
     """Places of the running completions, ascending."""
     num_places: int = 0
-    length: int = 0
-    """Tokens so far: of the completions, and of the prompt where a single completion has it."""
+    steps: int = 0
+    """New tokens so far."""
+    prompts: list[Stretch] = field(default_factory=list)
+    """The prompts' last stretches, one for each place, where single completions have them."""
+    lead: int = 0
+    """Tokens of the longest of these."""
     kept: dict[nn.Module, KeysValues] = field(default_factory=dict)
-    """Keys and values [places, Hkv, capacity, K] of every attention layer."""
+    """Keys and values [places, Hkv, lead + capacity, K] of every attention layer."""
+    _starts: list[int] = field(default_factory=list)
+    """The first token of each place, where it has a prompt's stretch."""
+    _hidden: Tensor | None = None
+    """``_starts`` as a mask; None until it is read, or where all are 0."""
     _spread: tuple[Tensor, Tensor] | None = None
     """The row at each place (any row where the completion has ended), and the places of the rows; where they differ."""
 
-    def takes(self, capacity: int) -> bool:
-        """Whether completions of this capacity can still join."""
-        return self.length == 0 and not self.kept and self.capacity == capacity
+    @property
+    def length(self) -> int:
+        """Tokens of the longest place."""
+        return self.lead + self.steps
+
+    def takes(self, capacity: int, prompt: Stretch | None = None) -> bool:
+        """Whether completions of this capacity can still join, or a single one that brings a prompt's stretch."""
+        if self.steps or self.kept:
+            return False
+        if prompt is None or not self.prompts:
+            return prompt is None and not self.prompts and self.capacity == capacity
+        return is_similar([*(some.length for some in self.prompts), prompt.length])
 
     def join(self, num_rows: int) -> None:
         """Add places for more completions."""
         self.places += range(self.num_places, self.num_places + num_rows)
         self.num_places += num_rows
 
-    def take_over(self, stretch: Stretch) -> None:
-        """Start with a stretch that no other group sees, so that there is one rectangle and not two."""
-        assert self.num_places == 1 and self.length == 0
-        self.length = stretch.length
-        for layer, (key, value) in stretch.kept.items():
-            for buffer, prompt in zip(self._room(layer, key, value), (key, value), strict=True):
-                buffer[:, :, : self.length] = prompt
+    def join_alone(self, prompt: Stretch, capacity: int) -> None:
+        """Add a place for a completion with a stretch that no other group sees."""
+        self.join(1)
+        self.capacity = max(self.capacity, capacity)
+        self.prompts.append(prompt)
+        self.lead = max(self.lead, prompt.length)
+        self._starts = [self.lead - some.length for some in self.prompts]
 
     def attend(
         self, layer: nn.Module, rows: Tensor, key: Tensor, value: Tensor, call: Call
@@ -75,11 +161,15 @@ class Own:
         """Store the new tokens' keys and values [rows, Hkv, K], and attend with ``rows`` [rows, Hkv, H/Hkv, K]."""
         if self._spread is not None:
             rows, key, value = (x.index_select(0, self._spread[0]) for x in (rows, key, value))
+        at = self.length
         keys, values = (kept[: self.num_places] for kept in self._room(layer, key, value))
-        keys[:, :, self.length], values[:, :, self.length] = key, value
-        first = _first_visible(self.length, call.window)
-        seen = slice(first, self.length + 1)
-        out, lse = _part(rows, keys[:, :, seen], values[:, :, seen], call)
+        keys[:, :, at], values[:, :, at] = key, value
+        first = max(_first_visible(at, call.window), min(self._starts, default=0))
+        seen = slice(first, at + 1)
+        hidden = self._mask(rows)
+        if hidden is not None:
+            hidden = hidden[..., seen]
+        out, lse = _part(rows, keys[:, :, seen], values[:, :, seen], call, hidden)
         if self._spread is None:
             return out, lse
         return out.index_select(0, self._spread[1]), lse.index_select(0, self._spread[1])
@@ -91,6 +181,8 @@ class Own:
             for buffers in self.kept.values():
                 for kept in buffers:
                     kept[: len(live), :, : self.length] = kept[live, :, : self.length]
+            if self._starts:
+                self._starts, self._hidden = [self._starts[place] for place in live], None
             self.num_places, live = len(live), list(range(len(live)))
         self.places = live
         self._spread = None
@@ -102,14 +194,23 @@ class Own:
             self._spread = rows, places
 
     def _room(self, layer: nn.Module, key: Tensor, value: Tensor) -> KeysValues:
-        """The buffers of a layer, allocated at its first call; key and value [*, Hkv, *, K] or [*, Hkv, K]."""
+        """The buffers of a layer, made at its first call with the prompts' stretches; key and value [*, Hkv, K]."""
         if layer not in self.kept:
-            shape = (self.num_places, key.shape[1], self.capacity)
-            self.kept[layer] = (
-                key.new_empty((*shape, key.shape[-1])),
-                value.new_empty((*shape, value.shape[-1])),
-            )
+            shape = (self.num_places, key.shape[1], self.lead + self.capacity)
+            buffers = tuple(x.new_empty((*shape, x.shape[-1])) for x in (key, value))
+            for place, prompt in enumerate(self.prompts):
+                start = self._starts[place]
+                for buffer, stretch in zip(buffers, prompt.keys_values(layer), strict=True):
+                    buffer[place, :, :start] = 0
+                    buffer[place, :, start : self.lead] = stretch
+                del prompt.stack.kept[layer]  # no other group sees it
+            self.kept[layer] = buffers[0], buffers[1]
         return self.kept[layer]
+
+    def _mask(self, like: Tensor) -> Tensor | None:
+        if self._hidden is None and any(self._starts):
+            self._hidden = _hidden(self._starts, self.lead + self.capacity, like)
+        return self._hidden
 
 
 @dataclass(eq=False, slots=True)
@@ -117,8 +218,9 @@ class Group:
     """Completions of one prompt, in lockstep."""
 
     path: tuple[Stretch, ...]
-    own_depth: int
-    """Depth of the first token of ``own``."""
+    """Without the last stretch where ``own`` has it."""
+    size: int
+    """Tokens of the prompt: the depth of the first new token."""
     own: Own
     num_rows: int
     offset: int = 0
@@ -127,7 +229,7 @@ class Group:
     @property
     def depth(self) -> int:
         """Depth of the next token."""
-        return self.own_depth + self.own.length
+        return self.size + self.own.steps
 
     @property
     def position(self) -> int:
@@ -135,8 +237,67 @@ class Group:
         return self.depth + self.offset
 
 
-Part = tuple[int, int, Stretch, int]
-"""(first row, end row, stretch, first key): a rectangle that several groups may share."""
+class Rectangle:
+    """Queries of consecutive rows against consecutive places of a stack; an equal number for each place."""
+
+    def __init__(self, start: int, stop: int, stretch: Stretch, first: int) -> None:
+        self.start, self.stop, self.stack = start, stop, stretch.stack
+        self.sizes = {stretch.place: stop - start}
+        """Rows at each place, ascending."""
+        self.firsts = {stretch.place: stretch.stack.length - stretch.length + first}
+        """The first visible key of each place."""
+        self._indices: tuple[Tensor, Tensor] | None = None
+        self._hidden: Tensor | None = None
+        self._is_ready = False
+
+    def takes(self, start: int, stop: int, stretch: Stretch) -> bool:
+        """Whether these rows can be added, with few queries that nobody wants."""
+        first, last = next(iter(self.sizes)), next(reversed(self.sizes))
+        if start != self.stop or stretch.stack is not self.stack or stretch.place <= last:
+            return False
+        most = max(*self.sizes.values(), stop - start)
+        return (stretch.place + 1 - first) * most <= MAX_QUERIES * (stop - self.start)
+
+    def add(self, start: int, stop: int, stretch: Stretch, first: int) -> None:
+        self.stop = stop
+        self.sizes[stretch.place] = stop - start
+        self.firsts[stretch.place] = self.stack.length - stretch.length + first
+
+    def attend(self, layer: nn.Module, rows: Tensor, call: Call) -> KeysValues:
+        """Attend with the rows from ``start`` to ``stop`` among ``rows`` [B, Hkv, H/Hkv, K]."""
+        if not self._is_ready:
+            self._prepare(rows)
+        first_place, last_place = next(iter(self.sizes)), next(reversed(self.sizes))
+        num_places = last_place + 1 - first_place
+        seen = slice(min(self.firsts.values()), None)
+        key, value = (x[first_place : last_place + 1, :, seen] for x in self.stack.kept[layer])
+        rows = rows[self.start : self.stop]
+        if self._indices is not None:
+            rows = rows.index_select(0, self._indices[0])
+        num_rows, kv_heads, groups, _ = rows.shape
+        query = rows.view(num_places, -1, kv_heads, groups, rows.shape[-1]).transpose(1, 2)
+        out, lse = _part(query.flatten(2, 3), key, value, call, self._hidden)
+        out = out.transpose(1, 2).reshape(num_rows, groups, kv_heads, -1).transpose(1, 2)
+        lse = lse.transpose(1, 2).reshape(num_rows, groups, kv_heads).transpose(1, 2)
+        if self._indices is None:
+            return out, lse
+        return out.index_select(0, self._indices[1]), lse.index_select(0, self._indices[1])
+
+    def _prepare(self, like: Tensor) -> None:
+        """What is the same in every layer: the mask, and which rows are at which place."""
+        self._is_ready = True
+        places = range(next(iter(self.sizes)), next(reversed(self.sizes)) + 1)
+        least = min(self.firsts.values())
+        starts = [self.firsts.get(place, least) - least for place in places]
+        if any(starts):
+            self._hidden = _hidden(starts, self.stack.length - least, like)
+        sizes = torch.tensor([self.sizes.get(place, 0) for place in places])
+        most = int(sizes.max())
+        if bool((sizes != most).any()):
+            is_wanted = torch.arange(most) < sizes[:, None]
+            taken = (is_wanted.flatten().cumsum(0) - 1).clamp_(min=0)
+            given = is_wanted.flatten().nonzero().squeeze(1)
+            self._indices = taken.to(like.device), given.to(like.device)
 
 
 class Decoding:
@@ -144,23 +305,20 @@ class Decoding:
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = groups
+        self.num_tokens = sum(group.num_rows for group in groups)
         self.owns: list[tuple[Own, int, int]] = []
         """Each with its first row and end row."""
         for group, (start, stop) in self._rows():
             if self.owns and self.owns[-1][0] is group.own:
                 start = self.owns.pop()[1]
             self.owns.append((group.own, start, stop))
-        self._levels: dict[int | None, list[list[Part]]] = {}
-        """The rectangles over stretches by window; those of one list have different rows."""
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(group.num_rows for group in self.groups)
+        self._rectangles: dict[int | None, list[Rectangle]] = {}
+        """Those over stretches, by window."""
 
     def advance(self, is_live: Sequence[bool]) -> None:
         """Count the tokens that the step has added, and drop the completions that it has ended."""
         for part, start, stop in self.owns:
-            part.length += 1
+            part.steps += 1
             if not all(is_live[start:stop]):
                 part.keep(is_live[start:stop])
         for group, (start, stop) in self._rows():
@@ -183,13 +341,13 @@ class Decoding:
                 out, lse = own_parts[0]
             else:
                 out, lse = (torch.cat(x) for x in zip(*own_parts, strict=True))
-            levels = self._stretches(call.window)
-            if levels or call.sinks is not None:
+            rectangles = self._over_stretches(call.window)
+            if rectangles or call.sinks is not None:
                 out = out.to(torch.promote_types(query.dtype, torch.float32))
                 lse = lse.to(out.dtype)
-            queries = rows.transpose(0, 1).contiguous() if levels else rows
-            for parts in levels:
-                _merge_level(out, lse, layer, queries, parts, call)
+            for some in rectangles:
+                span = slice(some.start, some.stop)
+                _merge(out[span], lse[span], *some.attend(layer, rows, call))
             if call.sinks is not None:
                 share = torch.sigmoid(lse - call.sinks.view(shape[1:3]).to(lse.dtype))
                 out *= share.unsqueeze(-1)
@@ -200,21 +358,30 @@ class Decoding:
         bounds = accumulate((group.num_rows for group in self.groups), initial=0)
         return zip(self.groups, list(pairwise(bounds)), strict=True)
 
-    def _stretches(self, window: int | None) -> list[list[Part]]:
-        """The rectangles over stretches, by their place on a path; neighbours that see the same keys are merged."""
-        if window not in self._levels:
-            levels: list[list[Part]] = [[] for _ in range(max(len(g.path) for g in self.groups))]
+    def _over_stretches(self, window: int | None) -> list[Rectangle]:
+        """The rectangles over stretches; neighbours that see the same keys count as one."""
+        if window in self._rectangles:
+            return self._rectangles[window]
+        found: list[Rectangle] = []
+        for level in range(max(len(group.path) for group in self.groups)):
+            parts: list[tuple[int, int, Stretch, int]] = []
             for group, (start, stop) in self._rows():
-                for parts, stretch in zip(levels, group.path, strict=False):
-                    first = _first_visible(group.depth - stretch.depth, window)
-                    if first >= stretch.length:
-                        continue
-                    if parts and parts[-1][1:] == (start, stretch, first):
-                        parts[-1] = (parts[-1][0], stop, stretch, first)
-                    else:
-                        parts.append((start, stop, stretch, first))
-            self._levels[window] = [parts for parts in levels if parts]
-        return self._levels[window]
+                if level >= len(group.path):
+                    continue
+                stretch = group.path[level]
+                first = _first_visible(group.depth - stretch.depth, window)
+                if first >= stretch.length:
+                    continue
+                if parts and parts[-1][1:] == (start, stretch, first):
+                    start = parts.pop()[0]
+                parts.append((start, stop, stretch, first))
+            for number, (start, stop, stretch, first) in enumerate(parts):
+                if number and found[-1].takes(start, stop, stretch):
+                    found[-1].add(start, stop, stretch, first)
+                else:
+                    found.append(Rectangle(start, stop, stretch, first))
+        self._rectangles[window] = found
+        return found
 
 
 def _first_visible(distance: int, window: int | None) -> int:
@@ -222,38 +389,34 @@ def _first_visible(distance: int, window: int | None) -> int:
     return 0 if window is None else max(0, distance - window + 1)
 
 
-def _merge_level(
-    out: Tensor, lse: Tensor, layer: nn.Module, queries: Tensor, parts: Sequence[Part], call: Call
-) -> None:
-    """Add parts over different rows to ``out`` and ``lse``, at once where there is no gap between them.
-
-    ``queries``: [Hkv, B, H/Hkv, K].
-    """
-    spans: list[tuple[int, int]] = []
-    outputs: list[KeysValues] = []
-    for start, stop, stretch, first in parts:
-        key, value = (kept[:, :, first:] for kept in stretch.kept[layer])
-        rows = queries[:, start:stop]
-        some_out, some_lse = _part(rows.flatten(1, 2).unsqueeze(0), key, value, call)
-        shape = rows.shape[:3]
-        spans.append((start, stop))
-        outputs.append((some_out[0].reshape(*shape, -1), some_lse[0].reshape(shape)))
-    if len(parts) > 1 and all(left[1] == right[0] for left, right in pairwise(spans)):
-        joined_out, joined_lse = (torch.cat(x, dim=1) for x in zip(*outputs, strict=True))
-        spans, outputs = [(spans[0][0], spans[-1][1])], [(joined_out, joined_lse)]
-    for (start, stop), (some_out, some_lse) in zip(spans, outputs, strict=True):
-        merge(out[start:stop], lse[start:stop], some_out.transpose(0, 1), some_lse.transpose(0, 1))
+def _hidden(starts: Sequence[int], length: int, like: Tensor) -> Tensor:
+    """What is added to the scores [members, heads, queries, length]: -inf before each member's start, else 0."""
+    at = torch.arange(length, device=like.device)
+    is_before = at < torch.tensor(starts, device=like.device)[:, None]
+    mask = torch.zeros(is_before.shape, dtype=like.dtype, device=like.device)
+    return mask.masked_fill_(is_before, -torch.inf)[:, None, None]
 
 
-def _part(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Attention over some of the keys, and its log-sum-exp: every query sees every key."""
+def _merge(out: Tensor, lse: Tensor, some_out: Tensor, some_lse: Tensor) -> None:
+    """Add one part of the keys to a running softmax average, in place."""
+    some_lse = some_lse.to(lse.dtype)
+    out.lerp_(some_out.to(out.dtype), torch.sigmoid(some_lse - lse).unsqueeze(-1))
+    torch.logaddexp(lse, some_lse, out=lse)
+
+
+def _part(
+    query: Tensor, key: Tensor, value: Tensor, call: Call, hidden: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Attention over some of the keys, and its log-sum-exp: every query sees every key that is not ``hidden``."""
     is_flash = call.softcap is None and query.shape[-1] == value.shape[-1]
     if is_flash and query.device.type == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = kernel(query, key, value, 0.0, False, scale=call.scale)
+        out, lse = kernel(query, key, value, 0.0, False, attn_mask=hidden, scale=call.scale)
         return out, lse
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = query.to(wide) @ key.to(wide).transpose(-1, -2) * call.scale
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
+    if hidden is not None:
+        scores += hidden
     return torch.softmax(scores, -1).to(value.dtype) @ value, torch.logsumexp(scores, -1)

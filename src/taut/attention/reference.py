@@ -2,11 +2,13 @@
 
 Two exact ways to the same numbers, chosen per call by the layer's options:
 
-``TreeAttention`` (no window that bites, no softcap, no sinks, no two-way block, one head size; CPU): a segment [a, b)
-whose subtree ends at e is attended by its own tokens causally and by all its descendants [b, e) fully, so a tree is a
-list of contiguous rectangles of (queries, keys). Each goes through the flash kernel, and the parts of one query are
-merged by their log-sum-exp. The kernel's backward, given the merged output and log-sum-exp, returns each part's exact
-share of the gradient (as in ring attention, arXiv:2310.01889).
+``TreeAttention`` (no window that bites, no softcap, no sinks, no two-way block, one head size; CPU): a segment and the
+first of its branches, the first of that one's, and so on, are contiguous and see each other causally: a run. The other
+branches of a segment see the whole path from the start of its run. So a tree is a list of rectangles (queries, keys),
+and each goes through the flash kernel. A causal run is cut further, since the kernel computes a causal square of up
+to 512 tokens in full, twice what is seen. Rectangles of one shape at one distance are one call. The parts of one query
+are merged by their log-sum-exp. The kernel's backward, given the merged output and log-sum-exp, returns each part's
+exact share of the gradient (as in ring attention, arXiv:2310.01889).
 
 ``path_attention`` (everything else): per segment, its queries in chunks against the keys on its path, with a boolean
 mask from depth; through SDPA, or an explicit softmax for a softcap or sinks.
@@ -16,7 +18,11 @@ Shapes: q [1, H, T, K], k and v [1, Hkv, T, K] -> out [1, H, T, K].
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from enum import Enum, auto
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +34,17 @@ from taut.attention.layout import Call, Layout, Segment
 QUERY_CHUNK = 512
 """Rows of the boolean mask or of the explicit scores that exist at a time."""
 
-Part = tuple[int, int, int, int, bool, bool]
-"""(first query, end, first key, end, is_causal, is_first): one rectangle; is_first: its queries have no part yet."""
+RUN = 640
+"""Most tokens of a causal run. A longer one is cut in halves, and its second half sees the first as a branch does."""
+
+CHUNK = 96
+"""Most queries of a run in one call: they are computed against every key up to the last one that any of them sees."""
+
+ROWS = 32
+"""The kernel's block of queries: a chunk is a multiple."""
+
+NEAR = 32
+"""Parts of one shape among which the next one of a progression is searched."""
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call) -> Tensor:
@@ -43,49 +58,176 @@ def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call
         and query.shape[-1] == value.shape[-1]  # the flash kernel knows one head size
     )
     if is_plain and query.device.type == "cpu":
-        result: Tensor = TreeAttention.apply(query, key, value, parts(layout), call.scale)  # type: ignore[no-untyped-call]
+        # the kernel reads heads at any strides, but takes the numbers of a row to be neighbours
+        query, key, value = (
+            x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)
+        )
+        calls = kernel_calls(layout, query.dtype)
+        result: Tensor = TreeAttention.apply(query, key, value, calls, call.scale)  # type: ignore[no-untyped-call]
         return result
     return path_attention(query, key, value, layout, call)
 
 
-def parts(layout: Layout) -> list[Part]:
-    """The rectangles of a layout, ancestors before descendants."""
-    rectangles: list[Part] | None = layout.cache.get("parts")
-    if rectangles is None:
-        rectangles = []
-        for segment in layout.segments:
-            is_first = segment.parent < 0
-            span = (segment.start, segment.stop)
-            rectangles.append((*span, *span, True, is_first))
-            if segment.reach > segment.stop:
-                rectangles.append((segment.stop, segment.reach, *span, False, is_first))
-        layout.cache["parts"] = rectangles
-    return rectangles
+class Kind(Enum):
+    """What a part is of its run: tokens that see each other causally."""
+
+    LAST = auto()
+    """The run's last queries, and all its keys."""
+    CHUNK = auto()
+    """Earlier queries, and its keys up to them."""
+    OTHER = auto()
+    """All its keys, and queries of another run, which see each of them."""
+
+
+class Parts(NamedTuple):
+    """Parts of one shape at one distance, which a kernel takes as a batch: no query and no key is in two of them."""
+
+    kind: Kind
+    num_queries: int
+    num_keys: int
+    num_parts: int
+    query: int
+    """First query of the first part."""
+    key: int
+    query_step: int
+    """From the first query of a part to that of the next."""
+    key_step: int
+
+    def queries(self, heads: Tensor) -> Tensor:
+        """View of [1, H, T, K] or [1, H, T]: [num_parts, H, num_queries, K] or [num_parts, H, num_queries]."""
+        return self._view(heads, self.query, self.query_step, self.num_queries)
+
+    def keys(self, heads: Tensor) -> Tensor:
+        """View of [1, H, T, K]: [num_parts, H, num_keys, K]."""
+        return self._view(heads, self.key, self.key_step, self.num_keys)
+
+    def _view(self, heads: Tensor, start: int, step: int, length: int) -> Tensor:
+        (_, num_heads, _, *size), (_, head, row, *last) = heads.shape, heads.stride()
+        offset = heads.storage_offset() + start * row
+        return heads.as_strided(
+            (self.num_parts, num_heads, length, *size), (step * row, head, row, *last), offset
+        )
+
+
+KernelCall = tuple[Parts, Tensor | None]
+"""Parts, and what is added to the scores of each [num_queries, num_keys]; None: nothing, or what the kernel knows."""
+
+
+def kernel_calls(layout: Layout, dtype: torch.dtype) -> list[KernelCall]:
+    """The calls for a layout, derived once, in the order of their kinds."""
+    calls: list[KernelCall] | None = layout.cache.get(("calls", dtype))
+    if calls is None:
+        calls = []
+        widest: dict[int, Tensor] = {}
+        for part in parts(layout):
+            rows, columns = part.num_queries, part.num_keys
+            if part.kind is Kind.OTHER or rows == columns:
+                calls.append((part, None))
+                continue
+            if rows not in widest:
+                widest[rows] = torch.zeros((rows, RUN), dtype=dtype)
+                widest[rows][:, RUN - rows :] = torch.full((rows, rows), -torch.inf).triu(1)
+            calls.append((part, widest[rows][:, RUN - columns :]))
+        layout.cache["calls", dtype] = calls
+    return calls
+
+
+def parts(layout: Layout) -> list[Parts]:
+    """The parts of a layout: each visible pair of a query and a key is in one of them."""
+    places: dict[tuple[Kind, int, int], list[tuple[int, int]]] = {}
+
+    def add(kind: Kind, queries: range, keys: range) -> None:
+        if queries:
+            shape = (kind, len(queries), len(keys))
+            places.setdefault(shape, []).append((queries.start, keys.start))
+
+    start = 0
+    for index, segment in enumerate(layout.segments):
+        following = layout.segments[index + 1 : index + 2]
+        if following and following[0].parent == index:  # its first branch continues the run
+            branches = range(following[0].reach, segment.reach)
+            add(Kind.OTHER, branches, range(start, segment.stop))
+        else:
+            _cut(range(start, segment.stop), add)
+            start = segment.stop
+    return [
+        Parts(*shape, *progression)
+        for shape in sorted(places, key=lambda shape: shape[0].value)
+        for progression in _progressions(places[shape], shape[1], shape[2])
+    ]
+
+
+def _cut(run: range, add: Callable[[Kind, range, range], None]) -> None:
+    """Cut a causal run in halves until it is short enough, then its queries into chunks."""
+    if len(run) > RUN:
+        half = (len(run) + 1) // 2
+        _cut(run[:half], add)
+        _cut(run[half:], add)
+        add(Kind.OTHER, run[half:], run[:half])
+        return
+    num_chunks = math.ceil(len(run) / CHUNK)
+    size = ROWS * math.ceil(len(run) / num_chunks / ROWS)
+    for first in range(0, len(run), size):
+        stop = min(first + size, len(run))
+        add(Kind.LAST if stop == len(run) else Kind.CHUNK, run[first:stop], run[:stop])
+
+
+def _progressions(
+    places: list[tuple[int, int]], num_queries: int, num_keys: int
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """Sort (first query, first key) of parts into arithmetic progressions: count, first query, first key, two steps."""
+    left = dict.fromkeys(sorted(places))
+    while left:
+        first, *others = itertools.islice(left, NEAR)
+        longest, longest_step = [first], (0, 0)
+        for other in others:
+            step = (other[0] - first[0], other[1] - first[1])
+            if step[0] < num_queries or step[1] < num_keys:
+                continue  # they share queries or keys
+            progression = [first]
+            while (place := (progression[-1][0] + step[0], progression[-1][1] + step[1])) in left:
+                progression.append(place)
+            if len(progression) > len(longest):
+                longest, longest_step = progression, step
+        for place in longest:
+            del left[place]
+        yield len(longest), *first, *longest_step
 
 
 class TreeAttention(torch.autograd.Function):
-    """Merged flash attention over rectangles. q [1, H, T, K], k and v [1, Hkv, T, K]."""
+    """Merged flash attention over parts. q [1, H, T, K], k and v [1, Hkv, T, K]."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: list[Part], scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        calls: list[KernelCall],
+        scale: float,
     ) -> Tensor:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         wide = torch.promote_types(q.dtype, torch.float32)
-        is_merged = not all(is_first for *_, is_first in parts)
+        is_merged = calls[-1][0].kind is Kind.OTHER
         out = _rows_first(q, wide if is_merged else q.dtype)
         lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide).transpose(1, 2)
-        for q0, q1, k0, k1, is_causal, is_first in parts:
+        for part, mask in calls:
             some_out, some_lse = kernel(
-                q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1], 0.0, is_causal, scale=scale
+                part.queries(q),
+                part.keys(k),
+                part.keys(v),
+                is_causal=part.kind is not Kind.OTHER and mask is None,
+                attn_mask=mask,
+                scale=scale,
             )
-            if is_first:
-                out[:, :, q0:q1], lse[:, :, q0:q1] = some_out, some_lse
+            if part.kind is Kind.OTHER:
+                merge(part.queries(out), part.queries(lse), some_out, some_lse)
             else:
-                merge(out[:, :, q0:q1], lse[:, :, q0:q1], some_out, some_lse)
+                part.queries(out).copy_(some_out)
+                part.queries(lse).copy_(some_lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.parts, ctx.scale = parts, scale
+        ctx.calls, ctx.scale = calls, scale
         return out
 
     @staticmethod
@@ -94,32 +236,33 @@ class TreeAttention(torch.autograd.Function):
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         grad = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
         wide = torch.promote_types(q.dtype, torch.float32)
-        is_merged = len(ctx.parts) > 1
-        sums = [_rows_first(x, wide if is_merged else x.dtype) for x in (q, k, v)]
-        # the kernel's backward runs one thread for each key head: with fewer of them than threads, they are repeated
-        groups = q.shape[1] // k.shape[1] if k.shape[1] < torch.get_num_threads() else 1
-        k, v = _repeat(k, groups), _repeat(v, groups)
-        for q0, q1, k0, k1, is_causal, _ in sorted(ctx.parts, key=lambda part: not part[4]):
-            rows, columns = slice(q0, q1), slice(k0, k1)
+        is_summed = any(part.kind is not Kind.LAST for part, _ in ctx.calls)
+        sums = [_rows_first(x, wide if is_summed else x.dtype) for x in (q, k, v)]
+        # the kernel's backward has a thread for each key head of each part: where they are few, key heads are repeated
+        groups, threads = q.shape[1] // k.shape[1], torch.get_num_threads()
+        is_few = [groups > 1 and part.num_parts * k.shape[1] < threads for part, _ in ctx.calls]
+        repeated = [_repeat(x, groups) for x in (k, v)] if any(is_few) else []
+        for (part, mask), is_repeated in zip(ctx.calls, is_few, strict=True):
+            some_k, some_v = repeated if is_repeated else (k, v)
             grad_q, *grads_kv = kernel(
-                grad[:, :, rows],
-                q[:, :, rows],
-                k[:, :, columns],
-                v[:, :, columns],
-                out[:, :, rows],
-                lse[:, :, rows],
+                part.queries(grad),
+                part.queries(q),
+                part.keys(some_k),
+                part.keys(some_v),
+                part.queries(out),
+                part.queries(lse),
                 0.0,
-                is_causal,
+                part.kind is not Kind.OTHER and mask is None,
+                attn_mask=mask,
                 scale=ctx.scale,
             )
-            if groups > 1:
+            if is_repeated:
                 grads_kv = [share.unflatten(1, (-1, groups)).sum(2) for share in grads_kv]
-            shares = (grad_q, *grads_kv)
-            for total, where, share in zip(sums, (rows, columns, columns), shares, strict=True):
-                if is_causal:  # every token is in one causal square, and they come first
-                    total[:, :, where] = share
-                else:
-                    total[:, :, where] += share
+            sum_q = part.queries(sums[0])
+            sum_q.add_(grad_q) if part.kind is Kind.OTHER else sum_q.copy_(grad_q)
+            for total, share in zip(sums[1:], grads_kv, strict=True):
+                sum_kv = part.keys(total)
+                sum_kv.copy_(share) if part.kind is Kind.LAST else sum_kv.add_(share)
         return sums[0].to(q.dtype), sums[1].to(k.dtype), sums[2].to(v.dtype), None, None
 
 

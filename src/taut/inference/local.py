@@ -26,7 +26,7 @@ Shapes: logits [B, V] of B completions.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ from pydantic import Field
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.attention.decode import Decoding, Group, Own, Stretch
+from taut.attention.decode import Decoding, Group, Own, Stretch, is_similar, stack
 from taut.attention.layout import Layout
 from taut.config import configclass
 from taut.data.packing import PackPolicy, common_prefix, pack
@@ -172,8 +172,8 @@ class Prefilled:
 
     rows: deque[Row]
     path: tuple[Stretch, ...]
-    is_leaf_shared: bool
-    """Whether another prompt shares the last stretch."""
+    is_alone: bool
+    """Whether one completion alone sees the last stretch."""
     logits_V: Tensor
 
 
@@ -317,25 +317,21 @@ class LocalEngine:
         logits_RV = self.scorer.next_logits(
             packed.ids_T, packed.position_ids, layout, packed.read_R, packed.media
         )
-        assert layout.kept is not None
-        read_R = packed.read_R.numpy()
-        stretches = _stretches(layout, read_R)
         by_id = {prompt.id: prompt for prompt in chosen}
-        for number, (name, last) in enumerate(zip(packed.sample_ids, read_R, strict=True)):
-            prompt = by_id[name]
-            path = [s for s in stretches if s[0] <= last < layout.reach_T[s[0]]]
-            leaf = path[-1][0]
-            is_leaf_shared = sum(leaf <= at < layout.reach_T[leaf] for at in read_R) > 1
+        ordered = [by_id[name] for name in packed.sample_ids]
+        begun = _stretches(layout, packed.read_R.numpy(), is_single=call.sampling.n == 1)
+        for number, path, is_alone in begun:
+            prompt = ordered[number]
             size = room(prompt, call.sampling, self.context)
             seeds = [
-                stream_seed(call.sampling.seed, name, index) for index in range(call.sampling.n)
+                stream_seed(call.sampling.seed, prompt.id, index)
+                for index in range(call.sampling.n)
             ]
             rows = deque(
                 Row(prompt, index, size, np.random.default_rng(seed))
                 for index, seed in enumerate(seeds)
             )
-            kept = tuple(stretch for _, stretch in path)
-            call.begun.append(Prefilled(rows, kept, is_leaf_shared, logits_RV[number]))
+            call.begun.append(Prefilled(rows, path, is_alone, logits_RV[number]))
 
     def _begin(self, call: _Call) -> Iterator[Row]:
         """Draw the first token of the next prompt's completions, as many as have room."""
@@ -348,9 +344,8 @@ class LocalEngine:
         yield from rows
         live = [row for row in rows if row.finish is None]
         if live:
-            is_alone = len(rows) == 1 and call.sampling.n == 1 and not begun.is_leaf_shared
-            previous = None if is_alone or not call.groups else call.groups[-1].own
-            call.groups.append(_group(begun, live, previous, is_alone=is_alone))
+            previous = call.groups[-1].own if call.groups else None
+            call.groups.append(_group(begun, live, previous))
             call.rows.append(live)
 
     def _decode(self, call: _Call) -> Iterator[Row]:
@@ -365,7 +360,9 @@ class LocalEngine:
         self._draw(logits_BV, rows, call.sampling)
         decoding.advance([row.finish is None for row in rows])
         yield from rows
-        call.groups = [group for group in call.groups if group.num_rows]
+        if not all(group.num_rows for group in call.groups):
+            call.groups = [group for group in call.groups if group.num_rows]
+            _free_stacks([*(g.path for g in call.groups), *(b.path for b in call.begun)])
         living = ([row for row in some if row.finish is None] for some in call.rows)
         call.rows = [some for some in living if some]
 
@@ -410,33 +407,75 @@ def _as_sample(prompt: Prompt) -> Sample:
     return Sample(prompt.id, prompt.ids_T, nothing_N, NOTHING, prompt.media)
 
 
-def _group(begun: Prefilled, rows: Sequence[Row], previous: Own | None, *, is_alone: bool) -> Group:
-    """The group of completions that have their first token. ``is_alone``: no other completion sees the prompt's last
-    stretch. ``previous``: the stored tokens of the previous group, which this one joins if there is room.
+def _group(begun: Prefilled, rows: Sequence[Row], previous: Own | None) -> Group:
+    """The group of completions that have their first token. ``previous``: the stored tokens of the previous group,
+    which this one joins if there is room.
     """
     prompt, capacity = rows[0].prompt, rows[0].room
-    size, leaf = prompt.ids_T.size, begun.path[-1]
+    size, path = prompt.ids_T.size, begun.path
     offset = next_position(size, prompt.media) - size
-    if is_alone:
-        region = Own(leaf.length + capacity)
-        region.join(1)
-        region.take_over(leaf)
-        return Group(begun.path[:-1], leaf.depth, region, 1, offset)
-    region = previous if previous is not None and previous.takes(capacity) else Own(capacity)
-    region.join(len(rows))
-    return Group(begun.path, size, region, len(rows), offset)
+    leaf = path[-1] if begun.is_alone else None
+    own = previous if previous is not None and previous.takes(capacity, leaf) else Own(capacity)
+    if leaf is None:
+        own.join(len(rows))
+    else:
+        own.join_alone(leaf, capacity)
+        path = path[:-1]
+    return Group(path, size, own, len(rows), offset)
 
 
-def _stretches(layout: Layout, read_R: IntArray) -> list[tuple[int, Stretch]]:
-    """(first token, stretch): the runs of tokens that the same prompts see, in flat order."""
+def _stretches(
+    layout: Layout, read_R: IntArray, *, is_single: bool
+) -> list[tuple[int, tuple[Stretch, ...], bool]]:
+    """(number in ``read_R``, path, is_alone) of each prompt. A stretch is a run of tokens that the same prompts see.
+    The order is that of the tree, but for prompts that share nothing: they are first, the longest before the others,
+    so that similar ones are neighbours. ``is_single``: each prompt has one completion.
+    """
     assert layout.kept is not None
     cuts = {segment.start for segment in layout.segments} | {int(last) + 1 for last in read_R}
-    bounds = sorted(cuts | {layout.num_tokens})
-    stretches = []
-    for start, stop in pairwise(bounds):
-        kept = {
-            layer: (key[:, :, start:stop].clone(), value[:, :, start:stop].clone())
-            for layer, (key, value) in layout.kept.items()
-        }
-        stretches.append((start, Stretch(int(layout.depth_T[start]), stop - start, kept)))
-    return stretches
+    spans = list(pairwise(sorted(cuts | {layout.num_tokens})))
+    paths = [
+        [span for span in spans if span[0] <= last < layout.reach_T[span[0]]] for last in read_R
+    ]
+    num_readers = Counter(span for path in paths for span in path)
+
+    def order(number: int) -> int:
+        path = paths[number]
+        (start, stop) = path[0]
+        return start - stop if len(path) == 1 and num_readers[path[0]] == 1 else 0
+
+    numbers = sorted(range(len(paths)), key=order)
+    is_alone = [is_single and num_readers[path[-1]] == 1 for path in paths]
+    stretches: dict[tuple[int, int], Stretch] = {}
+    for together in _similar_spans([paths[n] for n in numbers], [is_alone[n] for n in numbers]):
+        depths = [int(layout.depth_T[start]) for start, _ in together]
+        stretches |= zip(together, stack(layout.kept, together, depths), strict=True)
+    return [(n, tuple(stretches[span] for span in paths[n]), is_alone[n]) for n in numbers]
+
+
+def _similar_spans(
+    paths: Sequence[Sequence[tuple[int, int]]], is_alone: Sequence[bool]
+) -> Iterator[list[tuple[int, int]]]:
+    """The spans that are attended in one call: neighbours of similar lengths at one place of their paths."""
+    for level in range(max(map(len, paths))):
+        together: list[tuple[int, int]] = []
+        for path, alone in zip(paths, is_alone, strict=True):
+            span = path[level] if level < len(path) else None
+            if span is None or span in together[-1:]:
+                continue
+            if alone and level + 1 == len(path):
+                yield [span]
+                continue
+            if together and not is_similar([stop - start for start, stop in (*together, span)]):
+                yield together
+                together = []
+            together.append(span)
+        if together:
+            yield together
+
+
+def _free_stacks(paths: Sequence[Sequence[Stretch]]) -> None:
+    """Free what none of the paths sees of the stacks."""
+    live = {stretch for path in paths for stretch in path}
+    for some in {stretch.stack for stretch in live}:
+        some.keep([stretch for stretch in live if stretch.stack is some])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 import torch
 from torch import Tensor, nn
 
-from taut.attention.decode import Decoding, Group, Own, Stretch
+from taut.attention.decode import Decoding, Group, Own, Stretch, stack
 from taut.attention.layout import Call
 
 LAYER = nn.Identity()
@@ -14,9 +16,11 @@ ENDS = (1, 9, 2, 9, 9, 9, 4, 9, 9, 3)
 """After which step each of ten completions ends: five of one prompt, five of another."""
 
 
-def stretch(length: int, random: torch.Generator) -> Stretch:
-    key, value = torch.randn(2, 1, 2, length, 4, dtype=torch.float64, generator=random)
-    return Stretch(0, length, {LAYER: (key, value)})
+def stretches(lengths: tuple[int, ...], random: torch.Generator) -> list[Stretch]:
+    num_tokens = sum(lengths)
+    key, value = torch.randn(2, 1, 2, num_tokens, 4, dtype=torch.float64, generator=random)
+    spans = list(pairwise(accumulate(lengths, initial=0)))
+    return stack({LAYER: (key, value)}, spans, [0] * len(lengths))
 
 
 def decode(groups: list[Group], rows: list[int], tokens: list[Tensor]) -> list[Tensor]:
@@ -38,7 +42,7 @@ def decode(groups: list[Group], rows: list[int], tokens: list[Tensor]) -> list[T
 
 def test_the_others_are_as_if_alone_and_few_places_are_kept_for_the_ended() -> None:
     random = torch.Generator().manual_seed(0)
-    paths = [(stretch(size, random),) for size in (6, 3)]
+    paths = [(stretch,) for stretch in stretches((6, 3), random)]
     tokens = [torch.randn(8, 10, 4, dtype=torch.float64, generator=random) for _ in range(9)]
     own = Own(9)
     for _ in paths:
