@@ -294,6 +294,12 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return taken
 
 
+def test_processor_seconds_count_by_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products.time, "process_time", iter([1.0, 5.0]).__next__)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert products.seconds_of("head", "torch", lambda: None) == 1.0
+
+
 def test_rates_are_kept_by_machine_threads_and_versions(
     counted: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
