@@ -166,7 +166,9 @@ KINDS = ("forward", "input gradient", "weight gradient")
 
 
 @pytest.mark.parametrize(
-    "chosen", [ALL, *(frozenset([f"{kind} small"]) for kind in KINDS)], ids=str
+    "chosen",
+    [ALL, *(frozenset([f"{kind} small"]) for kind in KINDS)],
+    ids=["all", *(f"{kind} small" for kind in KINDS)],
 )
 def test_in_training_each_product_is_float32s_by_either_library(chosen: frozenset[str]) -> None:
     found, again = (linear_grads(torch.float32, partial(Training, chosen)) for _ in range(2))
@@ -416,7 +418,11 @@ def test_auto_chooses_by_the_rates(counted: list[int]) -> None:
     assert "head 100/133" in decision.reason
 
 
-@pytest.mark.parametrize("classes", [frozenset(), ALL, frozenset(["head", "forward small"])])
+@pytest.mark.parametrize(
+    "classes",
+    [frozenset(), ALL, frozenset(["head", "forward small"])],
+    ids=["none", "all", "two"],
+)
 def test_a_name_names_its_classes(classes: frozenset[str]) -> None:
     assert Products(products._name(classes)).onednn == classes
 
