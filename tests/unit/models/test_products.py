@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from taut.data.dataset import DataConfig
 from taut.errors import ConfigError
+from taut.methods.method import RunConfig
 from taut.models import products
 from taut.models.precision import backward_context, compute_context, recompute_contexts
 from taut.models.products import (
@@ -37,6 +40,8 @@ from taut.models.products import (
     training_context,
     use,
 )
+from taut.run.setup import use_products
+from taut.train.distributed import Ranks
 
 CPU = torch.device("cpu")
 ALL = frozenset(SHAPES)
@@ -289,6 +294,12 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return taken
 
 
+def test_processor_seconds_count_by_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products.time, "process_time", iter([1.0, 5.0]).__next__)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert products.seconds_of("head", "torch", lambda: None) == 1.0
+
+
 def test_rates_are_kept_by_machine_threads_and_versions(
     counted: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -416,6 +427,26 @@ def test_a_stored_choice_that_is_not_available_is_measured_and_told(
     chosen = select("auto", CPU, torch.float32, stored)
     assert chosen.name == "onednn for head"
     assert chosen.reason.startswith(f"the checkpoint's {stored} is not available here; forward")
+
+
+@dataclass(frozen=True, slots=True)
+class _Second(Ranks):
+    """A rank whose first one has chosen."""
+
+    def gather(self, value: Any) -> list[Any]:
+        assert value is None, "one rank measures"
+        return [Products("onednn for head"), value]
+
+
+def test_every_rank_takes_the_first_ones_choice(counted: list[int]) -> None:
+    run = RunConfig(model="m", data=DataConfig(), dtype="float32")
+    use_products(run, _Second(1, 2, CPU))
+    assert active() == Products("onednn for head")
+    assert not counted
+    use_products(run, Ranks(0, 1, CPU), "onednn")
+    assert active().name == "onednn"
+    use_products(replace(run, dtype="float64"), Ranks(0, 1, CPU), "onednn")
+    assert active() == NOTHING, "a run before it has left nothing behind"
 
 
 def test_other_dtypes_and_devices_have_no_choice(counted: list[int]) -> None:
