@@ -8,7 +8,7 @@ its own tokens. What is attended in one call is stored as one tensor:
     Own     the tokens of groups that started at one time; where a single completion has a prompt's last stretch, that
             stretch too, so that there is one rectangle and not two
 
-Both are aligned at their ends: a shorter member has empty places in front, at most a quarter of the whole, and a mask
+Both are aligned at their ends: a shorter member has empty places in front, at most a tenth of the whole, and a mask
 hides them. So one step is a few rectangles (queries, keys) as in attention/reference.py, merged by their log-sum-exp. A
 sink is one more part, without tokens. Places of what has ended are freed together, once they are a quarter of an
 ``Own`` or half of a ``Stack``.
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from taut.attention.layout import Call
 
 KeysValues = tuple[Tensor, Tensor]
-MIN_FILLED = 0.75
+MIN_FILLED = 0.9
 """The share of a tensor's places that prompts of different lengths must fill, to be attended in one call."""
 MAX_QUERIES = 1.5
 """Queries of one call, over those that are wanted: it takes as many for each stretch as for the one with most."""

@@ -40,6 +40,9 @@ RUN = 640
 CHUNK = 96
 """Most queries of a run in one call: they are computed against every key up to the last one that any of them sees."""
 
+LONG_CHUNK = 192
+"""Queries of a call in a run of at least two such; from there on the kernel's blocks of queries are twice as long."""
+
 ROWS = 32
 """The kernel's block of queries: a chunk is a multiple."""
 
@@ -119,7 +122,7 @@ def kernel_calls(layout: Layout, dtype: torch.dtype) -> list[KernelCall]:
     if calls is None:
         calls = []
         widest: dict[int, Tensor] = {}
-        for part in parts(layout):
+        for part in parts(layout, is_cut=dtype.itemsize > 2):
             rows, columns = part.num_queries, part.num_keys
             if part.kind is Kind.OTHER or rows == columns:
                 calls.append((part, None))
@@ -132,8 +135,10 @@ def kernel_calls(layout: Layout, dtype: torch.dtype) -> list[KernelCall]:
     return calls
 
 
-def parts(layout: Layout) -> list[Parts]:
-    """The parts of a layout: each visible pair of a query and a key is in one of them."""
+def parts(layout: Layout, *, is_cut: bool) -> list[Parts]:
+    """The parts of a layout: each visible pair of a query and a key is in one of them. ``is_cut``: causal runs are cut;
+    in 16 bits the kernel's many small products cost more than what nobody sees.
+    """
     places: dict[tuple[Kind, int, int], list[tuple[int, int]]] = {}
 
     def add(kind: Kind, queries: range, keys: range) -> None:
@@ -148,7 +153,8 @@ def parts(layout: Layout) -> list[Parts]:
             branches = range(following[0].reach, segment.reach)
             add(Kind.OTHER, branches, range(start, segment.stop))
         else:
-            _cut(range(start, segment.stop), add)
+            run = range(start, segment.stop)
+            _cut(run, add) if is_cut else add(Kind.LAST, run, run)
             start = segment.stop
     return [
         Parts(*shape, *progression)
@@ -166,6 +172,8 @@ def _cut(run: range, add: Callable[[Kind, range, range], None]) -> None:
         add(Kind.OTHER, run[half:], run[:half])
         return
     num_chunks = math.ceil(len(run) / CHUNK)
+    if len(run) >= 2 * LONG_CHUNK:
+        num_chunks = len(run) // LONG_CHUNK
     size = ROWS * math.ceil(len(run) / num_chunks / ROWS)
     for first in range(0, len(run), size):
         stop = min(first + size, len(run))

@@ -1,13 +1,14 @@
-"""The same decoder layers with less work: norms and rotations in few passes over memory, and a last layer that computes
-only the rows that are read.
+"""The same decoder layers with less work: norms, rotations and gates in few passes over memory, and a last layer that
+computes only the rows that are read.
 
 On a CPU an elementwise operation costs what its memory traffic costs, and the library's norm and rotation make 17
 passes over a layer's hidden states where 8 are enough. ``install`` replaces them module by module, and only where the
-replacement computes what the module does (compared on random numbers) on parameters and inputs of one dtype; anything
-else, for one bfloat16 under autocast, runs as the library wrote it.
+replacement computes what the module does (compared on a few numbers); inputs of mixed dtypes, as under autocast, run
+as the library wrote it.
 
     norm        x * rsqrt(mean(x^2) + eps) * weight            (RMSNorm, arXiv:1910.07467)
     rotation    x * cos + rotate_half(x) * sin                 (RoPE, arXiv:2104.09864)
+    gate        silu(gate(x)) * up(x), in an MLP               (SwiGLU, arXiv:2002.05202)
 
 After the last layer's attention no token reads another, and the head reads only some tokens: those that predict a
 target, and those with a scalar. ``Layout.rows_read`` names them; the MLP of the last layer computes these rows and adds
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
 
 from taut.models import architecture
 from taut.models.noise import KeyedDropout
@@ -36,6 +38,8 @@ def install(model: PreTrainedModel) -> None:
     for module in architecture.language_model(model).modules():
         if _is_rms_norm(module):
             module.forward = MethodType(_norm_forward(type(module).forward), module)
+        elif _is_gated(module):
+            module.forward = MethodType(_gated_forward, module)
         elif (forward := _with_faster_rotation(module)) is not None:
             module.forward = MethodType(forward, module)
     _read_some_rows(model)
@@ -181,6 +185,56 @@ class _Rotation(torch.autograd.Function):
 
 def _is_same(ours: Tensor, theirs: Tensor) -> bool:
     return ours.dtype == theirs.dtype and torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+# -- the gate --------------------------------------------------------------------------------------
+
+
+def _is_gated(module: Any) -> bool:
+    """Whether the module is an MLP with the gate of the module docstring, and nothing else."""
+    forward = type(module).forward
+    names = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+    if not isinstance(forward, FunctionType) or set(forward.__code__.co_names) != names:
+        return False
+    if not isinstance(module.act_fn, nn.SiLU | SiLUActivation):
+        return False
+    weight = module.gate_proj.weight
+    x = torch.linspace(-1, 1, 2 * weight.shape[1], device=weight.device, dtype=weight.dtype)
+    x = x.view(1, 2, -1)
+    with torch.no_grad():
+        return weight.device.type != "meta" and _is_same(_gated_forward(module, x), module(x))
+
+
+def _gated_forward(self: Any, x: Tensor) -> Tensor:
+    gate, up = self.gate_proj(x), self.up_proj(x)
+    if gate.dtype == up.dtype:
+        gated = _Gate.apply(gate, up)  # type: ignore[no-untyped-call]
+    else:
+        gated = self.act_fn(gate) * up
+    out: Tensor = self.down_proj(gated)
+    return out
+
+
+class _Gate(torch.autograd.Function):
+    """silu(gate) * up; the backward pass writes into what the forward pass has kept."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        act = nn.functional.silu(gate)
+        if not any(ctx.needs_input_grad):
+            return act.mul_(up)
+        ctx.save_for_backward(gate, up, act)
+        return act * up
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, act = ctx.saved_tensors
+        grad_gate = None
+        if ctx.needs_input_grad[0]:
+            grad_gate = grad * up
+            torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+        return grad_gate, act.mul_(grad)  # a second backward pass is refused: ``act`` has changed
 
 
 # -- the last layer --------------------------------------------------------------------------------

@@ -66,10 +66,14 @@ MIN_SIZE = 2**24
 BLOCKS = (4096, 2048, 1024, 512, 256)
 """Rows of oneDNN's products in training."""
 
-SECONDS = 0.3
-"""Time for measuring, as far as ROUNDS allows."""
-ROUNDS = (3, 12)
-"""Least and largest number of times that each product is timed; the shortest counts."""
+LIMIT = 0.7
+"""Seconds after which a measurement ends on a machine that is too busy for it; 0.3 to 0.5 are usual."""
+ROUNDS = 3
+"""Least number of rounds."""
+SETTLED = 1.05
+"""A time has settled if the second shortest is at most this times the shortest."""
+TIMED_FLOPS, TIMES = 2**28, 8
+"""Operations by which small products are timed several times a round, and the largest number of times."""
 MARGIN = 1.1
 """oneDNN takes a product if PyTorch needs this times its time: its calls go through Python."""
 FILE_LIMIT = 2**16
@@ -107,14 +111,14 @@ SHAPES = {
     "few rows large": Shape(8, 1024, 1536),
     "some rows small": Shape(64, 256, 768),
     "some rows large": Shape(64, 1024, 1536),
-    "forward small": Shape(1024, 256, 512),
-    "forward large": Shape(512, 768, 768),
-    "input gradient small": Shape(1024, 256, 512),
-    "input gradient large": Shape(512, 768, 768),
-    "weight gradient small": Shape(1024, 256, 512),
-    "weight gradient large": Shape(512, 768, 768),
-    "head": Shape(512, 256, 4096),
-    "head gradient": Shape(512, 256, 4096),
+    "forward small": Shape(512, 256, 512),
+    "forward large": Shape(256, 768, 768),
+    "input gradient small": Shape(512, 256, 512),
+    "input gradient large": Shape(256, 768, 768),
+    "weight gradient small": Shape(512, 256, 512),
+    "weight gradient large": Shape(256, 768, 768),
+    "head": Shape(256, 256, 2048),
+    "head gradient": Shape(256, 256, 2048),
 }
 """The classes of products, and the shape that is measured for each."""
 KINDS = ("forward", "input gradient", "weight gradient", "head", "few rows", "some rows")
@@ -222,6 +226,8 @@ class Rates(NamedTuple):
 
     torch: float
     onednn: float
+    has_settled: bool = True
+    """Whether the shortest times were met twice; not if other programs were in the way."""
 
 
 def faster(rates: Mapping[str, Rates]) -> frozenset[str]:
@@ -246,35 +252,47 @@ def _shown(rates: Mapping[str, Rates]) -> str:
 
 
 def seconds_of(name: str, library: str, product: Callable[[], object]) -> float:
-    """The seconds that a call takes. ``name``, ``library``: the class of products and who computes it."""
-    start = time.perf_counter()
+    """The processor seconds of a call, of all threads: on a busy machine the time on the clock says little about a
+    library. ``name``, ``library``: the class of products and who computes it.
+    """
+    start = time.process_time()
     product()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def measure(
     seconds: Callable[[str, str, Callable[[], object]], float] = seconds_of,
 ) -> dict[str, Rates]:
-    """The rates of both libraries. They take turns, and the shortest time counts: other programs only add to it."""
+    """The rates of both libraries. They take turns, and the shortest time counts, since other programs only add to it;
+    each class is timed until both libraries' shortest times were met twice, or ``LIMIT`` is over.
+    """
     calls = {name: _calls(name, shape) for name, shape in SHAPES.items()}
-    best = {(name, library): float("inf") for name in SHAPES for library in ("torch", "onednn")}
-    least, most = ROUNDS
-    start = time.perf_counter()
+    shortest = {name: ([float("inf")] * 2, [float("inf")] * 2) for name in SHAPES}
+    pending, num_rounds, start = list(SHAPES), 0, time.perf_counter()
     with torch.no_grad():
         for both in calls.values():
             for call in both:
                 call()
-        for round_ in range(most):
-            if round_ >= least and time.perf_counter() - start > SECONDS:
-                break
-            for name, both in calls.items():
-                for library, call in zip(("torch", "onednn"), both, strict=True):
-                    taken = seconds(name, library, call)
-                    best[name, library] = min(best[name, library], taken)
-    return {
-        name: Rates(*(shape.num_flops / 1e9 / best[name, of] for of in ("torch", "onednn")))
-        for name, shape in SHAPES.items()
-    }
+        while num_rounds < ROUNDS or (pending and time.perf_counter() - start < LIMIT):
+            for name in pending:
+                for _ in range(max(1, min(TIMES, TIMED_FLOPS // SHAPES[name].num_flops))):
+                    for library, call, two in zip(
+                        ("torch", "onednn"), calls[name], shortest[name], strict=True
+                    ):
+                        two[:] = sorted([*two, seconds(name, library, call)])[:2]
+            num_rounds += 1
+            if num_rounds >= ROUNDS:
+                pending = [name for name in pending if not _have_settled(shortest[name])]
+    rates = {}
+    for name, shape in SHAPES.items():
+        work = shape.num_flops * torch.get_num_threads() / 1e9
+        own, other = (work / two[0] for two in shortest[name])
+        rates[name] = Rates(own, other, name not in pending)
+    return rates
+
+
+def _have_settled(shortest: tuple[list[float], list[float]]) -> bool:
+    return all(second <= SETTLED * first for first, second in shortest)
 
 
 def _calls(name: str, shape: Shape) -> tuple[Callable[[], object], Callable[[], object]]:
@@ -334,8 +352,14 @@ def rates_of_machine() -> tuple[dict[str, Rates], str]:
     start = time.perf_counter()
     rates = measure()
     how = f"measured in {time.perf_counter() - start:.1f} s with {threads}{damage}"
+    busy = sum(not rate.has_settled for rate in rates.values())
+    if busy:
+        how += f"; not kept, since other programs disturbed {busy} of {len(rates)} classes"
+        return rates, how
     try:
-        _keep(path, {"machine": machine, "rates": dict(rates)})
+        _keep(
+            path, {"machine": machine, "rates": {n: (r.torch, r.onednn) for n, r in rates.items()}}
+        )
     except OSError as error:
         how += f"; not kept, since {path} cannot be written: {error.strerror or error}"
     return rates, how

@@ -1,9 +1,10 @@
-"""Completions that end leave their neighbours as they were, and few places behind."""
+"""Completions are as if alone, whatever is attended in one call; those that end leave few places behind."""
 
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +24,9 @@ def stretches(lengths: tuple[int, ...], random: torch.Generator) -> list[Stretch
     return stack({LAYER: (key, value)}, spans, [0] * len(lengths))
 
 
-def decode(groups: list[Group], rows: list[int], tokens: list[Tensor]) -> list[Tensor]:
+def decode(
+    groups: list[Group], rows: list[int], tokens: list[Tensor], call: Call = CALL
+) -> list[Tensor]:
     """What attention gives each completion ([steps, heads, K]), and the groups as they are left."""
     found: list[list[Tensor]] = [[] for _ in ENDS]
     for step, token in enumerate(tokens, start=1):
@@ -31,7 +34,7 @@ def decode(groups: list[Group], rows: list[int], tokens: list[Tensor]) -> list[T
             break
         query, key, value = (x[:, rows].unsqueeze(0) for x in token.split([4, 2, 2]))
         decoding = Decoding([group for group in groups if group.num_rows])
-        out = decoding.attend(LAYER, query, key, value, CALL)
+        out = decoding.attend(LAYER, query, key, value, call)
         for at, row in enumerate(rows):
             found[row].append(out[0, :, at])
         is_live = [ENDS[row] != step for row in rows]
@@ -59,3 +62,43 @@ def test_the_others_are_as_if_alone_and_few_places_are_kept_for_the_ended() -> N
         path, size = ((paths[0], 6), (paths[1], 3))[row // 5]
         expected = decode([Group(path, size, alone, 1)], [row], tokens)[row]
         torch.testing.assert_close(some, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 17, 6, 3])
+def test_prompts_of_similar_lengths_are_attended_as_if_each_were_alone(window: int | None) -> None:
+    """Three completions with a prompt each; then three prompts of three, three and one completions in one stack."""
+    random = torch.Generator().manual_seed(1)
+    tokens = [torch.randn(8, 10, 4, dtype=torch.float64, generator=random) for _ in range(9)]
+    singles = [single for size in (21, 20, 19) for single in stretches((size,), random)]
+    shared = stretches((12, 11, 13), random)
+    prompts = [*singles, *[shared[0]] * 3, *[shared[1]] * 3, shared[2]]
+    kept = [prompt.keys_values(LAYER) for prompt in prompts]
+    with_prompts, others = Own(9), Own(9)
+    for single in singles:
+        assert not with_prompts.prompts or with_prompts.takes(9, single)
+        with_prompts.join_alone(single, 9)
+    assert not with_prompts.takes(9, stretches((11,), random)[0])
+    groups = [Group((), single.length, with_prompts, 1) for single in singles]
+    for stretch, num_rows in zip(shared, (3, 3, 1), strict=True):
+        others.join(num_rows)
+        groups.append(Group((stretch,), stretch.length, others, num_rows))
+    found = decode(groups, list(range(10)), tokens, Call(scale=0.5, window=window))
+    for row, ((key, value), some) in enumerate(zip(kept, found, strict=True)):
+        for step, out in enumerate(some):
+            query, new_key, new_value = torch.stack(tokens[: step + 1], 2)[:, row].split([4, 2, 2])
+            seen = slice(-window if window else None, None)
+            keys, values = torch.cat([key, new_key], 1)[:, seen], torch.cat([value, new_value], 1)
+            scores = query[:, -1:] @ keys.repeat_interleave(2, 0).transpose(1, 2) * 0.5
+            expected = scores.softmax(-1) @ values[:, seen].repeat_interleave(2, 0)
+            torch.testing.assert_close(out, expected[:, 0], rtol=1e-12, atol=1e-12)
+
+
+def test_a_stack_frees_what_nobody_sees_once_it_is_half() -> None:
+    some = stretches((5, 4, 6, 6), torch.Generator().manual_seed(2))
+    before = [[x.clone() for x in stretch.keys_values(LAYER)] for stretch in some]
+    some[0].stack.keep(some[1:])
+    assert some[0].stack.num_places == 4
+    some[0].stack.keep([some[3], some[1]])
+    assert some[0].stack.num_places == some[0].stack.kept[LAYER][0].shape[0] == 2
+    for number in (1, 3):
+        assert all(map(torch.equal, some[number].keys_values(LAYER), before[number]))

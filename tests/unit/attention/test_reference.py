@@ -54,7 +54,8 @@ def reach(request: pytest.FixtureRequest) -> IntArray:
 def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs and chunks so short that every kind of part occurs."""
     monkeypatch.setattr(reference, "RUN", 16)
-    monkeypatch.setattr(reference, "CHUNK", 6)
+    monkeypatch.setattr(reference, "CHUNK", 4)
+    monkeypatch.setattr(reference, "LONG_CHUNK", 6)
     monkeypatch.setattr(reference, "ROWS", 2)
 
 
@@ -89,7 +90,7 @@ def test_each_visible_pair_is_in_one_part(reach: IntArray) -> None:
                 written_keys[keys.start : keys.stop] += 1
     assert torch.equal(seen, layout.dense_mask().long())
     assert (written_queries == 1).all() and (written_keys == 1).all()
-    kinds = [part.kind.value for part in reference.parts(layout)]
+    kinds = [part.kind.value for part in reference.parts(layout, is_cut=True)]
     assert kinds == sorted(kinds), "what is written comes before what is added to it"
 
 
@@ -124,7 +125,7 @@ def test_batches_equal_single_parts(
     finally:
         torch.set_num_threads(threads)
     monkeypatch.setattr(reference, "NEAR", 1)  # a part has no neighbours: each is a call of its own
-    assert {part.num_parts for part in reference.parts(Layout(reach))} == {1}
+    assert {part.num_parts for part in reference.parts(Layout(reach), is_cut=True)} == {1}
     for ours, single in zip(batched, results(Layout(reach), inputs), strict=True):
         torch.testing.assert_close(ours, single, rtol=0, atol=1e-12)
     monkeypatch.undo()  # and uncut
@@ -135,7 +136,7 @@ def test_batches_equal_single_parts(
 def test_equal_trees_are_one_batch() -> None:
     counts = [
         part.num_parts
-        for part in reference.parts(Layout(np.array(reach_of(LAYOUTS["equal_trees"]))))
+        for part in reference.parts(Layout(np.array(reach_of(LAYOUTS["equal_trees"]))), is_cut=True)
     ]
     assert counts == [
         3,
@@ -148,9 +149,9 @@ def test_calls_are_derived_once_for_a_layout(monkeypatch: pytest.MonkeyPatch) ->
     derived: list[Layout] = []
     parts = reference.parts
 
-    def recorded(layout: Layout) -> list[Parts]:
+    def recorded(layout: Layout, *, is_cut: bool) -> list[Parts]:
         derived.append(layout)
-        return parts(layout)
+        return parts(layout, is_cut=is_cut)
 
     monkeypatch.setattr(reference, "parts", recorded)
     layout = Layout(np.array(reach_of(LAYOUTS["mixture"])))
@@ -166,3 +167,15 @@ def test_heads_at_any_strides() -> None:
     assert strided[0].stride(-1) != 1
     for ours, expected in zip(results(layout, strided), results(layout, inputs), strict=True):
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("small_cuts")
+def test_sixteen_bits_are_not_cut(reach: IntArray) -> None:
+    layout = Layout(reach)
+    whole, cut = (reference.parts(layout, is_cut=is_cut) for is_cut in (False, True))
+    assert Kind.CHUNK not in {part.kind for part in whole}
+    assert len(whole) <= len(cut)
+    found = results(layout, [heads.bfloat16() for heads in drawn(layout.num_tokens, 2)])
+    expected = results(layout, [heads.bfloat16().double() for heads in drawn(layout.num_tokens, 2)])
+    for ours, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=0.05, atol=0.05)

@@ -44,6 +44,11 @@ def test_norms_and_rotations_of_common_families_are_replaced(name: str) -> None:
     norms = [path for path, m in model.named_modules() if type(m).__name__.endswith("RMSNorm")]
     assert faster(model, "RMSNorm") == norms
     assert len(faster(model, "Attention")) == 2
+    has_gates = name not in (
+        "qwen3_moe",
+        "phi3",
+    )  # experts in one tensor; both halves in one product
+    assert len(faster(model, "MLP")) == (2 if has_gates else 0)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
@@ -87,6 +92,22 @@ def test_the_rotations_gradient_is_right() -> None:
     assert torch.autograd.gradcheck(lambda x: faster_layers.rotate(x, cos, sin), (x,))
 
 
+def test_the_gates_gradient_is_right() -> None:
+    both = [torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    share = torch.randn(2, 3, 5, dtype=torch.float64)
+    ours = torch.autograd.grad(faster_layers._Gate.apply(*both), both, share)
+    theirs = torch.autograd.grad(nn.functional.silu(both[0]) * both[1], both, share)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gates_second_backward_is_refused() -> None:
+    both = [torch.randn(2, 3, requires_grad=True) for _ in range(2)]
+    out = faster_layers._Gate.apply(*both).sum()
+    out.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
 def test_an_input_of_another_dtype_is_the_librarys() -> None:
     model = tiny_model("llama", attention=PREFIX + "reference", dtype=torch.float32)
     norm = architecture.layers(model)[0].input_layernorm
@@ -102,7 +123,7 @@ def test_the_last_mlp_computes_the_rows_that_are_read(*, recomputes: bool) -> No
     packed = packed_family()
     counts: list[int] = []
     for layer in architecture.layers(model):
-        layer.mlp.act_fn.register_forward_hook(lambda _, args, out: counts.append(out.shape[1]))
+        layer.mlp.up_proj.register_forward_hook(lambda _, args, out: counts.append(out.shape[1]))
     Scorer(model)(packed).logp_N.sum().backward()
     num_read = torch.cat([packed.predictor_N, packed.read_R]).unique().numel()
     assert num_read < packed.num_tokens

@@ -151,7 +151,7 @@ def test_layers_that_do_not_come_round_alike_are_all_run(tmp_path: Path) -> None
     assert traced.depths == (7,)
 
 
-def test_the_attention_of_an_absent_gpu_repeats_no_heads(tmp_path: Path) -> None:
+def test_attention_repeats_no_heads_here_nor_on_an_absent_gpu(tmp_path: Path) -> None:
     config = tiny_config("llama", num_attention_heads=4, num_key_value_heads=1)
     run, packed = saved(config, tmp_path), packed_of(32)
     here, there = (
@@ -162,7 +162,10 @@ def test_the_attention_of_an_absent_gpu_repeats_no_heads(tmp_path: Path) -> None
         )
         for name in ("taut_reference", FUSED)
     )
-    assert there < here
+    repeated = (
+        config.num_hidden_layers * 2 * 32 * config.hidden_size * 4
+    )  # keys and values of each query head
+    assert abs(there - here) < repeated / 8
 
 
 def traced(tmp_path: Path) -> tuple[Traced, RunConfig]:
