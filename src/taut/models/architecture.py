@@ -26,6 +26,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -477,9 +478,9 @@ def run_backbone(model: nn.Module, packed: Packed) -> tuple[Packed, Tensor]:
     """
     device = next(model.parameters()).device
     last_T = None if packed.last_T is None else packed.last_T.numpy()
-    rows = torch.unique(torch.cat([packed.predictor_N, packed.read_R]))
-    is_worth_it = rows.numel() <= MOST_ROWS * packed.num_tokens
-    rows_read = rows.to(device) if is_worth_it else None
+    rows = np.union1d(packed.predictor_N.numpy(), packed.read_R.numpy())
+    is_worth_it = rows.size <= MOST_ROWS * packed.num_tokens
+    rows_read = torch.from_numpy(rows).to(device) if is_worth_it else None
     layout = Layout(packed.reach_T.numpy(), last_T, device, rows_read)
     packed = packed.to(device)
     return packed, hidden_states(model, packed.ids_T, packed.position_ids, layout, packed.media)

@@ -18,7 +18,8 @@ nothing to the others.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FunctionType, MethodType
+from functools import partial
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,16 +51,18 @@ def install(model: PreTrainedModel) -> None:
 
 def _is_rms_norm(module: nn.Module) -> bool:
     """Whether the module computes the norm of the module docstring, and nothing else."""
-    weight = getattr(module, "weight", None)
-    if not type(module).__name__.endswith("RMSNorm") or _eps(module) is None:
+    weight, eps = getattr(module, "weight", None), _eps(module)
+    if not type(module).__name__.endswith("RMSNorm") or eps is None:
         return False
-    if not isinstance(weight, nn.Parameter) or weight.ndim != 1 or weight.device.type == "meta":
+    if not isinstance(weight, nn.Parameter) or weight.ndim != 1:
         return False
-    x = torch.linspace(-3, 2, 4 * weight.shape[0], device=weight.device, dtype=weight.dtype)
-    x = x.view(1, 4, -1)
-    with torch.no_grad():
-        ours = _RmsNorm.apply(x, weight, _eps(module))  # type: ignore[no-untyped-call]
-        return _is_same(ours, module(x))
+    small = torch.linspace(0.5, 1.5, 8)
+    like = _like(module, weight=small, variance_epsilon=eps, eps=eps)
+    x = torch.linspace(-3, 2, 32).view(1, 4, 8)
+    return like is not None and _is_same(
+        _RmsNorm.apply(x, small, eps),  # type: ignore[no-untyped-call]
+        type(module).forward(like, x),
+    )
 
 
 def _eps(module: nn.Module) -> float | None:
@@ -183,6 +186,18 @@ class _Rotation(torch.autograd.Function):
         return out, None, None
 
 
+def _like(module: nn.Module, **attributes: Any) -> Any:
+    """A small stand-in for the module, which may be large or without numbers yet; None if the module's forward reads
+    something of the module that is not among the ``attributes``.
+    """
+    forward = type(module).forward
+    if not isinstance(forward, FunctionType):
+        return None
+    has = {*vars(module), *vars(type(module)), *module._parameters, *module._modules}
+    read = {name for name in forward.__code__.co_names if name in has}
+    return SimpleNamespace(**attributes) if read <= attributes.keys() else None
+
+
 def _is_same(ours: Tensor, theirs: Tensor) -> bool:
     return ours.dtype == theirs.dtype and torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -190,19 +205,21 @@ def _is_same(ours: Tensor, theirs: Tensor) -> bool:
 # -- the gate --------------------------------------------------------------------------------------
 
 
-def _is_gated(module: Any) -> bool:
+def _is_gated(module: nn.Module) -> bool:
     """Whether the module is an MLP with the gate of the module docstring, and nothing else."""
-    forward = type(module).forward
-    names = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-    if not isinstance(forward, FunctionType) or set(forward.__code__.co_names) != names:
+    act_fn = getattr(module, "act_fn", None)
+    if not isinstance(act_fn, nn.SiLU | SiLUActivation):
         return False
-    if not isinstance(module.act_fn, nn.SiLU | SiLUActivation):
+    sizes = {"gate_proj": (4, 3), "up_proj": (4, 3), "down_proj": (3, 4)}
+    if not all(isinstance(getattr(module, name, None), nn.Module) for name in sizes):
         return False
-    weight = module.gate_proj.weight
-    x = torch.linspace(-1, 1, 2 * weight.shape[1], device=weight.device, dtype=weight.dtype)
-    x = x.view(1, 2, -1)
-    with torch.no_grad():
-        return weight.device.type != "meta" and _is_same(_gated_forward(module, x), module(x))
+    layers = {
+        name: partial(nn.functional.linear, weight=torch.linspace(-1, 2, 12).view(size))
+        for name, size in sizes.items()
+    }
+    like = _like(module, act_fn=act_fn, **layers)
+    x = torch.linspace(-1, 1, 6).view(1, 2, 3)
+    return like is not None and _is_same(_gated_forward(like, x), type(module).forward(like, x))
 
 
 def _gated_forward(self: Any, x: Tensor) -> Tensor:

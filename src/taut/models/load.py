@@ -119,6 +119,7 @@ def load_skeleton(
     build: Any = _auto_class(config).from_config
     with explain_load_errors(path, "a causal language model"), torch.device("meta"):
         skeleton: PreTrainedModel = build(config, trust_remote_code=trust_remote_code)
+    faster_layers.install(skeleton)
     return skeleton
 
 

@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from taut.errors import ModelError
+from taut.models import faster_layers
 from taut.models.heads import check_head, initialise, list_with_library, scalar_head
 from taut.models.load import (
     explain_load_errors,
@@ -102,6 +103,7 @@ def reward_skeleton(
         skeleton: PreTrainedModel = auto_class.from_config(
             config, trust_remote_code=trust_remote_code
         )
+    faster_layers.install(skeleton)
     return skeleton
 
 

@@ -165,9 +165,12 @@ def trace(
     require_predictable(run, config)
     model = planned_model(run, config, kernels)
     trained = [p for p in model.parameters() if p.requires_grad]
-    packed = replace(packed, reach_T=_Known(packed.reach_T.numpy()))
-    last_T = packed.last_T
-    packed = packed if last_T is None else replace(packed, last_T=_Known(last_T.numpy()))
+    known: dict[str, Any] = {
+        name: _Known(value)
+        for name in ("reach_T", "last_T", "predictor_N", "read_R")
+        if (value := getattr(packed, name)) is not None
+    }
+    packed = replace(packed, **known)
     depths = _depths(run, model)
     histories = []
     for depth in depths:
@@ -216,7 +219,7 @@ def _depths(run: RunConfig, model: nn.Module) -> tuple[int, ...]:
     """The numbers of layers to trace: all, or two smaller ones."""
     count, every = len(architecture.layers(model)), period(model)
     names_layers = run.freeze or run.lora.adapter or run.lora.targets != "all-linear"
-    return (count,) if names_layers or count <= 5 * every else (2 * every, 3 * every)
+    return (count,) if names_layers or count <= 5 * every else (3 * every, 4 * every)
 
 
 def _history(
@@ -302,20 +305,20 @@ class _Shapes(Ledger):  # type: ignore[no-untyped-call]  # torch: no types
 
 
 class _Known(Tensor):
-    """An array that ``Scorer`` reads on the host, inside a mode without tensor contents."""
+    """A tensor that ``Scorer`` reads on the host before it moves it, inside a mode without tensor contents."""
 
-    _array: IntArray
+    _read: tuple[Tensor, IntArray]
 
-    def __new__(cls, array: IntArray) -> _Known:
+    def __new__(cls, tensor: Tensor) -> _Known:
         made = Tensor._make_subclass(cls, torch.empty(0))
-        made._array = array
+        made._read = tensor, tensor.numpy()
         return made
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self._array
+        return self._read[1]
 
     def to(self, *_: Any, **__: Any) -> Any:
-        return self
+        return self._read[0]
 
 
 def _sizes(model: nn.Module, parameters: Iterable[Tensor]) -> Sizes:

@@ -139,7 +139,7 @@ def test_a_few_layers_tell_of_many(
     few = trace(run, config, REFERENCE, packed, is_first=is_first)
     monkeypatch.setattr(tracing, "_depths", lambda *_: (7,))
     every = trace(run, config, REFERENCE, packed, is_first=is_first)
-    assert (few.depths, every.depths) == ((2, 3), (7,))
+    assert (few.depths, every.depths) == ((3, 4), (7,))
     for shares in ({}, {"weights": 0.1, "gradients": 0.1}):
         assert few.parts(shares) == every.parts(shares)
 
@@ -257,7 +257,7 @@ def test_operators_are_counted_views_are_not_and_layers_add_alike(tmp_path: Path
     config.num_hidden_layers = 12
     run = saved(config, tmp_path / "deep")
     deep = trace(run, config, REFERENCE, packed_of(20), is_first=True)
-    assert deep.depths == (2, 3)
+    assert deep.depths == (3, 4)
     config.num_hidden_layers = 4
     whole = trace(
         saved(config, tmp_path / "whole"), config, REFERENCE, packed_of(20), is_first=True
