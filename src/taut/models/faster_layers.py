@@ -117,8 +117,8 @@ class _RmsNorm(torch.autograd.Function):
 
 def _with_faster_rotation(module: nn.Module) -> Callable[..., Any] | None:
     """The module's forward with ``rotate`` for the library's rotation; None where it calls none, or another."""
-    forward = type(module).forward
-    if not isinstance(forward, FunctionType) or ROTATION not in forward.__code__.co_names:
+    forward = _plain_forward(module)
+    if forward is None or ROTATION not in forward.__code__.co_names:
         return None
     library = forward.__globals__.get(ROTATION)
     if not isinstance(library, FunctionType) or not _is_rotation(library):
@@ -186,12 +186,22 @@ class _Rotation(torch.autograd.Function):
         return out, None, None
 
 
+def _plain_forward(module: nn.Module) -> Any:
+    """The forward that the module's class was written with; None where it was wrapped or replaced since."""
+    owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    forward = vars(owner)["forward"]
+    if not isinstance(forward, FunctionType) or forward.__closure__ is not None:
+        return None
+    is_own = forward.__module__ == owner.__module__
+    return forward if is_own and forward.__qualname__ == f"{owner.__qualname__}.forward" else None
+
+
 def _like(module: nn.Module, **attributes: Any) -> Any:
-    """A small stand-in for the module, which may be large or without numbers yet; None if the module's forward reads
-    something of the module that is not among the ``attributes``.
+    """A small stand-in for the module, which may be large or without numbers yet; None if the module's forward is not
+    plain or reads something of the module that is not among the ``attributes``.
     """
-    forward = type(module).forward
-    if not isinstance(forward, FunctionType):
+    forward = _plain_forward(module)
+    if forward is None:
         return None
     has = {*vars(module), *vars(type(module)), *module._parameters, *module._modules}
     read = {name for name in forward.__code__.co_names if name in has}

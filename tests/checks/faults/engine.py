@@ -47,7 +47,7 @@ def an_engine_with_weights_of_its_own(place: Place, is_faulty: bool) -> Session:
 def positions_that_stand_still(place: Place, is_faulty: bool) -> Session:
     """Each new token is given the position of the last one of the prompt."""
     if is_faulty:
-        place.patch.setattr(local.Group, "depth", property(lambda group: group.own_depth))
+        place.patch.setattr(local.Group, "depth", property(lambda group: group.size))
     return place.session()
 
 

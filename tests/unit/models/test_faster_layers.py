@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from tests.tiny_models import CARRIED, tiny_model
 from tests.tiny_samples import nested_family, sample
 from torch import nn
+from transformers.models.llama import modeling_llama
 
 from taut.attention.layout import Layout
 from taut.data.packing import PackPolicy, pack
@@ -54,6 +56,21 @@ def test_norms_and_rotations_of_common_families_are_replaced(name: str) -> None:
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 def test_a_norm_that_computes_something_else_is_left_alone(name: str) -> None:
     assert faster(tiny_model(name, attention=PREFIX + "reference"), "RMSNorm") == []
+
+
+def test_a_forward_that_somebody_has_replaced_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = modeling_llama.LlamaMLP.forward
+    for kind in (
+        modeling_llama.LlamaMLP,
+        modeling_llama.LlamaRMSNorm,
+        modeling_llama.LlamaAttention,
+    ):
+        monkeypatch.setattr(kind, "forward", partial(kind.forward))
+    assert faster(tiny_model("llama", attention=PREFIX + "reference"), "") == []
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: 2 * before(self, x))
+    assert faster(tiny_model("llama", attention=PREFIX + "reference"), "") == []
 
 
 @pytest.mark.parametrize("name", CARRIED)
