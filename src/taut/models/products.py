@@ -146,7 +146,13 @@ class Products:
 
     @property
     def decisions(self) -> list[Decision]:
-        return [] if self.name is None else [Decision("products", self.name, self.reason)]
+        if self.name is None:
+            return []
+        value, _, classes = self.name.partition(" for ")
+        if not classes:
+            return [Decision("products", value, self.reason)]
+        both = f"{torch_name()}, {value}"
+        return [Decision("products", both, f"{value} for {classes}: {self.reason}")]
 
 
 NOTHING = Products()
