@@ -412,7 +412,7 @@ def test_auto_chooses_by_the_rates(counted: list[int]) -> None:
     assert chosen.onednn == {"head"}
     use(chosen)
     (decision,) = active().decisions
-    assert (decision.name, decision.value) == ("products", f"{own}, onednn")
+    assert (decision.name, decision.value) == ("products", f"{torch_name()}, onednn")
     assert decision.reason.startswith("onednn for head: ")
     own = torch_name()
     assert f"forward 100 against 100 GFLOP/s ({own} against onednn)" in decision.reason
