@@ -52,7 +52,7 @@ class Remote:
                 if getattr(self, name) != getattr(Remote, name):
                     raise ConfigError(
                         f"remote.{name} is set and remote.service is not: nothing reads it; expected a service; set "
-                        f"remote.service, or take {name} out"
+                        f"remote.service, or take {name} out (of the reward, or of rollout.environment.remote)"
                     )
             return
         if self.service != "piston" and len(self.addresses) > 1:
