@@ -14,7 +14,8 @@ from contextlib import contextmanager
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt(3)."""
-_EVERYTHING = 2**31 - 1
+_WITHIN = {_TRIM_THRESHOLD: -1, _MMAP_THRESHOLD: 2**31 - 1}
+"""No trimming, and blocks of up to 2 GiB from the heap."""
 _AFTERWARDS = {_TRIM_THRESHOLD: 2**26, _MMAP_THRESHOLD: 2**25}
 """Where glibc's own adjustment of the two ends in a process that has freed large blocks."""
 USER_SETTINGS = (
@@ -30,7 +31,7 @@ USER_SETTINGS = (
 def keep_freed_memory() -> Iterator[None]:
     """Within the block, memory that is freed stays with the process for its next allocation; what is free before the
     block and after it goes back to the system. Nothing happens where the C library is not glibc, or its settings are
-    the user's.
+    the user's; an older glibc maps blocks of more than 32 MiB all the same.
     """
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     has_glibc = library is not None and hasattr(library, "gnu_get_libc_version")
@@ -38,8 +39,8 @@ def keep_freed_memory() -> Iterator[None]:
         yield
         return
     library.malloc_trim(ctypes.c_size_t(0))
-    for parameter in _AFTERWARDS:
-        library.mallopt(parameter, _EVERYTHING)
+    for parameter, threshold in _WITHIN.items():
+        library.mallopt(parameter, threshold)
     try:
         yield
     finally:

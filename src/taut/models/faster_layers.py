@@ -3,8 +3,8 @@ computes only the rows that are read.
 
 On a CPU an elementwise operation costs what its memory traffic costs, and the library's norm and rotation make 17
 passes over a layer's hidden states where 8 are enough. ``install`` replaces them module by module, and only where the
-replacement computes what the module does (compared on a few numbers); inputs of mixed dtypes, as under autocast, run
-as the library wrote it.
+replacement computes what the module does (compared on a few numbers); mixed dtypes, as under autocast, and norms
+in 16 bit run as the library wrote them.
 
     norm        x * rsqrt(mean(x^2) + eps) * weight            (RMSNorm, arXiv:1910.07467)
     rotation    x * cos + rotate_half(x) * sin                 (RoPE, arXiv:2104.09864)
@@ -78,8 +78,11 @@ def _norm_forward(library: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
         weight = self.weight
-        if hidden_states.dtype != weight.dtype:
-            return library(self, hidden_states)
+        if hidden_states.dtype != weight.dtype or weight.dtype not in (
+            torch.float32,
+            torch.float64,
+        ):
+            return library(self, hidden_states)  # which widens what is narrow
         normed: Tensor = _RmsNorm.apply(hidden_states, weight, _eps(self))  # type: ignore[no-untyped-call]
         return normed
 
@@ -243,7 +246,7 @@ def _gated_forward(self: Any, x: Tensor) -> Tensor:
 
 
 class _Gate(torch.autograd.Function):
-    """silu(gate) * up; the backward pass writes into what the forward pass has kept."""
+    """silu(gate) * up; the backward pass writes into what the forward pass has kept, so a second one is refused."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -261,7 +264,7 @@ class _Gate(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_gate = grad * up
             torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
-        return grad_gate, act.mul_(grad)  # a second backward pass is refused: ``act`` has changed
+        return grad_gate, act.mul_(grad)
 
 
 # -- the last layer --------------------------------------------------------------------------------
@@ -271,8 +274,10 @@ def _read_some_rows(model: PreTrainedModel) -> None:
     """Let the last layer's MLP compute only the rows that are read, where it treats each row alone."""
     last = architecture.layers(model)[-1]
     mlp = getattr(last, "mlp", None)
-    if not isinstance(mlp, nn.Module) or architecture.num_experts(architecture.text_config(model)):
+    has_experts = architecture.num_experts(architecture.text_config(model)) > 0
+    if has_experts or not type(mlp).__name__.endswith("MLP"):
         return
+    assert isinstance(mlp, nn.Module)
     some = _SomeRows()
     last.register_forward_pre_hook(some.note, with_kwargs=True)
     mlp.register_forward_pre_hook(some.take)
@@ -292,11 +297,12 @@ class _SomeRows:
     def take(self, mlp: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         if any(isinstance(module, KeyedDropout) for module in mlp.modules()):
             self.rows = None  # it draws by the token's place in the micro-batch
+        if len(args) != 1:
+            self.rows = None  # it reads more than the hidden states
         if self.rows is None:
             return None
-        (x,) = args
-        self.num_tokens = x.shape[1]
-        return (x.index_select(1, self.rows),)
+        self.num_tokens = args[0].shape[1]
+        return (args[0].index_select(1, self.rows),)
 
     def put_back(self, mlp: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor | None:
         if self.rows is None:

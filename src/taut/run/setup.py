@@ -97,7 +97,9 @@ def use_products(run: RunConfig, ranks: Ranks, stored: str | None = None) -> Non
     ``stored``: the choice in the checkpoint that is resumed.
     """
     dtype = resolve_dtype(run.dtype, ranks.device).dtype
-    first = products.select(run.products, ranks.device, dtype, stored) if ranks.is_writer else None
+    # What is asked for by name is refused by every rank that lacks it; only the first one measures.
+    chooses = ranks.is_writer or run.products != "auto"
+    first = products.select(run.products, ranks.device, dtype, stored) if chooses else None
     chosen = ranks.gather(first)[0]
     assert chosen is not None
     products.use(chosen)

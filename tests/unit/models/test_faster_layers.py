@@ -132,6 +132,13 @@ def test_an_input_of_another_dtype_is_the_librarys() -> None:
     assert torch.equal(norm(x), type(norm).forward(norm, x))
 
 
+def test_a_norm_in_16_bit_is_the_librarys() -> None:
+    model = tiny_model("llama", attention=PREFIX + "reference", dtype=torch.bfloat16)
+    norm = architecture.layers(model)[0].input_layernorm
+    x = torch.randn(1, 3, 32, dtype=torch.bfloat16)
+    assert torch.equal(norm(x), type(norm).forward(norm, x))
+
+
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_the_last_mlp_computes_the_rows_that_are_read(*, recomputes: bool) -> None:
     model = tiny_model("llama", attention=PREFIX + "reference")
