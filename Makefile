@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-real lint format docs bench bench-dpo bench-grpo bench-vision bench-generate bench-checkpoint bench-check bench-plan
+.PHONY: help venv wheel demo test test-slow test-real lint format docs bench bench-dpo bench-grpo bench-vision bench-generate bench-checkpoint bench-check bench-plan
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -26,6 +26,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install --quiet $(TORCH)
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+wheel: $(STAMP) ## write dist/taut-VERSION-py3-none-any.whl, which pip installs anywhere
+	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
 
 demo: $(STAMP) ## train a small real model for a few minutes and show what changed
 	$(RUN)/python -m taut demo

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 from taut import __version__
 from taut.errors import ConfigError, Interrupted, TautError, redacted
+from taut.extras import require
 from taut.io import threads
 from taut.io.console import guarded, is_first_on_host, one_line
 from taut.methods import METHODS
@@ -60,6 +61,8 @@ class Command(NamedTuple):
     """The function takes the TOML file and the settings, and makes its configuration itself."""
     has_method: bool = False
     """The run may be of any method, chosen by the key ``method``."""
+    extras: tuple[str, ...] = ("train",)
+    """The extras that it needs (taut.extras)."""
 
 
 TRAIN = "taut.commands.train:train"
@@ -106,6 +109,7 @@ OTHERS = {
         "taut.commands.runs:run",
         "taut.commands.runs:Runs",
         many="directories",
+        extras=(),
     ),
     "generate": Command(
         "MODEL prompts=FILE out=FILE",
@@ -162,6 +166,7 @@ OTHERS = {
         "taut.commands.export:run",
         "taut.commands.export:Export",
         ("model",),
+        extras=("train", "gguf"),
     ),
     "sandbox": Command(
         "[--json]",
@@ -173,9 +178,18 @@ OTHERS = {
         "[key=value ...]",
         "train a small real model, offline, in minutes",
         "taut.demo:main",
+        extras=("train", "gguf"),
     ),
 }
 """The commands that do not train."""
+CHECK_RECIPE = Command(
+    "--recipe KIND:FILE [--processes N] [--json]",
+    "find what is wrong with another framework's recipe",
+    "taut.commands.check_recipe:run",
+    "taut.commands.check_recipe:CheckRecipe",
+    extras=(),
+)
+"""``taut check`` where the key ``recipe`` is set."""
 EXAMPLE = "example: taut sft model=DIR data.train=a.jsonl out=runs/a steps=100 seed=1"
 
 
@@ -273,6 +287,10 @@ def _dispatch(words: Sequence[str]) -> int:
         raise ConfigError(
             f"found the command {words[0]!r}; expected one of {', '.join(known)}; did you mean 'taut {near[0]}'?"
         )
+    if words[0] == "check" and any(
+        word.partition("=")[0] in ("recipe", "--recipe") for word in words
+    ):
+        command = CHECK_RECIPE
     if "-h" in words[1:] or "--help" in words[1:]:
         _print(_help(words[0], command))
         return 0
@@ -300,6 +318,8 @@ def config_class(command: Command) -> type[Any]:
 
 
 def _run(name: str, command: Command, words: Sequence[str]) -> int:
+    for extra in command.extras:
+        require(extra, f"taut {name}")
     if command.call == TRAIN:
         _require_free_out(words)
     from taut.config import ELSEWHERE, INSTEAD, describe, load

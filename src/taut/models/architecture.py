@@ -34,23 +34,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from taut.attention.decode import Decoding
 from taut.attention.layout import Layout
 from taut.errors import ModelError
+from taut.models.stateful_types import STATEFUL_TYPES
 from taut.types import Media, Packed
 from taut.vision import tower
 
-STATEFUL_TYPES = frozenset(
-    {
-        "linear_attention",
-        "conv",
-        "hybrid",
-        "hybrid_sliding",
-        "mamba",
-        "mamba2",
-        "recurrent",
-        "ssm",
-        "rwkv",
-    }
-)
-"""Layer types of a config that carry state from token to token."""
 _STATEFUL_CLASS = re.compile(
     r"Mamba|SSM|Ssm|DeltaNet|DeltaAttention|ShortConv|Recurrent|RgLru|R[wW][kK][vV]|[Ll]ightningAttention|LinearAttention"
     r"|xLSTM|[ms]LSTM|RetNet|Hyena"

@@ -1,0 +1,90 @@
+"""The optional parts of an installation: what each adds, whether it is installed, and the command that adds it.
+
+taut itself needs a few small packages: enough for ``taut --help``, ``taut runs``, ``taut schema`` and ``taut check
+--recipe``. The extra ``train`` adds torch, transformers and what else the other commands need; each of the others
+serves one setting or one command. Who uses a package of an extra asks ``require`` first, once, before work begins.
+
+    require("train", "taut sft")        ConfigError: taut sft needs torch, which is not installed; expected ...
+    install_command("train")            pip install 'taut[train]'
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import wraps
+from importlib.util import find_spec
+from typing import ParamSpec, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from taut.errors import ConfigError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "train": (
+        "anyio",
+        "cachetools",
+        "datasets",
+        "httpx2",
+        "jinja2",
+        "numpy",
+        "peft",
+        "PIL",
+        "pyarrow",
+        "safetensors",
+        "starlette",
+        "tenacity",
+        "tokenizers",
+        "torch",
+        "transformers",
+        "uvicorn",
+    ),
+    "gguf": ("gguf",),
+    "tensorboard": ("tensorboard",),
+    "video": ("av",),
+    "wandb": ("wandb",),
+}
+"""Extra -> the modules of its packages, as pyproject.toml lists them. The libraries of the extra ``rl`` are asked for
+one by one, by the reward that needs them."""
+
+
+def require(extra: str, needed_by: str) -> None:
+    """Raise ConfigError where a package of the extra is not installed. ``needed_by``: a command or a setting."""
+    missing = [module for module in EXTRAS[extra] if find_spec(module) is None]
+    if missing:
+        are = "which is" if len(missing) == 1 else "which are"
+        raise ConfigError(
+            f"{needed_by} needs {', '.join(missing)}, {are} not installed; expected the extra {extra}; "
+            f"run: {install_command(extra)}"
+        )
+
+
+def requires_training(function: Callable[P, R]) -> Callable[P, R]:
+    """A function of ``import taut`` that needs the extra ``train``."""
+
+    @wraps(function)
+    def required(*arguments: P.args, **keys: P.kwargs) -> R:
+        require("train", f"taut.{function.__name__}")
+        return function(*arguments, **keys)
+
+    return required
+
+
+def install_command(extra: str) -> str:
+    """The pip command that adds an extra to this installation: from the index, file, directory or repository that taut
+    came from (PEP 610).
+    """
+    from importlib import metadata
+
+    text = metadata.distribution("taut").read_text("direct_url.json")
+    if text is None:
+        return f"pip install 'taut[{extra}]'"
+    origin = json.loads(text)
+    url = origin["url"]
+    if origin.get("dir_info", {}).get("editable"):
+        return f"pip install -e '{unquote(urlsplit(url).path)}[{extra}]'"
+    if repository := origin.get("vcs_info"):
+        url = f"{repository['vcs']}+{url}@{repository['commit_id']}"
+    return f"pip install 'taut[{extra}] @ {url}'"
