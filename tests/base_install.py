@@ -54,6 +54,8 @@ def python(
     )
 
 
-def run_taut(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run_taut(
+    folder: Path, *words: str, source: Path = ROOT / "src"
+) -> subprocess.CompletedProcess[str]:
     """Run a command there."""
-    return python(folder, f"from taut.cli import main; sys.exit(main({list(words)!r}))")
+    return python(folder, f"from taut.cli import main; sys.exit(main({list(words)!r}))", source)
