@@ -4,7 +4,7 @@ taut itself needs a few small packages: enough for ``taut --help``, ``taut runs`
 --recipe``. The extra ``train`` adds torch, transformers and what else the other commands need; each of the others
 serves one setting or one command. Who uses a package of an extra asks ``require`` first, once, before work begins.
 
-    require("train", "taut sft")        ConfigError: taut sft needs torch, which is not installed; expected ...
+    require("train", "taut sft")        ConfigError: taut sft needs torch, not installed here; expected ...; run: pip ...
     install_command("train")            pip install 'taut[train]'
 """
 
@@ -19,11 +19,15 @@ from urllib.parse import unquote, urlsplit
 
 from taut.errors import ConfigError
 
+SHOWN = 5
+"""Missing packages in one message."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "train": (
+        "torch",
+        "transformers",
         "anyio",
         "cachetools",
         "datasets",
@@ -37,26 +41,23 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
         "starlette",
         "tenacity",
         "tokenizers",
-        "torch",
-        "transformers",
         "uvicorn",
     ),
     "gguf": ("gguf",),
     "tensorboard": ("tensorboard",),
-    "video": ("av",),
     "wandb": ("wandb",),
 }
-"""Extra -> the modules of its packages, as pyproject.toml lists them. The libraries of the extra ``rl`` are asked for
-one by one, by the reward that needs them."""
+"""Extra -> the modules of its packages, as pyproject.toml lists them. The libraries of the extras ``rl`` and ``video``
+are asked for one by one, by the reward or the row that needs them."""
 
 
 def require(extra: str, needed_by: str) -> None:
     """Raise ConfigError where a package of the extra is not installed. ``needed_by``: a command or a setting."""
     missing = [module for module in EXTRAS[extra] if find_spec(module) is None]
     if missing:
-        are = "which is" if len(missing) == 1 else "which are"
+        more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
         raise ConfigError(
-            f"{needed_by} needs {', '.join(missing)}, {are} not installed; expected the extra {extra}; "
+            f"{needed_by} needs {', '.join(missing[:SHOWN])}{more}, not installed here; expected the extra {extra}; "
             f"run: {install_command(extra)}"
         )
 
