@@ -4,7 +4,7 @@ taut itself needs a few small packages: enough for ``taut --help``, ``taut runs`
 --recipe``. The extra ``train`` adds torch, transformers and what else the other commands need; each of the others
 serves one setting or one command. Who uses a package of an extra asks ``require`` first, once, before work begins.
 
-    require("train", "taut sft")        ConfigError: taut sft needs torch, not installed here; expected ...; run: pip ...
+    require("train", "taut sft")        ConfigError: taut sft needs torch, not installed here; expected ...; run: ...
     install_command("train")            pip install 'taut[train]'
 """
 
