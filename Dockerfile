@@ -28,8 +28,8 @@ COPY constraints.txt /wheel/
 RUN pip install --no-cache-dir --constraint /wheel/constraints.txt "$(ls /wheel/taut-*.whl)[${EXTRAS}]"
 
 # Not root. The home folder, which has the caches, may be written by any user that docker run --user names.
-RUN useradd --create-home taut && chmod 1777 /home/taut && mkdir --mode=1777 /home/taut/.cache /work
-ENV HOME=/home/taut USER=taut
+RUN useradd --create-home --home-dir /taut taut && chmod 1777 /taut && mkdir --mode=1777 /taut/.cache /work
+ENV HOME=/taut USER=taut
 USER taut
 WORKDIR /work
 ENTRYPOINT ["taut"]

@@ -54,7 +54,7 @@ format: $(STAMP) ## rewrite the files as lint wants them, where that is mechanic
 	$(RUN)/ruff format .
 	$(RUN)/ruff check --fix .
 
-docs: $(STAMP) ## write the generated pages
+docs: $(STAMP) ## write the generated pages, and the keys that taut COMMAND --help and taut schema print
 	$(RUN)/python tests/docs/pages.py
 
 bench: $(STAMP) ## taut beside its peers, in one run

@@ -13,6 +13,7 @@ Imports nothing heavy until a command runs.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import json
 import os
@@ -25,6 +26,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,6 +169,14 @@ OTHERS = {
         "taut.commands.export:Export",
         ("model",),
         extras=("train", "gguf"),
+    ),
+    "schema": Command(
+        "[METHOD]",
+        "print the JSON schema of a run's TOML file, for editors",
+        "taut.commands.schema:run",
+        "taut.commands.schema:Schema",
+        ("method",),
+        extras=(),
     ),
     "sandbox": Command(
         "[--json]",
@@ -376,19 +386,23 @@ def _require_free_out(words: Sequence[str]) -> None:
 
 
 def _help(name: str, command: Command) -> str:
-    from taut.config import describe
+    from taut.commands import keys
 
     more = "" if "key=value" in command.words else " [key=value | --key value ...]"
     lines = [f"usage: taut {name} {command.words}{more}", ""]
     if command.config is None:
-        module = import_module(command.call.partition(":")[0])
-        return "\n".join([*lines, (module.__doc__ or "").strip()])
+        module = find_spec(command.call.partition(":")[0])
+        assert module is not None and module.origin is not None
+        source = ast.parse(Path(module.origin).read_text(encoding="utf-8"))
+        return "\n".join([*lines, ast.get_docstring(source) or ""])
+    rows = keys.rows_of(command.config)
+    if rows is None:  # a method from outside of this package
+        for extra in command.extras:
+            require(extra, f"taut {name} --help")
+        rows = keys.described(config_class(command))
     lines.append("keys (type; default):")
-    cls = config_class(command)
-    by_method = cls.defaults_by_method() if hasattr(cls, "defaults_by_method") else {}
-    for row in describe(cls):
-        lines.append(f"  {row.key}  ({row.type}; {row.default})")
-        lines.append(f"      {row.doc} {by_method.get(row.key, '')}".rstrip())
+    for row in rows:
+        lines += [f"  {row.key}  ({row.type}; {row.default})", f"      {row.doc}"]
     return "\n".join(lines)
 
 

@@ -12,11 +12,15 @@ import pytest
 from tests.docs.pages import (
     CHECK_PAGE,
     CONFIG_PAGE,
+    KEYS_FILE,
     RATES_PAGE,
     ROOT,
+    SCHEMA_FILE,
     check_page,
     config_page,
+    keys_file,
     rates_page,
+    schema_file,
 )
 
 from taut.cli import commands as all_commands
@@ -147,6 +151,11 @@ def test_every_example_parses(path: Path) -> None:
 
 def test_the_configuration_page_is_current() -> None:
     assert CONFIG_PAGE.read_text(encoding="utf-8") == config_page(), "run make docs"
+
+
+def test_the_keys_that_the_package_keeps_are_current() -> None:
+    assert KEYS_FILE.read_text(encoding="utf-8") == keys_file(), "run make docs"
+    assert SCHEMA_FILE.read_text(encoding="utf-8") == schema_file(), "run make docs"
 
 
 def test_the_page_of_hyperparameters_is_current() -> None:
