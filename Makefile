@@ -27,7 +27,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# From nothing: setuptools would put files that are no longer in src, but still in build, into the wheel.
 wheel: $(STAMP) ## write dist/taut-VERSION-py3-none-any.whl, which pip installs anywhere
+	rm -rf build dist
 	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
 
 demo: $(STAMP) ## train a small real model for a few minutes and show what changed
