@@ -115,7 +115,7 @@ SHAPES = {
     "few rows small": Shape(8, 256, 768),
     "few rows large": Shape(8, 1024, 1536),
     "some rows shallow": Shape(64, 256, 768),
-    "some rows deep": Shape(64, 1024, 768),
+    "some rows deep": Shape(64, 1024, 256),
     "forward small": Shape(512, 256, 512),
     "forward large": Shape(256, 768, 768),
     "input gradient small": Shape(512, 256, 512),
