@@ -141,6 +141,16 @@ def test_extras_are_installed_from_where_taut_came(
     assert install_command("train") == command
 
 
+def test_extras_of_taut_run_from_its_source_are_installed_from_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", missing)
+    assert install_command("train") == f"pip install -e '{ROOT}[train]'"
+
+
 @pytest.mark.parametrize("key", ["tensorboard", "wandb"])
 def test_a_report_is_refused_before_the_run(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("taut.extras.find_spec", lambda _: None)
