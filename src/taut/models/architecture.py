@@ -472,6 +472,16 @@ def count_by_part(names: Iterable[str]) -> str:
 # -- running the backbone --------------------------------------------------------------------------
 
 
+def recompute_activations(model: nn.Module, **options: Any) -> None:
+    """Keep the inputs of each layer only, and run the layer again in the backward pass. ``options``: for torch's
+    checkpoint.
+    """
+    inner: Any = unwrap(model)
+    method = getattr(inner, "activation_checkpointing_enable", None)
+    enable = method or inner.gradient_checkpointing_enable  # its name before transformers 5.23
+    enable({"use_reentrant": False, **options})
+
+
 def run_backbone(model: nn.Module, packed: Packed) -> tuple[Packed, Tensor]:
     """The micro-batch on the model's device, and the backbone's last hidden states [T, D]: right at the tokens that are
     read (``predictor_N``, ``read_R``); where few are, the last layer leaves the others unfinished.

@@ -155,7 +155,7 @@ def build_critic(
     adapted = apply_lora(model, LoraConfig(rank=config.lora_rank), seed)
     if recomputes:
         contexts = partial(recompute_contexts, dtype, device)
-        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+        architecture.recompute_activations(model, context_fn=contexts)
     named = "the policy's start" if config.model is None else "named by critic.model"
     how = f", adapters of rank {config.lora_rank}" if config.lora_rank else ""
     decisions = [Decision("critic", own_path + how, named), _head(config, has_head=has_head)]

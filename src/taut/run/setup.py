@@ -210,9 +210,7 @@ def join_models(
     decisions.extend(reasons)
     if run.activation_checkpointing:
         contexts = partial(recompute_contexts, dtype, ranks.device)
-        architecture.unwrap(model).activation_checkpointing_enable(
-            {"use_reentrant": False, "context_fn": contexts}
-        )
+        architecture.recompute_activations(model, context_fn=contexts)
     if one_sample and "pair" in run.loss().units.values():
         raise ModelError(
             f"model={run.model}: it runs one sample at a time ({one_sample}), and "
