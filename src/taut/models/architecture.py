@@ -459,6 +459,14 @@ def count_by_part(names: Iterable[str]) -> str:
 # -- running the backbone --------------------------------------------------------------------------
 
 
+def recompute_activations(model: nn.Module) -> None:
+    """Keep the inputs of each layer only, and run the layer again in the backward pass."""
+    inner: Any = unwrap(model)
+    method = getattr(inner, "activation_checkpointing_enable", None)
+    enable = method or inner.gradient_checkpointing_enable  # its name before transformers 5.23
+    enable({"use_reentrant": False})
+
+
 def run_backbone(model: nn.Module, packed: Packed) -> tuple[Packed, Tensor]:
     """The micro-batch on the model's device, and the backbone's last hidden states [T, D]: right at the tokens that are
     read (``predictor_N``, ``read_R``); where few are, the last layer leaves the others unfinished.
