@@ -9,8 +9,6 @@ PIP := $(RUN)/python -m pip --disable-pip-version-check --no-input
 PYTEST := $(RUN)/python -m pytest
 STAMP := $(VENV)/.taut-installed
 
-# Threads that spin while they wait make small steps slow on a shared machine.
-export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
@@ -32,6 +30,8 @@ demo: $(STAMP) ## train a small real model for a few minutes and show what chang
 
 # Three at a time on two cores: many tests wait for processes and clocks.
 test test-slow: export OMP_NUM_THREADS := 1
+# Threads that wait awake take the time of other tests.
+test test-slow test-real: export OMP_WAIT_POLICY := PASSIVE
 test: $(STAMP) ## the tests that need no downloaded model, without the slow ones; GPU tests run where there is a GPU
 	$(PYTEST) -q -n 3 -m "not real and not slow" $(ARGS)
 

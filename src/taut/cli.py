@@ -38,8 +38,6 @@ from taut.train.signals import SIGNALS, Interrupt, Interrupts
 CTRL_C = 130
 ENDING = tuple(number for number in SIGNALS if number != signal.SIGINT)
 """Signals that end any command in one line; Ctrl-C is Python's own KeyboardInterrupt."""
-SPIN = "10000"
-"""How long threads spin before they sleep: as fast as the default on an idle machine, much faster on a busy one."""
 
 
 class Command(NamedTuple):
@@ -198,9 +196,7 @@ class Words(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    if "OMP_WAIT_POLICY" not in os.environ:  # read when torch is imported; docs/install.md says why
-        os.environ.setdefault("GOMP_SPINCOUNT", SPIN)
-    threads.set_default()
+    threads.set_defaults()
     with guarded(), Interrupts.watching(ENDING) as interrupts:
         code = _run_guarded(words, interrupts)
     if code == Interrupted.exit_code and arguments is None:
