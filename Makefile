@@ -9,12 +9,10 @@ PIP := $(RUN)/python -m pip --disable-pip-version-check --no-input
 PYTEST := $(RUN)/python -m pytest
 STAMP := $(VENV)/.taut-installed
 
-# Threads that spin while they wait make small steps slow on a shared machine.
-export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-real lint format docs bench bench-dpo bench-grpo bench-vision bench-generate bench-checkpoint bench-check bench-plan
+.PHONY: help venv wheel demo test test-slow test-real lint format docs bench bench-dpo bench-grpo bench-vision bench-generate bench-checkpoint bench-check bench-plan
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -27,11 +25,18 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# From nothing: setuptools would put files that are no longer in src, but still in build, into the wheel.
+wheel: $(STAMP) ## write dist/taut-VERSION-py3-none-any.whl, which pip installs anywhere
+	rm -rf build dist
+	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
+
 demo: $(STAMP) ## train a small real model for a few minutes and show what changed
 	$(RUN)/python -m taut demo
 
 # Three at a time on two cores: many tests wait for processes and clocks.
 test test-slow: export OMP_NUM_THREADS := 1
+# Threads that wait awake take the time of other tests.
+test test-slow test-real: export OMP_WAIT_POLICY := PASSIVE
 test: $(STAMP) ## the tests that need no downloaded model, without the slow ones; GPU tests run where there is a GPU
 	$(PYTEST) -q -n 3 -m "not real and not slow" $(ARGS)
 
@@ -51,7 +56,7 @@ format: $(STAMP) ## rewrite the files as lint wants them, where that is mechanic
 	$(RUN)/ruff format .
 	$(RUN)/ruff check --fix .
 
-docs: $(STAMP) ## write the generated pages
+docs: $(STAMP) ## write the generated pages, and the keys that taut COMMAND --help and taut schema print
 	$(RUN)/python tests/docs/pages.py
 
 bench: $(STAMP) ## taut beside its peers, in one run

@@ -4,7 +4,6 @@ feature depends on is found.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from taut.data.packing import ALONE, pack
 from taut.models import architecture
-from taut.models.precision import recompute_contexts
 
 UNREAD = {
     "llava_onevision": {"model.vision_tower.post_layernorm." + it for it in ("weight", "bias")}
@@ -28,8 +26,7 @@ def test_the_tower_computed_again_has_the_same_gradients(kind: str, tmp_path: Pa
     model = architecture.unwrap(seeing.scorer.model)
     assert set(architecture.freeze_unused(model)) == UNREAD.get(kind, set())
     kept = gradients(seeing)
-    contexts = partial(recompute_contexts, torch.float64, torch.device("cpu"))
-    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    architecture.recompute_activations(model)
     entered = count_entries(tower_block(model))
     again = gradients(seeing)
     assert len(entered) == 2  # forward, and once more in backward

@@ -22,7 +22,6 @@ from collections.abc import Sequence
 
 def main(overrides: Sequence[str]) -> int:
     """Run the demo; the exit code."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from taut.demo.story import parse, tell
 

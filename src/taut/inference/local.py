@@ -45,9 +45,8 @@ from taut.config import configclass
 from taut.data.packing import PackPolicy, common_prefix, pack
 from taut.errors import ModelError, NonFiniteError
 from taut.inference.engine import OnDone, Sampling, Texts, require_usable, room, stream_seed
-from taut.models import architecture
+from taut.models import architecture, products
 from taut.models.precision import cast_once
-from taut.models.products import engine_context
 from taut.models.scorer import Scorer, evaluating
 from taut.train.distributed import Ranks
 from taut.types import Completion, FinishReason, IntArray, Prompt, Sample
@@ -290,7 +289,7 @@ class LocalEngine:
             torch.no_grad(),
             cast_once(self.scorer),
             self._compute(),
-            engine_context(),
+            products.decoding(),
         ):
             yield
 

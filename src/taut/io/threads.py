@@ -1,4 +1,6 @@
-"""How many threads compute on a CPU: one for each physical core that this process may use, or OMP_NUM_THREADS.
+"""How many threads compute on a CPU, and how long they wait awake.
+
+There is one for each physical core that this process may use, or OMP_NUM_THREADS:
 
     CPUs of the affinity mask -> their cores (two hyperthreads of one core count once) -> the cgroups' quota -> / ranks
 
@@ -6,8 +8,14 @@ Two threads on the hyperthreads of one core share its arithmetic units, and wait
 two threads: with three, all would be stopped for part of each period. It is a rule and no measurement: other programs
 change what is fast from one minute to the next, and another number of threads is another rounding.
 
-The command line sets the variable before torch reads it (``set_default``). In a program that imports taut, the number
-of threads is the program's; ``described`` says how it compares.
+A thread that has done its part of a product waits for the next: awake, for a number of rounds, then asleep. To be woken
+takes it as long as a small product does, and a step has thousands; but while it waits awake it takes its core's time
+from other programs, and these take that of the thread it waits for. A second of generation with a small model takes
+1.0 s where nothing else runs and threads sleep at once, 0.75 s with ``QUIET_ROUNDS`` (about a millisecond); beside two
+busy programs 1.5 s and 3.1 s. So the default depends on how busy the machine is at the start.
+
+The command line sets the variables before torch reads them (``set_defaults``). In a program that imports taut, they
+are the program's; ``described`` says how its number of threads compares.
 """
 
 from __future__ import annotations
@@ -18,8 +26,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 VARIABLE = "OMP_NUM_THREADS"
+ROUNDS = "GOMP_SPINCOUNT"
+"""Rounds of waiting awake, in GNU's OpenMP, which PyTorch's packages have. Others know OMP_WAIT_POLICY alone."""
+POLICY = "OMP_WAIT_POLICY"
+QUIET_ROUNDS, BUSY_ROUNDS = 20_000, 2_000
+PRESSURE_LIMIT = 10.0
+"""Percent of the last ten seconds in which a program waited for a CPU: from there on a machine is busy."""
+LOAD_LIMIT = 0.25
+"""Programs that run, for each CPU: the same where the kernel does not measure pressure."""
 ROOT = Path("/")
 _set_by_taut = False
+_waiting = ""
 
 
 class Cores(NamedTuple):
@@ -58,12 +75,18 @@ def usable(root: Path = ROOT) -> Cores:
     return Cores(len(cpus), len(cores), quota, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
 
 
-def set_default() -> None:
-    """Set the number of threads for a torch that is not imported yet, unless the user has."""
-    global _set_by_taut
+def set_defaults(root: Path = ROOT) -> None:
+    """Set the number of threads, and how they wait, for a torch that is not imported yet, unless the user has."""
+    global _set_by_taut, _waiting
+    cores = usable(root)
     if not os.environ.get(VARIABLE):
-        os.environ[VARIABLE] = str(usable().num_threads)
+        os.environ[VARIABLE] = str(cores.num_threads)
         _set_by_taut = True
+    if not os.environ.get(ROUNDS) and not os.environ.get(POLICY):
+        busy = _why_busy(root, cores)
+        os.environ[ROUNDS] = str(BUSY_ROUNDS if busy else QUIET_ROUNDS)
+        _waiting = f"; they wait awake for {'a short while' if busy else 'a millisecond'}: "
+        _waiting += busy or "the machine is quiet"
 
 
 def described(num_threads: int) -> tuple[str, str]:
@@ -71,14 +94,30 @@ def described(num_threads: int) -> tuple[str, str]:
     cores = usable()
     variable = os.environ.get(VARIABLE)
     if num_threads == cores.num_threads and (_set_by_taut or not variable):
-        return str(num_threads), f"one for each core: {cores}"
+        return str(num_threads), f"one for each core: {cores}{_waiting}"
     is_by_variable = variable and variable.split(",")[0] == str(num_threads)
     reason = f"{f'{VARIABLE} is set' if is_by_variable else 'set by the program'}; {cores}"
     if num_threads > cores.num_cores and cores.num_cpus > cores.num_cores:
         reason += ": some threads share a core, which is slower than one thread on each"
     elif num_threads > cores.num_threads:
         reason += ": more threads than that wait for each other"
-    return str(num_threads), reason
+    return str(num_threads), reason + _waiting
+
+
+def _why_busy(root: Path, cores: Cores) -> str:
+    """Why a thread that waits awake would take time from others; empty on a quiet machine."""
+    if cores.quota is not None and cores.quota < cores.num_cores:
+        return "the quota counts it"
+    try:
+        text = (root / "proc/pressure/cpu").read_text()
+        percent = float(text.split("avg10=")[1].split()[0])
+    except (OSError, IndexError, ValueError):
+        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+        num_cpus = os.cpu_count() or 1
+        return f"{load:.1f} programs run on {num_cpus} CPUs" if load > LOAD_LIMIT * num_cpus else ""
+    if percent < PRESSURE_LIMIT:
+        return ""
+    return f"programs waited for a CPU in {percent:.0f}% of the last ten seconds"
 
 
 def _siblings(root: Path, cpu: int) -> str:

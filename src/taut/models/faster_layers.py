@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
-from taut.models import architecture
+from taut.models import architecture, products
 from taut.models.noise import KeyedDropout
 
 ROTATION = "apply_rotary_pos_emb"
@@ -35,7 +35,10 @@ ROTATION = "apply_rotary_pos_emb"
 
 
 def install(model: PreTrainedModel) -> None:
-    """Give the language model's layers their faster forms. Weights, names and what is saved do not change."""
+    """Give the language model's layers their faster forms, and all linear layers the faster library for their products.
+    Weights, names and what is saved do not change.
+    """
+    products.install(model)
     for module in architecture.language_model(model).modules():
         if _is_rms_norm(module):
             module.forward = MethodType(_norm_forward(type(module).forward), module)

@@ -33,7 +33,7 @@ from transformers.pytorch_utils import Conv1D
 from taut.config import configclass, fields_of
 from taut.errors import ConfigError, ModelError
 from taut.io import files
-from taut.models import architecture
+from taut.models import architecture, products
 from taut.models.adapter_patterns import require_bounded_patterns
 from taut.models.heads import scalar_head
 from taut.models.load import require_file_itself
@@ -167,6 +167,7 @@ def apply_lora(
                     f"peft puts no such adapters on {type(model).__name__}: {' '.join(str(error).split())}; expected "
                     "settings that each module takes; change lora.dropout, lora.dora or lora.targets"
                 ) from error
+    products.install(wrapped)
     _prepare_tables(wrapped)
     for parameter in wrapped.parameters():
         assert parameter.dtype in (torch.float32, torch.float64), (

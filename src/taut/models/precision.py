@@ -21,7 +21,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from taut.errors import ConfigError, ModelError
-from taut.models.products import training_context
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _CPU_BF16 = ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16")
@@ -67,13 +66,9 @@ def resolve_dtype(requested: str | None, device: torch.device) -> ChosenDtype:
 
 
 def compute_context(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
-    """The context of a forward pass: autocast for bfloat16, ``Wide`` for float64, the chosen libraries for float32
-    on a CPU.
-    """
+    """The context of a forward pass: autocast for bfloat16, ``Wide`` for float64, none for float32."""
     if dtype == torch.bfloat16:
         return torch.autocast(device.type, dtype=torch.bfloat16)
-    if dtype == torch.float32 and device.type == "cpu":
-        return training_context()
     return backward_context(dtype)
 
 
@@ -82,16 +77,6 @@ def backward_context(dtype: torch.dtype) -> AbstractContextManager[Any]:
     if dtype == torch.float64:
         return Wide()  # type: ignore[no-untyped-call]  # torch: no types
     return nullcontext()
-
-
-def recompute_contexts(
-    dtype: torch.dtype, device: torch.device
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts of activation checkpointing: of a layer's forward, and of its recomputation, where torch restores
-    autocast itself and ``backward_context`` is active.
-    """
-    recomputing = nullcontext() if dtype != torch.float32 else compute_context(dtype, device)
-    return nullcontext(), recomputing
 
 
 @contextmanager

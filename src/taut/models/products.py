@@ -4,14 +4,15 @@ PyTorch passes them to MKL (other builds have another BLAS). oneDNN, which is pa
 some processors and the slower one on others, and not alike for all products. ``measure`` times both on this machine
 with the threads of this process, in some tenths of a second, for a few shapes:
 
-    few rows, some rows     x W^T of an engine that decodes (few: under 32, some: under 256), no gradient
+    few rows, some rows     x W^T of an engine that decodes (few: under 16, some: under 256), no gradient
     forward                 x W^T of 256 rows and more
     input gradient          g W
     weight gradient         g^T x
     head, head gradient     logits of a chunk of rows, and its input gradient, into memory that is there
 
-each but the head's for small and large weights. oneDNN takes the shapes in which it is clearly faster (``MARGIN``); all
-else is PyTorch's own, with nothing in between: where oneDNN takes none, no context is entered and no function wrapped.
+each but the head's for small and large weights; some rows for few and many inputs, since MKL falls to a quarter of its
+speed where rows are few and sums long. oneDNN takes the shapes in which it is clearly faster (``MARGIN``); all
+else is PyTorch's own. A model's linear layers ask for their library at each call (``install``).
 The rates are kept in the cache, by processor, versions, threads and the variables that steer either library.
 
 The choice is one for the process, as the number of threads is (``use``, ``active``). It changes results by rounding:
@@ -36,9 +37,12 @@ import platform
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from types import MethodType
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
@@ -46,7 +50,6 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from typing_extensions import TypedDict
 
 from taut.config import Decision, first_problem
@@ -57,10 +60,12 @@ from taut.io.temporary import TemporaryFolder
 
 ProductsSetting = Literal["auto", "mkl", "onednn"]
 
-FEW, SOME, MANY = 4, 32, 256
+FEW, SOME, MANY = 4, 16, 256
 """Rows from which products are few, some and many. With fewer than FEW, PyTorch's matrix-vector product is used."""
 LARGE = 2**19
 """Elements from which a weight is large."""
+DEEP = 512
+"""Inputs from which a product of some rows is deep."""
 MIN_SIZE = 2**24
 """Rows times inputs times outputs: below this, oneDNN's overhead in Python exceeds its gain in training."""
 BLOCKS = (4096, 2048, 1024, 512, 256)
@@ -109,8 +114,8 @@ class Shape(NamedTuple):
 SHAPES = {
     "few rows small": Shape(8, 256, 768),
     "few rows large": Shape(8, 1024, 1536),
-    "some rows small": Shape(64, 256, 768),
-    "some rows large": Shape(64, 1024, 1536),
+    "some rows shallow": Shape(64, 256, 768),
+    "some rows deep": Shape(64, 1024, 256),
     "forward small": Shape(512, 256, 512),
     "forward large": Shape(256, 768, 768),
     "input gradient small": Shape(512, 256, 512),
@@ -128,7 +133,7 @@ KINDS = ("forward", "input gradient", "weight gradient", "head", "few rows", "so
 # -- the choice
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Products:
     """Which library computes which class of products."""
 
@@ -136,13 +141,18 @@ class Products:
     """mkl, onednn, or ``onednn for A, B``; None: there is nothing to choose for the run's dtype and device."""
     reason: str = ""
 
-    @property
+    @cached_property
     def onednn(self) -> frozenset[str]:
         """The classes that oneDNN computes; PyTorch computes the others."""
         if self.name is None or not self.name.startswith("onednn"):
             return frozenset()
         listed = self.name.removeprefix("onednn for ").split(", ")
         return frozenset(SHAPES if self.name == "onednn" else listed)
+
+    @cached_property
+    def has_layers(self) -> bool:
+        """Whether oneDNN computes any class of the linear layers."""
+        return any(not name.startswith("head") for name in self.onednn)
 
     @property
     def decisions(self) -> list[Decision]:
@@ -157,6 +167,7 @@ class Products:
 
 NOTHING = Products()
 _active = NOTHING
+_decodes: ContextVar[bool] = ContextVar("decodes", default=False)
 
 
 def use(products: Products) -> None:
@@ -408,14 +419,32 @@ def _processor() -> str:
 # -- products by oneDNN
 
 
-def training_context() -> AbstractContextManager[Any]:
-    """The context of a forward pass in training and scoring, in float32 on a CPU."""
-    return Training(_active.onednn) if _active.onednn else nullcontext()
+def install(model: nn.Module) -> None:
+    """Let the linear layers of ``model`` take their products from the libraries of ``active``."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
 
 
-def engine_context() -> AbstractContextManager[Any]:
-    """The context of an engine's forward passes, without gradients."""
-    return Decoding(_active.onednn) if _active.onednn else nullcontext()
+def _forward(self: nn.Linear, input: Tensor) -> Tensor:
+    return linear(input, self.weight, self.bias)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b, and the products of its backward pass, each by its library."""
+    if _active.has_layers and _is_ours(x, weight):
+        return (_decode if _decodes.get() else _train)(x, weight, bias)
+    return functional.linear(x, weight, bias)
+
+
+@contextmanager
+def decoding() -> Iterator[None]:
+    """The linear layers of an engine, without gradients: all but the smallest products."""
+    token = _decodes.set(True)
+    try:
+        yield
+    finally:
+        _decodes.reset(token)
 
 
 def product_into(out: Tensor, x: Tensor, weight: Tensor) -> None:
@@ -428,53 +457,29 @@ def product_into(out: Tensor, x: Tensor, weight: Tensor) -> None:
         torch.mm(x, weight.T, out=out)
 
 
-class _Context(TorchFunctionMode):
-    """Inside it, oneDNN computes ``linear`` for the classes it was chosen for."""
-
-    def __init__(self, onednn: frozenset[str]) -> None:
-        super().__init__()
-        self.onednn = onednn
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is not functional.linear or kwargs or not _is_ours(*args[:2]):
-            return func(*args, **(kwargs or {}))
-        x, weight, bias = (*args, None)[:3]
-        return self.linear(x, weight, bias)
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        raise NotImplementedError
-
-
-class Training(_Context):
+def _train(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Large products and their gradients; the same bits where no gradient is wanted."""
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if x.numel() * weight.shape[0] < MIN_SIZE:
-            return functional.linear(x, weight, bias)
-        size = size_of(weight)
-        by = By(*(f"{kind} {size}" in self.onednn for kind in KINDS[:3]))
-        if not any(by):
-            return functional.linear(x, weight, bias)
-        result: Tensor = _Linear.apply(x, weight, bias, by)  # type: ignore[no-untyped-call]
-        return result
-
-
-class Decoding(_Context):
-    """All but the smallest products, without gradients."""
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        num_rows = x.numel() // x.shape[-1]
-        kind = "few rows" if num_rows < SOME else "some rows" if num_rows < MANY else "forward"
-        is_chosen = num_rows >= FEW and f"{kind} {size_of(weight)}" in self.onednn
-        if is_chosen and not torch.is_grad_enabled():
-            return _product(x, weight, bias)
+    if x.numel() * weight.shape[0] < MIN_SIZE:
         return functional.linear(x, weight, bias)
+    size = size_of(weight)
+    by = By(*(f"{kind} {size}" in _active.onednn for kind in KINDS[:3]))
+    if not any(by):
+        return functional.linear(x, weight, bias)
+    result: Tensor = _Linear.apply(x, weight, bias, by)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _decode(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    num_rows = x.numel() // x.shape[-1]
+    if num_rows < SOME:
+        name = f"few rows {size_of(weight)}"
+    elif num_rows < MANY:
+        name = "some rows deep" if x.shape[-1] >= DEEP else "some rows shallow"
+    else:
+        name = f"forward {size_of(weight)}"
+    if num_rows >= FEW and name in _active.onednn and not torch.is_grad_enabled():
+        return _product(x, weight, bias)
+    return functional.linear(x, weight, bias)
 
 
 def size_of(weight: Tensor) -> str:

@@ -14,7 +14,6 @@ policy's, and ``critic.detach`` sends nothing. The key ``freeze`` and the policy
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -36,7 +35,6 @@ from taut.models.heads import (
 )
 from taut.models.load import is_reward_config, load_config
 from taut.models.lora import LoraConfig, apply_lora
-from taut.models.precision import recompute_contexts
 from taut.models.reward_model import NewHead, load_reward_model
 from taut.models.save import saving
 from taut.models.self_test import one_sample_reasons
@@ -154,8 +152,7 @@ def build_critic(
     add_tokens(model, list(new_ids))
     adapted = apply_lora(model, LoraConfig(rank=config.lora_rank), seed)
     if recomputes:
-        contexts = partial(recompute_contexts, dtype, device)
-        architecture.recompute_activations(model, context_fn=contexts)
+        architecture.recompute_activations(model)
     named = "the policy's start" if config.model is None else "named by critic.model"
     how = f", adapters of rank {config.lora_rank}" if config.lora_rank else ""
     decisions = [Decision("critic", own_path + how, named), _head(config, has_head=has_head)]

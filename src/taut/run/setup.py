@@ -30,7 +30,6 @@ from taut.models.precision import (
     ChosenDtype,
     backward_context,
     compute_context,
-    recompute_contexts,
     resolve_dtype,
 )
 from taut.models.reward_model import load_reward_model
@@ -209,8 +208,7 @@ def join_models(
     policy, reasons = build_policy(run, one_sample, has_noise=noise is not None)
     decisions.extend(reasons)
     if run.activation_checkpointing:
-        contexts = partial(recompute_contexts, dtype, ranks.device)
-        architecture.recompute_activations(model, context_fn=contexts)
+        architecture.recompute_activations(model)
     if one_sample and "pair" in run.loss().units.values():
         raise ModelError(
             f"model={run.model}: it runs one sample at a time ({one_sample}), and "

@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 
 from taut.io import threads
-from taut.io.threads import Cores, described, set_default, usable
+from taut.io.threads import Cores, described, set_defaults, usable
 
 
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(threads, "_set_by_taut", False)
+    monkeypatch.setattr(threads, "_waiting", "")
 
 
 def machine(
@@ -104,9 +106,10 @@ def test_ranks_share_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 
 def test_what_the_user_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "usable", lambda: Cores(4, 2, None, 1))
+    monkeypatch.setattr(threads, "usable", lambda root=None: Cores(4, 2, None, 1))
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    set_default()
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    set_defaults()
     assert os.environ["OMP_NUM_THREADS"] == "3"
     assert described(3) == (
         "3",
@@ -114,13 +117,56 @@ def test_what_the_user_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         "than one thread on each",
     )
     monkeypatch.setenv("OMP_NUM_THREADS", "")
-    set_default()
+    set_defaults()
     assert os.environ["OMP_NUM_THREADS"] == "2"
     assert described(2) == ("2", "one for each core: 2 physical cores with 4 hyperthreads")
+    assert "GOMP_SPINCOUNT" not in os.environ
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    set_defaults()
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
 
 
 def test_a_program_has_its_own_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "usable", lambda: Cores(2, 2, 1.0, 1))
+    monkeypatch.setattr(threads, "usable", lambda root=None: Cores(2, 2, 1.0, 1))
     told = "set by the program; 2 physical cores, and a quota of 1 CPUs"
     assert described(2) == ("2", f"{told}: more threads than that wait for each other")
     assert described(1)[1].startswith("one for each core: ")
+
+
+@pytest.mark.parametrize(
+    ("files", "load", "rounds", "reason"),
+    [
+        ({"proc/pressure/cpu": "some avg10=0.12 avg60=80.00"}, 9.0, 20_000, "the machine is quiet"),
+        (
+            {"proc/pressure/cpu": "some avg10=51.59 avg60=0.00"},
+            0.0,
+            2_000,
+            "programs waited for a CPU in 52% of the last ten seconds",
+        ),
+        ({}, 0.3, 20_000, "the machine is quiet"),
+        ({}, 1.5, 2_000, "1.5 programs run on 4 CPUs"),
+        ({"proc/pressure/cpu": "unreadable"}, 1.5, 2_000, "1.5 programs run on 4 CPUs"),
+        (
+            {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "150000 100000"},
+            0.0,
+            2_000,
+            "the quota counts it",
+        ),
+    ],
+)
+def test_threads_wait_awake_where_the_machine_is_quiet(
+    files: dict[str, str],
+    load: float,
+    rounds: int,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    root = machine(monkeypatch, tmp_path, FOUR, dict(files))
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "")
+    set_defaults(root)
+    assert os.environ["GOMP_SPINCOUNT"] == str(rounds)
+    assert described(2)[1].endswith(reason)

@@ -143,7 +143,7 @@ def test_a_norm_in_16_bit_is_the_librarys() -> None:
 def test_the_last_mlp_computes_the_rows_that_are_read(*, recomputes: bool) -> None:
     model = tiny_model("llama", attention=PREFIX + "reference")
     if recomputes:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        architecture.recompute_activations(model)
     packed = packed_family()
     counts: list[int] = []
     for layer in architecture.layers(model):

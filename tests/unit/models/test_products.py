@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -21,23 +19,22 @@ from taut.data.dataset import DataConfig
 from taut.errors import ConfigError
 from taut.methods.method import RunConfig
 from taut.models import products
-from taut.models.precision import backward_context, compute_context, recompute_contexts
 from taut.models.products import (
     FEW,
     NOTHING,
     SHAPES,
-    Decoding,
     Products,
     Rates,
-    Training,
     active,
+    decoding,
     faster,
+    install,
+    linear,
     measure,
     product_into,
     rates_of_machine,
     select,
     torch_name,
-    training_context,
     use,
 )
 from taut.run.setup import use_products
@@ -76,14 +73,20 @@ def operands(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
     return x, weight, bias
 
 
+def named(onednn: frozenset[str]) -> Products:
+    """The choice of oneDNN for these classes."""
+    return Products(f"onednn for {', '.join(onednn)}" if onednn else "mkl")
+
+
 # -- products
 
 
 def is_taken(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, onednn: frozenset[str] = ALL
 ) -> bool:
-    with Decoding(onednn), Seen() as seen:
-        functional.linear(x, weight, bias)
+    use(named(onednn))
+    with decoding(), Seen() as seen:
+        linear(x, weight, bias)
     return "mkldnn::_linear_pointwise" in seen.names
 
 
@@ -93,9 +96,9 @@ def test_an_engines_product_is_float32s(has_bias: bool) -> None:
     given = bias if has_bias else None
     with torch.no_grad():
         assert is_taken(x, weight, given)
-        with Decoding(ALL):
-            found = functional.linear(x, weight, given)
-    wanted = functional.linear(
+        with decoding():
+            found = linear(x, weight, given)
+    wanted = nn.functional.linear(
         x.double(), weight.double(), None if given is None else bias.double()
     )
     assert found.shape == (1, 9, 64)
@@ -105,11 +108,15 @@ def test_an_engines_product_is_float32s(has_bias: bool) -> None:
 def test_an_engine_takes_the_classes_that_were_chosen() -> None:
     large = torch.randn(1024, 512)
     with torch.no_grad():
-        for rows, kind in ((9, "few rows"), (40, "some rows"), (300, "forward")):
+        for rows, of_small, of_large in (
+            (9, "few rows small", "few rows large"),
+            (40, "some rows shallow", "some rows deep"),
+            (300, "forward small", "forward large"),
+        ):
             x, weight, _ = operands(rows)
-            assert is_taken(x, weight, onednn=frozenset([f"{kind} small"]))
-            assert not is_taken(x, weight, onednn=ALL - {f"{kind} small"})
-            assert is_taken(torch.randn(rows, 512), large, onednn=frozenset([f"{kind} large"]))
+            assert is_taken(x, weight, onednn=frozenset([of_small]))
+            assert not is_taken(x, weight, onednn=ALL - {of_small})
+            assert is_taken(torch.randn(rows, 512), large, onednn=frozenset([of_large]))
 
 
 def test_all_else_is_left_alone() -> None:
@@ -122,8 +129,8 @@ def test_all_else_is_left_alone() -> None:
         assert not is_taken(x.bfloat16(), weight.bfloat16())
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert not is_taken(x, weight)
-            with Decoding(ALL):
-                assert functional.linear(x, weight).dtype == torch.bfloat16
+            with decoding():
+                assert linear(x, weight).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("rows", [9, 700])
@@ -145,9 +152,7 @@ def test_a_product_into_memory_that_is_there_is_float32s(
     assert float((out[:rows] - x.double() @ weight.double().T).abs().max()) < 1e-3
 
 
-def linear_grads(
-    dtype: torch.dtype, context: Callable[[], AbstractContextManager[Any]]
-) -> list[Tensor]:
+def linear_grads(dtype: torch.dtype, onednn: frozenset[str]) -> list[Tensor]:
     """The product of many rows, and the gradients of all that goes into it."""
     generator = torch.Generator().manual_seed(0)
     x, weight, bias, up = (
@@ -155,9 +160,9 @@ def linear_grads(
         for shape in ((1, 2500, 96), (128, 96), (128,), (1, 2500, 128))
     )
     leaves = [leaf.requires_grad_() for leaf in (x, weight, bias)]
-    with context():
-        product = functional.linear(*leaves)
-    is_ours = context is not nullcontext and dtype == torch.float32
+    use(named(onednn))
+    product: Any = linear(*leaves)
+    is_ours = bool(onednn) and dtype == torch.float32
     assert ("_Linear" in type(product.grad_fn).__name__) == is_ours
     return [product.detach(), *torch.autograd.grad(product, leaves, up)]
 
@@ -171,9 +176,9 @@ KINDS = ("forward", "input gradient", "weight gradient")
     ids=["all", *(f"{kind} small" for kind in KINDS)],
 )
 def test_in_training_each_product_is_float32s_by_either_library(chosen: frozenset[str]) -> None:
-    found, again = (linear_grads(torch.float32, partial(Training, chosen)) for _ in range(2))
-    wanted = linear_grads(torch.float64, partial(Training, chosen))
-    own = linear_grads(torch.float32, nullcontext)
+    found, again = (linear_grads(torch.float32, chosen) for _ in range(2))
+    wanted = linear_grads(torch.float64, chosen)
+    own = linear_grads(torch.float32, frozenset())
     for name, one, other, exact, plain in zip(
         (*KINDS, "bias"), found, again, wanted, own, strict=True
     ):
@@ -185,26 +190,26 @@ def test_in_training_each_product_is_float32s_by_either_library(chosen: frozense
 
 def test_a_product_without_gradient_has_the_bits_of_one_with() -> None:
     x, weight, bias = (torch.randn(s) for s in ((2500, 96), (128, 96), (128,)))
-    with torch.no_grad(), Training(ALL):
-        product = functional.linear(x, weight, bias)
-    with Training(ALL):
-        with_gradient = functional.linear(x, weight.requires_grad_(), bias)
+    use(Products("onednn"))
+    with torch.no_grad():
+        product = linear(x, weight, bias)
+    with_gradient = linear(x, weight.requires_grad_(), bias)
     assert torch.equal(product, with_gradient), "a reference and a policy agree to the last bit"
 
 
 def test_a_small_product_in_training_is_left_alone() -> None:
     x, weight, bias = operands(9)
-    with Training(ALL):
-        product = functional.linear(x, weight.requires_grad_(), bias)
+    use(Products("onednn"))
+    product = linear(x, weight.requires_grad_(), bias)
     assert "_Linear" not in type(product.grad_fn).__name__
 
 
 def test_only_what_a_gradient_needs_is_kept() -> None:
     x, weight, _ = (torch.randn(s) for s in ((2500, 96), (128, 96), (128,)))
+    use(Products("onednn"))
     for trains, kept in ((x, [None, weight]), (weight, [x, None])):
         trains.requires_grad_()
-        with Training(ALL):
-            product: Any = functional.linear(x, weight)
+        product: Any = linear(x, weight)
         trains.requires_grad_(False)
         assert [t is o for t, o in zip(product.grad_fn.saved_tensors, kept, strict=True)] == [
             True
@@ -218,30 +223,41 @@ def test_layers_computed_again_give_the_same_gradients(name: str) -> None:
     model = nn.Sequential(nn.Linear(128, 512), nn.SiLU(), nn.Linear(512, 128))
     model[0].weight.requires_grad_(False)
     x = torch.randn(1100, 128, requires_grad=True)
-    contexts = partial(recompute_contexts, torch.float32, CPU)
+    install(model)
     leaves = [x, model[0].bias, model[2].weight]
     grads = []
     for is_again in (False, True):
-        with compute_context(torch.float32, CPU):
-            y = (
-                checkpoint(model, x, use_reentrant=False, context_fn=contexts)
-                if is_again
-                else model(x)
-            )
-        with backward_context(torch.float32):
-            grads.append(torch.autograd.grad(y.square().sum(), leaves))
+        y = checkpoint(model, x, use_reentrant=False) if is_again else model(x)
+        assert ("_Linear" in type(y.grad_fn).__name__) is (name == "onednn")
+        grads.append(torch.autograd.grad(y.square().sum(), leaves))
     assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
 
 
-def test_where_all_is_pytorchs_own_nothing_stands_between() -> None:
-    for plain in (NOTHING, Products("mkl"), Products("torch")):
+def test_linear_layers_alone_are_installed() -> None:
+    class Other(nn.Linear):
+        """A layer with arithmetic of its own, such as a quantised one."""
+
+    model = nn.Sequential(nn.Linear(128, 256), Other(256, 64), nn.LayerNorm(64))
+    install(model)
+    assert ["forward" in vars(module) for module in model] == [True, False, False]
+    with torch.no_grad():
+        x = torch.randn(2500, 128)
+        wanted = model(x)
+        use(Products("onednn for forward small"))
+        with Seen() as seen:
+            found = model(x)
+        assert "mkldnn::_linear_pointwise" in seen.names
+        torch.testing.assert_close(found, wanted)
+        again = copy.deepcopy(model)
+        again[0].weight.zero_()
+        assert not torch.equal(again(x), found), "a copy reads its own weights"
+
+
+def test_the_heads_products_alone_leave_the_layers_to_pytorch() -> None:
+    x, weight = torch.randn(2500, 128), torch.randn(256, 128, requires_grad=True)
+    for plain in (NOTHING, Products("mkl"), Products("torch"), Products("onednn for head")):
         use(plain)
-        for context in (training_context(), products.engine_context()):
-            assert isinstance(context, nullcontext)
-    assert isinstance(compute_context(torch.float32, CPU), nullcontext)
-    use(Products("onednn for head"))
-    assert isinstance(compute_context(torch.float32, CPU), Training)
-    assert isinstance(compute_context(torch.bfloat16, CPU), torch.autocast)
+        assert "_Linear" not in type(linear(x, weight).grad_fn).__name__
 
 
 # -- the measurement
