@@ -11,9 +11,11 @@ serves one setting or one command. Who uses a package of an extra asks ``require
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping
 from functools import wraps
 from importlib.util import find_spec
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -66,12 +68,18 @@ def require(extra: str, needed_by: str) -> None:
 
 
 def _require_versions(extra: str, needed_by: str) -> None:
-    """Raise ConfigError where a package has a version outside the range of pyproject.toml: another program put it there."""
+    """Raise ConfigError where a package has a version outside the range of pyproject.toml, as where another program put
+    it there. taut that runs from its source, which is on the path, has no such ranges.
+    """
     from importlib import metadata
 
     from packaging.requirements import Requirement
 
-    for package in map(Requirement, metadata.requires("taut") or []):
+    try:
+        lines = metadata.requires("taut") or []
+    except metadata.PackageNotFoundError:
+        return
+    for package in map(Requirement, lines):
         if package.marker is not None and not package.marker.evaluate({"extra": extra}):
             continue
         found = metadata.version(package.name)
@@ -99,13 +107,16 @@ def install_command(extra: str) -> str:
     """
     from importlib import metadata
 
-    text = metadata.distribution("taut").read_text("direct_url.json")
+    try:
+        text = metadata.distribution("taut").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:  # run from its source, which is on the path
+        return f"pip install -e {shlex.quote(f'{Path(__file__).parents[2]}[{extra}]')}"
     if text is None:
         return f"pip install 'taut[{extra}]'"
     origin = json.loads(text)
     url = origin["url"]
     if origin.get("dir_info", {}).get("editable"):
-        return f"pip install -e '{unquote(urlsplit(url).path)}[{extra}]'"
+        return f"pip install -e {shlex.quote(f'{unquote(urlsplit(url).path)}[{extra}]')}"
     if repository := origin.get("vcs_info"):
         url = f"{repository['vcs']}+{url}@{repository['commit_id']}"
-    return f"pip install 'taut[{extra}] @ {url}'"
+    return f"pip install {shlex.quote(f'taut[{extra}] @ {url}')}"

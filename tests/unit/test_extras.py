@@ -162,6 +162,16 @@ def test_a_version_below_the_range_is_refused(
     )
 
 
+def test_extras_of_taut_run_from_its_source_are_installed_from_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", missing)
+    assert install_command("train") == f"pip install -e '{ROOT}[train]'"
+
+
 @pytest.mark.parametrize("key", ["tensorboard", "wandb"])
 def test_a_report_is_refused_before_the_run(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("taut.extras.find_spec", lambda _: None)
