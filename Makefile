@@ -12,7 +12,7 @@ STAMP := $(VENV)/.taut-installed
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-real lint format docs bench bench-dpo bench-grpo bench-vision bench-generate bench-checkpoint bench-check bench-plan gpu
+.PHONY: help venv wheel demo test test-slow test-real lint format docs bench bench-dpo bench-grpo bench-vision bench-generate bench-checkpoint bench-check bench-plan gpu
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -24,6 +24,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install --quiet $(TORCH)
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+# From nothing: setuptools would put files that are no longer in src, but still in build, into the wheel.
+wheel: $(STAMP) ## write dist/taut-VERSION-py3-none-any.whl, which pip installs anywhere
+	rm -rf build dist
+	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
 
 demo: $(STAMP) ## train a small real model for a few minutes and show what changed
 	$(RUN)/python -m taut demo
@@ -51,7 +56,7 @@ format: $(STAMP) ## rewrite the files as lint wants them, where that is mechanic
 	$(RUN)/ruff format .
 	$(RUN)/ruff check --fix .
 
-docs: $(STAMP) ## write the generated pages
+docs: $(STAMP) ## write the generated pages, and the keys that taut COMMAND --help and taut schema print
 	$(RUN)/python tests/docs/pages.py
 
 # Needs no .venv and no network: run by the Python that has torch.

@@ -17,7 +17,7 @@ def varlen_attn(
     *,
     scale: float,
     window_size: tuple[int, int],
-    enable_gqa: bool,
+    enable_gqa: bool = False,
 ) -> Tensor:
     """q [T_q, H, K], k and v [T_k, Hkv, K] -> [T_q, H, K]; causal from the bottom right, as the kernel documents."""
     assert enable_gqa == (query.shape[1] != key.shape[1])

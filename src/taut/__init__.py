@@ -17,6 +17,13 @@ imported on first use.
 
 from __future__ import annotations
 
+import sys
+
+if sys.platform == "win32":
+    raise ImportError(
+        "found Windows; expected Linux or macOS; install taut in WSL 2 (in PowerShell: wsl --install) or Docker"
+    )
+
 from functools import cache
 from os import PathLike
 from pathlib import Path
@@ -34,6 +41,7 @@ from taut.errors import (
     RenderError,
     TautError,
 )
+from taut.extras import require, requires_training
 from taut.methods import METHODS, command_of
 
 if TYPE_CHECKING:
@@ -89,6 +97,7 @@ __all__ = [
 __all__ += METHODS
 
 
+@requires_training
 def resume(out: str | PathLike[str], **keys: Any) -> Result:
     """Resume the run in ``out`` with its configuration, overridden by ``keys``."""
     from taut.commands import resume as resumed
@@ -103,6 +112,7 @@ def runs(*directories: str | PathLike[str]) -> list[RunState]:
     return command.runs(directories)
 
 
+@requires_training
 def show(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> None:
     """Print the resolved configuration and the first samples, their targets coloured. Takes a run of any ``method``."""
     from taut.commands import show as command
@@ -110,6 +120,7 @@ def show(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> None:
     command.show(_configure_run(run, keys))
 
 
+@requires_training
 def check(
     run: Run | str | PathLike[str] | None = None, /, *, full: bool = False, **keys: Any
 ) -> Examination:
@@ -122,6 +133,7 @@ def check(
     return command.check(_configure_run(run, keys), full=full)
 
 
+@requires_training
 def generate(config: Generate | str | PathLike[str] | None = None, /, **keys: Any) -> Generated:
     """Generate completions of a file of prompts, as JSONL."""
     from taut.commands import generate as command
@@ -129,6 +141,7 @@ def generate(config: Generate | str | PathLike[str] | None = None, /, **keys: An
     return command.generate(_configure(command.Generate, config, keys))
 
 
+@requires_training
 def evaluate(config: Evaluate | str | PathLike[str] | None = None, /, **keys: Any) -> Evaluated:
     """Evaluate a model on questions with known answers."""
     from taut.commands import evaluate as command
@@ -136,6 +149,7 @@ def evaluate(config: Evaluate | str | PathLike[str] | None = None, /, **keys: An
     return command.evaluate(_configure(command.Evaluate, config, keys))
 
 
+@requires_training
 def score(config: Score | str | PathLike[str] | None = None, /, **keys: Any) -> Scored:
     """Score a file of answers with a reward model; with accuracy and calibration where the rows have labels."""
     from taut.commands import score as command
@@ -143,6 +157,7 @@ def score(config: Score | str | PathLike[str] | None = None, /, **keys: Any) -> 
     return command.score(_configure(command.Score, config, keys))
 
 
+@requires_training
 def verify(config: Verify | str | PathLike[str] | None = None, /, **keys: Any) -> list[Finding]:
     """Compare a model, or the server that serves it, with its contract: one finding per question."""
     from taut.commands import verify as command
@@ -150,6 +165,7 @@ def verify(config: Verify | str | PathLike[str] | None = None, /, **keys: Any) -
     return command.verify(_configure(command.Verify, config, keys))
 
 
+@requires_training
 def teach(config: Teach | str | PathLike[str] | None = None, /, **keys: Any) -> Taught:
     """Write a teacher's top logprobs of a data set to a file, for ``distill``."""
     from taut.commands import teach as command
@@ -157,6 +173,7 @@ def teach(config: Teach | str | PathLike[str] | None = None, /, **keys: Any) -> 
     return command.teach(_configure(command.Teach, config, keys))
 
 
+@requires_training
 def merge(config: Merge | str | PathLike[str] | None = None, /, **keys: Any) -> Merged:
     """Merge a base model and a LoRA adapter into one model directory."""
     from taut.commands import merge as command
@@ -164,8 +181,10 @@ def merge(config: Merge | str | PathLike[str] | None = None, /, **keys: Any) -> 
     return command.merge(_configure(command.Merge, config, keys))
 
 
+@requires_training
 def export(config: Export | str | PathLike[str] | None = None, /, **keys: Any) -> Path:
     """Export a model as one GGUF file; prints a summary and returns the file's path."""
+    require("gguf", "taut.export")
     from taut.commands import export as command
     from taut.config import home_path
 
@@ -179,6 +198,7 @@ def _train_function(name: str) -> TrainFunction:
     """``taut.NAME`` for a training method."""
 
     def train(run: Run | str | PathLike[str] | None = None, /, **keys: Any) -> Result:
+        require("train", f"taut.{name}")
         from taut.commands import train
         from taut.errors import ConfigError
         from taut.methods.method import RunConfig
@@ -226,10 +246,12 @@ else:
 
     def __getattr__(name: str) -> Any:
         if name == "Run":
+            require("train", "taut.Run")
             from taut.methods.method import RunConfig
 
             return RunConfig
         if name == "Result":
+            require("train", "taut.Result")
             from taut.commands.train import Result
 
             return Result

@@ -13,6 +13,7 @@ Imports nothing heavy until a command runs.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import json
 import os
@@ -25,11 +26,13 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from taut import __version__
 from taut.errors import ConfigError, Interrupted, TautError, redacted
+from taut.extras import require
 from taut.io import threads
 from taut.io.console import guarded, is_first_on_host, one_line
 from taut.methods import METHODS
@@ -58,6 +61,8 @@ class Command(NamedTuple):
     """The function takes the TOML file and the settings, and makes its configuration itself."""
     has_method: bool = False
     """The run may be of any method, chosen by the key ``method``."""
+    extras: tuple[str, ...] = ("train",)
+    """The extras that it needs (taut.extras)."""
 
 
 TRAIN = "taut.commands.train:train"
@@ -104,6 +109,7 @@ OTHERS = {
         "taut.commands.runs:run",
         "taut.commands.runs:Runs",
         many="directories",
+        extras=(),
     ),
     "generate": Command(
         "MODEL prompts=FILE out=FILE",
@@ -160,6 +166,15 @@ OTHERS = {
         "taut.commands.export:run",
         "taut.commands.export:Export",
         ("model",),
+        extras=("train", "gguf"),
+    ),
+    "schema": Command(
+        "[METHOD]",
+        "print the JSON schema of a run's TOML file, for editors",
+        "taut.commands.schema:run",
+        "taut.commands.schema:Schema",
+        ("method",),
+        extras=(),
     ),
     "sandbox": Command(
         "[--json]",
@@ -171,9 +186,18 @@ OTHERS = {
         "[key=value ...]",
         "train a small real model, offline, in minutes",
         "taut.demo:main",
+        extras=("train", "gguf"),
     ),
 }
 """The commands that do not train."""
+CHECK_RECIPE = Command(
+    "--recipe KIND:FILE [--processes N] [--json]",
+    "find what is wrong with another framework's recipe",
+    "taut.commands.check_recipe:run",
+    "taut.commands.check_recipe:CheckRecipe",
+    extras=(),
+)
+"""``taut check`` where the key ``recipe`` is set."""
 EXAMPLE = "example: taut sft model=DIR data.train=a.jsonl out=runs/a steps=100 seed=1"
 
 
@@ -269,6 +293,10 @@ def _dispatch(words: Sequence[str]) -> int:
         raise ConfigError(
             f"found the command {words[0]!r}; expected one of {', '.join(known)}; did you mean 'taut {near[0]}'?"
         )
+    if words[0] == "check" and any(
+        word.partition("=")[0] in ("recipe", "--recipe") for word in words
+    ):
+        command = CHECK_RECIPE
     if "-h" in words[1:] or "--help" in words[1:]:
         _print(_help(words[0], command))
         return 0
@@ -296,6 +324,8 @@ def config_class(command: Command) -> type[Any]:
 
 
 def _run(name: str, command: Command, words: Sequence[str]) -> int:
+    for extra in command.extras:
+        require(extra, f"taut {name}")
     if command.call == TRAIN:
         _require_free_out(words)
     from taut.config import ELSEWHERE, INSTEAD, describe, load
@@ -352,19 +382,23 @@ def _require_free_out(words: Sequence[str]) -> None:
 
 
 def _help(name: str, command: Command) -> str:
-    from taut.config import describe
+    from taut.commands import keys
 
     more = "" if "key=value" in command.words else " [key=value | --key value ...]"
     lines = [f"usage: taut {name} {command.words}{more}", ""]
     if command.config is None:
-        module = import_module(command.call.partition(":")[0])
-        return "\n".join([*lines, (module.__doc__ or "").strip()])
+        module = find_spec(command.call.partition(":")[0])
+        assert module is not None and module.origin is not None
+        source = ast.parse(Path(module.origin).read_text(encoding="utf-8"))
+        return "\n".join([*lines, ast.get_docstring(source) or ""])
+    rows = keys.rows_of(command.config)
+    if rows is None:  # a method from outside of this package
+        for extra in command.extras:
+            require(extra, f"taut {name} --help")
+        rows = keys.described(config_class(command))
     lines.append("keys (type; default):")
-    cls = config_class(command)
-    by_method = cls.defaults_by_method() if hasattr(cls, "defaults_by_method") else {}
-    for row in describe(cls):
-        lines.append(f"  {row.key}  ({row.type}; {row.default})")
-        lines.append(f"      {row.doc} {by_method.get(row.key, '')}".rstrip())
+    for row in rows:
+        lines += [f"  {row.key}  ({row.type}; {row.default})", f"      {row.doc}"]
     return "\n".join(lines)
 
 

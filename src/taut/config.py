@@ -875,6 +875,10 @@ def read_dtype(name: object) -> object:
 
 
 ComputeDtype: TypeAlias = Annotated[
-    Literal["float64", "float32", "bfloat16"], BeforeValidator(read_dtype)
+    Literal["float64", "float32", "bfloat16"],
+    BeforeValidator(
+        read_dtype,
+        json_schema_input_type=Literal["float64", "float32", "bfloat16", "fp64", "fp32", "bf16"],
+    ),
 ]
 """A compute dtype in a configuration, where bf16 and the like are accepted too."""

@@ -163,8 +163,3 @@ class Interrupted(TautError):
     """
 
     exit_code = 75
-
-
-def install_extra(name: str) -> str:
-    """The command that installs an optional library, as in docs/install.md. taut is installed from its directory."""
-    return f"in the directory of taut run: pip install -c constraints.txt -e '.[{name}]'"

@@ -12,17 +12,20 @@ import pytest
 from tests.docs.pages import (
     CHECK_PAGE,
     CONFIG_PAGE,
+    KEYS_FILE,
     RATES_PAGE,
     ROOT,
+    SCHEMA_FILE,
     check_page,
     config_page,
+    keys_file,
     rates_page,
+    schema_file,
 )
 
 from taut.cli import commands as all_commands
 from taut.cli import config_class, sort_words
 from taut.config import describe, load
-from taut.errors import install_extra
 from taut.methods import METHODS, command_of
 from taut.methods.method import RunConfig, class_of
 
@@ -68,15 +71,16 @@ def test_every_page_can_be_reached_from_the_readme_or_the_index() -> None:
     ] == []
 
 
-def test_pages_and_messages_install_extras_as_the_page_on_installing_does() -> None:
-    """taut is in no package index, so ``pip install taut[rl]`` would find nothing, or something else."""
+def test_the_page_on_installing_has_every_extra() -> None:
     said = (ROOT / "docs" / "install.md").read_text()
-    sources = [*PAGES, *(ROOT / "src/taut").rglob("*.py")]
-    wrong = [str(path) for path in sources if re.search(r"pip install '?taut", path.read_text())]
-    assert wrong == []
-    for name in ("rl", "video", "wandb"):
-        command = install_extra(name).partition(": ")[2]
-        assert f"| `{command}` |" in said
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert re.findall(r"^\| `(\w+)` \|", said, re.MULTILINE) == [*project["optional-dependencies"]]
+
+
+def test_no_page_but_that_of_an_index_takes_taut_from_one() -> None:
+    """A reader of the source has it in no package index: ``pip install taut[rl]`` may find something else there."""
+    pages = {page for page in PAGES if re.search(r"pip install '?taut\b", page.read_text())}
+    assert pages == {ROOT / "docs" / "package.md"}
 
 
 def test_architecture_names_every_module() -> None:
@@ -147,6 +151,11 @@ def test_every_example_parses(path: Path) -> None:
 
 def test_the_configuration_page_is_current() -> None:
     assert CONFIG_PAGE.read_text(encoding="utf-8") == config_page(), "run make docs"
+
+
+def test_the_keys_that_the_package_keeps_are_current() -> None:
+    assert KEYS_FILE.read_text(encoding="utf-8") == keys_file(), "run make docs"
+    assert SCHEMA_FILE.read_text(encoding="utf-8") == schema_file(), "run make docs"
 
 
 def test_the_page_of_hyperparameters_is_current() -> None:

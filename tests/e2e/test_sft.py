@@ -66,7 +66,7 @@ def load_plain(directory: Path) -> PreTrainedModel:
             dtype="auto",
             experts_implementation="eager",  # the only ones in float64
         )
-    return found.eval()
+    return found.eval().double()  # the rotation's buffers too
 
 
 def mean_loss(directory: Path, rows: Path) -> float:

@@ -26,7 +26,7 @@ def test_the_tower_computed_again_has_the_same_gradients(kind: str, tmp_path: Pa
     model = architecture.unwrap(seeing.scorer.model)
     assert set(architecture.freeze_unused(model)) == UNREAD.get(kind, set())
     kept = gradients(seeing)
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    architecture.recompute_activations(model)
     entered = count_entries(tower_block(model))
     again = gradients(seeing)
     assert len(entered) == 2  # forward, and once more in backward

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from taut import capabilities
 from taut.attention.layout import Call, Layout
 from taut.errors import AttentionError
 
@@ -39,10 +40,15 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call
             "them; set attention=flex"
         )
 
+    takes_fewer = capabilities.lack("varlen attention with fewer key heads") is None
+
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """q [T, H, K], k and v [T, Hkv, K] -> [T, H, K]."""
         if not layout.is_flat:
             key, value = (heads.index_select(0, layout.key_index) for heads in (key, value))
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1 and not takes_fewer:
+            key, value = (heads.repeat_interleave(groups, 1) for heads in (key, value))
         out = varlen_attn(
             query.contiguous(),
             key.contiguous(),
@@ -53,7 +59,7 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call
             layout.max_seqlen_k,
             scale=call.scale,
             window_size=(-1 if call.window is None else call.window - 1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
+            **({"enable_gqa": groups > 1} if takes_fewer else {}),
         )
         assert isinstance(out, torch.Tensor)
         return out

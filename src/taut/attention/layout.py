@@ -19,7 +19,7 @@ Only attention functions and the tests read a ``Layout``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -56,6 +56,8 @@ class Layout:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     rows_read: Tensor | None = None
     """int64, ascending: the tokens whose last hidden states are read; None: all."""
+    is_last: bool = False
+    """Whether it is the last layer's: a backend may leave out its queries that are not in ``rows_read``."""
     cache: dict[Any, Any] = field(default_factory=dict)
     """Values that a backend derives once per micro-batch and reads in every layer (block masks, index tensors)."""
     kept: dict[nn.Module, tuple[Tensor, Tensor]] | None = None
@@ -73,6 +75,10 @@ class Layout:
     @property
     def num_tokens(self) -> int:
         return int(self.reach_T.size)
+
+    @cached_property
+    def of_last_layer(self) -> Layout:
+        return replace(self, is_last=True, cache={})
 
     @cached_property
     def depth_T(self) -> IntArray:

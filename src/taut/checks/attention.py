@@ -195,7 +195,7 @@ def kernels_of_the_library_agree(session: Session) -> Finding:
     is_cuda = session.ranks.device.type == "cuda"
     activity = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler announces itself on stderr
-    with profile(activities=[activity]) as profiled:
+    with profile(activities=[activity], acc_events=True) as profiled:
         session.numbers([first])
     counts = {event.key: event.count for event in profiled.key_averages()}
     ran = [f"{name} ({times}x)" for name, times in counts.items() if KERNEL.search(name)]

@@ -2,10 +2,9 @@
 
     taut check RUN.toml [key=value ...] [--full] [--all] [--json]   a run, with the keys of ``taut sft``
     taut check --model DIR --data FILE                         a model and data, with the defaults
-    taut check --recipe trl:FILE [--processes N] [--json]      another framework's recipe (open-r1, swift, openrlhf)
 
 Prints failures and warnings, then the number of passed checks; with --all one row per check. Exit code 1 where a check
-failed; warnings do not change it. Nothing is trained and nothing is written.
+failed; warnings do not change it. Nothing is trained and nothing is written. ``--recipe``: see check_recipe.py.
 """
 
 from __future__ import annotations
@@ -58,9 +57,6 @@ class CheckRun(CheckOptions, RunConfig):
 
 def main(path: Path | None, overrides: Sequence[str]) -> int:
     """The command; its exit code."""
-    recipe = [word.removeprefix("recipe=") for word in overrides if word.startswith("recipe=")]
-    if recipe:
-        return _check_recipe(path, recipe, [w for w in overrides if not w.startswith("recipe=")])
     ours = [word for word in overrides if word.partition("=")[0].strip() in ("full", "all", "json")]
     rest = [word for word in overrides if word not in ours]
     return run(load(class_of(path, rest), path, rest), load(CheckOptions, None, ours))
@@ -175,24 +171,3 @@ def session_of(config: RunConfig) -> Session:
     ranks = distributed.start(config.device)
     use_products(config, ranks)
     return Session(config, ranks)
-
-
-def _check_recipe(path: Path | None, recipe: Sequence[str], rest: Sequence[str]) -> int:
-    """Examine another framework's recipe."""
-    from taut.migrate.examine import main as examine_recipe
-
-    others = [str(path)] if path is not None else []
-    counts = [word.removeprefix("processes=") for word in rest if word.startswith("processes=")]
-    others += [word for word in rest if word != "json=true" and not word.startswith("processes=")]
-    if len(recipe) > 1 or others:
-        raise ConfigError(
-            f"found {' '.join((*recipe[1:], *others))!r} next to recipe={recipe[0]}; expected --recipe alone, or with "
-            "--json and --processes"
-        )
-    for count in counts:
-        if not count.isdecimal() or int(count) == 0:
-            raise ConfigError(
-                f"processes={count}: expected how many processes the recipe is started with, e.g. 8"
-            )
-    num_processes = int(counts[-1]) if counts else None
-    return examine_recipe(recipe[0], as_json="json=true" in rest, num_processes=num_processes)

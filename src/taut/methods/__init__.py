@@ -38,6 +38,9 @@ class Methods(Mapping[str, "type[RunConfig]"]):
         method: type[RunConfig] = getattr(import_module(module), attribute)
         return method
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
 

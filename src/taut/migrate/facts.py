@@ -14,11 +14,13 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from taut.config import home_path
 from taut.errors import ConfigError, TautError
+from taut.extras import install_command, require
 from taut.io import files
 from taut.migrate.dialects import find_near
 from taut.migrate.recipe import SUFFIXES, Recipe, Setting, parsed, read_settings, read_text
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 STATE_MODELS = re.compile(r"mamba|jamba|rwkv|zamba")
 SHARDING_WORDS = ("zero", "deepspeed", "fsdp")
 """Words in the name of a launcher file with which accelerate keeps float32 weights next to the bfloat16 ones."""
+HAS_HUB = find_spec("huggingface_hub") is not None
 GENERATION = re.compile(r"\{%-?\s*generation\b")
 
 
@@ -72,6 +75,8 @@ class Facts:
                 return base / home_path(name)
         if re.fullmatch(r"[\w.-]+/[\w.-]+", name) is None:
             return None
+        if not HAS_HUB:
+            return None
         from huggingface_hub import try_to_load_from_cache
 
         cached = try_to_load_from_cache(name, "config.json")
@@ -113,10 +118,11 @@ class Facts:
         """The tokenizer with the template that the recipe uses, or why there is none."""
         if self.model is None:
             return Answer(None, str(self.missing_model))
-        from taut.data.render import Renderer
-        from taut.models.load import load_tokenizer
-
         try:
+            require("train", "reading a tokenizer")
+            from taut.data.render import Renderer
+            from taut.models.load import load_tokenizer
+
             renderer = Renderer(load_tokenizer(str(self.model)), self._recipe_template())
             if renderer.template.template is None:
                 return Answer(None, f"{self.recipe.model} has no chat template")
@@ -144,6 +150,11 @@ class Facts:
         """Why the model's files are not available."""
         if self.recipe.model is None:
             return NotKnown("the recipe names no model that is known")
+        if not HAS_HUB:
+            return NotKnown(
+                f"could not look: {self.recipe.model} is no directory here, and to look into the cache of Hugging Face "
+                f"run: {install_command('train')}"
+            )
         return NotKnown(f"could not look: the model {self.recipe.model} is not here")
 
     def require_config(self) -> Mapping[str, Any]:
@@ -243,7 +254,7 @@ def template_thinks(facts: Facts) -> Answer:
 @fact
 def has_state_layers(facts: Facts) -> Answer:
     config = facts.require_config()
-    from taut.models.architecture import STATEFUL_TYPES
+    from taut.models.stateful_types import STATEFUL_TYPES
 
     text_config = config.get("text_config", config)
     types = sorted(STATEFUL_TYPES & set(text_config.get("layer_types") or ()))

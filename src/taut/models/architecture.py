@@ -34,23 +34,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from taut.attention.decode import Decoding
 from taut.attention.layout import Layout
 from taut.errors import ModelError
+from taut.models.stateful_types import STATEFUL_TYPES
 from taut.types import Media, Packed
 from taut.vision import tower
 
-STATEFUL_TYPES = frozenset(
-    {
-        "linear_attention",
-        "conv",
-        "hybrid",
-        "hybrid_sliding",
-        "mamba",
-        "mamba2",
-        "recurrent",
-        "ssm",
-        "rwkv",
-    }
-)
-"""Layer types of a config that carry state from token to token."""
 _STATEFUL_CLASS = re.compile(
     r"Mamba|SSM|Ssm|DeltaNet|DeltaAttention|ShortConv|Recurrent|RgLru|R[wW][kK][vV]|[Ll]ightningAttention|LinearAttention"
     r"|xLSTM|[ms]LSTM|RetNet|Hyena"
@@ -470,6 +457,14 @@ def count_by_part(names: Iterable[str]) -> str:
 
 
 # -- running the backbone --------------------------------------------------------------------------
+
+
+def recompute_activations(model: nn.Module) -> None:
+    """Keep the inputs of each layer only, and run the layer again in the backward pass."""
+    inner: Any = unwrap(model)
+    method = getattr(inner, "activation_checkpointing_enable", None)
+    enable = method or inner.gradient_checkpointing_enable  # its name before transformers 5.23
+    enable({"use_reentrant": False})
 
 
 def run_backbone(model: nn.Module, packed: Packed) -> tuple[Packed, Tensor]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
+from taut import capabilities
 from taut.attention import kernels, reference
 from taut.attention.decode import Decoding
 from taut.attention.layout import Call, Layout, read_call
@@ -77,6 +78,9 @@ def select(
             passed = [
                 f"{other}: {why}" for other, why in obstacles.items() if why and other != name
             ]
+            lack = capabilities.lack("varlen attention with fewer key heads")
+            if name == "varlen" and lack:
+                passed.append(f"{lack}, so key heads are repeated")
             return Chosen(name, "; ".join(["the fastest exact kernel here", *passed]))
     return Chosen("reference", f"varlen: {obstacles['varlen']}; flex: {obstacles['flex']}")
 

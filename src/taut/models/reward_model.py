@@ -27,8 +27,10 @@ from transformers import (
     PreTrainedModel,
 )
 
+from taut import capabilities
 from taut.errors import ModelError
 from taut.models import faster_layers
+from taut.models.architecture import takes_pictures
 from taut.models.heads import check_head, initialise, list_with_library, scalar_head
 from taut.models.load import (
     explain_load_errors,
@@ -133,6 +135,8 @@ def _configure(path: str, config: PreTrainedConfig, head: NewHead | None) -> Any
         AutoModelForSequenceClassification if is_sequence else AutoModelForTokenClassification
     )
     require_family(path, config)
+    if takes_pictures(config):
+        capabilities.require("a scalar head on a model with pictures", f"model={path}")
     list_with_library(config)
     remote_classes = getattr(config, "auto_map", None) or {}
     if type(config) not in auto_class._model_mapping and auto_class.__name__ not in remote_classes:

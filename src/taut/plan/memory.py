@@ -252,7 +252,9 @@ def peak_bytes(act: Callable[[], object], before: Iterable[Tensor], device: torc
         return torch.cuda.max_memory_allocated(device)
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in before}
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's message on stderr
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiled:
         act()
     assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
     now = peak = 0

@@ -140,7 +140,7 @@ def adapted(run: RunConfig, base: PreTrainedModel) -> nn.Module:
     if run.freeze:
         freeze(model, run.freeze)
     if run.activation_checkpointing:
-        architecture.unwrap(model).activation_checkpointing_enable({"use_reentrant": False})
+        architecture.recompute_activations(model)
     return model.train()
 
 

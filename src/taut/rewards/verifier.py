@@ -24,7 +24,8 @@ import httpx2
 import numpy as np
 
 from taut.config import Decision, read_secret
-from taut.errors import ConfigError, DataError, EngineError, UserCodeError, install_extra
+from taut.errors import ConfigError, DataError, EngineError, UserCodeError
+from taut.extras import install_command
 from taut.io import http
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ def import_library(module: str, package: str, reward: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"the reward {reward} needs {package} ({error}); expected it installed; {install_extra('rl')}"
+            f"the reward {reward} needs {package} ({error}); expected it installed; run: {install_command('rl')}"
         ) from error
 
 

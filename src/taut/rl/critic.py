@@ -152,7 +152,7 @@ def build_critic(
     add_tokens(model, list(new_ids))
     adapted = apply_lora(model, LoraConfig(rank=config.lora_rank), seed)
     if recomputes:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        architecture.recompute_activations(model)
     named = "the policy's start" if config.model is None else "named by critic.model"
     how = f", adapters of rank {config.lora_rank}" if config.lora_rank else ""
     decisions = [Decision("critic", own_path + how, named), _head(config, has_head=has_head)]

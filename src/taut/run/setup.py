@@ -208,7 +208,7 @@ def join_models(
     policy, reasons = build_policy(run, one_sample, has_noise=noise is not None)
     decisions.extend(reasons)
     if run.activation_checkpointing:
-        architecture.unwrap(model).activation_checkpointing_enable({"use_reentrant": False})
+        architecture.recompute_activations(model)
     if one_sample and "pair" in run.loss().units.values():
         raise ModelError(
             f"model={run.model}: it runs one sample at a time ({one_sample}), and "

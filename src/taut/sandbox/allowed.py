@@ -17,7 +17,8 @@ import os
 from types import ModuleType
 from typing import NamedTuple
 
-from taut.errors import SandboxError, install_extra
+from taut.errors import SandboxError
+from taut.extras import install_command
 
 _FILES = """
 read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek sendfile fsync fdatasync
@@ -112,7 +113,7 @@ def _library() -> ModuleType:
     except (ImportError, RuntimeError) as error:  # RuntimeError: libseccomp itself is missing
         raise SandboxError(
             f"libseccomp cannot be had: {error}; expected pyseccomp and libseccomp.so.2; "
-            f"{install_extra('rl')}, and on Debian apt install libseccomp2"
+            f"run: {install_command('rl')}, and on Debian apt install libseccomp2"
         ) from error
     library: ModuleType = pyseccomp
     return library

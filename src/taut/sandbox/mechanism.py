@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from taut.config import home_path
-from taut.errors import SandboxError, install_extra
+from taut.errors import SandboxError
+from taut.extras import install_command
 from taut.io.temporary import TemporaryFolder
 from taut.sandbox import gvisor, kernel, walls
 from taut.sandbox.box import Mechanism, MechanismName, Sandbox
@@ -154,7 +155,8 @@ def choose(wanted: MechanismName | None = None) -> Mechanism:
         lacking.append(f"{name}: {fault}")
     raise SandboxError(
         f"found no way to hold a program on this machine ({'; '.join(lacking)}); expected one that does; "
-        f"for bubblewrap, which needs root or user namespaces, {install_extra('rl')}; Linux 6.2 or later has Landlock"
+        "Linux 6.2 or later has Landlock; for bubblewrap, which needs root or user namespaces, "
+        f"run: {install_command('rl')}"
     )
 
 

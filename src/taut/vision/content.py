@@ -37,7 +37,8 @@ from PIL import Image
 from pydantic import Field
 
 from taut.config import configclass
-from taut.errors import PictureError, install_extra
+from taut.errors import PictureError
+from taut.extras import install_command
 from taut.io import files, http
 from taut.vision import decoding
 from taut.vision.decoder import FORMATS as FORMATS
@@ -325,8 +326,8 @@ def frames_of(
             raise PictureError(f"{place}: the video {film.name} {error}") from None
         if error.why == "import":
             raise PictureError(
-                f"{place}: reading the video {film.name} needs PyAV, which is not installed; {install_extra('video')}; "
-                "or give the video as GIF, WebP or a list of frames"
+                f"{place}: reading the video {film.name} needs PyAV, which is not installed; give the video as "
+                f"GIF, WebP or a list of frames, or run: {install_command('video')}"
             ) from None
         raise PictureError(
             f"{place}: the video {film.name} cannot be read ({error}); expected a whole file; mend it or remove the row"

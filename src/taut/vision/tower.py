@@ -328,7 +328,7 @@ class Family(NamedTuple):
 
 
 _QWEN = Family(_patches, _each, _patch_noise, lambda _: (), "mm_token_type_ids")
-_IDEFICS = Family(_batch_of_tiles, _by_tiles, _corner_noise)
+_IDEFICS = Family(_batch_of_tiles, _by_tiles, _corner_noise, is_one_tensor=True)
 FAMILIES: dict[str, Family] = {
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,

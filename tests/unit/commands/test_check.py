@@ -221,9 +221,10 @@ def test_a_file_with_settings_on_top(
         (["nothing.toml"], "nothing.toml"),
         (["optim.lr=1"], "unknown key 'optim.lr'"),
         (["--full=perhaps"], "full"),
-        (["--recipe=trl:a.yaml", "steps=3"], "next to recipe=trl:a.yaml"),
-        (["--recipe=trl:a.yaml", "--processes=no"], "processes=no: expected how many processes"),
-        (["--recipe=trl:a.yaml", "--processes=0"], "processes=0: expected how many processes"),
+        (["--recipe=trl:a.yaml", "steps=3"], "unknown key 'steps' on the command line"),
+        (["--recipe=trl:a.yaml", "recipe=trl:b.yaml"], "key 'recipe' is set twice"),
+        (["--recipe=trl:a.yaml", "--processes=no"], 'found processes="no" on the command line'),
+        (["--recipe=trl:a.yaml", "--processes=0"], "found processes=0 on the command line"),
     ],
 )
 def test_words_that_cannot_be_read_are_one_line(

@@ -15,7 +15,8 @@ INTRODUCTION = """\
 
 `taut check --recipe trl:recipe.yaml` reads a recipe of TRL, open-r1, ms-swift (`swift:`) or OpenRLHF (`openrlhf:`) and
 says which known traps it walks into: what happens, why, in which releases, and what to set in that framework.
-`--json` prints everything. Nothing is run and nothing is downloaded.
+`--json` prints everything. Nothing is run and nothing is downloaded. The base installation is enough: without
+transformers, what only the model's tokenizer can tell is listed as not decided.
 
 A recipe is a YAML or JSON file of settings, or the shell script that starts the training:
 

@@ -66,6 +66,7 @@ def test_a_forward_that_somebody_has_replaced_is_left_alone(
         modeling_llama.LlamaMLP,
         modeling_llama.LlamaRMSNorm,
         modeling_llama.LlamaAttention,
+        nn.Linear,
     ):
         monkeypatch.setattr(kind, "forward", partial(kind.forward))
     assert faster(tiny_model("llama", attention=PREFIX + "reference"), "") == []
@@ -143,7 +144,7 @@ def test_a_norm_in_16_bit_is_the_librarys() -> None:
 def test_the_last_mlp_computes_the_rows_that_are_read(*, recomputes: bool) -> None:
     model = tiny_model("llama", attention=PREFIX + "reference")
     if recomputes:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        architecture.recompute_activations(model)
     packed = packed_family()
     counts: list[int] = []
     for layer in architecture.layers(model):

@@ -107,6 +107,12 @@ def index_of(directory: Path) -> Metadata:
 
 def test_the_index_read_as_data_is_the_one_that_torch_reads(saved: Path) -> None:
     ours, theirs = sharded.read_index(saved), index_of(saved)
+    for index in (ours, theirs):
+        for stored in index.state_dict_metadata.values():
+            assert isinstance(stored, TensorStorageMetadata)
+            vars(stored.properties).pop(
+                "strides", None
+            )  # torch 2.15 writes them; nothing here reads them
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert ours.storage_data == theirs.storage_data
 

@@ -16,14 +16,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Protocol, Self
 
 from pydantic import Field
 
 from taut.config import configclass
-from taut.errors import ConfigError, install_extra, redacted_in
+from taut.errors import redacted_in
+from taut.extras import require
 from taut.train.log.events import KINDS, Event, EventLog, Kind, ReportLost, all_events, read_events
 
 
@@ -36,16 +36,15 @@ class LogConfig:
     every: Annotated[int, Field(ge=1)] = 1
     """Steps between progress lines where the output is no terminal."""
     tensorboard: bool = False
-    """Write TensorBoard scalars to out/tensorboard."""
+    """Write TensorBoard scalars to out/tensorboard; needs the extra tensorboard."""
     wandb: str | None = None
     """Weights & Biases project to report to; needs the extra wandb."""
 
     def __post_init__(self) -> None:
-        if self.wandb is not None and find_spec("wandb") is None:
-            raise ConfigError(
-                f"found log.wandb={self.wandb}, but the package wandb is not installed; "
-                f"expected it next to taut; {install_extra('wandb')}; or leave log.wandb out"
-            )
+        if self.tensorboard:
+            require("tensorboard", "log.tensorboard=true")
+        if self.wandb is not None:
+            require("wandb", f"log.wandb={self.wandb}")
 
 
 __all__ = [

@@ -21,8 +21,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TextIO, TypeAlias, get_args
 
-import numpy as np
-
 from taut.errors import DataError, OutputError
 from taut.io import files
 
@@ -176,7 +174,7 @@ def _stands(earlier: Event, resume: Event) -> bool:
 
 def to_json(value: Any) -> Any:
     """``value`` in JSON types; non-finite floats as strings."""
-    if isinstance(value, np.generic):
+    if type(value).__module__ == "numpy" and value.ndim == 0:  # numpy itself is not needed here
         value = value.item()
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)

@@ -14,6 +14,7 @@ from transformers import AutoImageProcessor, PreTrainedConfig, ProcessorMixin
 from transformers.image_processing_base import ImageProcessingMixin
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from taut import capabilities
 from taut.errors import ModelError
 from taut.vision.placeholders import Processor
 from taut.vision.processors.family import ModelFiles
@@ -66,6 +67,7 @@ def open_processor(
             f"model={path} is a {config.model_type}, whose pictures are not supported; expected one of "
             f"{', '.join(PROCESSORS)}; use a model of these families, or a text model"
         )
+    capabilities.require("a model with pictures", f"model={path}")
     if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in _FILES):
         raise ModelError(
             f"model={path} has no preprocessor_config.json, which says how pictures are scaled and cut; expected it "

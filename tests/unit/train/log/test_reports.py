@@ -15,9 +15,6 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from taut.config import from_mapping
-from taut.errors import ConfigError
-from taut.train import log as log_config
 from taut.train.log import Event, LogConfig, RunLog, Sink, read_events
 from taut.train.log.console import ConsoleReport
 from taut.train.log.events import scalars
@@ -326,15 +323,6 @@ def test_the_sinks_that_were_asked_for_are_opened(
     assert capsys.readouterr().out == "warning: w\n"
 
 
-def test_wandb_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_config, "find_spec", lambda _: None)
-    with pytest.raises(
-        ConfigError,
-        match=r"wandb is not installed.*pip install -c constraints\.txt -e '\.\[wandb\]'",
-    ):
-        from_mapping(LogConfig, {"wandb": "project"})
-
-
 def test_wandb_is_told_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told_wandb: list[Any] = []
     run = SimpleNamespace(
@@ -369,7 +357,7 @@ def test_a_report_that_fails_does_not_end_the_run(
     )
     module = SimpleNamespace(init=lambda **_: run, Error=Lost)
     monkeypatch.setitem(sys.modules, "wandb", module)
-    monkeypatch.setattr(log_config, "find_spec", lambda _: True)
+    monkeypatch.setattr("taut.extras.find_spec", lambda _: True)
     monkeypatch.delitem(sys.modules, "taut.train.log.wandb", raising=False)
     config = LogConfig(console=False, tensorboard=True, wandb="p")
     with RunLog().open(tmp_path, config) as log:

@@ -1,0 +1,68 @@
+"""What taut can do only with a new enough torch or transformers, each thing asked for by its name.
+
+taut runs with a range of versions (pyproject.toml). What an older one of the range lacks is a capability: listed here
+with the version that brought it, and asked for once, where a run first needs it.
+
+    require("a model with pictures", "model=DIR")    ModelError: model=DIR: a model with pictures needs transformers ...
+    lack("varlen attention with fewer key heads")    the reason, where there is another way; None: it is there
+
+A version below the range is refused before anything is imported (``taut.extras``).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import version
+from typing import NamedTuple
+
+from packaging.version import Version
+
+from taut.errors import ModelError
+
+
+class Capability(NamedTuple):
+    """What a version of a library brought."""
+
+    library: str
+    since: str
+    """The first version that has it."""
+    brought: str
+    """What is new in that version and used here."""
+
+
+CAPABILITIES = {
+    "a model with pictures": Capability(
+        "transformers",
+        "5.18",
+        "takes the features of pictures ready made and opens image processors without torchvision",
+    ),
+    "a scalar head on a model with pictures": Capability(
+        "transformers", "5.19", "registers a class of one's own for one of its configurations"
+    ),
+    "varlen attention with fewer key heads": Capability(
+        "torch", "2.12", "has enable_gqa in varlen_attn"
+    ),
+}
+"""Name -> capability. tests/unit/test_capabilities.py takes each away."""
+
+
+def lack(name: str) -> str | None:
+    """Why the installed libraries cannot do it; None: they can."""
+    library, since, brought = CAPABILITIES[name]
+    found = installed(library)
+    if Version(found) >= Version(since):
+        return None
+    return f"{name} needs {library} {since} or newer, which {brought}; found {library} {found}"
+
+
+def require(name: str, place: str) -> None:
+    """Raise ModelError where the installed libraries cannot do it. ``place``: the key that asks for it."""
+    if (reason := lack(name)) is not None:
+        library, since, _ = CAPABILITIES[name]
+        raise ModelError(f"{place}: {reason}; run: pip install '{library}>={since}'")
+
+
+@cache
+def installed(library: str) -> str:
+    """The installed version of a library."""
+    return version(library)

@@ -1,0 +1,96 @@
+"""The optional parts of an installation: what each adds, whether it is installed, and the command that adds it.
+
+taut itself needs a few small packages: enough for ``taut --help``, ``taut runs``, ``taut schema`` and ``taut check
+--recipe``. The extra ``train`` adds torch, transformers and what else the other commands need; each of the others
+serves one setting or one command. Who uses a package of an extra asks ``require`` first, once, before work begins.
+
+    require("train", "taut sft")        ConfigError: taut sft needs torch, not installed here; expected ...; run: ...
+    install_command("train")            pip install 'taut[train]'
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from functools import wraps
+from importlib.util import find_spec
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from taut.errors import ConfigError
+
+SHOWN = 5
+"""Missing packages in one message."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "train": (
+        "torch",
+        "transformers",
+        "anyio",
+        "cachetools",
+        "datasets",
+        "httpx2",
+        "jinja2",
+        "numpy",
+        "peft",
+        "PIL",
+        "pyarrow",
+        "safetensors",
+        "starlette",
+        "tenacity",
+        "tokenizers",
+        "uvicorn",
+    ),
+    "gguf": ("gguf",),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+}
+"""Extra -> the modules of its packages, as pyproject.toml lists them. The libraries of the extras ``rl`` and ``video``
+are asked for one by one, by the reward or the row that needs them."""
+
+
+def require(extra: str, needed_by: str) -> None:
+    """Raise ConfigError where a package of the extra is not installed. ``needed_by``: a command or a setting."""
+    missing = [module for module in EXTRAS[extra] if find_spec(module) is None]
+    if missing:
+        more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
+        raise ConfigError(
+            f"{needed_by} needs {', '.join(missing[:SHOWN])}{more}, not installed here; expected the extra {extra}; "
+            f"run: {install_command(extra)}"
+        )
+
+
+def requires_training(function: Callable[P, R]) -> Callable[P, R]:
+    """A function of ``import taut`` that needs the extra ``train``."""
+
+    @wraps(function)
+    def required(*arguments: P.args, **keys: P.kwargs) -> R:
+        require("train", f"taut.{function.__name__}")
+        return function(*arguments, **keys)
+
+    return required
+
+
+def install_command(extra: str) -> str:
+    """The pip command that adds an extra to this installation: from the index, file, directory or repository that taut
+    came from (PEP 610).
+    """
+    from importlib import metadata
+
+    try:
+        text = metadata.distribution("taut").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:  # run from its source, which is on the path
+        return f"pip install -e {shlex.quote(f'{Path(__file__).parents[2]}[{extra}]')}"
+    if text is None:
+        return f"pip install 'taut[{extra}]'"
+    origin = json.loads(text)
+    url = origin["url"]
+    if origin.get("dir_info", {}).get("editable"):
+        return f"pip install -e {shlex.quote(f'{unquote(urlsplit(url).path)}[{extra}]')}"
+    if repository := origin.get("vcs_info"):
+        url = f"{repository['vcs']}+{url}@{repository['commit_id']}"
+    return f"pip install {shlex.quote(f'taut[{extra}] @ {url}')}"

@@ -1,0 +1,164 @@
+"""The base installation and the extras: what each command needs, said in one line where it is missing."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from tests.base_install import PROJECT, ROOT, install_base, python, run_taut
+
+from taut.cli import CHECK_RECIPE, commands
+from taut.config import from_mapping
+from taut.errors import ConfigError
+from taut.extras import EXTRAS, install_command, require
+from taut.train.log import LogConfig
+
+RECIPE = ROOT / "tests/unit/migrate/recipes/trl_sft.yaml"
+OPTIONAL = {
+    extra: {canonicalize_name(Requirement(line).name) for line in lines}
+    for extra, lines in PROJECT["optional-dependencies"].items()
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the base installation."""
+    folder = tmp_path_factory.mktemp("base")
+    install_base(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "output"),
+    [
+        (["--help"], 0, "usage: taut sft"),
+        (["--version"], 0, "taut "),
+        (["runs", "."], 0, "no runs in ."),
+        (["runs", "--help"], 0, "usage: taut runs"),
+        (["demo", "--help"], 0, "usage: taut demo"),
+        (["resume", "--help"], 0, "usage: taut resume"),
+        (["grpo", "--help"], 0, "usage: taut grpo"),
+        (["export", "--help"], 0, "usage: taut export"),
+        (["schema"], 0, '{\n "$schema": "https://json-schema.org/'),
+        (["schema", "best-of-n"], 0, '{\n "$schema": "https://json-schema.org/'),
+        (["check", "--recipe", f"trl:{RECIPE}"], 1, f"{RECIPE}  trl sft"),
+        (["check", "--recipe", f"trl:{RECIPE}", "--json"], 1, '{"schema": "taut.recipe/2"'),
+        (["check", "--recipe", "--help"], 0, "usage: taut check --recipe"),
+    ],
+    ids=str,
+)
+def test_what_the_base_installation_runs(
+    words: list[str], code: int, output: str, base: Path
+) -> None:
+    ran = run_taut(base, *words)
+    assert (ran.returncode, ran.stderr) == (code, "")
+    assert ran.stdout.startswith(output)
+
+
+def test_a_recipe_whose_model_is_here_is_examined_without_transformers(base: Path) -> None:
+    """What a tokenizer would have to answer is listed with the reason, the rest is answered."""
+    model = base / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama", "layer_types": ["mamba"]}')
+    recipe = base / "here.yaml"
+    recipe.write_text(f"model: {model}\npacking: true\nattn_impl: flash_attention_2\n")
+    ran = run_taut(base, "check", "--recipe", f"swift.sft:{recipe}", "--json")
+    assert ran.stderr == ""
+    traps = json.loads(ran.stdout)["traps"]
+    because = {reason for trap in traps for reason in trap["because"]}
+    assert any("layers with state across tokens: mamba" in reason for reason in because), because
+    needs = "could not look: reading a tokenizer needs torch"
+    assert any(reason.startswith(needs) for reason in because), because
+
+
+@pytest.mark.parametrize("name", [name for name, command in commands().items() if command.extras])
+def test_a_command_that_needs_more_says_so_in_one_line(name: str, base: Path) -> None:
+    ran = run_taut(base, name, "model=m")
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr == (
+        f"taut: error: taut {name} needs torch, transformers, anyio, cachetools, datasets and 11 more, not installed "
+        "here; expected the extra train; run: pip install 'taut[train]'\n"
+    )
+
+
+def test_the_library_says_so_too(base: Path) -> None:
+    program = """
+import taut
+print(taut.runs())
+for call in (lambda: taut.sft(model="m"), lambda: taut.show(), lambda: taut.Run, lambda: taut.Result):
+    try:
+        call()
+    except taut.ConfigError as error:
+        print(str(error).partition(" needs ")[0])
+"""
+    ran = python(base, program)
+    assert ran.stderr == ""
+    assert ran.stdout.splitlines() == ["[]", "taut.sft", "taut.show", "taut.Run", "taut.Result"]
+
+
+def test_the_extras_are_those_of_the_project() -> None:
+    names = metadata.packages_distributions()
+    for extra, modules in EXTRAS.items():
+        found = {canonicalize_name(names.get(module, [module])[0]) for module in modules}
+        assert found == OPTIONAL[extra], extra
+    asked = {extra for command in [*commands().values(), CHECK_RECIPE] for extra in command.extras}
+    assert asked <= EXTRAS.keys() <= OPTIONAL.keys()
+    (own,) = [line for line in PROJECT["optional-dependencies"]["dev"] if line.startswith("taut[")]
+    assert Requirement(own).extras == OPTIONAL.keys() - {"dev", "wandb"}
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        (None, "pip install 'taut[train]'"),
+        (
+            {"url": "file:///a%20b/taut", "dir_info": {"editable": True}},
+            "pip install -e '/a b/taut[train]'",
+        ),
+        ({"url": "file:///taut", "dir_info": {}}, "pip install 'taut[train] @ file:///taut'"),
+        (
+            {"url": "file:///d/taut-0.1.0-py3-none-any.whl", "archive_info": {}},
+            "pip install 'taut[train] @ file:///d/taut-0.1.0-py3-none-any.whl'",
+        ),
+        (
+            {"url": "https://host/taut.git", "vcs_info": {"vcs": "git", "commit_id": "12ab"}},
+            "pip install 'taut[train] @ git+https://host/taut.git@12ab'",
+        ),
+    ],
+)
+def test_extras_are_installed_from_where_taut_came(
+    origin: object, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = None if origin is None else json.dumps(origin)
+    monkeypatch.setattr(
+        metadata, "distribution", lambda _: SimpleNamespace(read_text=lambda _: text)
+    )
+    assert install_command("train") == command
+
+
+def test_extras_of_taut_run_from_its_source_are_installed_from_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", missing)
+    assert install_command("train") == f"pip install -e '{ROOT}[train]'"
+
+
+@pytest.mark.parametrize("key", ["tensorboard", "wandb"])
+def test_a_report_is_refused_before_the_run(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("taut.extras.find_spec", lambda _: None)
+    value = True if key == "tensorboard" else "project"
+    with pytest.raises(ConfigError, match=rf"^log\.{key}=.* needs {key}, .*\[{key}\]"):
+        from_mapping(LogConfig, {key: value})
+    assert from_mapping(LogConfig, {}) == LogConfig()
+
+
+def test_what_is_installed_is_not_asked_for() -> None:
+    require("train", "this test")
