@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from taut.errors import AttentionError
-from taut.types import IntArray, depth_of
+from taut.types import IntArray, depth_of, to_device
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -54,8 +54,8 @@ class Layout:
     reach_T: IntArray
     last_T: IntArray | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    rows_read: Tensor | None = None
-    """int64, ascending: the tokens whose last hidden states are read; None: all."""
+    rows_read: IntArray | None = None
+    """Ascending, on the CPU: the tokens whose last hidden states are read; None: all."""
     is_last: bool = False
     """Whether it is the last layer's: a backend may leave out its queries that are not in ``rows_read``."""
     cache: dict[Any, Any] = field(default_factory=dict)
@@ -79,6 +79,13 @@ class Layout:
     @cached_property
     def of_last_layer(self) -> Layout:
         return replace(self, is_last=True, cache={})
+
+    @cached_property
+    def index_read(self) -> Tensor | None:
+        """``rows_read`` on the device, int64."""
+        if self.rows_read is None:
+            return None
+        return to_device([torch.from_numpy(self.rows_read)], self.device)[0]
 
     @cached_property
     def depth_T(self) -> IntArray:

@@ -299,7 +299,7 @@ class _SomeRows:
         self, layer: nn.Module, args: Any, keywords: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
         layout = keywords.get("taut_layout")
-        self.rows = getattr(layout, "rows_read", None)
+        self.rows = layout.index_read if isinstance(layout, Layout) else None
         if not isinstance(layout, Layout) or self.rows is None:
             return None
         return args, keywords | {"taut_layout": layout.of_last_layer}
