@@ -14,6 +14,7 @@ from tests.vision_models import tiny_vlm
 
 from taut import capabilities
 from taut.capabilities import CAPABILITIES, lack, require
+from taut.demo import fetch
 from taut.errors import ModelError
 from taut.models.attention_backends import PREFIX
 from taut.models.load import load_config, load_tokenizer
@@ -42,9 +43,16 @@ def _scalar_head(place: Path, patch: Patch) -> str:
     return str(caught.value)
 
 
+def _gguf(place: Path, patch: Patch) -> str:
+    with pytest.raises(ModelError) as caught:
+        fetch._convert(place / "no.whl", place)
+    return str(caught.value)
+
+
 USES: dict[str, Callable[[Path, Patch], str]] = {
     "a model with pictures": _pictures,
     "a scalar head on a model with pictures": _scalar_head,
+    "a model read from GGUF": _gguf,
 }
 """Capability -> what needs it; returns the words that the user reads."""
 
