@@ -142,8 +142,8 @@ def test_a_last_layer_leaves_out_queries_that_nobody_reads(
     """Outputs that are read, and every gradient, are those of the whole layer."""
     last = [segment.stop - 1 for segment in Layout(reach).segments if segment.stop == segment.reach]
     chosen = {"last of each": last, "every fifth": range(3, reach.size, 5), "none": []}[kind]
-    read = np.array(list(chosen), dtype=np.int64)
-    whole = Layout(reach, rows_read=read)
+    read = torch.tensor(list(chosen), dtype=torch.long)
+    whole = Layout(reach, rows_read=read.numpy())
     layouts = (whole, whole.of_last_layer)
     inputs = drawn(reach.size, 2)
     if is_narrow:
