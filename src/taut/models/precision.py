@@ -72,12 +72,10 @@ def use_arithmetic(
     """
     decisions = []
     if tf32 and (device.type != "cuda" or dtype == torch.float64):
-        found = (
-            f"dtype={dtype}".replace("torch.", "") if device.type == "cuda" else f"{device.type}"
-        )
+        is_float64 = device.type == "cuda"
+        found = "dtype=float64" if is_float64 else f"device={device.type}"
         raise ConfigError(
-            f"tf32=true with {found}; expected float32 products on a CUDA device, of which TF32 keeps 10 bits; leave "
-            "it out"
+            f"tf32=true with {found}; expected products of float32 on a CUDA device; leave it out"
         )
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
