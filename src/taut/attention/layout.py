@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from taut.errors import AttentionError
-from taut.types import IntArray, depth_of
+from taut.types import IntArray, depth_of, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Layout:
     reach_T: IntArray
     last_T: IntArray | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    rows_read: Tensor | None = None
+    rows_read: IntArray | None = None
     """int64, ascending: the tokens whose last hidden states are read; None: all."""
     is_last: bool = False
     """Whether it is the last layer's: a backend may leave out its queries that are not in ``rows_read``."""
@@ -73,6 +73,12 @@ class Layout:
     @property
     def num_tokens(self) -> int:
         return int(self.reach_T.size)
+
+    @cached_property
+    def row_index(self) -> Tensor | None:
+        """``rows_read`` on the device."""
+        rows = self.rows_read
+        return None if rows is None else to_device([torch.from_numpy(rows)], self.device)[0]
 
     @cached_property
     def of_last_layer(self) -> Layout:
