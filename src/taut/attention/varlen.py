@@ -137,12 +137,12 @@ def _kernel_call(call: Entries, num_tokens: int, window: int) -> KernelCall:
 
 
 def _on_device(calls: Sequence[KernelCall], device: torch.device) -> list[KernelCall]:
-    places = [
-        (call, {name: value for name, value in call._asdict().items() if torch.is_tensor(value)})
-        for call in calls
-    ]
-    moved = iter(to_device([value for _, some in places for value in some.values()], device))
-    return [call._replace(**{name: next(moved) for name in some}) for call, some in places]
+    fields = [call._asdict() for call in calls]
+    places = [(some, name) for some in fields for name in some if torch.is_tensor(some[name])]
+    moved = to_device([some[name] for some, name in places], device)
+    for (some, name), there in zip(places, moved, strict=True):
+        some[name] = there
+    return [KernelCall(**some) for some in fields]
 
 
 class TreeVarlen(torch.autograd.Function):

@@ -59,7 +59,7 @@ def _decision(number: str, reason: str) -> Decision:
 
 def _obstacle(kernels: Kernels, config: PreTrainedConfig) -> str | None:
     """The reason why these kernels cannot be activated; None: they can be tried."""
-    names = getattr(attention, "list_flash_attention_impls", list)()
+    names: list[str] = getattr(attention, "list_flash_attention_impls", list)()
     if f"FA{kernels.number}" not in names:
         return f"torch {torch.__version__} cannot activate it"
     largest = max(head_sizes(config.get_text_config()))
