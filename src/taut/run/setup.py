@@ -23,6 +23,7 @@ from taut.methods.inputs import Inputs, Loaded, Models, Plan, engine_of
 from taut.methods.method import RunConfig
 from taut.models import architecture, products
 from taut.models.attention_backends import Chosen, select
+from taut.models.flash_attention import activate
 from taut.models.load import checkpoint_dtype, freeze, load_model
 from taut.models.lora import apply_lora, choose_rows, describe_targets
 from taut.models.noise import install_noise, remove_dropout
@@ -135,6 +136,7 @@ def choose(
     decisions = [
         Decision("dtype", name, dtype.reason),
         Decision("attention", chosen.name, chosen.reason),
+        *activate(chosen.name, device, inputs.config),
         *switches,
         *products.active().decisions,
     ]
