@@ -47,7 +47,7 @@ test-real: $(STAMP) ## tests on the small real model (run make demo once before)
 	$(PYTEST) -q -m real $(ARGS)
 
 test-versions: ## the oldest and the newest versions on each Python, in environments of their own; writes a table of docs/install.md
-	$(PYTHON) tests/versions/run.py $(ARGS)
+	$(PYTHON) tests/versions/run.py --write $(ARGS)
 
 lint: $(STAMP) ## format, lint, types, import rules
 	$(RUN)/ruff format --check .

@@ -1,7 +1,7 @@
 """Test taut at both ends of its range of versions, and write down what was tested.
 
-    python tests/versions/run.py                      both ends on each Python; then the table of docs/install.md
-    python tests/versions/run.py --end oldest --python 3.11       a part of that; writes nothing
+    python tests/versions/run.py --write              both ends on each Python; then the table of docs/install.md
+    python tests/versions/run.py --end oldest --python 3.11       a part of that
 
 The oldest end has each package in the first version that pyproject.toml allows, the newest has what pip finds. Each end
 has an environment of its own in .cache/versions, 6 GB of it CUDA's libraries where the index has no other build of
@@ -85,6 +85,7 @@ def main() -> int:
     )
     parser.add_argument("--end", choices=ENDS, action="append", help="both, unless named")
     parser.add_argument("--python", choices=PYTHONS, action="append", help="all, unless named")
+    parser.add_argument("--write", action="store_true", help="write the table")
     parser.add_argument("--keep", action="store_true", help="leave the environments")
     options = parser.parse_args()
     tested, skipped = [], {}
@@ -96,11 +97,10 @@ def main() -> int:
             continue
         for end in options.end or ENDS:
             tested.append(test(python, name, end, keeps=options.keep))
-    is_whole = options.end is None and options.python is None
-    if is_whole and all(row.is_green for row in tested):
-        text = PAGE.read_text(encoding="utf-8")
-        before, rest = text.split(BEGIN)
-        PAGE.write_text(before + BEGIN + table(tested, skipped) + END + rest.split(END)[1])
+    if options.write:
+        before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+        old, after = rest.split(END)
+        PAGE.write_text(before + BEGIN + table(tested, skipped, old) + END + after)
         print(f"wrote the table of {PAGE.relative_to(ROOT)}")
     return 0 if tested and all(row.is_green for row in tested) else 1
 
@@ -198,14 +198,18 @@ def output(*words: str) -> str:
     return subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def table(tested: list[Tested], skipped: dict[str, str]) -> str:
-    """The table in Markdown."""
+def table(tested: list[Tested], skipped: dict[str, str], old: str) -> str:
+    """The table in Markdown. What was not run now keeps its row; an end that is not green loses it."""
     heads = ["Python", "end", *SHOWN, "tests passed", "lacking"]
-    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    rows = {tuple(row.split(" | ")[:2]): row for row in old.splitlines() if row[2:3].isdigit()}
     for row in tested:
         versions = [row.versions[name].partition("+")[0] for name in SHOWN]
         cells = [row.python, row.end, *versions, str(row.passed), "; ".join(row.lacking) or "-"]
-        lines.append(f"| {' | '.join(cells)} |")
+        rows.pop((f"| {row.python}", row.end), None)
+        if row.is_green:
+            rows[f"| {row.python}", row.end] = f"| {' | '.join(cells)} |"
+    order = sorted(rows, key=lambda key: (key[0], ENDS.index(key[1])))
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *(rows[key] for key in order)]
     lines += [f"\nPython {name} was left out: {why}." for name, why in skipped.items()]
     return "\n".join(lines) + "\n"
 

@@ -47,6 +47,7 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call
         if not layout.is_flat:
             key, value = (heads.index_select(0, layout.key_index) for heads in (key, value))
         groups = query.shape[1] // key.shape[1]
+        options: dict[str, Any] = {"enable_gqa": groups > 1} if takes_fewer else {}
         if groups > 1 and not takes_fewer:
             key, value = (heads.repeat_interleave(groups, 1) for heads in (key, value))
         out = varlen_attn(
@@ -59,7 +60,7 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call
             layout.max_seqlen_k,
             scale=call.scale,
             window_size=(-1 if call.window is None else call.window - 1, 0),
-            **({"enable_gqa": groups > 1} if takes_fewer else {}),
+            **options,
         )
         assert isinstance(out, torch.Tensor)
         return out
