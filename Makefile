@@ -12,7 +12,7 @@ STAMP := $(VENV)/.taut-installed
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv wheel demo test test-slow test-real test-versions lint format docs bench bench-dpo bench-grpo bench-vision bench-generate bench-checkpoint bench-check bench-plan
+.PHONY: help venv wheel demo test test-slow test-real test-versions lint format docs bench bench-dpo bench-grpo bench-vision bench-generate bench-checkpoint bench-check bench-plan gpu
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -61,6 +61,10 @@ format: $(STAMP) ## rewrite the files as lint wants them, where that is mechanic
 
 docs: $(STAMP) ## write the generated pages, and the keys that taut COMMAND --help and taut schema print
 	$(RUN)/python tests/docs/pages.py
+
+# Needs no .venv and no network: run by the Python that has torch.
+gpu: ## taut on this machine's GPU: tests, speed, a report (PYTHON=... that has torch; ARGS=tests, bench, report, docs)
+	$(PYTHON) benchmarks/gpu.py $(ARGS)
 
 bench: $(STAMP) ## taut beside its peers, in one run
 	$(RUN)/python benchmarks/sft.py $(ARGS)

@@ -111,7 +111,11 @@ class Stepped:
             num_steps=NUM_STEPS,
             ranks=self.trainer.ranks,
             emit=lambda kind, **fields: events.append({"kind": kind, **fields}),
-            notes=lambda step: {"cursor": self.trainer.source.cursor(step), "identity": {}},
+            notes=lambda step: {
+                "cursor": self.trainer.source.cursor(step),
+                "loss": 0.0,
+                "identity": {"config": {}},
+            },
         )
         return made, events
 

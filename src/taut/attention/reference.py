@@ -8,7 +8,8 @@ branches of a segment see the whole path from the start of its run. So a tree is
 and each goes through the flash kernel. A causal run is cut further, since the kernel computes a causal square of up
 to 512 tokens in full, twice what is seen. Rectangles of one shape at one distance are one call. The parts of one query
 are merged by their log-sum-exp. The kernel's backward, given the merged output and log-sum-exp, returns each part's
-exact share of the gradient (as in ring attention, arXiv:2310.01889).
+exact share of the gradient (as in ring attention, arXiv:2310.01889). In the last layer, parts whose queries nobody
+reads are left out, and others begin at the first query that is read.
 
 ``path_attention`` (everything else): per segment, its queries in chunks against the keys on its path, with a boolean
 mask from depth; through SDPA, or an explicit softmax for a softcap or sinks.
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from taut.attention.layout import Call, Layout, Segment
+from taut.types import IntArray
 
 QUERY_CHUNK = 512
 """Rows of the boolean mask or of the explicit scores that exist at a time."""
@@ -66,7 +68,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call
             x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)
         )
         calls = kernel_calls(layout, query.dtype)
-        result: Tensor = TreeAttention.apply(query, key, value, calls, call.scale)  # type: ignore[no-untyped-call]
+        has_gaps = read_of(layout) is not None
+        result: Tensor = TreeAttention.apply(query, key, value, calls, call.scale, has_gaps)  # type: ignore[no-untyped-call]
         return result
     return path_attention(query, key, value, layout, call)
 
@@ -135,13 +138,21 @@ def kernel_calls(layout: Layout, dtype: torch.dtype) -> list[KernelCall]:
     return calls
 
 
+def read_of(layout: Layout) -> IntArray | None:
+    """The queries whose outputs are read, where not all are."""
+    return layout.rows_read if layout.is_last else None
+
+
 def parts(layout: Layout, *, is_cut: bool) -> list[Parts]:
-    """The parts of a layout: each visible pair of a query and a key is in one of them. ``is_cut``: causal runs are cut;
-    in 16 bits the kernel's many small products cost more than what nobody sees.
+    """The parts of a layout: each visible pair of a query that is read and a key is in one of them. ``is_cut``: causal
+    runs are cut; in 16 bits the kernel's many small products cost more than what nobody sees.
     """
     places: dict[tuple[Kind, int, int], list[tuple[int, int]]] = {}
+    read = read_of(layout)
 
     def add(kind: Kind, queries: range, keys: range) -> None:
+        if read is not None:
+            queries = _from_first(read, queries, is_cut=is_cut)
         if queries:
             shape = (kind, len(queries), len(keys))
             places.setdefault(shape, []).append((queries.start, keys.start))
@@ -161,6 +172,15 @@ def parts(layout: Layout, *, is_cut: bool) -> list[Parts]:
         for shape in sorted(places, key=lambda shape: shape[0].value)
         for progression in _progressions(places[shape], shape[1], shape[2])
     ]
+
+
+def _from_first(read: IntArray, queries: range, *, is_cut: bool) -> range:
+    """The queries from the first that is ``read``, or a few before it: parts of one shape are one call."""
+    index = int(np.searchsorted(read, queries.start))
+    first = int(read[index]) if index < read.size else queries.stop
+    if first >= queries.stop:
+        return queries[:0]
+    return queries[(first - queries.start) // ROWS * ROWS :] if is_cut else queries
 
 
 def _cut(run: range, add: Callable[[Kind, range, range], None]) -> None:
@@ -213,12 +233,16 @@ class TreeAttention(torch.autograd.Function):
         v: Tensor,
         calls: list[KernelCall],
         scale: float,
+        has_gaps: bool,
     ) -> Tensor:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         wide = torch.promote_types(q.dtype, torch.float32)
-        is_merged = calls[-1][0].kind is Kind.OTHER
+        is_merged = any(part.kind is Kind.OTHER for part, _ in calls[-1:])
         out = _rows_first(q, wide if is_merged else q.dtype)
         lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide).transpose(1, 2)
+        if has_gaps:
+            out.zero_()
+            lse.zero_()
         for part, mask in calls:
             some_out, some_lse = kernel(
                 part.queries(q),
@@ -235,7 +259,7 @@ class TreeAttention(torch.autograd.Function):
                 part.queries(lse).copy_(some_lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.calls, ctx.scale = calls, scale
+        ctx.calls, ctx.scale, ctx.has_gaps = calls, scale, has_gaps
         return out
 
     @staticmethod
@@ -246,6 +270,9 @@ class TreeAttention(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         is_summed = any(part.kind is not Kind.LAST for part, _ in ctx.calls)
         sums = [_rows_first(x, wide if is_summed else x.dtype) for x in (q, k, v)]
+        if ctx.has_gaps:
+            for total in sums:
+                total.zero_()
         # the kernel's backward has a thread for each key head of each part: where they are few, key heads are repeated
         groups, threads = q.shape[1] // k.shape[1], torch.get_num_threads()
         is_few = [groups > 1 and part.num_parts * k.shape[1] < threads for part, _ in ctx.calls]
@@ -271,7 +298,7 @@ class TreeAttention(torch.autograd.Function):
             for total, share in zip(sums[1:], grads_kv, strict=True):
                 sum_kv = part.keys(total)
                 sum_kv.copy_(share) if part.kind is Kind.LAST else sum_kv.add_(share)
-        return sums[0].to(q.dtype), sums[1].to(k.dtype), sums[2].to(v.dtype), None, None
+        return sums[0].to(q.dtype), sums[1].to(k.dtype), sums[2].to(v.dtype), *[None] * 3
 
 
 def _rows_first(heads: Tensor, dtype: torch.dtype) -> Tensor:

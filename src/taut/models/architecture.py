@@ -472,12 +472,11 @@ def run_backbone(model: nn.Module, packed: Packed) -> tuple[Packed, Tensor]:
     read (``predictor_N``, ``read_R``); where few are, the last layer leaves the others unfinished.
     """
     device = next(model.parameters()).device
-    last_T = None if packed.last_T is None else packed.last_T.numpy()
-    rows = np.union1d(packed.predictor_N.numpy(), packed.read_R.numpy())
-    is_worth_it = rows.size <= MOST_ROWS * packed.num_tokens
-    rows_read = torch.from_numpy(rows).to(device) if is_worth_it else None
-    layout = Layout(packed.reach_T.numpy(), last_T, device, rows_read)
-    packed = packed.to(device)
+    host, packed = packed.on_host, packed.to(device)
+    last_T = None if host.last_T is None else host.last_T.numpy()
+    rows = np.union1d(host.predictor_N.numpy(), host.read_R.numpy())
+    rows_read = rows if rows.size <= MOST_ROWS * packed.num_tokens else None
+    layout = Layout(host.reach_T.numpy(), last_T, device, rows_read)
     return packed, hidden_states(model, packed.ids_T, packed.position_ids, layout, packed.media)
 
 

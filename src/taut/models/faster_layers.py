@@ -11,8 +11,8 @@ in 16 bit run as the library wrote them.
     gate        silu(gate(x)) * up(x), in an MLP               (SwiGLU, arXiv:2002.05202)
 
 After the last layer's attention no token reads another, and the head reads only some tokens: those that predict a
-target, and those with a scalar. ``Layout.rows_read`` names them; the MLP of the last layer computes these rows and adds
-nothing to the others.
+target, and those with a scalar. ``Layout.rows_read`` names them; the last layer's attention may leave the others out,
+and its MLP adds nothing to them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
+from taut.attention.layout import Layout
 from taut.models import architecture, products
 from taut.models.noise import KeyedDropout
 
@@ -274,7 +275,7 @@ class _Gate(torch.autograd.Function):
 
 
 def _read_some_rows(model: PreTrainedModel) -> None:
-    """Let the last layer's MLP compute only the rows that are read, where it treats each row alone."""
+    """Let the last layer compute only the rows that are read, where its MLP treats each row alone."""
     last = architecture.layers(model)[-1]
     mlp = getattr(last, "mlp", None)
     has_experts = architecture.num_experts(architecture.text_config(model)) > 0
@@ -294,8 +295,15 @@ class _SomeRows:
         self.rows: Tensor | None = None
         self.num_tokens = 0
 
-    def note(self, layer: nn.Module, args: Any, keywords: dict[str, Any]) -> None:
-        self.rows = getattr(keywords.get("taut_layout"), "rows_read", None)
+    def note(
+        self, layer: nn.Module, args: Any, keywords: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        layout = keywords.get("taut_layout")
+        if not isinstance(layout, Layout) or layout.rows_read is None:
+            self.rows = None
+            return None
+        self.rows = layout.row_index
+        return args, keywords | {"taut_layout": layout.of_last_layer}
 
     def take(self, mlp: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         if any(isinstance(module, KeyedDropout) for module in mlp.modules()):

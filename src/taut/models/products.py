@@ -419,10 +419,15 @@ def _processor() -> str:
 # -- products by oneDNN
 
 
+_PLAIN = nn.Linear.forward
+
+
 def install(model: nn.Module) -> None:
-    """Let the linear layers of ``model`` take their products from the libraries of ``active``."""
+    """Let the linear layers of ``model`` take their products from the libraries of ``active``, but for those whose
+    forward was replaced.
+    """
     for module in model.modules():
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and getattr(module.forward, "__func__", None) is _PLAIN:
             module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
 
 

@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from taut.attention import kernels
+from taut.attention import varlen
 from taut.attention.layout import Call, Layout
 from taut.errors import ModelError
 from taut.methods.method import RunConfig
@@ -170,7 +170,7 @@ def trace(
         for name in ("reach_T", "last_T", "predictor_N", "read_R")
         if (value := getattr(packed, name)) is not None
     }
-    packed = replace(packed, **known)
+    packed = replace(packed, host=replace(packed, **known))
     depths = _depths(run, model)
     histories = []
     for depth in depths:
@@ -305,20 +305,17 @@ class _Shapes(Ledger):  # type: ignore[no-untyped-call]  # torch: no types
 
 
 class _Known(Tensor):
-    """A tensor that ``Scorer`` reads on the host before it moves it, inside a mode without tensor contents."""
+    """A tensor that is read on the host inside a mode without tensor contents."""
 
-    _read: tuple[Tensor, IntArray]
+    _read: IntArray
 
     def __new__(cls, tensor: Tensor) -> _Known:
         made = Tensor._make_subclass(cls, torch.empty(0))
-        made._read = tensor, tensor.numpy()
+        made._read = tensor.numpy()
         return made
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self._read[1]
-
-    def to(self, *_: Any, **__: Any) -> Any:
-        return self._read[0]
+        return self._read
 
 
 def _sizes(model: nn.Module, parameters: Iterable[Tensor]) -> Sizes:
@@ -343,7 +340,7 @@ def _fused(
     if torch.is_autocast_enabled("cpu"):
         narrow = torch.get_autocast_dtype("cpu")
         query, key, value = (x.to(narrow) for x in (query, key, value))
-    out = kernels.varlen(query, key, value, taut_layout, Call(1.0))
+    out = varlen.attend(query, key, value, taut_layout, Call(1.0))
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -133,6 +133,36 @@ def test_batches_equal_single_parts(
         torch.testing.assert_close(ours, uncut, rtol=0, atol=1e-12)
 
 
+@pytest.mark.usefixtures("small_cuts")
+@pytest.mark.parametrize("kind", ["last of each", "every fifth", "none"])
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_a_last_layer_leaves_out_queries_that_nobody_reads(
+    reach: IntArray, kind: str, *, is_narrow: bool
+) -> None:
+    """Outputs that are read, and every gradient, are those of the whole layer."""
+    last = [segment.stop - 1 for segment in Layout(reach).segments if segment.stop == segment.reach]
+    chosen = {"last of each": last, "every fifth": range(3, reach.size, 5), "none": []}[kind]
+    read = torch.tensor(list(chosen), dtype=torch.long)
+    whole = Layout(reach, rows_read=read.numpy())
+    layouts = (whole, whole.of_last_layer)
+    inputs = drawn(reach.size, 2)
+    if is_narrow:
+        inputs = [heads.bfloat16() for heads in inputs]
+    found = []
+    for layout in layouts:
+        leaves = [heads.detach().requires_grad_() for heads in inputs]
+        out = reference.attend(*leaves, layout, CALL)[:, :, read]
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    tolerance = {"rtol": 0.05, "atol": 0.05} if is_narrow else {"rtol": 0, "atol": 1e-12}
+    for every, some in zip(*found, strict=True):
+        torch.testing.assert_close(every, some, **tolerance)
+    counts = [
+        sum(part.num_parts * part.num_queries for part in reference.parts(layout, is_cut=True))
+        for layout in layouts
+    ]
+    assert counts[1] < counts[0] or kind == "every fifth"
+
+
 def test_equal_trees_are_one_batch() -> None:
     counts = [
         part.num_parts

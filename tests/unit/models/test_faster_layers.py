@@ -66,6 +66,7 @@ def test_a_forward_that_somebody_has_replaced_is_left_alone(
         modeling_llama.LlamaMLP,
         modeling_llama.LlamaRMSNorm,
         modeling_llama.LlamaAttention,
+        nn.Linear,
     ):
         monkeypatch.setattr(kind, "forward", partial(kind.forward))
     assert faster(tiny_model("llama", attention=PREFIX + "reference"), "") == []
@@ -160,7 +161,7 @@ def test_without_rows_every_row_is_computed() -> None:
     packed = packed_family()
     layouts = (
         Layout(packed.reach_T.numpy()),
-        Layout(packed.reach_T.numpy(), rows_read=packed.predictor_N.unique()),
+        Layout(packed.reach_T.numpy(), rows_read=packed.predictor_N.unique().numpy()),
     )
     every, some = (
         architecture.hidden_states(model, packed.ids_T, packed.position_ids, layout)

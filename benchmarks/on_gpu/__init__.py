@@ -1,0 +1,1 @@
+"""What ``benchmarks/gpu.py`` runs: the models and whether they fit, the contenders, the measurements, the report."""

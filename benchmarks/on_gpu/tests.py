@@ -1,0 +1,70 @@
+"""tests/gpu in a process: ``python -m on_gpu.tests LOG MARKS [WORD ...]``.
+
+The list of tests and then each result go to LOG. Tests of flex attention, which compile a kernel each, come last.
+Warnings are no failures here: other versions have others.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from on_gpu import log
+
+FOLDER = str(Path(__file__).parents[2] / "tests" / "gpu")
+
+
+class Recorder:
+    """Writes down what pytest knows."""
+
+    def __init__(self, path: Path) -> None:
+        self.note = partial(log.note, path)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: "flex" in item.nodeid)
+        self.note(planned=[short(item.nodeid) for item in items])
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed or report.skipped:
+            self.note(test=short(report.nodeid), outcome=report.outcome, why=reason(report))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self.note(
+                test=short(report.nodeid),
+                outcome=report.outcome,
+                seconds=report.duration,
+                why=reason(report),
+            )
+
+
+def short(nodeid: str) -> str:
+    return nodeid.rpartition("tests/gpu/")[2]
+
+
+def reason(report: Any) -> str:
+    """The end of what went wrong, or why a test was skipped."""
+    if report.outcome == "passed":
+        return ""
+    if isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2]).removeprefix("Skipped: ")
+    lines = [line[2:] for line in str(report.longrepr).splitlines() if line.startswith("E ")]
+    return " ".join(" ".join(lines or [str(report.longrepr)[-400:]]).split())[:600]
+
+
+def main() -> int:
+    path, marks, *words = sys.argv[1:]
+    options = ["-q", "-m", marks, "-W", "default", "-p", "no:cacheprovider", FOLDER]
+    options += ["--continue-on-collection-errors"]
+    if words:
+        options += ["-k", " or ".join(words)]
+    return int(pytest.main(options, plugins=[Recorder(Path(path))]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""``make gpu`` itself, on a CPU with tiny models: the whole program, and each way in which it is cut short."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="needs transformers", exc_type=ImportError)
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+# ruff: noqa: E402  # these are found on the path above
+import torch
+
+import gpu
+from on_gpu import bench, log, report, sizes
+
+CPU = torch.device("cpu")
+
+
+def make_gpu(out: Path, *words: str) -> tuple[int, str, dict[str, Any]]:
+    """Exit status, what was printed, and the report."""
+    command = [sys.executable, "benchmarks/gpu.py", *words, "--device", "cpu", "--tiny"]
+    done = subprocess.run(
+        [*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    found = out / "report.json"
+    return done.returncode, done.stdout, json.loads(found.read_text()) if found.exists() else {}
+
+
+@pytest.mark.slow
+def test_every_case_of_the_benchmark(tmp_path: Path) -> None:
+    status, printed, found = make_gpu(tmp_path, "bench", "report")
+    results = found["cases"]["results"]
+    failed = {name: entry["failed"] for name, entry in results.items() if "failed" in entry}
+    assert (status, failed, found["cases"]["not_reached"]) == (0, {}, [])
+    assert list(results) == [case.name for case in bench.cases(is_tiny=True)]
+    for name, entry in results.items():
+        if name.endswith(": taut") and name.startswith(("sft", "grpo")):
+            assert {"six_n", "counted", "kernels", "peak_bytes", "estimate_bytes"} < entry.keys()
+            assert f"| {name} |" in printed
+    assert results["checkpoint tiny"]["is_right"]
+
+
+def test_a_part_of_each(tmp_path: Path) -> None:
+    words = ("--tests", "refused", "--cases", "rates", "tiny full packed: taut")
+    status, printed, found = make_gpu(tmp_path, "tests", "bench", "report", *words)
+    assert status == 0, printed
+    assert {entry["outcome"] for entry in found["tests"]["results"].values()} == {"passed"}
+    assert list(found["cases"]["results"]) == ["rates", "sft tiny full packed: taut"]
+    assert found["peak"]["source"] == "measured here: not in the table"
+    assert "Tests: 2 passed, 0 failed" in (tmp_path / "report.md").read_text()
+
+
+def test_what_is_not_reached_in_time_is_named(tmp_path: Path) -> None:
+    words = ("--cases", "tiny", "--seconds", str(gpu.GRACE + 1))
+    status, printed, found = make_gpu(tmp_path, "bench", "report", *words)
+    assert "grpo tiny full grpo: taut" in found["cases"]["not_reached"]
+    assert "cases not reached: " in printed
+    assert status == int("failed" in printed)
+
+
+def test_a_case_that_takes_its_process_down_costs_that_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(command: list[str], deadline: float) -> str | None:
+        path, names = Path(command[2]), command[command.index("--cases") + 1 :]
+        for name in names:
+            log.note(path, begun=name)
+            if name == "rates":
+                return "its process ended with status -11"
+            log.note(path, case=name, seconds=1.0)
+        return None
+
+    monkeypatch.setattr(gpu, "run", run)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "bench", "--device", "cpu", "--tiny"])
+    arguments = gpu.parse_arguments()
+    arguments.out = tmp_path
+    gpu.bench(arguments)
+    results = report.gather(tmp_path, {})["cases"]
+    assert results["results"]["rates"]["failed"] == "its process ended with status -11"
+    assert len(results["results"]) == len(bench.cases(is_tiny=True))
+    assert results["not_reached"] == []
+
+
+def test_reasons_for_what_is_left_out() -> None:
+    needs = bench.Case("some", bench.rates, ("no_such_package",))
+    found = bench.run_case(needs, CPU, is_tiny=True)
+    assert found == {"skipped": "needs no_such_package, which is not installed"}
+
+    def fall(device: torch.device, is_tiny: bool) -> dict[str, Any]:
+        raise RuntimeError("no kernel")
+
+    found = bench.run_case(bench.Case("some", fall), CPU, is_tiny=True)
+    assert found["failed"].startswith("RuntimeError: no kernel (at tests/gpu/test_make_gpu.py:")
+
+
+def test_what_does_not_fit_is_told_with_its_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "free_bytes", lambda device: 80 * 10**9)
+    large = sizes.SIZES["8B"]
+    assert sizes.fit(large, CPU, is_lora=True, is_chunked=True).tokens == 2048
+    with pytest.raises(sizes.TooLarge, match=r"8B full with 2,048 tokens .* (1[2-9]\d)\.\d GiB"):
+        sizes.fit(large, CPU, is_lora=False, is_chunked=True)
+
+
+@pytest.mark.parametrize("name", [name for name in sizes.SIZES if name != "8B"])
+def test_parameters_are_counted_right(name: str) -> None:
+    size = sizes.SIZES[name]
+    model = sizes.build(size, torch.device("meta"), "eager")
+    num_norms = (2 * size.num_layers + 1) * size.hidden
+    assert model.num_parameters() - num_norms == size.num_parameters
+
+
+def test_the_page_takes_the_report_in(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    with pytest.raises(SystemExit, match="run make gpu first"):
+        report.put_into(page, tmp_path)
+    (tmp_path / "report.md").write_text("new\n")
+    report.put_into(page, tmp_path)
+    report.put_into(page, tmp_path)
+    assert page.read_text() == f"before\n{report.BEGIN}\n\nnew\n\n{report.END}\nafter\n"
+    page.write_text("no place")
+    with pytest.raises(SystemExit, match="found no markers"):
+        report.put_into(page, tmp_path)
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert text.count(report.BEGIN) == text.count(report.END) == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("NVIDIA RTX A6000", None),
+    ],
+)
+def test_peaks_by_the_device_s_name(device: str, name: str | None) -> None:
+    found = report.peak_of({"device": device})
+    assert (None if found is None else found[1]) == name
