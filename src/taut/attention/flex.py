@@ -25,13 +25,29 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from taut.attention.layout import Call, Indices, Layout, to_device
+from taut.attention.layout import Call, Layout
+from taut.types import to_device
 
 BLOCK = 128
 """Queries and keys of a block."""
 
 MOST_KINDS = 32
 """Compiled versions: kinds of layers, with a gradient or not, in a micro-batch of one block or several."""
+
+
+class Blocks(NamedTuple):
+    """int32, as in torch's ``BlockMask``: of each query block (kv) the key blocks that it sees in part and in full, and
+    of each key block (q) the query blocks that see it; counts [1, 1, blocks], and lists [1, 1, blocks, blocks].
+    """
+
+    kv_num_blocks: Tensor
+    kv_indices: Tensor
+    full_kv_num_blocks: Tensor
+    full_kv_indices: Tensor
+    q_num_blocks: Tensor
+    q_indices: Tensor
+    full_q_num_blocks: Tensor
+    full_q_indices: Tensor
 
 
 class Mask(NamedTuple):
@@ -41,10 +57,7 @@ class Mask(NamedTuple):
     last_T: Tensor | None
     depths: tuple[Tensor, Tensor] | None
     """With a window: the depth of each token [T], and the least that it sees [T]."""
-    blocks: tuple[Tensor, ...]
-    """int32: how many key blocks each query block sees in part, and which; which in full; the same for the query blocks
-    that see each key block.
-    """
+    blocks: Blocks
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call) -> Tensor:
@@ -62,23 +75,24 @@ def mask_of(layout: Layout, window: int | None) -> Mask:
     """The mask for a layout, made at the first layer that asks, or ahead: one copy to the device, without waiting."""
     found: Mask | None = layout.cache.get(("flex", window))
     if found is None:
-        arrays: list[Indices] = [layout.reach_T]
+        arrays = [layout.reach_T]
         if layout.last_T is not None:
             arrays.append(layout.last_T)
         if window is not None:
             arrays += [layout.depth_T, layout.depth_T - window + 1]
-        made = iter(to_device([*arrays, *blocks(layout, window)], layout.device))
+        tensors = [*map(torch.from_numpy, arrays), *blocks(layout, window)]
+        made = iter(to_device(tensors, layout.device))
         found = layout.cache["flex", window] = Mask(
             next(made),
             None if layout.last_T is None else next(made),
             None if window is None else (next(made), next(made)),
-            tuple(lists[None, None] for lists in made),
+            Blocks(*made),
         )
     return found
 
 
-def blocks(layout: Layout, window: int | None) -> list[Indices]:
-    """See ``Mask.blocks``: counts [blocks] and lists [blocks, blocks], in turn."""
+def blocks(layout: Layout, window: int | None) -> Blocks:
+    """In host memory."""
     num_tokens = layout.num_tokens
     starts = np.arange(0, num_tokens, BLOCK)
     ends = np.minimum(starts + BLOCK, num_tokens) - 1
@@ -99,18 +113,18 @@ def blocks(layout: Layout, window: int | None) -> list[Indices]:
     if num_tokens % BLOCK:
         is_full[-1] = is_full[:, -1] = False  # the mask keeps the places after the last token out
     is_part = is_seen & ~is_full
-    lists: list[Indices] = []
-    for some in (is_part, is_full, is_part.T, is_full.T):
-        lists += [some.sum(1).astype(np.int32)]
-        lists += [np.argsort(~some, axis=1, kind="stable").astype(np.int32)]
-    return lists
+    lists: list[Tensor] = []
+    for found in (is_part, is_full, is_part.T, is_full.T):
+        counts, order = found.sum(1), np.argsort(~found, axis=1, kind="stable")
+        lists += [torch.from_numpy(some.astype(np.int32))[None, None] for some in (counts, order)]
+    return Blocks(*lists)
 
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Output, and log-sum-exp [1, H, T]."""
-    reach_T, last_T, depths, lists = mask
+    reach_T, last_T, depths, blocks = mask
 
     def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         allowed = (key <= query) & (query < reach_T[key])
@@ -126,7 +140,7 @@ def _attend(
         return torch.tanh(score / softcap) * softcap
 
     num_tokens = query.shape[2]
-    block_mask = BlockMask((num_tokens, num_tokens), *lists, (BLOCK, BLOCK), is_visible)
+    block_mask = BlockMask((num_tokens, num_tokens), *blocks, (BLOCK, BLOCK), is_visible)
     out, aux = flex_attention(
         query,
         key,
@@ -137,6 +151,7 @@ def _attend(
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=AuxRequest(lse=True),
     )
+    assert aux.lse is not None, "asked for"
     return out, aux.lse
 
 

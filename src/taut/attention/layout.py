@@ -18,22 +18,17 @@ Only attention functions and the tests read a ``Layout``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from taut.errors import AttentionError
 from taut.types import IntArray, depth_of, to_device
-
-Indices = NDArray[np.int64] | NDArray[np.int32]
-DTYPES = {"int32": torch.int32, "int64": torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,23 +145,6 @@ class Layout:
         """bool [T, T]: the whole visibility matrix, for tests and tiny inputs."""
         everything = np.arange(self.reach_T.size)
         return self.visible(everything, everything, window)
-
-
-def to_device(arrays: Sequence[Indices], device: torch.device) -> list[Tensor]:
-    """Integer arrays as tensors on the device: one copy, from pinned memory and without waiting."""
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
-    arrays = [np.ascontiguousarray(array) for array in arrays]
-    starts = [0, *accumulate(-(-array.nbytes // 8) * 8 for array in arrays)]
-    block = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    places = block.numpy()
-    for start, array in zip(starts, arrays, strict=False):
-        places[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-    copied = block.to(device, non_blocking=True)
-    return [
-        copied[start : start + array.nbytes].view(DTYPES[array.dtype.name]).view(array.shape)
-        for start, array in zip(starts, arrays, strict=False)
-    ]
 
 
 # -- one layer's call ------------------------------------------------------------------------------

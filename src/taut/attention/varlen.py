@@ -25,16 +25,17 @@ Shapes: q [1, H, T, K], k and v [1, Hkv, T, K] -> out [1, H, T, K]; inside [T, H
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from taut.attention.layout import Call, Indices, Layout, to_device
+from taut.attention.layout import Call, Layout
 from taut.attention.reference import merge
 from taut.errors import AttentionError
-from taut.types import IntArray
+from taut.types import IntArray, to_device
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call) -> Tensor:
@@ -85,9 +86,9 @@ def kernel_calls(layout: Layout, window: int | None) -> list[KernelCall]:
         window = None  # nothing is hidden by it
     calls: list[KernelCall] | None = layout.cache.get(("varlen", window))
     if calls is None:
-        calls = layout.cache["varlen", window] = _on_device(
-            entries(layout, window), layout, -1 if window is None else window - 1
-        )
+        left = -1 if window is None else window - 1
+        calls = [_kernel_call(call, layout.num_tokens, left) for call in entries(layout, window)]
+        calls = layout.cache["varlen", window] = _on_device(calls, layout.device)
     return calls
 
 
@@ -123,39 +124,25 @@ def entries(layout: Layout, window: int | None) -> list[Entries]:
     return calls
 
 
-def _on_device(calls: Sequence[Entries], layout: Layout, window: int) -> list[KernelCall]:
-    arrays: list[Indices | None] = []
-    for call in calls:
-        for members in (call.queries, call.keys):
-            index = np.concatenate(members)
-            is_all = index.size == layout.num_tokens and bool(
-                (index == np.arange(index.size)).all()
-            )
-            arrays.append(None if is_all else index)
-        for members in (call.queries, call.keys):
-            starts = np.cumsum([0, *(member.size for member in members)])
-            arrays.append(starts.astype(np.int32))
-    tensors = iter(to_device([array for array in arrays if array is not None], layout.device))
-    found = [None if array is None else next(tensors) for array in arrays]
-    made = []
-    for number, call in enumerate(calls):
-        queries, keys, starts_q, starts_k = found[4 * number : 4 * number + 4]
-        assert starts_q is not None
-        assert starts_k is not None
-        longest = [max(member.size for member in members) for members in (call.queries, call.keys)]
-        made.append(
-            KernelCall(
-                queries,
-                keys,
-                starts_q,
-                starts_k,
-                max(2, longest[0]),
-                longest[1],
-                call.is_causal,
-                window,
-            )
-        )
-    return made
+def _kernel_call(call: Entries, num_tokens: int, window: int) -> KernelCall:
+    """In host memory."""
+    sides = call.queries, call.keys
+    indices = [torch.from_numpy(np.concatenate(members)) for members in sides]
+    everything = torch.arange(num_tokens)
+    sizes = [[member.size for member in members] for members in sides]
+    starts_q, starts_k = (torch.tensor([0, *accumulate(some)], dtype=torch.int32) for some in sizes)
+    queries, keys = (None if torch.equal(index, everything) else index for index in indices)
+    max_q, max_k = max(2, *sizes[0]), max(sizes[1])
+    return KernelCall(queries, keys, starts_q, starts_k, max_q, max_k, call.is_causal, window)
+
+
+def _on_device(calls: Sequence[KernelCall], device: torch.device) -> list[KernelCall]:
+    places = [
+        (call, {name: value for name, value in call._asdict().items() if torch.is_tensor(value)})
+        for call in calls
+    ]
+    moved = iter(to_device([value for _, some in places for value in some.values()], device))
+    return [call._replace(**{name: next(moved) for name in some}) for call, some in places]
 
 
 class TreeVarlen(torch.autograd.Function):
@@ -183,11 +170,12 @@ class TreeVarlen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors[:3]
-        wide = torch.promote_types(inputs[0].dtype, torch.float32)
+        q, k, v, out, lse = ctx.saved_tensors
+        inputs = q, k, v
+        wide = torch.promote_types(q.dtype, torch.float32)
         sums: list[Tensor | None] = [None, None, None]
         for call in ctx.calls:
-            shares = _backward(grads[0], *ctx.saved_tensors, call, ctx.scale)
+            shares = _backward(grads[0], q, k, v, out, lse, call, ctx.scale)
             for side, (share, index) in enumerate(
                 zip(shares, (call.queries, call.keys, call.keys), strict=True)
             ):
