@@ -280,7 +280,7 @@ def run_case(case: Case, device: torch.device, *, is_tiny: bool) -> Result:
     """What was measured, or why it was not."""
     missing = [name for name in case.needs if find_spec(name) is None]
     if missing:
-        return {"skipped": f"needs {', '.join(missing)}, which is not installed"}
+        return {"skipped": f"not installed: {', '.join(missing)}"}
     if case.is_for_cuda and device.type != "cuda":
         return {"skipped": "its kernel needs CUDA"}
     try:

@@ -260,10 +260,13 @@ def checkpoint_lines(found: Result) -> str:
 def left_out(found: Result) -> str:
     """What was not run, and why."""
     lines = [f"- without {name}: {what}" for name, what in found["missing"].items()]
-    for name, entry in found["cases"]["results"].items():
-        for word in ("failed", "skipped"):
-            if word in entry:
-                lines.append(f"- {word}: {name}: {entry[word]}")
+    results = found["cases"]["results"]
+    lines += [f"- failed: {name}: {e['failed']}" for name, e in results.items() if "failed" in e]
+    reasons: dict[str, list[str]] = {}
+    for name, entry in results.items():
+        if "skipped" in entry:
+            reasons.setdefault(entry["skipped"], []).append(name)
+    lines += [f"- {why}: {'; '.join(names)}" for why, names in reasons.items()]
     for part in ("tests", "cases"):
         lines += [f"- {part}: {why}" for why in found[part]["why"]]
         names = found[part]["not_reached"]

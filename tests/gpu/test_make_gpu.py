@@ -92,7 +92,7 @@ def test_a_case_that_takes_its_process_down_costs_that_case(
 def test_reasons_for_what_is_left_out() -> None:
     needs = bench.Case("some", bench.rates, ("no_such_package",))
     found = bench.run_case(needs, CPU, is_tiny=True)
-    assert found == {"skipped": "needs no_such_package, which is not installed"}
+    assert found == {"skipped": "not installed: no_such_package"}
 
     def fall(device: torch.device, is_tiny: bool) -> dict[str, Any]:
         raise RuntimeError("no kernel")
