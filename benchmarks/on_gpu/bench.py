@@ -28,7 +28,7 @@ Result = dict[str, Any]
 PACKAGES = ("torch", "transformers", "peft", "trl", "flash_attn", "pydantic", "triton")
 LIBRARY = ("transformers", "tokenizers", "numpy")
 """What rows, models and the plain loop import."""
-TAUT = (*LIBRARY, "pydantic", "httpx2", "tenacity", "safetensors")
+TAUT = (*LIBRARY, "pydantic", "httpx2", "anyio", "tenacity", "safetensors", "PIL")
 """What taut's training imports."""
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.gpu.needs import RUNS, needs
 
-pytest.importorskip("transformers", reason="needs transformers", exc_type=ImportError)
+needs(*RUNS)
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))

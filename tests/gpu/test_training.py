@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.gpu.needs import RUNS, needs
 
-pytest.importorskip("transformers", reason="needs transformers", exc_type=ImportError)
-pytest.importorskip("pydantic", reason="needs pydantic", exc_type=ImportError)
+needs(*RUNS)
+
+# ruff: noqa: E402  # what the packages are needed for
 
 from tests import judged_runs, online_runs
 from tests.chat_runs import QUIET, chats, column, events, save_model, sft, write_rows
