@@ -54,7 +54,9 @@ are asked for one by one, by the reward or the row that needs them."""
 
 
 def require(extra: str, needed_by: str) -> None:
-    """Raise ConfigError where a package of the extra is not installed. ``needed_by``: a command or a setting."""
+    """Raise ConfigError where a package of the extra is not installed, or has another version than taut can use.
+    ``needed_by``: a command or a setting.
+    """
     missing = [module for module in EXTRAS[extra] if find_spec(module) is None]
     if missing:
         more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
@@ -62,6 +64,30 @@ def require(extra: str, needed_by: str) -> None:
             f"{needed_by} needs {', '.join(missing[:SHOWN])}{more}, not installed here; expected the extra {extra}; "
             f"run: {install_command(extra)}"
         )
+    _require_versions(extra, needed_by)
+
+
+def _require_versions(extra: str, needed_by: str) -> None:
+    """Raise ConfigError where a package has a version outside the range of pyproject.toml, as where another program put
+    it there. taut that runs from its source, which is on the path, has no such ranges.
+    """
+    from importlib import metadata
+
+    from packaging.requirements import Requirement
+
+    try:
+        lines = metadata.requires("taut") or []
+    except metadata.PackageNotFoundError:
+        return
+    for package in map(Requirement, lines):
+        if package.marker is not None and not package.marker.evaluate({"extra": extra}):
+            continue
+        found = metadata.version(package.name)
+        if not package.specifier.contains(found, prereleases=True):
+            raise ConfigError(
+                f"{needed_by} found {package.name} {found}; expected {package.specifier}; "
+                f"run: pip install '{package.name}{package.specifier}'"
+            )
 
 
 def requires_training(function: Callable[P, R]) -> Callable[P, R]:

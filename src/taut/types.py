@@ -16,7 +16,7 @@ Imports nothing else of taut.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -192,6 +192,14 @@ class Packed:
     """The pictures with their places in T, ascending; a picture in a shared prefix is there once."""
     spans: tuple[tuple[int, int], ...] = ()
     """The place [start, stop) of each sample in T. Empty where prefixes are shared."""
+    host: Packed | None = None
+    """Of a micro-batch on an accelerator: the same one in host memory. What is decided from the layout is decided from
+    it, so that nothing is read back."""
+
+    @property
+    def on_host(self) -> Packed:
+        """The micro-batch in host memory. Streams that a model computed stay on the model's device."""
+        return self if self.host is None else self.host
 
     @property
     def num_tokens(self) -> int:
@@ -228,16 +236,70 @@ class Packed:
         return zero_S.index_add(0, self.row_N, value_N)
 
     def to(self, device: torch.device | str) -> Packed:
-        """The same micro-batch on ``device``."""
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True)
+        """The same micro-batch on ``device``: one copy of one block of memory, pinned for a GPU, that the host does not
+        wait for. ``reach_T`` and ``last_T`` stay in host memory, where layouts are derived from them.
+        """
+        device = torch.device(device)
+        if self.ids_T.device.type == device.type:
+            return self
+        groups = ("streams", "values", "read_values", "stats")
+        parts = {
+            (name, ""): value
             for name, value in vars(self).items()
-            if isinstance(value, Tensor)
+            if isinstance(value, Tensor) and name not in ("reach_T", "last_T")
         }
-        for group in ("streams", "values", "read_values", "stats"):
-            named: Mapping[str, Tensor] = getattr(self, group)
-            moved[group] = {name: value.to(device) for name, value in named.items()}
-        return replace(self, **moved)
+        parts |= {(g, name): value for g in groups for name, value in getattr(self, g).items()}
+        there = to_device(list(parts.values()), device)
+        moved: dict[str, Any] = {group: {} for group in groups}
+        for (name, entry), value in zip(parts, there, strict=True):
+            if entry:
+                moved[name][entry] = value
+            else:
+                moved[name] = value
+        return replace(self, **moved, host=self)
+
+
+WORD = 8
+"""Bytes to which a tensor is aligned in a block that is copied."""
+
+
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """The tensors on ``device``. Those in host memory are copied as one block, pinned for a GPU, and the host does not
+    wait for it.
+    """
+    is_here = [value.device.type == "cpu" != device.type for value in tensors]
+    if not any(is_here):
+        return list(tensors)
+    pairs = list(zip(tensors, is_here, strict=True))
+    sizes = [-(-value.nbytes // WORD) * WORD if here else 0 for value, here in pairs]
+    block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def parts(memory: Tensor) -> list[Tensor]:
+        """Each copied tensor's own part of a block."""
+        return [
+            part[: value.nbytes].view(value.dtype).view(value.shape) if here else value
+            for (value, here), part in zip(pairs, torch.split(memory, sizes), strict=True)
+        ]
+
+    for (value, here), part in zip(pairs, parts(block), strict=True):
+        if here:
+            part.copy_(value)
+    return parts(block.to(device, non_blocking=True))
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors in host memory. Those on a device are read together, in float64: a read waits for all work of the
+    device.
+    """
+    away = [value for value in tensors if value.device.type != "cpu"]
+    if not away:
+        return list(tensors)
+    joined = torch.cat([value.detach().reshape(-1).double() for value in away]).cpu()
+    read = iter(torch.split(joined, [value.numel() for value in away]))
+    return [
+        value if value.device.type == "cpu" else next(read).to(value.dtype).view(value.shape)
+        for value in tensors
+    ]
 
 
 TOP_IDS, TOP_LOGP = "top_ids", "top_logp"
@@ -267,7 +329,7 @@ class Wants(NamedTuple):
     scalar: bool = False
     """The scalar head's value at each read."""
     divergence: Divergence | None = None
-    """The divergence from the scorer's teacher at each target; ``linear_N`` is then [2, N]."""
+    """The divergence from the scorer's teacher at each target; ``linear_N`` is then [2, N] or [1, N]."""
     temperature: float = 1.0
     """Divides the logits: tokens sampled at a temperature are scored at it."""
 
@@ -303,6 +365,12 @@ class LossSum:
     """name -> scalar sum over the micro-batch, one for each entry of the loss's ``units``."""
     metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """name -> (sum, count), detached."""
+    largest: Mapping[str, Tensor] = field(default_factory=dict)
+    """name -> number, detached, of which the step's metric is the largest of all micro-batches."""
+
+    def detach(self) -> LossSum:
+        """The same without gradients."""
+        return replace(self, terms={name: term.detach() for name, term in self.terms.items()})
 
 
 FinishReason = Literal["stop", "length", "error"]

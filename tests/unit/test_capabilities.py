@@ -20,6 +20,7 @@ from taut import capabilities
 from taut.attention import kernels, reference
 from taut.attention.layout import Call, Layout
 from taut.capabilities import CAPABILITIES, lack, require
+from taut.demo import fetch
 from taut.errors import ModelError
 from taut.models.attention_backends import PREFIX, select
 from taut.models.load import load_config, load_tokenizer
@@ -45,6 +46,12 @@ def _scalar_head(place: Path, patch: Patch) -> str:
     options: dict[str, Any] = {"dtype": torch.float64, "device": torch.device("cpu")}
     with pytest.raises(ModelError) as caught:
         load_reward_model(path, NewHead(), **options, attention=PREFIX + "reference")
+    return str(caught.value)
+
+
+def _gguf(place: Path, patch: Patch) -> str:
+    with pytest.raises(ModelError) as caught:
+        fetch._convert(place / "no.whl", place)
     return str(caught.value)
 
 
@@ -76,6 +83,7 @@ def _fewer_key_heads(place: Path, patch: Patch) -> str:
 USES: dict[str, Callable[[Path, Patch], str]] = {
     "a model with pictures": _pictures,
     "a scalar head on a model with pictures": _scalar_head,
+    "a model read from GGUF": _gguf,
     "varlen attention with fewer key heads": _fewer_key_heads,
 }
 """Capability -> what needs it; returns the words that the user reads."""

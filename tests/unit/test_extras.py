@@ -141,6 +141,27 @@ def test_extras_are_installed_from_where_taut_came(
     assert install_command("train") == command
 
 
+@pytest.mark.parametrize(
+    ("library", "found"), [("torch", "2.10.0+cu128"), ("transformers", "5.16.1")]
+)
+def test_a_version_below_the_range_is_refused(
+    library: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another program's installation has put an older one in place."""
+    (line,) = [
+        line for line in PROJECT["optional-dependencies"]["train"] if line.startswith(library)
+    ]
+    real = metadata.version
+    monkeypatch.setattr(metadata, "requires", lambda _: [f"{line}; extra == 'train'"])
+    monkeypatch.setattr(metadata, "version", lambda of: found if of == library else real(of))
+    wanted = line.removeprefix(library)
+    with pytest.raises(ConfigError) as caught:
+        require("train", "taut sft")
+    assert str(caught.value) == (
+        f"taut sft found {library} {found}; expected {wanted}; run: pip install '{line}'"
+    )
+
+
 def test_extras_of_taut_run_from_its_source_are_installed_from_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

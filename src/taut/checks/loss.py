@@ -392,7 +392,9 @@ def linear_weights_are_the_derivative(session: Session) -> Finding:
     terms = loss(Scores(logp_N, divergence_N=divergence_N), packed).terms
     for name, term in terms.items():
         gradients = torch.autograd.grad(term, inputs, materialize_grads=True)
-        derivative, weight = torch.stack(gradients), weights[name].reshape(len(inputs), -1)
+        derivative, weight = torch.stack(gradients), weights[name].reshape(-1, packed.num_targets)
+        if len(weight) < len(inputs):  # of the divergence alone
+            weight = torch.cat([torch.zeros_like(weight), weight])
         differences = (derivative - weight).abs()
         worst = max(worst, float(differences.max() / derivative.abs().max()))
         if worst > 1e-9:
@@ -438,9 +440,9 @@ def the_reference_is_the_policy_at_the_start(session: Session) -> Finding:
         if reference_N is None:  # the divergence is part of the reward
             (role,) = session.trainer.roles
             with session.inference(), role.active():
-                reference_N = role.streams(packed)[STREAM].cpu()
+                reference_N = role.streams(packed)[STREAM]
         number += packed.num_targets
-        apart, at = measure.largest_gap(logp_N.double(), reference_N.double())
+        apart, at = measure.largest_gap(logp_N.double(), reference_N.cpu().double())
         if apart > worst:
             ours, theirs = float(logp_N[at]), float(reference_N[at])
             target, worst = measure.target_name(session, packed, at), apart

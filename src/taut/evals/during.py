@@ -48,11 +48,13 @@ from taut.inference.local import LocalConfig, LocalEngine
 from taut.inference.reward_model import open_rater
 from taut.io import files
 from taut.io.console import counted
+from taut.losses.loss import Predictions
 from taut.rewards import Panel, RewardSpec, files_of, open_panel
 from taut.rewards.registry import read_parts
 from taut.train.oom import require_room
 from taut.train.step_statistics import Sums
-from taut.train.trainer import Trainer, prepare_microbatches
+from taut.train.trainer import Trainer, on_device, prepare_microbatches
+from taut.types import to_host
 
 ROWS_AT_A_TIME = 512
 """Rows planned together, to bound memory. A loss computes its statistics of a step over this many rows."""
@@ -72,34 +74,36 @@ class HeldOut:
         trainer, source, ranks = self.trainer, self.trainer.source, self.trainer.ranks
         loss, where = source.loss, f"held-out loss after step {step}"
         terms, sums_of_metrics = Sums(), Sums()
-        num_tokens, lowest = 0, 0.0
-        probabilities: list[float] = []
-        outcomes: list[float] = []
+        num_tokens = 0
+        predictions: list[Predictions] = []
         trainer.scorer.eval()
         for start in range(0, len(self.rows), ROWS_AT_A_TIME):
             indices = list(range(start, min(start + ROWS_AT_A_TIME, len(self.rows))))
             trees, observed = self.rows.trees(indices), source.observed_of(self.rows, indices)
             planned = prepare_microbatches(trainer, trees, observed, where)
-            for packed, is_real in planned:  # all ranks run equally many forwards
+            # All ranks run equally many forwards.
+            for packed, is_real in on_device(planned, ranks.device):
                 with torch.no_grad(), trainer.compute():
                     score = partial(trainer.scorer, packed, wants=loss.wants)
                     scores = trainer.fit.attempt(score, packed, trees, where)
                 if not is_real:
                     continue
-                scored = packed.to(scores.device)
-                sums = loss(scores, scored)
+                sums = loss(scores, packed)
                 for term, unit in loss.units.items():
-                    terms.add(term, sums.terms[term], losses.count(unit, scored))
+                    terms.add(term, sums.terms[term], losses.count(unit, packed.on_host))
                 for name, (total, count) in sums.metrics.items():
                     sums_of_metrics.add(name, total, count)
-                num_tokens += scored.num_tokens
-                predicted = loss.predictions(scores, scored)
+                num_tokens += packed.num_tokens
+                predicted = loss.predictions(scores, packed)
                 if predicted is not None:
-                    probabilities += predicted.probability.tolist()
-                    outcomes += predicted.outcome.tolist()
-                    lowest = predicted.lowest
+                    predictions.append(predicted)
         metrics = {"loss": sum(terms.means(ranks).values()), **sums_of_metrics.means(ranks)}
         fields: dict[str, Any] = {"num_tokens": int(ranks.sum([num_tokens])[0])}
+        read = to_host([value for some in predictions for value in some[:2]])
+        probabilities, outcomes = (
+            [number for value in read[kind::2] for number in value.tolist()] for kind in (0, 1)
+        )
+        lowest = predictions[-1].lowest if predictions else 0.0
         gathered = ranks.gather((probabilities, outcomes, lowest))
         if any(rank[0] for rank in gathered):
             probability = np.array([value for rank in gathered for value in rank[0]])

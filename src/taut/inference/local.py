@@ -49,7 +49,7 @@ from taut.models import architecture, products
 from taut.models.precision import cast_once
 from taut.models.scorer import Scorer, evaluating
 from taut.train.distributed import Ranks
-from taut.types import Completion, FinishReason, IntArray, Prompt, Sample
+from taut.types import Completion, FinishReason, IntArray, Prompt, Sample, to_device, to_host
 from taut.vision.placeholders import next_position
 
 BLOCK = 256
@@ -370,7 +370,8 @@ class LocalEngine:
         has_history = sampling.repetition_penalty != 1
         history = [[*row.prompt.ids_T.tolist(), *row.ids] for row in rows] if has_history else []
         uniform_B = torch.tensor([row.random.random() for row in rows], dtype=torch.float64)
-        drawn = draw(logits_BV, sampling, history, uniform_B.to(logits_BV.device))
+        (uniform_B,) = to_device([uniform_B], logits_BV.device)
+        drawn = to_host(draw(logits_BV, sampling, history, uniform_B))
         values = zip(*(column.tolist() for column in drawn), strict=True)
         for row, (index, logp, logp_one) in zip(rows, values, strict=True):
             if not math.isfinite(logp + logp_one):

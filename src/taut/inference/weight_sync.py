@@ -121,9 +121,7 @@ class Trained:
         at_N = np.arange(1, ids_T.size)
         packed = pack([Sample("probe", ids_T, at_N, np.ones(at_N.size))])
         with torch.no_grad(), evaluating(self.scorer), self.compute():
-            logp_N: FloatArray = (
-                self.scorer(packed.to(self.scorer.device)).logp_N.double().cpu().numpy()
-            )
+            logp_N: FloatArray = self.scorer(packed).logp_N.double().cpu().numpy()
         return logp_N
 
 

@@ -108,7 +108,7 @@ class Loss:
 
     def linear_weights(self, packed: Packed) -> dict[str, Tensor] | None:
         """d term / d logp_N [N] for each term where they are known before the forward; else None. With a divergence:
-        d term / d (logp_N, divergence_N), [2, N].
+        d term / d (logp_N, divergence_N), [2, N], or d term / d divergence_N, [1, N].
         """
         return None
 

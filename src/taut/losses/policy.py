@@ -331,21 +331,28 @@ def engine_metrics(difference_N: Tensor, packed: Packed, how: Correction) -> Met
     """
     is_known_N = ~difference_N.isnan()
     raw_N = _raw(difference_N.double(), packed, how)
-    used_N = _acted(raw_N, how)
-    d = difference_N[is_known_N].double()
-    count = torch.tensor(float(d.numel()))
+    used_N = _acted(raw_N, how) * is_known_N
+    d = difference_N.nan_to_num(nan=0.0).double()
+    count = is_known_N.sum().double()
     sums = {
         "difference": d.abs().sum(),
         "difference_square": (d**2).sum(),
         "far": (d.abs() > FAR).sum(),
         "kl": estimate(-d, "k3").sum(),
         "kl_k1": -d.sum(),
-        "weight": used_N[is_known_N].sum(),
-        "weight_square": (used_N[is_known_N] ** 2).sum(),
+        "weight": used_N.sum(),
+        "weight_square": (used_N**2).sum(),
     }
     if how.kind != "none":
-        sums["corrected"] = (used_N != raw_N)[is_known_N].sum()
+        sums["corrected"] = ((used_N != raw_N) & is_known_N).sum()
     return {f"engine/{name}": (total, count) for name, total in sums.items()}
+
+
+def largest_difference(difference_N: Tensor) -> Tensor:
+    """The largest |old - engine| in nats; 0 where none is known. It is no metric: those are sums."""
+    if not difference_N.numel():
+        return difference_N.new_zeros(())
+    return difference_N.detach().abs().nan_to_num(nan=0.0).max()
 
 
 def effective_share(metrics: Mapping[str, float]) -> float | None:
@@ -356,14 +363,6 @@ def effective_share(metrics: Mapping[str, float]) -> float | None:
     if square is None:
         return None
     return metrics["engine/weight"] ** 2 / square if square > 0 else 0.0
-
-
-def largest_difference(scores: Scores, packed: Packed) -> float:
-    """The largest |old - engine| of a micro-batch, in nats; 0 where none is known. It is no metric: those are sums."""
-    old_N = packed.streams.get("old_logp_N", scores.logp_N.detach()).to(scores.logp_N)
-    engine_N = packed.streams["engine_logp_N"].to(scores.logp_N)
-    gap_N = (old_N - engine_N).abs().nan_to_num(nan=0.0)
-    return float(gap_N.max()) if gap_N.numel() else 0.0
 
 
 # -- value term ------------------------------------------------------------------------------------
@@ -583,9 +582,10 @@ class PolicyGradient(Loss):
             weight_N = weights(difference_N, packed, self.correction)
             cost = self._surrogate.cost(chosen.weighted(weight_N))
             cost_N = cost.cost_N + (weight_N - 1.0) * cost.cost_N.detach()
-        metrics = self._metrics(chosen, cost, difference_N)
+        metrics, largest = self._metrics(chosen, cost, difference_N), {}
         if difference_N is not None:
             metrics |= engine_metrics(difference_N, packed, self.correction)
+            largest["engine/largest"] = largest_difference(difference_N)
         terms = {"policy": (share_N * cost_N).sum()}
         if self.kl:
             log_ratio_N = logp_N - packed.streams["ref_logp_N"].to(logp_N)
@@ -603,7 +603,7 @@ class PolicyGradient(Loss):
         if self.critic:
             terms["value"], value_metrics = value_cost(scores, packed, self.critic)
             metrics |= value_metrics
-        return LossSum(terms, metrics)
+        return LossSum(terms, metrics, largest)
 
     def derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
         values = {

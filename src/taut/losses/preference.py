@@ -123,22 +123,28 @@ def pair_metrics(reward_S: Tensor, sums: Answers, packed: Packed) -> Metrics:
     """Means over pairs of what the better and the worse answers have."""
     margin_P = (reward_S[packed.better_P] - reward_S[packed.worse_P]).detach()
     metrics = {"rewards/margin": mean(margin_P), "rewards/accuracy": accuracy(margin_P)}
-    chosen, rejected = packed.better_P, packed.worse_P
-    return metrics | kind_metrics(reward_S, sums, packed, chosen=chosen, rejected=rejected)
-
-
-def kind_metrics(
-    reward_S: Tensor, sums: Answers, packed: Packed, *, chosen: Tensor, rejected: Tensor
-) -> Metrics:
-    """Means of reward, log-probability and number of targets over the answers that an index or a mask selects."""
-    length_S = packed.by_sample(torch.ones_like(packed.weight_N))
-    values = {"rewards": reward_S, "logps": sums.logp_S, "length": length_S}
-    kinds = {"chosen": chosen, "rejected": rejected}
-    return {
-        f"{name}/{kind}": mean(value_S[picked])
-        for name, value_S in values.items()
-        for kind, picked in kinds.items()
+    kinds = {"chosen": packed.better_P, "rejected": packed.worse_P}
+    return metrics | {
+        f"{name}/{kind}": mean(value_S[index_P])
+        for name, value_S in values_of_answers(reward_S, sums, packed).items()
+        for kind, index_P in kinds.items()
     }
+
+
+def kind_metrics(reward_S: Tensor, sums: Answers, packed: Packed, is_good_S: Tensor) -> Metrics:
+    """The same means over the good answers and over the others."""
+    kinds = {"chosen": is_good_S.double(), "rejected": (~is_good_S).double()}
+    return {
+        f"{name}/{kind}": ((value_S.detach() * is_kind_S).sum(), is_kind_S.sum())
+        for name, value_S in values_of_answers(reward_S, sums, packed).items()
+        for kind, is_kind_S in kinds.items()
+    }
+
+
+def values_of_answers(reward_S: Tensor, sums: Answers, packed: Packed) -> dict[str, Tensor]:
+    """Each answer's reward, log-probability and number of targets."""
+    length_S = packed.by_sample(torch.ones_like(packed.weight_N))
+    return {"rewards": reward_S, "logps": sums.logp_S, "length": length_S}
 
 
 # -- the functions of the DPO family ---------------------------------------------------------------
@@ -659,7 +665,7 @@ class Unpaired(AnswerLoss):
             cost_S = torch.sigmoid(-signed_S)
         good_S, bad_S = self.desirable_weight * cost_S, self.undesirable_weight * cost_S
         total = torch.where(is_good_S, good_S, bad_S).sum()
-        metrics = kind_metrics(reward_S, sums, packed, chosen=is_good_S, rejected=~is_good_S)
+        metrics = kind_metrics(reward_S, sums, packed, is_good_S)
         metrics["rewards/accuracy"] = accuracy(signed_S)
         if self.variant == "kto":
             metrics["z0"] = mean(packed.stats["z0"].expand(packed.num_samples))

@@ -42,7 +42,8 @@ class Distill(Loss):
     ``divergence`` is without it. The log-probabilities are at T = 1.
 
     Both terms are linear in the head's outputs, with weights known in advance: d term / d (logp_N, divergence_N),
-    [2, N]. There is no other way to their gradient: ``Scores.divergence_N`` and ``logp_N`` are numbers without one.
+    [2, N], or d term / d divergence_N, [1, N], without cross entropy. There is no other way to their gradient:
+    ``Scores.divergence_N`` and ``logp_N`` are numbers without one.
     """
 
     divergence: Divergence = Divergence()  # noqa: RUF009 (a NamedTuple)
@@ -77,8 +78,10 @@ class Distill(Loss):
 
     def linear_weights(self, packed: Packed) -> dict[str, Tensor]:
         weight_N, none_N = packed.weight_N, torch.zeros_like(packed.weight_N)
-        factor = self.divergence.temperature**2
-        weights = {"divergence": torch.stack([none_N, factor * weight_N])}
-        if self.sft_weight:
-            weights["cross_entropy"] = torch.stack([-self.sft_weight * weight_N, none_N])
-        return weights
+        scaled_N = self.divergence.temperature**2 * weight_N
+        if not self.sft_weight:
+            return {"divergence": scaled_N[None]}
+        return {
+            "divergence": torch.stack([none_N, scaled_N]),
+            "cross_entropy": torch.stack([-self.sft_weight * weight_N, none_N]),
+        }

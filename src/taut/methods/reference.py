@@ -100,7 +100,7 @@ class Start(nn.Module):
 
     def streams(self, packed: Packed) -> dict[str, Tensor]:
         scores = self._scorer[0](packed, wants=self._wants)
-        return {STREAM: scores.logp_N.cpu()}
+        return {STREAM: scores.logp_N}
 
     def tensors(self) -> list[Tensor]:
         return list(self.buffers())
@@ -135,7 +135,7 @@ class Other:
         return nullcontext()
 
     def streams(self, packed: Packed) -> dict[str, Tensor]:
-        return {STREAM: self._scorer(packed, wants=self._wants).logp_N.cpu()}
+        return {STREAM: self._scorer(packed, wants=self._wants).logp_N}
 
     def tensors(self) -> list[Tensor]:
         return list(self._scorer.parameters())

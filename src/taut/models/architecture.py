@@ -35,7 +35,7 @@ from taut.attention.decode import Decoding
 from taut.attention.layout import Layout
 from taut.errors import ModelError
 from taut.models.stateful_types import STATEFUL_TYPES
-from taut.types import Media, Packed
+from taut.types import Media, Packed, to_device
 from taut.vision import tower
 
 _STATEFUL_CLASS = re.compile(
@@ -472,12 +472,12 @@ def run_backbone(model: nn.Module, packed: Packed) -> tuple[Packed, Tensor]:
     read (``predictor_N``, ``read_R``); where few are, the last layer leaves the others unfinished.
     """
     device = next(model.parameters()).device
-    last_T = None if packed.last_T is None else packed.last_T.numpy()
-    rows = np.union1d(packed.predictor_N.numpy(), packed.read_R.numpy())
+    host, packed = packed.on_host, packed.to(device)
+    last_T = None if host.last_T is None else host.last_T.numpy()
+    rows = np.union1d(host.predictor_N.numpy(), host.read_R.numpy())
     is_worth_it = rows.size <= MOST_ROWS * packed.num_tokens
-    rows_read = torch.from_numpy(rows).to(device) if is_worth_it else None
-    layout = Layout(packed.reach_T.numpy(), last_T, device, rows_read)
-    packed = packed.to(device)
+    rows_read = to_device([torch.from_numpy(rows)], device)[0] if is_worth_it else None
+    layout = Layout(host.reach_T.numpy(), last_T, device, rows_read)
     return packed, hidden_states(model, packed.ids_T, packed.position_ids, layout, packed.media)
 
 

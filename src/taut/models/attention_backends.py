@@ -1,10 +1,11 @@
 """The choice of the attention backend, and the registration of backends with the library's attention interface.
 
 ``select`` chooses before the model is loaded; the model is loaded with the name it returns. Each backend is
-registered under ``taut_<name>`` for the attention function and for the mask function, and the layout of a
-micro-batch reaches every layer as the keyword ``taut_layout`` of the model's forward. The mask function returns None:
-visibility comes from the layout. Inside ``observe`` it first evaluates the library's mask on a grid of indices and
-records its kind, and every layer that calls is recorded too, for models/self_test.py.
+registered under ``taut_<name>`` as an attention function, and the layout of a micro-batch reaches every layer as the
+keyword ``taut_layout`` of the model's forward. No mask function is registered: visibility comes from the layout, and
+the library then makes no mask and asks the device nothing about positions. Inside ``observe`` there is one, which
+evaluates the library's mask on a grid of indices and records its kind; every layer that calls is recorded too, for
+models/self_test.py.
 """
 
 from __future__ import annotations
@@ -137,10 +138,15 @@ def observe(*, is_deaf: bool = False) -> Iterator[Observation]:
     global _observation
     assert _observation is None, "observe does not nest"
     _observation = Observation(is_deaf=is_deaf)
+    masks = dict.fromkeys((PREFIX + name for name in BACKENDS), _mask)
+    for name, function in masks.items():
+        AttentionMaskInterface.register(name, function)
     try:
         yield _observation
     finally:
         _observation = None
+        for name in masks:
+            del AttentionMaskInterface._global_mapping[name]
 
 
 def _attention(
@@ -184,13 +190,10 @@ def _attention(
 
 
 def _mask(**request: Any) -> None:
-    """The mask function that the library calls before the layers: None, since the layout defines visibility."""
-    if request.get("attention_mask") is not None:
-        raise AttentionError(
-            "an attention_mask was passed to the model; taut's layout defines what is visible; pass none"
-        )
-    if _observation is None:
-        return
+    """The mask function that the library calls before the layers, inside ``observe``: None, since the layout defines
+    visibility.
+    """
+    assert _observation is not None
     config = request["config"]
     window = window_of(request["mask_function"], config)
     if window == 0 and "sliding_attention" not in (getattr(config, "layer_types", None) or ()):
@@ -226,4 +229,3 @@ def window_of(mask_function: Callable[..., Any], config: Any) -> int | None:
 
 for _name in BACKENDS:
     AttentionInterface.register(PREFIX + _name, partial(_attention, _name))
-    AttentionMaskInterface.register(PREFIX + _name, _mask)

@@ -15,7 +15,8 @@ log-softmax is taken in at least float32. Two ways through the head:
 
 Where a loss wants the divergence from a teacher, the teacher scores the micro-batch before the backbone runs
 (models/teacher.py), and the gradient is formed in the forward; ``linear_N`` is then [2, N], the coefficients of
-``logp_N`` and of ``divergence_N``. Without ``linear_N`` both are numbers without gradient.
+``logp_N`` and of ``divergence_N``, or [1, N], those of ``divergence_N`` alone. Without ``linear_N`` both are numbers
+without gradient.
 
 Where a loss wants a scalar, it comes from the critic if there is one (models/heads.py), else from the model's own
 scalar head; one forward computes it together with the log-probabilities.
@@ -39,7 +40,7 @@ from taut.attention.layout import Layout
 from taut.models.architecture import HeadSpec, head, hidden_states, run_backbone
 from taut.models.heads import Critic, OwnCritic, scalar, scalar_head
 from taut.models.products import product_into
-from taut.types import Divergence, Media, Packed, Scores, Wants
+from taut.types import Divergence, Media, Packed, Scores, Wants, to_device
 
 MIN_CHUNK_ROWS = 256
 """Smaller chunks lose accuracy in 16-bit weight gradients and speed in every dtype."""
@@ -126,7 +127,7 @@ class Scorer(nn.Module):
             return Scores(hidden_TD.new_empty(0), scalar_R=scalar_R)
         hidden_ND = hidden_TD.index_select(0, packed.predictor_N)
         if linear_N is not None:
-            linear_N = linear_N.to(self.device)
+            (linear_N,) = to_device([linear_N], self.device)
         spec = replace(head(self.model), temperature=wants.temperature)
         scores = score_hidden(
             hidden_ND, packed.target_N, spec, linear_N, wants.entropy, teacher_scores
@@ -146,9 +147,9 @@ class Scorer(nn.Module):
         ``media``: the pictures among the tokens.
         """
         device = self.device
-        ids_T, position_ids = ids_T.to(device), position_ids.to(device)
+        ids_T, position_ids, read_R = to_device([ids_T, position_ids, read_R], device)
         hidden_TD = hidden_states(self.model, ids_T, position_ids, layout, media)
-        return head(self.model).logits(hidden_TD.index_select(0, read_R.to(device)))
+        return head(self.model).logits(hidden_TD.index_select(0, read_R))
 
     def target_logits(self, packed: Packed) -> Tensor:
         """Logits [N, V] of each listed target's predictor, as ``next_logits``."""
@@ -167,7 +168,9 @@ def score_hidden(
     with_entropy: bool = False,
     teacher: TeacherScores | None = None,
 ) -> Scores:
-    """The head alone: predictors' hidden states -> scores of the targets. With a teacher ``linear_N`` is [2, N]."""
+    """The head alone: predictors' hidden states -> scores of the targets. With a teacher ``linear_N`` is [2, N] or
+    [1, N].
+    """
     rows = None if spec.rows is None else spec.rows.weight_RD
     inputs = (hidden_ND, spec.weight, spec.bias, rows)
     if linear_N is None and teacher is None:
@@ -398,7 +401,10 @@ class LinearHead(torch.autograd.Function):
             ctx.mark_non_differentiable(logp)
             return (linear * logp).sum(), logp, None
         ctx.mark_non_differentiable(logp, divergence)
-        return (linear[0] * logp).sum() + (linear[1] * divergence).sum(), logp, divergence
+        total = (linear[-1] * divergence).sum()
+        if linear.shape[0] == 2:
+            total = (linear[0] * logp).sum() + total
+        return total, logp, divergence
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -431,11 +437,13 @@ def _by_chunks(
                 s = (every[:, :num_rows] / temperature).log_softmax(-1)
             divergence[rows], grad = teacher.compare(rows, s)
             if linear is not None:
-                grad *= linear[1, rows, None] / temperature
+                grad *= linear[-1, rows, None] / temperature
         if linear is None or sums is None:
             continue
-        share = (linear if grad is None else linear[0])[rows, None]
-        if grad is None or share.any():  # the gradient of logp, on all rows of the vocabulary
+        if (
+            grad is None or linear.shape[0] == 2
+        ):  # the gradient of logp, on all rows of the vocabulary
+            share = (linear if grad is None else linear[0])[rows, None]
             whole = every.exp_().mul_(-share)
             whole.scatter_add_(1, target[rows, None], share)
             if grad is not None:

@@ -142,7 +142,8 @@ def _expected(p: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """The sum of p times value over each row, and the products, in value's memory; 0 wherever p is 0."""
     each = value.mul_(p)
     total = each.sum(1)
-    if not torch.isfinite(total).all():
+    # A GPU is not asked: it would have to be waited for.
+    if total.device.type != "cpu" or not torch.isfinite(total).all():
         total = each.masked_fill_(p == 0, 0.0).sum(1)
     return total, each
 

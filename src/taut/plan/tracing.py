@@ -170,7 +170,7 @@ def trace(
         for name in ("reach_T", "last_T", "predictor_N", "read_R")
         if (value := getattr(packed, name)) is not None
     }
-    packed = replace(packed, **known)
+    packed = replace(packed, host=replace(packed, **known))
     depths = _depths(run, model)
     histories = []
     for depth in depths:
@@ -305,20 +305,17 @@ class _Shapes(Ledger):  # type: ignore[no-untyped-call]  # torch: no types
 
 
 class _Known(Tensor):
-    """A tensor that ``Scorer`` reads on the host before it moves it, inside a mode without tensor contents."""
+    """A tensor that is read on the host inside a mode without tensor contents."""
 
-    _read: tuple[Tensor, IntArray]
+    _read: IntArray
 
     def __new__(cls, tensor: Tensor) -> _Known:
         made = Tensor._make_subclass(cls, torch.empty(0))
-        made._read = tensor, tensor.numpy()
+        made._read = tensor.numpy()
         return made
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self._read[1]
-
-    def to(self, *_: Any, **__: Any) -> Any:
-        return self._read[0]
+        return self._read
 
 
 def _sizes(model: nn.Module, parameters: Iterable[Tensor]) -> Sizes:

@@ -36,7 +36,6 @@ from taut.data.messages import named
 from taut.errors import CheckFailed
 from taut.inference.engine import Engine
 from taut.inference.vllm import ServerEngine
-from taut.losses.policy import largest_difference
 from taut.rl.advantages import TrainSample
 from taut.rl.rollout import Group, Rollout, RolloutConfig
 from taut.rl.sampler import Trajectory
@@ -422,9 +421,6 @@ class RolloutMonitor:
         difference = report.metrics.get(DIFFERENCE)
         if difference is None:
             return
-        largest = [largest_difference(scores, packed) for packed, scores in report.scored]
-        most = max(largest, default=0.0)
-        report.metrics["engine/largest"] = trainer.ranks.max([most])[0]
         if not difference <= self.config.max_logprob_difference:
             raise CheckFailed(
                 f"step {report.step}: the engine's logprobs differ from the trainer's by {difference:.3g} nats a token "

@@ -40,8 +40,8 @@ from taut.rewards.verifier import Answered, Score
 from taut.rl.environment import EnvironmentConfig, EnvironmentPool
 from taut.rl.sampler import NO_VERDICT, Trajectory, sample_trajectories
 from taut.train.distributed import Ranks
-from taut.train.trainer import Role, Trainer, pad_microbatches, plan_microbatches
-from taut.types import FloatArray, Packed, Sample, Scores, Tree, Wants
+from taut.train.trainer import Role, Trainer, on_device, pad_microbatches, plan_microbatches
+from taut.types import FloatArray, Packed, Sample, Scores, Tree, Wants, to_host
 
 RESERVED = ("shaped", "kept")
 """Names of other metrics of a rollout, which no reward may have."""
@@ -371,10 +371,8 @@ def score_trees(
     if not (wants.logp or wants.scalar or roles):
         return scores_of
 
-    def keep(name: str, packed: Packed, value: Tensor, row: Tensor) -> None:
-        values, rows = value.double().cpu().numpy(), row.numpy()
-        for number, sample_id in enumerate(packed.sample_ids):
-            scores_of[sample_id][name] = values[rows == number]
+    kept: list[tuple[str, Packed, Tensor, Tensor]] = []
+    """What was scored, its micro-batch, the values on their device, and the sample of each."""
 
     def attempt(act: Callable[[Packed], T], packed: Packed) -> T:
         if trainer.ranks.size == 1:
@@ -395,18 +393,23 @@ def score_trees(
 
     planned = pad_microbatches(plan_microbatches(trees, trainer), trees, trainer)
     if wants.logp or wants.scalar:
-        for packed, is_real in planned:
-            scores = attempt(policy_and_critic, packed)
+        for packed, is_real in on_device(planned, trainer.ranks.device):
+            scores, host = attempt(policy_and_critic, packed), packed.on_host
             if is_real and wants.logp:
-                keep(POLICY, packed, scores.logp_N, packed.row_N)
+                kept.append((POLICY, host, scores.logp_N, host.row_N))
             if is_real and scores.scalar_R is not None:
-                keep(VALUE, packed, scores.scalar_R, packed.row_R)
+                kept.append((VALUE, host, scores.scalar_R, host.row_R))
     for role in roles:
         with trainer.interrupts.held(), role.active(), trainer.compute():
-            for packed, is_real in planned:
-                streams = attempt(role.streams, packed)
+            for packed, is_real in on_device(planned, trainer.ranks.device):
+                streams, host = attempt(role.streams, packed), packed.on_host
                 for name, value_N in streams.items() if is_real else ():
-                    keep(name, packed, value_N, packed.row_N)
+                    kept.append((name, host, value_N, host.row_N))
+    read = to_host([value for _, _, value, _ in kept])
+    for (name, packed, _, row), value in zip(kept, read, strict=True):
+        values, rows = value.double().numpy(), row.numpy()
+        for number, sample_id in enumerate(packed.sample_ids):
+            scores_of[sample_id][name] = values[rows == number]
     if trainer.ranks.size == 1:
         return scores_of
     everything: ModelScores = {name: {} for name in scores_of}

@@ -104,7 +104,7 @@ def _compute(built: Built, data: Dataset) -> Tensor:
     for start in range(0, len(rows), ROWS_AT_A_TIME):
         trees = rows.trees(list(range(start, min(start + ROWS_AT_A_TIME, len(rows)))))
         for packed, is_real in fill_streams(trainer, trees, "logprobs of the reference"):
-            logp_N = packed.streams[STREAM]
+            logp_N = packed.streams[STREAM].cpu()
             for row, name in enumerate(packed.sample_ids if is_real else ()):
                 logps[name] = logp_N[packed.row_N == row]
     for of_rank in trainer.ranks.gather(logps):

@@ -201,6 +201,12 @@ def shard(root: nn.Module, layers: Iterable[nn.Module], ranks: Ranks) -> None:
             module.set_gradient_divide_factor(1.0)
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
 @torch.no_grad()
 def swap(first: Tensor, second: Tensor) -> None:
     """Swap the contents of two tensors of the same shape; of sharded ones, this rank's shards."""
@@ -221,14 +227,17 @@ def reshard(root: nn.Module) -> None:
             module.reshard()
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -> float:
-    """The gradient's total norm over all ranks. If it is finite, gradients are scaled down to ``max_norm``."""
+def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -> Tensor:
+    """The gradient's total norm over all ranks, on the device. If it is finite, gradients are scaled down to
+    ``max_norm``.
+    """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
     whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    if max_norm is not None and bool(torch.isfinite(whole)):
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, whole)
-    return float(whole)
+    if max_norm is not None:
+        usable = whole.nan_to_num(nan=0.0, posinf=0.0)  # of which none is above max_norm
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, usable)
+    return whole
 
 
 def full_state_dict(module: nn.Module, ranks: Ranks) -> dict[str, Tensor] | None:

@@ -35,7 +35,9 @@ from taut.config import configclass
 from taut.data.dataset import Dataset
 from taut.errors import CheckFailed, DivergenceError
 from taut.models import architecture
+from taut.train.distributed import local
 from taut.train.trainer import StepReport, Trainer
+from taut.types import to_host
 
 PATIENCE = 3
 """Steps after which a gradient that was always zero is reported (that of LoRA's A is zero at step 1)."""
@@ -85,7 +87,7 @@ class FirstStep:
             return
         worst, worst_id, compared = 0.0, "", 0
         for packed, scores in report.scored:
-            logp_N = scores.logp_N.cpu()
+            logp_N = scores.logp_N.cpu()  # in the first step only
             for row, sample_id in enumerate(packed.sample_ids):
                 if sample_id not in self.alone:
                     continue
@@ -146,8 +148,8 @@ class Untouched:
                 f"step {report.step}: {len(absent)} trainable tensors get no gradient ({', '.join(absent[:4])}); "
                 "every trainable tensor is expected to take part in the loss; leave them out with the key freeze"
             )
-        flags = [float(bool(p.grad.any())) for p in self.names]  # type: ignore[union-attr]
-        reached = trainer.ranks.max(flags)
+        flags = to_host([local(p.grad).any() for p in self.names if p.grad is not None])
+        reached = trainer.ranks.max([float(flag) for flag in flags])
         if not (trainer.source.loss.is_cost or _has_advantages(report, trainer)):
             return
         if any(report.step <= group["waits"] for group in trainer.optimizer.param_groups):

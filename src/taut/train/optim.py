@@ -24,7 +24,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
 from taut.config import NotNegative, Positive, Share, configclass
 from taut.errors import ConfigError
@@ -204,17 +204,19 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     return {"learning_rate": first["lr"] / first["ratio"], **rates}
 
 
-def clip(optimizer: torch.optim.Optimizer, max_norm: float | None) -> dict[str, float]:
+def clip(optimizer: torch.optim.Optimizer, max_norm: float | None) -> dict[str, Tensor]:
     """Scale the gradient down to ``max_norm``, separately for a part with its own pace.
 
-    Returns ``grad_norm``, the norm of the whole before clipping, and ``grad_norm/critic``, that of the part.
+    Returns ``grad_norm``, the norm of the whole before clipping, and ``grad_norm/critic``, that of the part; on the
+    device.
     """
     norms = {
         part: distributed.clip_gradients(params, max_norm)
         for part, params in parts(optimizer).items()
     }
     of_parts = {f"grad_norm/{part}": norm for part, norm in norms.items() if part}
-    return {"grad_norm": math.hypot(*norms.values()), **of_parts}
+    whole = torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms.values()]))
+    return {"grad_norm": whole, **of_parts}
 
 
 def parts(optimizer: torch.optim.Optimizer) -> dict[str, list[nn.Parameter]]:

@@ -51,7 +51,7 @@ from torch.storage import _dtype_to_storage_type_map
 
 from taut.errors import OutputError, TautError
 from taut.io import files
-from taut.train.distributed import Ranks
+from taut.train.distributed import Ranks, local
 
 
 class NotData(ValueError):
@@ -111,7 +111,7 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 
 def num_bytes(state: State) -> int:
     """The bytes of this rank's shards."""
-    return sum(_local(tensor).nbytes for tensor in state.values())
+    return sum(local(tensor).nbytes for tensor in state.values())
 
 
 def allocate(state: State) -> State:
@@ -119,7 +119,7 @@ def allocate(state: State) -> State:
     is_cuda = any(tensor.device.type == "cuda" for tensor in state.values())
     buffers: State = _create_cpu_state_dict(state, pin_memory=is_cuda)
     for tensor in buffers.values():
-        _local(tensor).zero_()
+        local(tensor).zero_()
     return buffers
 
 
@@ -456,10 +456,6 @@ def _cause(error: CheckpointException) -> Exception:
         if isinstance(failure, OSError):
             return OSError(failure.errno, failure.strerror or str(failure))
     return RuntimeError(str(failures[0]))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 # -- pickles as data

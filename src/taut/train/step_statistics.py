@@ -7,6 +7,7 @@ micro-batch gets its own entries.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from taut.losses import Loss
 from taut.train.distributed import Ranks
-from taut.types import Packed
+from taut.types import Packed, to_host
 
 Planned = Sequence[tuple[Packed, bool]]
 """Micro-batches, and whether each counts."""
@@ -26,7 +27,8 @@ def compute_statistics(
     loss: Loss, observed: Sequence[Mapping[str, Tensor]], ranks: Ranks
 ) -> dict[str, Tensor]:
     """The loss's statistics of all observations, on the CPU, the same on every rank."""
-    mine = [{name: value.cpu() for name, value in values.items()} for values in observed]
+    read = iter(to_host([value for values in observed for value in values.values()]))
+    mine = [{name: next(read) for name in values} for values in observed]
     gathered = [values for rank in ranks.gather(mine) for values in rank]
     assert gathered, "a step without micro-batches"
     joined = {name: torch.cat([values[name] for values in gathered]) for name in gathered[0]}
@@ -72,24 +74,70 @@ class Sum(NamedTuple):
         return self.total / self.over
 
 
+class Totals(NamedTuple):
+    """What ``Sums`` has read, over all ranks."""
+
+    sums: dict[str, Sum]
+    largest: dict[str, float]
+    others: list[float]
+    """Numbers that are the same on every rank, read together with the sums."""
+
+
 class Sums:
-    """Named sums with their counts, over micro-batches and then over ranks."""
+    """Named sums with their counts, and largest values, over micro-batches and then over ranks.
+
+    Until ``totals`` reads all of them at once they stay on the device where they were computed.
+    """
 
     def __init__(self) -> None:
-        self._sums: dict[str, Sum] = {}
+        self._sums: dict[str, tuple[Tensor | float, Tensor | float]] = {}
+        self._largest: dict[str, Tensor | float] = {}
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float = 0.0) -> None:
-        before = self._sums.get(name, Sum(0.0, 0.0))
-        self._sums[name] = Sum(before.total + float(total), before.over + float(count))
+        before, over = self._sums.get(name, (0.0, 0.0))
+        self._sums[name] = before + _number(total), over + _number(count)
 
-    def totals(self, ranks: Ranks) -> dict[str, Sum]:
-        """The sums over all ranks, of every name that any rank has. Every rank calls it."""
-        names = sorted(set().union(*ranks.gather(set(self._sums))))
-        flat = [value for name in names for value in self._sums.get(name, Sum(0.0, 0.0))]
-        summed = ranks.sum(flat)
+    def add_largest(self, name: str, value: Tensor) -> None:
+        number, before = _number(value), self._largest.get(name)
+        if before is None:
+            self._largest[name] = number
+        elif isinstance(number, Tensor) and isinstance(before, Tensor):
+            self._largest[name] = torch.maximum(before, number)
+        else:
+            self._largest[name] = max(float(before), float(number))
+
+    def totals(self, ranks: Ranks, others: Sequence[Tensor] = ()) -> Totals:
+        """The numbers over all ranks, of every name that any rank has; every rank calls it. ``others``: numbers that
+        are the same on every rank.
+        """
+        flat = [value for pair in self._sums.values() for value in pair]
+        numbers = iter(_read([*flat, *self._largest.values(), *others]))
+        mine = {name: Sum(next(numbers), next(numbers)) for name in self._sums}
+        my_largest = {name: next(numbers) for name in self._largest}
+        gathered = ranks.gather((set(mine), set(my_largest)))
+        names, names_of_largest = (
+            sorted(set().union(*every)) for every in zip(*gathered, strict=True)
+        )
+        summed = ranks.sum([value for name in names for value in mine.get(name, Sum(0.0, 0.0))])
         pairs = zip(names, summed[::2], summed[1::2], strict=True)
-        return {name: Sum(total, count) for name, total, count in pairs}
+        sums = {name: Sum(total, count) for name, total, count in pairs}
+        largest = [my_largest.get(name, -math.inf) for name in names_of_largest]
+        of_ranks = ranks.max(largest) if largest else []
+        return Totals(sums, dict(zip(names_of_largest, of_ranks, strict=True)), list(numbers))
 
     def means(self, ranks: Ranks) -> dict[str, float]:
         """The means over all ranks, of the names with a count above 0."""
-        return {name: part.mean for name, part in self.totals(ranks).items() if part.over}
+        return {name: part.mean for name, part in self.totals(ranks).sums.items() if part.over}
+
+
+def _number(value: Tensor | float) -> Tensor | float:
+    """A number on the host; one on a device stays there, in float64."""
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        return value.detach().double()
+    return float(value)
+
+
+def _read(values: Sequence[Tensor | float]) -> list[float]:
+    """The numbers, with one read of a device."""
+    read = iter(to_host([value for value in values if isinstance(value, Tensor)]))
+    return [float(next(read)) if isinstance(value, Tensor) else value for value in values]

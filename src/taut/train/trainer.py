@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -36,7 +37,7 @@ from taut.train.checkpoint import Memory
 from taut.train.distributed import Ranks
 from taut.train.oom import Fit
 from taut.train.signals import Interrupts
-from taut.types import Packed, Picture, Sample, Scores, Tree
+from taut.types import LossSum, Packed, Picture, Sample, Scores, Tree
 
 SIZES = ("num_targets", "num_tokens", "num_tokens_unshared")
 """The sizes that every step counts."""
@@ -97,10 +98,20 @@ class Role(Protocol):
 
 
 class Scored(NamedTuple):
-    """A micro-batch and the model's scores, kept for the monitors."""
+    """A micro-batch in host memory and the model's scores, kept for the monitors."""
 
     packed: Packed
     scores: Scores
+
+
+class Gradients(NamedTuple):
+    """What the backward passes of a step leave beside the gradient; nothing of it is read from the device."""
+
+    scored: list[Scored]
+    sums: list[LossSum]
+    """The loss of each, without gradient."""
+    scales: dict[str, float]
+    """By which each term is multiplied."""
 
 
 @dataclass(frozen=True)
@@ -250,10 +261,10 @@ def train_step(trainer: Trainer, step: int) -> StepReport:
         prepare(step, trainer)
     trees = trainer.source.prepare(step)
     if trees:
-        report = add_gradients(trainer, trees, step, trainer.source.observed(step))
-        require_finite(report.loss, "loss", report, trainer)
+        gradients = compute_gradients(trainer, trees, step, trainer.source.observed(step))
         norms = optim.clip(trainer.optimizer, trainer.clip_grad_norm)
-        report = replace(report, grad_norm=norms.pop("grad_norm"), metrics=report.metrics | norms)
+        report = summarise(trainer, step, trees, gradients, norms)
+        require_finite(report.loss, "loss", report, trainer)
         require_finite(report.grad_norm, "gradient norm", report, trainer)
     else:
         report = StepReport(step, 0.0, {"skipped": 1.0}, 0, 0, 0, [], [], grad_norm=0.0)
@@ -273,29 +284,54 @@ def train_step(trainer: Trainer, step: int) -> StepReport:
 def add_gradients(
     trainer: Trainer, trees: Sequence[Tree], step: int, observed: Sequence[Tree] | None = None
 ) -> StepReport:
-    """Add the gradient of a step with these trees. ``observed``: the trees over which the loss's statistics are taken,
-    if not these.
+    """Add the gradient of a step with these trees, and report the step. ``observed``: the trees over which the loss's
+    statistics are taken, if not these.
     """
+    return summarise(trainer, step, trees, compute_gradients(trainer, trees, step, observed))
+
+
+def compute_gradients(
+    trainer: Trainer, trees: Sequence[Tree], step: int, observed: Sequence[Tree] | None = None
+) -> Gradients:
+    """``add_gradients``, before anything is read from the device."""
     trainer.scorer.train()
     planned = prepare_microbatches(trainer, trees, observed, f"step {step}")
     microbatches = [packed for packed, is_real in planned if is_real]
     counts = denominators(trainer.source.loss, microbatches, trainer.ranks)
     scales = {term: 1.0 / count for term, count in counts.items()}
     nothing = dict.fromkeys(scales, 0.0)
-    scored = []
-    for packed, is_real in planned:
+    scored, sums = [], []
+    for packed, is_real in on_device(planned, trainer.ranks.device):
         if trainer.ranks.size == 1:
             trainer.interrupts.check()
         act = partial(backward, trainer, packed, scales if is_real else nothing, step)
-        scores = trainer.fit.attempt(act, packed, trees, f"step {step}")
+        scores, of_loss = trainer.fit.attempt(act, packed, trees, f"step {step}")
         if is_real:
-            scored.append(Scored(packed, scores))
-    return summarise(trainer, step, trees, scored, scales)
+            scored.append(Scored(packed.on_host, scores))
+            sums.append(of_loss)
+    return Gradients(scored, sums, scales)
 
 
-def backward(trainer: Trainer, packed: Packed, scales: dict[str, float], step: int) -> Scores:
-    """Add one micro-batch's share, each term times its scale, to the gradient."""
+def on_device(
+    planned: Sequence[tuple[Packed, bool]], device: torch.device
+) -> Iterator[tuple[Packed, bool]]:
+    """The micro-batches on ``device``; each is copied before the one in front of it runs."""
+    ahead: tuple[Packed, bool] | None = None
+    for packed, is_real in planned:
+        copied = packed.to(device), is_real
+        if ahead is not None:
+            yield ahead
+        ahead = copied
+    if ahead is not None:
+        yield ahead
+
+
+def backward(
+    trainer: Trainer, packed: Packed, scales: dict[str, float], step: int
+) -> tuple[Scores, LossSum]:
+    """Add one micro-batch's share, each term times its scale, to the gradient. Returns the scores and the loss."""
     loss = trainer.source.loss
+    of_loss = None
     linear = loss.linear_weights(packed)
     if trainer.noise is not None:
         trainer.noise.set(step, packed)
@@ -306,12 +342,14 @@ def backward(trainer: Trainer, packed: Packed, scales: dict[str, float], step: i
             total = scores.linear_sum
         else:
             scores = trainer.scorer(packed, wants=loss.wants)
-            terms = loss(scores, packed.to(scores.device)).terms
-            total = torch.stack([scales[term] * value for term, value in terms.items()]).sum()
+            with_gradient = loss(scores, packed)
+            shares = [scales[term] * value for term, value in with_gradient.terms.items()]
+            total, of_loss = torch.stack(shares).sum(), with_gradient.detach()
     assert total is not None
     with trainer.compute_backward():
         total.backward()  # type: ignore[no-untyped-call]
-    return scores.detach()
+    scores = scores.detach()
+    return scores, loss(scores, packed) if of_loss is None else of_loss
 
 
 def prepare_microbatches(
@@ -325,10 +363,10 @@ def prepare_microbatches(
     planned_observed = planned if observed is None else fill_streams(trainer, observed, where)
     observations = []
     with torch.no_grad(), trainer.compute():
-        for packed, _ in planned_observed:
+        for packed, _ in on_device(planned_observed, trainer.ranks.device):
             score = partial(trainer.scorer, packed, wants=loss.wants)
             scores = trainer.fit.attempt(score, packed, observed or trees, where)
-            observations.append(loss.observe(scores, packed.to(scores.device)))
+            observations.append(loss.observe(scores, packed))
     pairs = zip(observations, planned_observed, strict=True)
     counted = [observation for observation, (_, is_real) in pairs if is_real]
     stats = step_statistics.compute_statistics(loss, counted, trainer.ranks)
@@ -344,7 +382,7 @@ def fill_streams(trainer: Trainer, trees: Sequence[Tree], where: str) -> list[tu
     for role in (role for role in trainer.roles if role.gives in missing):
         with trainer.interrupts.held(), role.active(), torch.no_grad(), trainer.compute():
             streams = []
-            for packed, _ in planned:
+            for packed, _ in on_device(planned, trainer.ranks.device):
                 if trainer.ranks.size == 1:
                     trainer.interrupts.check()
                 compute_streams = partial(role.streams, packed)
@@ -388,29 +426,34 @@ def summarise(
     trainer: Trainer,
     step: int,
     trees: Sequence[Tree],
-    scored: Sequence[Scored],
-    scales: dict[str, float],
+    gradients: Gradients,
+    norms: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> StepReport:
-    """Sum the terms, metrics and sizes over micro-batches and ranks."""
+    """Sum the terms, metrics and sizes over micro-batches and ranks. Here the step's numbers are read from the device,
+    all at once; ``norms``: those of the gradient, if it is known.
+    """
     sums = step_statistics.Sums()
-    for packed, scores in scored:
-        loss = trainer.source.loss(scores, packed.to(scores.device))
-        for term, total in loss.terms.items():
+    for (packed, _), of_loss in zip(gradients.scored, gradients.sums, strict=True):
+        for term, total in of_loss.terms.items():
             sums.add(f"term {term}", total)
-        for name, (total, count) in loss.metrics.items():
+        for name, (total, count) in of_loss.metrics.items():
             sums.add(name, total, count)
+        for name, value in of_loss.largest.items():
+            sums.add_largest(name, value)
         for name in SIZES:
             sums.add(name, getattr(packed, name))
-    totals = sums.totals(trainer.ranks)
-    terms = {term: totals.pop(f"term {term}").total for term in scales}
+    totals, largest, read = sums.totals(trainer.ranks, list(norms.values()))
+    terms = {term: totals.pop(f"term {term}").total for term in gradients.scales}
     sizes = {name: int(totals.pop(name).total) for name in SIZES}
     metrics = {name: part.mean for name, part in totals.items() if part.over}
+    norm_of = dict(zip(norms, read, strict=True))
     return StepReport(
         step=step,
-        loss=sum(scale * terms[term] for term, scale in scales.items()),
-        metrics=metrics | trainer.source.loss.derived(metrics),
+        loss=sum(scale * terms[term] for term, scale in gradients.scales.items()),
+        grad_norm=norm_of.pop("grad_norm", math.nan),
+        metrics=metrics | trainer.source.loss.derived(metrics) | norm_of | largest,
         sample_ids=[sample.id for tree in trees for sample in tree.samples],
-        scored=list(scored),
+        scored=gradients.scored,
         **sizes,
     )
 

@@ -180,11 +180,13 @@ def test_a_product_fades_with_the_length_and_a_geometric_mean_does_not() -> None
 def test_the_largest_difference() -> None:
     engine_N = torch.tensor([-1.0, -2.0, NAN, -4.0, -0.5], dtype=torch.float64)
     scores = Scores(torch.tensor([-1.5, -2.0, -9.0, -3.0, -0.5], dtype=torch.float64))
-    assert largest_difference(scores, rolled_out(engine_logp_N=engine_N)) == 1.0
+    fresh = PolicyGradient(is_fresh=True, has_engine_logp=True)
+    packed = rolled_out(engine_logp_N=engine_N)
+    assert fresh(scores, packed).largest == {"engine/largest": torch.tensor(1.0)}
+    # What updates have changed since is no difference of engines.
     old = rolled_out(engine_logp_N=engine_N, old_logp_N=engine_N + 0.25)
-    assert (
-        largest_difference(scores, old) == 0.25
-    )  # what updates have changed since is no difference of engines
+    assert replace(fresh, is_fresh=False)(scores, old).largest["engine/largest"] == 0.25
+    assert largest_difference(torch.empty(0)) == 0.0
 
 
 def test_what_the_old_policy_is_told_apart_by() -> None:

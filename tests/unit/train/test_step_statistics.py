@@ -92,7 +92,15 @@ def test_sums_and_means_over_ranks_have_every_name_that_any_rank_has() -> None:
     sums.add("loss", torch.tensor(3.0), 2)
     sums.add("loss", 1.0, torch.tensor(2.0))
     assert sums.means(ONE) == {"loss": 1.0}
-    theirs = [{"loss", "other"}], [[6.0, 1.0, 4.0, 0.0]]
-    found = sums.totals(ranks(0, *theirs))
+    theirs = [({"loss", "other"}, set())], [[6.0, 1.0, 4.0, 0.0]]
+    found = sums.totals(ranks(0, *theirs)).sums
     assert found == {"loss": (10.0, 5.0), "other": (4.0, 0.0)}
     assert sums.means(ranks(0, *theirs)) == {"loss": 2.0}, "nothing was counted of the other"
+
+
+def test_the_largest_of_all_microbatches_and_numbers_that_all_ranks_have() -> None:
+    sums = Sums()
+    for value in (1.0, 3.0, 2.0):
+        sums.add_largest("gap", torch.tensor(value))
+    totals = sums.totals(ONE, [torch.tensor(0.5)])
+    assert totals == ({}, {"gap": 3.0}, [0.5])
