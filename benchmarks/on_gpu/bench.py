@@ -305,7 +305,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--cases", nargs="*", default=[])
     arguments = parser.parse_args()
-    device = torch.device(arguments.device)
+    device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
 
     note = partial(log.note, arguments.log)
     note(machine=describe(device))
