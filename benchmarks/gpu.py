@@ -92,6 +92,7 @@ def tests(arguments: argparse.Namespace) -> None:
 
     log = arguments.out / "tests.jsonl"
     log.unlink(missing_ok=True)
+    note(log, missing=missing_packages())
     if importlib.util.find_spec("pytest") is None:
         note(log, why="needs pytest, which is not installed")
         return
@@ -115,7 +116,7 @@ def bench(arguments: argparse.Namespace) -> None:
         for case in cases(is_tiny=arguments.tiny)
         if not arguments.cases or any(word in case.name for word in arguments.cases)
     ]
-    note(log, planned=names)
+    note(log, missing=missing_packages(), planned=names)
     deadline = time.monotonic() + arguments.seconds - GRACE
     flags = ["--device", arguments.device, *(["--tiny"] if arguments.tiny else [])]
     while names and time.monotonic() < deadline:
@@ -189,7 +190,7 @@ def main() -> int:
 
     status = 0
     if "report" in arguments.parts:
-        status = report.write(arguments.out, missing_packages())
+        status = report.write(arguments.out)
     if "docs" in arguments.parts:
         report.put_into(arguments.page, arguments.out)
     return status

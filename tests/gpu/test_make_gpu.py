@@ -84,7 +84,7 @@ def test_a_case_that_takes_its_process_down_costs_that_case(
     arguments = gpu.parse_arguments()
     arguments.out = tmp_path
     gpu.bench(arguments)
-    results = report.gather(tmp_path, {})["cases"]
+    results = report.gather(tmp_path)["cases"]
     assert results["results"]["rates"]["failed"] == "its process ended with status -11"
     assert len(results["results"]) == len(bench.cases(is_tiny=True))
     assert results["not_reached"] == []
