@@ -105,7 +105,7 @@ def attention(backend: str, layout: str, device: torch.device, is_tiny: bool) ->
     import numpy as np
     from torch.nn.functional import scaled_dot_product_attention
 
-    from taut.attention import kernels, reference
+    from taut.attention import flex, reference, varlen
     from taut.attention.layout import Call, Layout
 
     num_heads, num_kv, width = (4, 2, 16) if is_tiny else (32, 8, 128)
@@ -123,7 +123,7 @@ def attention(backend: str, layout: str, device: torch.device, is_tiny: bool) ->
     key, value = (make(1, num_kv, whole, width) for _ in range(2))
     num_pairs = Layout(reach_T).num_pairs()
     call = Call(width**-0.5)
-    backends = {"reference": reference.attend, "varlen": kernels.varlen, "flex": kernels.flex}
+    backends = {"reference": reference.attend, "varlen": varlen.attend, "flex": flex.attend}
 
     def act(layout: Layout) -> None:
         if backend == "sdpa, a sample alone":  # causal, as a padded batch without pads runs it

@@ -4,7 +4,7 @@ taut runs with a range of versions (pyproject.toml). What an older one of the ra
 with the version that brought it, and asked for once, where a run first needs it.
 
     require("a model with pictures", "model=DIR")    ModelError: model=DIR: a model with pictures needs transformers ...
-    lack("varlen attention with fewer key heads")    the reason, where there is another way; None: it is there
+    lack("a model with pictures")                    the reason; None: it is there
 
 A version below the range is refused before anything is imported (``taut.extras``).
 """
@@ -41,9 +41,6 @@ CAPABILITIES = {
     ),
     "a model read from GGUF": Capability(
         "transformers", "5.18", "reads the special tokens of its tokenizer as they are"
-    ),
-    "varlen attention with fewer key heads": Capability(
-        "torch", "2.12", "has enable_gqa in varlen_attn"
     ),
 }
 """Name -> capability. tests/unit/test_capabilities.py takes each away."""

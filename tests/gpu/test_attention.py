@@ -7,6 +7,7 @@ except for the test that holds the list of backends to the registry.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +17,11 @@ import torch
 from tests import kernel_emulation
 from torch import Tensor
 
-from taut.attention import kernels, reference
+from taut.attention import flex, reference, varlen
 from taut.attention.layout import Call, Layout
 from taut.errors import AttentionError
 
-BACKENDS = {"reference": reference.attend, "varlen": kernels.varlen, "flex": kernels.flex}
+BACKENDS = {"reference": reference.attend, "varlen": varlen.attend, "flex": flex.attend}
 ERRORS = {
     ("reference", torch.float32): 1e-5,
     ("reference", torch.bfloat16): 2e-2,
@@ -30,6 +31,13 @@ ERRORS = {
     ("flex", torch.bfloat16): 2e-2,
 }
 """(backend, dtype) -> the largest error of the output; a gradient may have four times as much."""
+
+
+@pytest.fixture(autouse=True)
+def flash_everywhere() -> Iterator[None]:
+    """FlashAttention's operators, also on the CPU."""
+    with kernel_emulation.flash_on_cpu():
+        yield
 
 
 def reach_of(*ends: tuple[int, int]) -> np.ndarray:
@@ -82,14 +90,9 @@ def heads(num_tokens: int, size: int, dtype: torch.dtype) -> list[Tensor]:
 
 def attend(backend: str, inputs: list[Tensor], layout: Layout, call: Call) -> Tensor:
     """[1, 4, T, K] on the device of the layout."""
-    device = layout.device
     if call.sinks is not None:
-        call = replace(call, sinks=call.sinks.to(device))
-    if device.type == "cuda" or backend != "varlen":
-        return BACKENDS[backend](*inputs, layout, call)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.nn.attention.varlen.varlen_attn", kernel_emulation.varlen_attn)
-        return BACKENDS[backend](*inputs, layout, call)
+        call = replace(call, sinks=call.sinks.to(layout.device))
+    return BACKENDS[backend](*inputs, layout, call)
 
 
 def exact(inputs: list[Tensor], reach_T: np.ndarray, call: Call, **options: Any) -> Tensor:

@@ -7,11 +7,11 @@ alone in a micro-batch of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
-from tests import kernel_emulation as emulation
+from tests.kernel_emulation import flash_on_cpu
 from tests.slow_cases import slow_except
 from tests.tiny_models import CARRIED, EIGHT, tiny_model
 from tests.tiny_samples import nested_family
@@ -92,8 +92,9 @@ def require_equal(
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", emulation.varlen_attn)
+def emulated() -> Iterator[None]:
+    with flash_on_cpu():
+        yield
 
 
 CASES = [

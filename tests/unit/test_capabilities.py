@@ -5,24 +5,18 @@ way with the reason said.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from tests import kernel_emulation
 from tests.vision_models import tiny_vlm
-from transformers import LlamaConfig
 
 from taut import capabilities
-from taut.attention import kernels, reference
-from taut.attention.layout import Call, Layout
 from taut.capabilities import CAPABILITIES, lack, require
 from taut.demo import fetch
 from taut.errors import ModelError
-from taut.models.attention_backends import PREFIX, select
+from taut.models.attention_backends import PREFIX
 from taut.models.load import load_config, load_tokenizer
 from taut.models.reward_model import NewHead, load_reward_model
 from taut.vision.content import ImagesConfig
@@ -55,36 +49,10 @@ def _gguf(place: Path, patch: Patch) -> str:
     return str(caught.value)
 
 
-def _fewer_key_heads(place: Path, patch: Patch) -> str:
-    """Key heads are repeated: the same numbers, and the choice says why."""
-
-    def without_the_argument(*arguments: Any, **options: Any) -> Any:
-        assert "enable_gqa" not in options
-        assert arguments[0].shape[1] == arguments[1].shape[1]
-        return kernel_emulation.varlen_attn(*arguments, **options)
-
-    patch.setattr("torch.nn.attention.varlen.varlen_attn", without_the_argument)
-    generator = torch.Generator().manual_seed(0)
-    draw = partial(torch.randn, dtype=torch.float64, generator=generator)
-    query, key, value = draw(1, 4, 20, 8), draw(1, 2, 20, 8), draw(1, 2, 20, 8)
-    reaches = [np.array([16] * 16 + [20] * 4), np.array([20] * 5 + [9] * 4 + [20] * 11)]
-    for layout in map(Layout, reaches):
-        ours, expected = (
-            attend(query, key, value, layout, Call(0.3))
-            for attend in (kernels.varlen, reference.attend)
-        )
-        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-13)
-    patch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    chosen = select("auto", torch.device("cuda"), torch.bfloat16, LlamaConfig())
-    assert chosen.name == "varlen"
-    return chosen.reason
-
-
 USES: dict[str, Callable[[Path, Patch], str]] = {
     "a model with pictures": _pictures,
     "a scalar head on a model with pictures": _scalar_head,
     "a model read from GGUF": _gguf,
-    "varlen attention with fewer key heads": _fewer_key_heads,
 }
 """Capability -> what needs it; returns the words that the user reads."""
 

@@ -20,6 +20,7 @@ values [members, Hkv, length, K].
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -409,14 +410,51 @@ def _part(
 ) -> tuple[Tensor, Tensor]:
     """Attention over some of the keys, and its log-sum-exp: every query sees every key that is not ``hidden``."""
     is_flash = call.softcap is None and query.shape[-1] == value.shape[-1]
+    if is_flash and hidden is None and has_flash(query):
+        return _flash(query, key, value, call.scale)
     if is_flash and query.device.type == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = kernel(query, key, value, 0.0, False, attn_mask=hidden, scale=call.scale)
         return out, lse
-    wide = torch.promote_types(query.dtype, torch.float32)
-    scores = query.to(wide) @ key.to(wide).transpose(-1, -2) * call.scale
-    if call.softcap is not None:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
-    if hidden is not None:
-        scores += hidden
-    return torch.softmax(scores, -1).to(value.dtype) @ value, torch.logsumexp(scores, -1)
+    return _explicit(query, key, value, call, hidden)
+
+
+def has_flash(query: Tensor) -> bool:
+    """Whether FlashAttention takes these queries."""
+    size, device = query.shape[-1], query.device
+    is_narrow = query.dtype in (torch.bfloat16, torch.float16)
+    if device.type != "cuda" or not is_narrow or size > 256 or size % 8:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Through FlashAttention, which reads the keys and values once and where they are; log-sum-exp in float32."""
+    heads = (
+        x.transpose(1, 2) for x in (query, key, value)
+    )  # the kernel has the tokens before the heads
+    sizes = query.shape[2], key.shape[2]
+    kernel = torch.ops.aten._flash_attention_forward
+    out, lse, *_ = kernel(*heads, None, None, *sizes, 0.0, False, False, scale=scale)
+    return out.transpose(1, 2), lse
+
+
+def _explicit(
+    query: Tensor, key: Tensor, value: Tensor, call: Call, hidden: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """By scores written out in at least float32, outside autocast; a GPU makes them so from 16 bit, and the keys are
+    not widened.
+    """
+    device, wide = query.device.type, torch.promote_types(query.dtype, torch.float32)
+    with torch.autocast(device, enabled=False) if device != "meta" else nullcontext():
+        if device == "cpu" or query.dtype == wide:
+            scores = query.to(wide) @ key.to(wide).mT
+        else:
+            flat = torch.bmm(query.flatten(0, 1), key.flatten(0, 1).mT, out_dtype=wide)
+            scores = flat.unflatten(0, query.shape[:2])
+        scores = scores * call.scale
+        if call.softcap is not None:
+            scores = torch.tanh(scores / call.softcap) * call.softcap
+        if hidden is not None:
+            scores = scores + hidden
+        return torch.softmax(scores, -1).to(value.dtype) @ value, torch.logsumexp(scores, -1)

@@ -3,8 +3,8 @@
     token k is visible to token q   iff   k <= q < reach[k]
 
 From that one integer per token: depth (how many earlier tokens a token can see), segments (maximal runs with one
-reach and consecutive depth), a segment's path (its ancestors' tokens, then its own), ``cu_seqlens`` and the K/V
-gather index, a mask for FlexAttention and a dense mask for the reference. A sliding window W (which counts the
+reach and consecutive depth), a segment's path (its ancestors' tokens, then its own), the calls of each backend and a
+dense mask. A sliding window W (which counts the
 token itself) adds ``depth[q] - depth[k] < W``: depth, never the flat index. A block that sees itself both ways is
 given by ``last``: a token also sees later tokens with the same ``last``, and of the earlier ones those in the window,
 as in Gemma 3.
@@ -18,7 +18,7 @@ Only attention functions and the tests read a ``Layout``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -28,9 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from taut.errors import AttentionError
-from taut.types import IntArray, depth_of
-
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+from taut.types import IntArray, depth_of, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,7 @@ class Layout:
     reach_T: IntArray
     last_T: IntArray | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    rows_read: Tensor | None = None
+    rows_read: IntArray | None = None
     """int64, ascending: the tokens whose last hidden states are read; None: all."""
     is_last: bool = False
     """Whether it is the last layer's: a backend may leave out its queries that are not in ``rows_read``."""
@@ -75,6 +73,12 @@ class Layout:
     @property
     def num_tokens(self) -> int:
         return int(self.reach_T.size)
+
+    @cached_property
+    def row_index(self) -> Tensor | None:
+        """``rows_read`` on the device."""
+        rows = self.rows_read
+        return None if rows is None else to_device([torch.from_numpy(rows)], self.device)[0]
 
     @cached_property
     def of_last_layer(self) -> Layout:
@@ -123,31 +127,6 @@ class Layout:
             paths.append(np.concatenate([above, positions]))
         return tuple(paths)
 
-    @cached_property
-    def key_index(self) -> Tensor:
-        """int64 [sum of path lengths]: which keys each segment reads, one segment after the other."""
-        return torch.from_numpy(np.concatenate(self.paths)).to(self.device)
-
-    @cached_property
-    def cu_seqlens_q(self) -> Tensor:
-        """int32 [num_segments + 1]: where each segment's queries start."""
-        bounds = [segment.start for segment in self.segments] + [self.reach_T.size]
-        return torch.tensor(bounds, dtype=torch.int32, device=self.device)
-
-    @cached_property
-    def cu_seqlens_k(self) -> Tensor:
-        """int32 [num_segments + 1]: where each segment's keys start in ``key_index``."""
-        bounds = np.cumsum([0, *(path.size for path in self.paths)])
-        return torch.tensor(bounds, dtype=torch.int32, device=self.device)
-
-    @cached_property
-    def max_seqlen_q(self) -> int:
-        return max(segment.stop - segment.start for segment in self.segments)
-
-    @cached_property
-    def max_seqlen_k(self) -> int:
-        return max(path.size for path in self.paths)
-
     def num_pairs(self, window: int | None = None) -> int:
         """How many (query, key) pairs are visible: the attention work of one layer. Ignores ``last``."""
         visible_T = self.depth_T + 1
@@ -166,22 +145,6 @@ class Layout:
         """bool [T, T]: the whole visibility matrix, for tests and tiny inputs."""
         everything = np.arange(self.reach_T.size)
         return self.visible(everything, everything, window)
-
-    def mask_mod(self, window: int | None = None) -> MaskMod:
-        """The same rule as a FlexAttention ``mask_mod``."""
-        reach_T = torch.from_numpy(self.reach_T).to(self.device)
-        depth_T = torch.from_numpy(self.depth_T).to(self.device)
-        last_T = None if self.last_T is None else torch.from_numpy(self.last_T).to(self.device)
-
-        def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            allowed = (key <= query) & (query < reach_T[key])
-            if last_T is not None:
-                allowed = allowed | (last_T[query] == last_T[key])
-            if window:
-                allowed = allowed & (depth_T[query] - depth_T[key] < window)
-            return allowed
-
-        return visible
 
 
 # -- one layer's call ------------------------------------------------------------------------------

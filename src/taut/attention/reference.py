@@ -140,10 +140,7 @@ def kernel_calls(layout: Layout, dtype: torch.dtype) -> list[KernelCall]:
 
 def read_of(layout: Layout) -> IntArray | None:
     """The queries whose outputs are read, where not all are."""
-    if not layout.is_last or layout.rows_read is None:
-        return None
-    read: IntArray = layout.rows_read.numpy()
-    return read
+    return layout.rows_read if layout.is_last else None
 
 
 def parts(layout: Layout, *, is_cut: bool) -> list[Parts]:

@@ -35,7 +35,7 @@ from taut.attention.decode import Decoding
 from taut.attention.layout import Layout
 from taut.errors import ModelError
 from taut.models.stateful_types import STATEFUL_TYPES
-from taut.types import Media, Packed, to_device
+from taut.types import Media, Packed
 from taut.vision import tower
 
 _STATEFUL_CLASS = re.compile(
@@ -475,8 +475,7 @@ def run_backbone(model: nn.Module, packed: Packed) -> tuple[Packed, Tensor]:
     host, packed = packed.on_host, packed.to(device)
     last_T = None if host.last_T is None else host.last_T.numpy()
     rows = np.union1d(host.predictor_N.numpy(), host.read_R.numpy())
-    is_worth_it = rows.size <= MOST_ROWS * packed.num_tokens
-    rows_read = to_device([torch.from_numpy(rows)], device)[0] if is_worth_it else None
+    rows_read = rows if rows.size <= MOST_ROWS * packed.num_tokens else None
     layout = Layout(host.reach_T.numpy(), last_T, device, rows_read)
     return packed, hidden_states(model, packed.ids_T, packed.position_ids, layout, packed.media)
 

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
-from taut import capabilities
-from taut.attention import kernels, reference
+from taut.attention import flex, reference, varlen
 from taut.attention.decode import Decoding
 from taut.attention.layout import Call, Layout, read_call
 from taut.errors import AttentionError
@@ -32,8 +31,8 @@ Attend = Callable[[Tensor, Tensor, Tensor, Layout, Call], Tensor]
 
 BACKENDS: dict[str, Attend] = {
     "reference": reference.attend,
-    "varlen": kernels.varlen,
-    "flex": kernels.flex,
+    "varlen": varlen.attend,
+    "flex": flex.attend,
 }
 """name -> function. Every entry is held to the invariants in tests/invariants."""
 
@@ -79,9 +78,6 @@ def select(
             passed = [
                 f"{other}: {why}" for other, why in obstacles.items() if why and other != name
             ]
-            lack = capabilities.lack("varlen attention with fewer key heads")
-            if name == "varlen" and lack:
-                passed.append(f"{lack}, so key heads are repeated")
             return Chosen(name, "; ".join(["the fastest exact kernel here", *passed]))
     return Chosen("reference", f"varlen: {obstacles['varlen']}; flex: {obstacles['flex']}")
 

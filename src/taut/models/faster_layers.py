@@ -299,9 +299,10 @@ class _SomeRows:
         self, layer: nn.Module, args: Any, keywords: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
         layout = keywords.get("taut_layout")
-        self.rows = getattr(layout, "rows_read", None)
-        if not isinstance(layout, Layout) or self.rows is None:
+        if not isinstance(layout, Layout) or layout.rows_read is None:
+            self.rows = None
             return None
+        self.rows = layout.row_index
         return args, keywords | {"taut_layout": layout.of_last_layer}
 
     def take(self, mlp: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:

@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from taut.attention import kernels
+from taut.attention import varlen
 from taut.attention.layout import Call, Layout
 from taut.errors import ModelError
 from taut.methods.method import RunConfig
@@ -340,7 +340,7 @@ def _fused(
     if torch.is_autocast_enabled("cpu"):
         narrow = torch.get_autocast_dtype("cpu")
         query, key, value = (x.to(narrow) for x in (query, key, value))
-    out = kernels.varlen(query, key, value, taut_layout, Call(1.0))
+    out = varlen.attend(query, key, value, taut_layout, Call(1.0))
     return out.transpose(1, 2).contiguous(), None
 
 

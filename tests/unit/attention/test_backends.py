@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
-from tests import kernel_emulation as emulation
+from tests.kernel_emulation import flash_on_cpu
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional
 from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig, PreTrainedConfig
 
-from taut.attention import kernels, reference
+from taut.attention import flex, reference, varlen
 from taut.attention.layout import Call, Layout, read_call
 from taut.errors import AttentionError
 from taut.models.attention_backends import select
@@ -114,30 +118,97 @@ def test_two_way_blocks() -> None:
 
 @pytest.mark.parametrize("reach", [TREE, FLAT], ids=["tree", "flat"])
 @pytest.mark.parametrize("call", ["plain", "window", "window_of_one"])
-def test_varlen_indices_through_the_emulation(
-    reach: np.ndarray, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", emulation.varlen_attn)
+def test_varlen_calls_through_the_emulation(reach: np.ndarray, call: str) -> None:
     layout, inputs = Layout(reach), heads(20)
-    ours = kernels.varlen(*inputs, layout, CALLS[call])
+    with flash_on_cpu():
+        ours = varlen.attend(*inputs, layout, CALLS[call])
+        found = gradients(ours, inputs)
     expected = dense(*inputs, layout, CALLS[call])
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-13)
-    for grad, wanted in zip(gradients(ours, inputs), gradients(expected, inputs), strict=True):
+    for grad, wanted in zip(found, gradients(expected, inputs), strict=True):
         torch.testing.assert_close(grad, wanted, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("call", ["softcap", "sinks"])
 def test_varlen_refuses_what_it_cannot_honour(call: str) -> None:
     with pytest.raises(AttentionError, match="set attention=flex"):
-        kernels.varlen(*heads(20), Layout(FLAT), CALLS[call])
+        varlen.attend(*heads(20), Layout(FLAT), CALLS[call])
 
 
 @pytest.mark.parametrize("call", list(CALLS))
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_forward_equals_dense(call: str) -> None:
     layout, inputs = Layout(TREE), heads(20, requires_grad=False)
-    ours = kernels.flex(*inputs, layout, CALLS[call])
+    ours = flex.attend(*inputs, layout, CALLS[call])
     torch.testing.assert_close(ours, dense(*inputs, layout, CALLS[call]), rtol=0, atol=1e-6)
+
+
+def tree_of(num_tokens: int) -> np.ndarray:
+    """A prompt and two branches, the first of them cut short."""
+    a, b = num_tokens // 3, 2 * num_tokens // 3
+    return np.array([num_tokens] * a + [b] * (b - a) + [num_tokens] * (num_tokens - b))
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 300])
+@pytest.mark.parametrize("num_tokens", [1, 128, 300, 640, 771])
+@pytest.mark.parametrize("is_two_way", [False, True])
+def test_blocks_from_reach_hold_what_is_visible(
+    window: int | None, num_tokens: int, is_two_way: bool
+) -> None:
+    last = np.arange(num_tokens)
+    last[num_tokens // 8 : num_tokens // 4] = num_tokens // 4 - 1
+    layout = Layout(tree_of(num_tokens), last if is_two_way else None)
+    visible = (
+        functional.pad(layout.dense_mask(window), [0, -num_tokens % flex.BLOCK] * 2)
+        .unflatten(0, (-1, flex.BLOCK))
+        .unflatten(2, (-1, flex.BLOCK))
+        .transpose(1, 2)
+    )
+    found = [lists[0, 0] for lists in flex.blocks(layout, window)]
+    for side, (part, full) in enumerate(((0, 2), (4, 6))):
+        for row, (blocks, num_part, num_full) in enumerate(
+            zip(visible.transpose(0, side), found[part], found[full], strict=True)
+        ):
+            in_part = set(found[part + 1][row, :num_part].tolist())
+            in_full = set(found[full + 1][row, :num_full].tolist())
+            assert not in_part & in_full
+            assert in_full <= set(blocks.all((1, 2)).nonzero().flatten().tolist())
+            assert set(blocks.any(2).any(1).nonzero().flatten().tolist()) <= in_part | in_full
+
+
+@pytest.fixture
+def compiles_anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("compiles_anew")
+def test_flex_is_compiled_per_kind_of_layer_and_never_per_micro_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counter = CompileCounterWithBackend("eager")
+    kernel = flex.compiled(counter)
+    monkeypatch.setattr(flex, "_kernel", lambda device_type: kernel)
+    counts = []
+    for num_tokens in (300, 520, 770, 1025, 400):
+        layout, inputs = Layout(tree_of(num_tokens)), heads(num_tokens, requires_grad=False)
+        for call in (Call(0.3), Call(0.3, window=50), Call(0.3, window=350), Call(0.3, softcap=2)):
+            ours = flex.attend(*inputs, layout, call)
+            torch.testing.assert_close(ours, dense(*inputs, layout, call), rtol=0, atol=1e-6)
+        counts.append(counter.frame_count)
+    assert counts == [3] * 5  # plain, windowed and capped
+
+
+@pytest.mark.usefixtures("compiles_anew")
+def test_a_kernel_that_would_be_compiled_too_often_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "MOST_KINDS", 1)
+    kernel = flex.compiled("eager")
+    monkeypatch.setattr(flex, "_kernel", lambda device_type: kernel)
+    layout, inputs = Layout(TREE), heads(20, requires_grad=False)
+    flex.attend(*inputs, layout, CALLS["plain"])
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        flex.attend(*inputs, layout, CALLS["window"])
 
 
 def test_keywords_are_carried_or_refused() -> None:

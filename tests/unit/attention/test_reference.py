@@ -143,7 +143,7 @@ def test_a_last_layer_leaves_out_queries_that_nobody_reads(
     last = [segment.stop - 1 for segment in Layout(reach).segments if segment.stop == segment.reach]
     chosen = {"last of each": last, "every fifth": range(3, reach.size, 5), "none": []}[kind]
     read = torch.tensor(list(chosen), dtype=torch.long)
-    whole = Layout(reach, rows_read=read)
+    whole = Layout(reach, rows_read=read.numpy())
     layouts = (whole, whole.of_last_layer)
     inputs = drawn(reach.size, 2)
     if is_narrow:

@@ -161,7 +161,7 @@ def test_without_rows_every_row_is_computed() -> None:
     packed = packed_family()
     layouts = (
         Layout(packed.reach_T.numpy()),
-        Layout(packed.reach_T.numpy(), rows_read=packed.predictor_N.unique()),
+        Layout(packed.reach_T.numpy(), rows_read=packed.predictor_N.unique().numpy()),
     )
     every, some = (
         architecture.hidden_states(model, packed.ids_T, packed.position_ids, layout)

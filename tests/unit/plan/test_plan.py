@@ -14,7 +14,6 @@ from tests.tiny_trainers import make
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from taut.capabilities import lack
 from taut.config import from_mapping
 from taut.data.packing import ALONE, pack
 from taut.losses.supervised import CrossEntropy
@@ -152,9 +151,6 @@ def test_layers_that_do_not_come_round_alike_are_all_run(tmp_path: Path) -> None
     assert traced.depths == (7,)
 
 
-@pytest.mark.skipif(
-    lack("varlen attention with fewer key heads") is not None, reason="this torch repeats them"
-)
 def test_attention_repeats_no_heads_here_nor_on_an_absent_gpu(tmp_path: Path) -> None:
     config = tiny_config("llama", num_attention_heads=4, num_key_value_heads=1)
     run, packed = saved(config, tmp_path), packed_of(32)
