@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import platform
 import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,10 +23,9 @@ from on_gpu import log, measure
 from on_gpu.sizes import SIZES, Fits, TooLarge, fit
 
 Result = dict[str, Any]
-PACKAGES = ("torch", "transformers", "peft", "trl", "flash_attn", "pydantic", "triton")
 LIBRARY = ("transformers", "tokenizers", "numpy")
 """What rows, models and the plain loop import."""
-TAUT = (*LIBRARY, "pydantic", "httpx2", "tenacity", "safetensors")
+TAUT = (*LIBRARY, "pydantic", "httpx2", "anyio", "tenacity", "safetensors", "PIL")
 """What taut's training imports."""
 
 
@@ -170,7 +167,7 @@ def checkpoints(size_name: str, device: torch.device, is_tiny: bool) -> Result:
     size = SIZES[size_name]
     fits: Fits = fit(size, device, is_lora=False, is_chunked=True)
     measure.forget_peak(device)
-    scorer, _ = ours.scorer_of(size, device, is_lora=False)
+    scorer, _ = ours.scorer_of(size, device)
     steps = steps_of("packed", 8 if is_tiny else 32, size.vocab)
     trainer = ours.trainer_of(scorer, steps, device, fits.tokens, "packed")
     with tempfile.TemporaryDirectory() as place:
@@ -249,38 +246,11 @@ def generation(size: str) -> list[Case]:
 # -- the process
 
 
-def describe(device: torch.device) -> Result:
-    """The device, and the versions that ran on it."""
-    found: Result = {
-        "device": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-    }
-    if device.type == "cuda":
-        about = torch.cuda.get_device_properties(device)
-        found |= {
-            "device": about.name,
-            "bytes": about.total_memory,
-            "capability": list(torch.cuda.get_device_capability(device)),
-            "cuda": torch.version.cuda,
-        }
-    found["packages"] = {name: installed(name) for name in PACKAGES}
-    return found
-
-
-def installed(name: str) -> str | None:
-    if name == "torch":
-        return torch.__version__
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
 def run_case(case: Case, device: torch.device, *, is_tiny: bool) -> Result:
     """What was measured, or why it was not."""
     missing = [name for name in case.needs if find_spec(name) is None]
     if missing:
-        return {"skipped": f"needs {', '.join(missing)}, which is not installed"}
+        return {"skipped": f"not installed: {', '.join(missing)}"}
     if case.is_for_cuda and device.type != "cuda":
         return {"skipped": "its kernel needs CUDA"}
     try:
@@ -305,10 +275,10 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--cases", nargs="*", default=[])
     arguments = parser.parse_args()
-    device = torch.device(arguments.device)
+    device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
 
     note = partial(log.note, arguments.log)
-    note(machine=describe(device))
+    note(machine=measure.describe(device))
     for case in cases(is_tiny=arguments.tiny):
         if case.name in arguments.cases:
             print(case.name, flush=True)

@@ -9,12 +9,14 @@ On a CPU there are no host syncs, memory is the process's, and "kernels" are ope
 
 from __future__ import annotations
 
+import platform
 import re
 import resource
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ SECONDS = 4.0
 """Timed steps are taken until they come to this."""
 ATTENTION = re.compile(r"flash|fmha|attention|flex|sdpa|triton_tem|mem_eff|softmax", re.IGNORECASE)
 NUM_KERNELS = 8
+PACKAGES = ("torch", "transformers", "peft", "trl", "flash_attn", "pydantic", "triton")
 ROOT = str(Path(__file__).parents[2])
 
 
@@ -114,7 +117,11 @@ def kernels(act: Callable[[], object], device: torch.device) -> Result:
         synchronize(device)
     spent: Counter[str] = Counter()
     for event in profiler.key_averages():
-        is_kernel = not is_cuda or event.device_type == torch.autograd.DeviceType.CUDA
+        # a named range, e.g. an optimizer's step, spans kernels that are counted by themselves
+        is_range = getattr(event, "is_user_annotation", False)
+        is_kernel = not is_cuda or (
+            event.device_type == torch.autograd.DeviceType.CUDA and not is_range
+        )
         micros = event.self_device_time_total if is_cuda else event.self_cpu_time_total
         if is_kernel and micros > 0:
             spent[event.key[:120]] += micros
@@ -129,7 +136,34 @@ def kernels(act: Callable[[], object], device: torch.device) -> Result:
     }
 
 
-# -- the device's own rates
+# -- the device, and its own rates
+
+
+def describe(device: torch.device) -> Result:
+    """The device, and the versions that ran on it."""
+    found: Result = {
+        "device": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+    }
+    if device.type == "cuda":
+        about = torch.cuda.get_device_properties(device)
+        found |= {
+            "device": about.name,
+            "bytes": about.total_memory,
+            "capability": list(torch.cuda.get_device_capability(device)),
+            "cuda": torch.version.cuda,
+        }
+    found["packages"] = {name: installed(name) for name in PACKAGES}
+    return found
+
+
+def installed(name: str) -> str | None:
+    if name == "torch":
+        return torch.__version__
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def rates(device: torch.device, *, is_quick: bool) -> Result:

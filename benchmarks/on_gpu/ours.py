@@ -56,14 +56,20 @@ class Fixed:
         return Cursor(step, step)
 
 
-def scorer_of(size: Size, device: torch.device, *, is_lora: bool) -> tuple[Scorer, str]:
-    """A model as taut loads it, with the name of its attention."""
+def scorer_of(
+    size: Size,
+    device: torch.device,
+    *,
+    is_lora: bool = False,
+    parameters: torch.dtype = torch.float32,
+) -> tuple[Scorer, str]:
+    """A model as taut loads it, with the name of its attention and why it was chosen."""
     from transformers import LlamaConfig
 
     heads = {"num_attention_heads": size.num_heads, "num_key_value_heads": size.num_kv_heads}
     config = LlamaConfig(hidden_size=size.hidden, **heads)
     chosen = select("auto", device, DTYPE, config)
-    model = build(size, device, chosen.implementation)
+    model = build(size, device, chosen.implementation, parameters)
     faster_layers.install(model)
     lora = LoraConfig(rank=RANK if is_lora else 0, train_token_rows="never" if is_lora else "auto")
     return Scorer(apply_lora(model, lora)), f"{chosen.name}: {chosen.reason}"
@@ -108,8 +114,7 @@ def generate(
     size: Size, device: torch.device, num_prompts: int, num_samples: int, length: int
 ) -> dict[str, Any]:
     """Tokens a second of the local engine, its model in 16 bit."""
-    scorer, attention = scorer_of(size, device, is_lora=False)
-    scorer.to(DTYPE)
+    scorer, attention = scorer_of(size, device, parameters=DTYPE)
     with tempfile.TemporaryDirectory() as place:
         write_tokenizer(Path(place), size.vocab)
         tokenizer = AutoTokenizer.from_pretrained(place)

@@ -42,10 +42,11 @@ def peak_of(machine: Result) -> tuple[float, str] | None:
     return None
 
 
-def gather(out: Path, missing: dict[str, str]) -> Result:
+def gather(out: Path) -> Result:
     """Everything that is known."""
     tests, bench = (read(out / f"{part}.jsonl") for part in ("tests", "bench"))
-    machine = next((entry["machine"] for entry in bench if "machine" in entry), {})
+    machine = next((entry["machine"] for entry in [*bench, *tests] if "machine" in entry), {})
+    missing = next((entry["missing"] for entry in [*bench, *tests] if "missing" in entry), {})
     found: Result = {"machine": machine, "missing": missing, "tests": {}, "cases": {}}
     for part, entries, key in (("tests", tests, "test"), ("cases", bench, "case")):
         known = {entry[key]: entry for entry in entries if key in entry}
@@ -54,7 +55,7 @@ def gather(out: Path, missing: dict[str, str]) -> Result:
             "results": known,
             "not_reached": [name for name in planned if name not in known],
             "why": [entry["why"] for entry in entries if "why" in entry and key not in entry],
-            "was_run": bool(entries),
+            "was_run": bool(planned),
         }
     measured = found["cases"]["results"].get("rates", {}).get("bfloat16")
     stated = peak_of(machine)
@@ -65,9 +66,9 @@ def gather(out: Path, missing: dict[str, str]) -> Result:
     return found
 
 
-def write(out: Path, missing: dict[str, str]) -> int:
+def write(out: Path) -> int:
     """Write both files and print the second; 1 where a test or a case failed."""
-    found = gather(out, missing)
+    found = gather(out)
     text = markdown(found)
     (out / "report.json").write_text(json.dumps(found, indent=1))
     (out / "report.md").write_text(text)
@@ -110,7 +111,7 @@ def markdown(found: Result) -> str:
 def machine_lines(found: Result) -> str:
     machine = found["machine"]
     if not machine:
-        return "No benchmark was run."
+        return "Nothing was run."
     packages = ", ".join(
         f"{name} {number}" for name, number in machine["packages"].items() if number
     )
@@ -260,10 +261,13 @@ def checkpoint_lines(found: Result) -> str:
 def left_out(found: Result) -> str:
     """What was not run, and why."""
     lines = [f"- without {name}: {what}" for name, what in found["missing"].items()]
-    for name, entry in found["cases"]["results"].items():
-        for word in ("failed", "skipped"):
-            if word in entry:
-                lines.append(f"- {word}: {name}: {entry[word]}")
+    results = found["cases"]["results"]
+    lines += [f"- failed: {name}: {e['failed']}" for name, e in results.items() if "failed" in e]
+    reasons: dict[str, list[str]] = {}
+    for name, entry in results.items():
+        if "skipped" in entry:
+            reasons.setdefault(entry["skipped"], []).append(name)
+    lines += [f"- {why}: {'; '.join(names)}" for why, names in reasons.items()]
     for part in ("tests", "cases"):
         lines += [f"- {part}: {why}" for why in found[part]["why"]]
         names = found[part]["not_reached"]

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from on_gpu import log
+from on_gpu import log, measure
 
 FOLDER = str(Path(__file__).parents[2] / "tests" / "gpu")
 
@@ -59,6 +60,8 @@ def reason(report: Any) -> str:
 
 def main() -> int:
     path, marks, *words = sys.argv[1:]
+    device = torch.device("cuda", 0) if marks == "gpu" else torch.device("cpu")
+    log.note(Path(path), machine=measure.describe(device))
     options = ["-q", "-m", marks, "-W", "default", "-p", "no:cacheprovider", FOLDER]
     options += ["--continue-on-collection-errors"]
     if words:

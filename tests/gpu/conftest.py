@@ -10,5 +10,5 @@ import torch
 
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """The device under test."""
-    return torch.device(request.param)
+    """The device under test, with its number, as in a run."""
+    return torch.device("cuda", 0) if request.param == "cuda" else torch.device("cpu")

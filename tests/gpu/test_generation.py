@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.gpu.needs import RUNS, needs
 
-pytest.importorskip("transformers", reason="needs transformers", exc_type=ImportError)
-pytest.importorskip("pydantic", reason="needs pydantic", exc_type=ImportError)
-pytest.importorskip("httpx2", reason="needs httpx2", exc_type=ImportError)
+needs(*RUNS)
+
+# ruff: noqa: E402  # what the packages are needed for
 
 from safetensors.torch import load_file
 from tests.fake_vllm import CONFIG, GREEDY, prompt

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.gpu.needs import RUNS, needs
 
-pytest.importorskip("transformers", reason="needs transformers", exc_type=ImportError)
+needs(*RUNS)
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -83,7 +84,7 @@ def test_a_case_that_takes_its_process_down_costs_that_case(
     arguments = gpu.parse_arguments()
     arguments.out = tmp_path
     gpu.bench(arguments)
-    results = report.gather(tmp_path, {})["cases"]
+    results = report.gather(tmp_path)["cases"]
     assert results["results"]["rates"]["failed"] == "its process ended with status -11"
     assert len(results["results"]) == len(bench.cases(is_tiny=True))
     assert results["not_reached"] == []
@@ -92,7 +93,7 @@ def test_a_case_that_takes_its_process_down_costs_that_case(
 def test_reasons_for_what_is_left_out() -> None:
     needs = bench.Case("some", bench.rates, ("no_such_package",))
     found = bench.run_case(needs, CPU, is_tiny=True)
-    assert found == {"skipped": "needs no_such_package, which is not installed"}
+    assert found == {"skipped": "not installed: no_such_package"}
 
     def fall(device: torch.device, is_tiny: bool) -> dict[str, Any]:
         raise RuntimeError("no kernel")

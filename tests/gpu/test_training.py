@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.gpu.needs import RUNS, needs
 
-pytest.importorskip("transformers", reason="needs transformers", exc_type=ImportError)
-pytest.importorskip("pydantic", reason="needs pydantic", exc_type=ImportError)
+needs(*RUNS)
+
+# ruff: noqa: E402  # what the packages are needed for
 
 from tests import judged_runs, online_runs
 from tests.chat_runs import QUIET, chats, column, events, save_model, sft, write_rows
@@ -59,7 +61,7 @@ def step(
 
     scorer.zero_grad()
     by = scales(loss, [packed])
-    (whole,) = ready(loss, [packed], score)
+    (whole,) = ready(loss, [packed], lambda packed: on_host(score(packed)))
     terms = loss(score(whole), whole.to(device)).terms
     total = torch.stack([by[term] * value for term, value in terms.items()]).sum()
     with backward_context(dtype):
@@ -70,12 +72,17 @@ def step(
     }
 
 
+def on_host(scores: Scores) -> Scores:
+    """Without gradient, as statistics of the step are made of them."""
+    return Scores(*(None if value is None else value.detach().cpu() for value in scores))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("dtype", slow_except([torch.float32], list(LOSS)), ids=str)
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_and_its_gradient(device: torch.device, name: str, dtype: torch.dtype) -> None:
     loss = LOSSES[name]
     (packed,) = [packs(groups_of(answers_for(loss)), PackPolicy(min_saved_tokens=1))]
-    scorer = scorer_for(loss)
+    scorer = scorer_for(loss, "qwen3")  # heads of 16, which every kernel takes
     expected, wanted = step(scorer, loss, packed, CPU, torch.float64)
     scorer = scorer.float().to(device)
     set_attention(
@@ -108,13 +115,13 @@ def keys_of(method: str, place: Path, **keys: Any) -> dict[str, Any]:
     """A small run of a method; rows and models in ``place``."""
     if method in online_runs.METHODS_KEYS:
         return online_runs.keys_of(method, online_runs.save_models(place), place) | FIXED | keys
-    model = save_model(place / "model", "llama")
+    model = save_model(place / "model", "llama", head_dim=16)
     if method in judged_runs.METHODS:
         return judged_runs.keys_of(method, model, place / "rows") | FIXED | keys
     train = str(write_rows(place / "train.jsonl", chats(24)))
     given = {"method": method, "model": str(model), "data.train": train, **QUIET, **FIXED}
     if method == "distill":
-        given["distill.teacher"] = str(save_model(place / "teacher", "llama", seed=1))
+        given["distill.teacher"] = str(save_model(place / "teacher", "llama", head_dim=16, seed=1))
     return {**given, **keys}
 
 
@@ -129,9 +136,11 @@ def run(method: str, place: Path, **keys: Any) -> Path:
 def test_every_method_has_the_losses_of_the_cpu(
     device: torch.device, method: str, tmp_path: Path
 ) -> None:
-    """Three steps each; the later ones show the updates."""
+    """Three steps each. The later ones show the updates: the first of AdamW follow the signs of gradients, which
+    rounding to 16 bit may change, so its bound is wider.
+    """
     expected = column(run(method, tmp_path / "cpu"), "loss")
-    for dtype, limit in (("float32", 2e-3), ("bfloat16", 5e-2)):
+    for dtype, limit in (("float32", 2e-3), ("bfloat16", 1e-1)):
         out = run(method, tmp_path / dtype, dtype=dtype, device=device.type)
         assert column(out, "loss") == pytest.approx(expected, rel=limit, abs=limit), dtype
 
@@ -153,7 +162,9 @@ def test_what_the_engine_generates_is_trained_on(
 
 
 def train_rows(place: Path) -> tuple[Path, Path]:
-    return save_model(place / "model", "llama"), write_rows(place / "train.jsonl", chats(24))
+    return save_model(place / "model", "llama", head_dim=16), write_rows(
+        place / "train.jsonl", chats(24)
+    )
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 2e-3), ("bfloat16", 5e-2)])

@@ -91,19 +91,22 @@ def _obstacle(
         return None
     if device.type != "cuda":
         return f"the device is {device.type}; its backward needs CUDA"
+    parts = [getattr(config, name, None) for name in ("qk_head_dim", "v_head_dim")]
+    sizes = set(head_sizes(config)) if None in parts else {int(size or 0) for size in parts}
     if name == "flex":
-        is_wide = dtype == torch.float64
-        return "the kernel adds up in float32 and dtype is float64" if is_wide else None
+        if dtype == torch.float64:
+            return "the kernel adds up in float32 and dtype is float64"
+        small = min(sizes, default=16)
+        return f"heads have size {small}; the kernel takes 16 or more" if small < 16 else None
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the kernel computes in 16 bit and dtype is {dtype}".replace("torch.", "")
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the kernel needs compute capability 8.0 or newer"
     if getattr(config, "attn_logit_softcapping", None):
         return "the model has an attention softcap"
-    sizes = [getattr(config, name, None) for name in ("qk_head_dim", "v_head_dim")]
-    if None not in sizes and sizes[0] != sizes[1]:
-        return f"queries have heads of {sizes[0]}, values of {sizes[1]}"
-    for head_dim in {sizes[0]} if sizes[0] else set(head_sizes(config)):
+    if None not in parts and parts[0] != parts[1]:
+        return f"queries have heads of {parts[0]}, values of {parts[1]}"
+    for head_dim in sizes:
         if head_dim > 256 or head_dim % 8:
             return f"heads have size {head_dim}; the kernel takes multiples of 8 up to 256"
     if config.model_type.startswith("gpt_oss"):

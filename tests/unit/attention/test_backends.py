@@ -94,7 +94,9 @@ def test_values_of_another_head_size() -> None:
         (torch.float64, LlamaConfig(), "reference"),
         (torch.bfloat16, Gemma2Config(), "flex"),
         (torch.bfloat16, DeepseekV3Config(), "flex"),
-        (torch.bfloat16, LlamaConfig(hidden_size=48, num_attention_heads=4), "flex"),
+        (torch.bfloat16, LlamaConfig(hidden_size=48, num_attention_heads=2), "varlen"),
+        (torch.bfloat16, LlamaConfig(hidden_size=40, num_attention_heads=2), "flex"),
+        (torch.float32, LlamaConfig(hidden_size=32, num_attention_heads=4), "reference"),
     ],
 )
 def test_what_runs_on_a_gpu(
