@@ -12,7 +12,7 @@ STAMP := $(VENV)/.taut-installed
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv wheel demo test test-slow test-real lint format docs bench bench-dpo bench-grpo bench-vision bench-generate bench-checkpoint bench-check bench-plan gpu
+.PHONY: help venv wheel demo test test-slow test-real test-versions lint format docs bench bench-dpo bench-grpo bench-vision bench-generate bench-checkpoint bench-check bench-plan gpu
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -45,6 +45,9 @@ test-slow: $(STAMP) ## the slow tests that need no downloaded model; .ci/run run
 
 test-real: $(STAMP) ## tests on the small real model (run make demo once before)
 	$(PYTEST) -q -m real $(ARGS)
+
+test-versions: ## the oldest and the newest versions on each Python, in environments of their own; writes a table of docs/install.md
+	$(PYTHON) tests/versions/run.py --write $(ARGS)
 
 lint: $(STAMP) ## format, lint, types, import rules
 	$(RUN)/ruff format --check .

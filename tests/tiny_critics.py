@@ -116,7 +116,7 @@ def steps(place: Path, kind: str, ranks: Ranks, num_steps: int = 3) -> list[list
         mine = layouts[ranks.rank :: ranks.size]
         said = [before_the_step(scorer, packed) for packed in mine]
         loss = add_gradient(scorer, mine, 1 / 100)
-        norms = optim.clip(optimizer, 1.0)
+        norms = {name: float(norm) for name, norm in optim.clip(optimizer, 1.0).items()}
         optim.set_learning_rate(optimizer, RATE, step)
         optimizer.step()
         optimizer.zero_grad()

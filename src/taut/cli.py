@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from taut import __version__
 from taut.errors import ConfigError, Interrupted, TautError, redacted
-from taut.extras import require
+from taut.extras import explained_imports, require
 from taut.io import threads
 from taut.io.console import guarded, is_first_on_host, one_line
 from taut.methods import METHODS
@@ -405,7 +405,8 @@ def _help(name: str, command: Command) -> str:
 def _import_name(name: str) -> Any:
     """The object that ``module:name`` names."""
     module, _, attribute = name.partition(":")
-    return getattr(import_module(module), attribute)
+    with explained_imports():
+        return getattr(import_module(module), attribute)
 
 
 def sort_words(

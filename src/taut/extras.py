@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,6 +54,10 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
 are asked for one by one, by the reward or the row that needs them."""
 
 
+NEWEST = {"torch": "2.15", "transformers": "5.23", "peft": "0.21"}
+"""The newest versions tested, as in the table of docs/install.md. Newer ones are not refused."""
+
+
 def require(extra: str, needed_by: str) -> None:
     """Raise ConfigError where a package of the extra is not installed, or has another version than taut can use.
     ``needed_by``: a command or a setting.
@@ -88,6 +93,23 @@ def _require_versions(extra: str, needed_by: str) -> None:
                 f"{needed_by} found {package.name} {found}; expected {package.specifier}; "
                 f"run: pip install '{package.name}{package.specifier}'"
             )
+
+
+@contextmanager
+def explained_imports() -> Iterator[None]:
+    """Raise ConfigError where a version newer than any tested no longer has a name that taut imports."""
+    try:
+        yield
+    except ImportError as error:
+        library = (error.name or "").partition(".")[0]
+        if library not in NEWEST or find_spec(library) is None:
+            raise
+        from importlib import metadata
+
+        raise ConfigError(
+            f"{library} {metadata.version(library)} lacks a name that taut uses ({error}); expected at most "
+            f"{NEWEST[library]}, the newest tested; run: pip install '{library}=={NEWEST[library]}.*'"
+        ) from error
 
 
 def requires_training(function: Callable[P, R]) -> Callable[P, R]:

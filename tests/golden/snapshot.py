@@ -51,8 +51,10 @@ VOLATILE = {
 PROSE = {"detail", "evidence", "remedy", "notes", "reason", "unit", "cause", "says", "question"}
 PROSE |= {"data"}  # of the event `start`: rows, samples and tokens, counted in a sentence
 """Fields whose text may be reworded: pinned is whether there is any, and of a list how many."""
-SIZES = {"run.output", "memory.peak", "memory.measured"}
-"""Checks that give bytes: of the machine, or of files, whose format is not pinned."""
+SIZES = {"run.output", "memory.peak", "memory.measured", "loss.dtype"}
+"""Checks that give bytes: of the machine, or of files, whose format is not pinned; or how many operations there are,
+which each version of a library has its own number of.
+"""
 RESOLVED_VOLATILE = ("taut", "directory", "day", "identity.environment")
 """Names in resolved.json, with what is under them."""
 

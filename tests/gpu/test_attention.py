@@ -17,7 +17,7 @@ import torch
 from tests import kernel_emulation
 from torch import Tensor
 
-from taut.attention import flex, reference, varlen
+from taut.attention import decode, flex, reference, varlen
 from taut.attention.layout import Call, Layout
 from taut.errors import AttentionError
 
@@ -195,3 +195,46 @@ def compare_gradients(
     wanted = gradients(expected, wide)
     for name, found, other in zip("qkv", gradients(out, on_device), wanted, strict=True):
         assert error(found, other) < 4 * limit, name
+
+
+@pytest.mark.parametrize("has_hidden", [False, True])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_decoding_step_over_some_keys(
+    device: torch.device, dtype: torch.dtype, softcap: float | None, has_hidden: bool
+) -> None:
+    """Output and log-sum-exp of a rectangle, in autocast, over keys that are a part of a longer buffer."""
+    query, key, value = heads(300, 64, dtype)
+    query, kept = query[:, :2, :6].expand(3, -1, -1, -1), torch.cat([key, value, key])
+    keys, values = kept[..., 20:, :], kept.flip(0)[..., 20:, :]
+    hidden = torch.zeros(3, 1, 1, keys.shape[2], dtype=dtype)
+    hidden[1, ..., :17] = -torch.inf
+    call = Call(0.3, softcap=softcap)
+    with torch.autocast(device.type, torch.bfloat16):
+        moved = [some.to(device) for some in (query, kept, hidden)]
+        on_device = moved[1][..., 20:, :], moved[1].flip(0)[..., 20:, :]
+        out, lse = decode._part(moved[0], *on_device, call, moved[2] if has_hidden else None)
+    scores = query.double() @ keys.double().mT * 0.3
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if has_hidden:
+        scores += hidden.double()
+    assert lse.dtype == torch.float32
+    assert error(lse, scores.logsumexp(-1)) < (5e-3 if dtype == torch.float32 else 1e-4)
+    assert error(out, scores.softmax(-1) @ values.double()) < 2e-2
+
+
+def test_flex_is_compiled_once_for_micro_batches_of_any_size(device: torch.device) -> None:
+    if device.type == "cpu":
+        pytest.skip("flex is compiled on a GPU")
+    torch._dynamo.reset()
+    counter = torch._dynamo.utils.counters["stats"]
+    counts = []
+    for size in (300, 777, 1300, 513):
+        reach_T = reach_of((size - 200, size), (100, size - 100), (100, size))
+        inputs = [some.to(device) for some in heads(size, 64, torch.bfloat16)]
+        layout = Layout(reach_T, device=device)
+        for window in (None, 40, 130):
+            flex.attend(*inputs, layout, Call(0.3, window=window))
+        counts.append(counter["unique_graphs"])
+    assert len(set(counts)) == 1

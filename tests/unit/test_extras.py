@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from importlib import metadata
+import sys
+from importlib import import_module, metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +13,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from tests.base_install import PROJECT, ROOT, install_base, python, run_taut
 
-from taut.cli import CHECK_RECIPE, commands
+from taut.cli import CHECK_RECIPE, commands, main
 from taut.config import from_mapping
 from taut.errors import ConfigError
-from taut.extras import EXTRAS, install_command, require
+from taut.extras import EXTRAS, NEWEST, install_command, require
 from taut.train.log import LogConfig
 
 RECIPE = ROOT / "tests/unit/migrate/recipes/trl_sft.yaml"
@@ -170,6 +171,19 @@ def test_extras_of_taut_run_from_its_source_are_installed_from_there(
 
     monkeypatch.setattr(metadata, "distribution", missing)
     assert install_command("train") == f"pip install -e '{ROOT}[train]'"
+
+
+def test_a_name_that_a_newer_version_no_longer_has_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("torch.distributed.checkpoint.state_dict_saver._save_state_dict")
+    monkeypatch.delitem(sys.modules, "taut.train.sharded", raising=False)
+    monkeypatch.setattr("taut.cli.import_module", lambda _: import_module("taut.train.sharded"))
+    assert main(["show", "model=DIR"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"taut: error: torch {metadata.version('torch')} lacks a name")
+    assert "_save_state_dict" in said
+    assert said.endswith(f"run: pip install 'torch=={NEWEST['torch']}.*'\n")
 
 
 @pytest.mark.parametrize("key", ["tensorboard", "wandb"])

@@ -451,7 +451,7 @@ def _explicit(
             scores = query.to(wide) @ key.to(wide).mT
         else:
             flat = torch.bmm(query.flatten(0, 1), key.flatten(0, 1).mT, out_dtype=wide)
-            scores = flat.unflatten(0, query.shape[:2])
+            scores = flat.view(*query.shape[:2], *flat.shape[1:])
         scores = scores * call.scale
         if call.softcap is not None:
             scores = torch.tanh(scores / call.softcap) * call.softcap

@@ -82,7 +82,7 @@ class Layout:
 
     @cached_property
     def of_last_layer(self) -> Layout:
-        return replace(self, is_last=True, cache={})
+        return replace(self, is_last=True)
 
     @cached_property
     def depth_T(self) -> IntArray:

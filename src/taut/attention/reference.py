@@ -121,7 +121,7 @@ KernelCall = tuple[Parts, Tensor | None]
 
 def kernel_calls(layout: Layout, dtype: torch.dtype) -> list[KernelCall]:
     """The calls for a layout, derived once, in the order of their kinds."""
-    calls: list[KernelCall] | None = layout.cache.get(("calls", dtype))
+    calls: list[KernelCall] | None = layout.cache.get(("calls", dtype, layout.is_last))
     if calls is None:
         calls = []
         widest: dict[int, Tensor] = {}
@@ -134,7 +134,7 @@ def kernel_calls(layout: Layout, dtype: torch.dtype) -> list[KernelCall]:
                 widest[rows] = torch.zeros((rows, RUN), dtype=dtype)
                 widest[rows][:, RUN - rows :] = torch.full((rows, rows), -torch.inf).triu(1)
             calls.append((part, widest[rows][:, RUN - columns :]))
-        layout.cache["calls", dtype] = calls
+        layout.cache["calls", dtype, layout.is_last] = calls
     return calls
 
 

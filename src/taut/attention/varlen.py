@@ -127,22 +127,24 @@ def entries(layout: Layout, window: int | None) -> list[Entries]:
 def _kernel_call(call: Entries, num_tokens: int, window: int) -> KernelCall:
     """In host memory."""
     sides = call.queries, call.keys
-    indices = [torch.from_numpy(np.concatenate(members)) for members in sides]
-    everything = torch.arange(num_tokens)
+    indices = [np.concatenate(members) for members in sides]
+    queries, keys = (
+        None if np.array_equal(index, np.arange(num_tokens)) else torch.from_numpy(index)
+        for index in indices
+    )
     sizes = [[member.size for member in members] for members in sides]
     starts_q, starts_k = (torch.tensor([0, *accumulate(some)], dtype=torch.int32) for some in sizes)
-    queries, keys = (None if torch.equal(index, everything) else index for index in indices)
     max_q, max_k = max(2, *sizes[0]), max(sizes[1])
     return KernelCall(queries, keys, starts_q, starts_k, max_q, max_k, call.is_causal, window)
 
 
 def _on_device(calls: Sequence[KernelCall], device: torch.device) -> list[KernelCall]:
-    places = [
-        (call, {name: value for name, value in call._asdict().items() if torch.is_tensor(value)})
-        for call in calls
-    ]
-    moved = iter(to_device([value for _, some in places for value in some.values()], device))
-    return [call._replace(**{name: next(moved) for name in some}) for call, some in places]
+    fields = [call._asdict() for call in calls]
+    places = [(some, name) for some in fields for name in some if torch.is_tensor(some[name])]
+    moved = to_device([some[name] for some, name in places], device)
+    for (some, name), there in zip(places, moved, strict=True):
+        some[name] = there
+    return [KernelCall(**some) for some in fields]
 
 
 class TreeVarlen(torch.autograd.Function):

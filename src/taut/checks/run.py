@@ -102,6 +102,12 @@ def _computation(session: Session) -> Iterator[Setting]:
     with torch.no_grad(), session.trainer.compute():
         product = (unit @ unit).dtype
     yield Setting("dtype", run.dtype or dtype_name(session.dtype), dtype_name(product))
+    if session.ranks.device.type == "cuda":
+        precision = torch.get_float32_matmul_precision()
+        yield Setting("tf32", str(run.tf32), str(precision != "highest"))
+    if run.deterministic:
+        is_set = torch.are_deterministic_algorithms_enabled()
+        yield Setting("deterministic", "True", str(is_set))
     modules = architecture.language_model(model).modules()
     configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}
     names = [str(getattr(config, "_attn_implementation", None)) for config in configs.values()]

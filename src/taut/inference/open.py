@@ -32,6 +32,7 @@ from taut.inference.weight_sync import SyncConfig
 from taut.io import files
 from taut.models import architecture, products
 from taut.models.attention_backends import select
+from taut.models.flash_attention import activate
 from taut.models.load import (
     context_length,
     has_tokenizer,
@@ -204,6 +205,7 @@ def open_engine(use: ModelUse, rendering: Rendering | None = None) -> Opened:
     device = one_device(use.device)
     dtype = inference_dtype(use.dtype, device, "decoding on a CPU gains nothing from bf16")
     chosen = select(use.attention, device, dtype.dtype, config)
+    flash = activate(chosen.name, device, config)
     products.use(products.select(use.products, device, dtype.dtype))
     model = load_model(
         use.model,
@@ -230,6 +232,7 @@ def open_engine(use: ModelUse, rendering: Rendering | None = None) -> Opened:
         *decisions,
         Decision("dtype", str(dtype.dtype).removeprefix("torch."), dtype.reason),
         Decision("attention", chosen.name, chosen.reason),
+        *flash,
         *distributed.thread_decisions(device),
         *products.active().decisions,
     ]

@@ -50,6 +50,7 @@ from taut.inference.open import (
     read_template,
 )
 from taut.models.attention_backends import select
+from taut.models.flash_attention import activate
 from taut.models.load import load_config, load_tokenizer
 from taut.models.reward_model import load_reward_model, reward_skeleton
 from taut.models.scorer import Scorer
@@ -221,6 +222,7 @@ def open_judge(use: JudgeUse, directory: Path | None = None) -> Judge:
     decisions += [
         Decision("dtype", str(dtype.dtype).removeprefix("torch."), dtype.reason),
         Decision("attention", chosen.name, chosen.reason),
+        *activate(chosen.name, device, config),
     ]
     model = load_reward_model(
         use.model,

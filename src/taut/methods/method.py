@@ -177,6 +177,8 @@ class RunConfig:
         rounding=(
             "device",
             "attention",
+            "tf32",
+            "deterministic",
             "activation_checkpointing",
             "batch.tokens_per_microbatch",
             "batch.share_prefixes",
@@ -222,6 +224,12 @@ class RunConfig:
     products: ProductsSetting = "auto"
     """Library of float32 matrix products on a CPU: auto (for each kind of product the faster one, measured), mkl or
     onednn."""
+    tf32: bool = False
+    """Compute float32 products in TF32, on a CUDA device that has it: faster, with 10 bits of their inputs. Refused on
+    other devices."""
+    deterministic: bool = False
+    """Use only algorithms that give the same bits each time (torch.use_deterministic_algorithms); an operation without
+    one is refused with its name. On a CPU a run repeats itself without it."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     trust_remote_code: bool = False

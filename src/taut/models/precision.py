@@ -11,6 +11,7 @@ changes a parameter.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from taut.config import Decision
 from taut.errors import ConfigError, ModelError
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -60,6 +62,33 @@ def resolve_dtype(requested: str | None, device: torch.device) -> ChosenDtype:
     if requested is not None:
         return ChosenDtype(DTYPES[requested], "asked for by name")
     return ChosenDtype(torch.bfloat16 if has_bf16 else torch.float32, reason)
+
+
+def use_arithmetic(
+    dtype: torch.dtype, device: torch.device, *, tf32: bool, deterministic: bool
+) -> list[Decision]:
+    """Set PyTorch's own switches of this process, and say what they are. Raises ConfigError for TF32 without a CUDA
+    device. Only what is asked for is set on other devices.
+    """
+    decisions = []
+    if tf32 and (device.type != "cuda" or dtype == torch.float64):
+        is_float64 = device.type == "cuda"
+        found = "dtype=float64" if is_float64 else f"device={device.type}"
+        raise ConfigError(
+            f"tf32=true with {found}; expected products of float32 on a CUDA device; leave it out"
+        )
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        reason = "float32 products keep 10 bits of their inputs" if tf32 else "not asked for"
+        decisions.append(Decision("tf32", str(tf32).lower(), reason))
+    if deterministic:
+        # Read when cuBLAS starts, which is after this.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(mode=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        reason = "an operation that has no reproducible algorithm is refused with its name"
+        decisions.append(Decision("deterministic", "true", reason))
+    return decisions
 
 
 # -- contexts --------------------------------------------------------------------------------------

@@ -46,6 +46,9 @@ MIN_CHUNK_ROWS = 256
 """Smaller chunks lose accuracy in 16-bit weight gradients and speed in every dtype."""
 CHUNK_ELEMENTS = 2**24
 """Logits that exist at a time, unless MIN_CHUNK_ROWS makes it more."""
+CHUNK_SHARE = 64
+"""On a GPU they may take one part in so many of its memory: each chunk reads the head's weights, and reads and writes
+their gradient. The memory that happens to be free would make rounding depend on what else runs."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,14 @@ def score_hidden(
     return Scores(logp_N, linear_sum=total, divergence_N=divergence_N)
 
 
+def chunk_elements(device: torch.device, dtype: torch.dtype) -> int:
+    """How many logits of a dtype may exist at a time."""
+    if device.type != "cuda":
+        return CHUNK_ELEMENTS
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return max(CHUNK_ELEMENTS, memory // (CHUNK_SHARE * dtype.itemsize))
+
+
 class Chunks:
     """The arithmetic of the head on a chunk of rows, shared by both ways through it."""
 
@@ -206,7 +217,8 @@ class Chunks:
         self.bias, self.spec = bias, spec
         self.trained = None if trained is None else trained.to(self.dtype)
         self.index = None if spec.rows is None else spec.rows.index_R
-        self.num_rows = max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // weight.shape[0])
+        num_elements = chunk_elements(hidden.device, self.wide)
+        self.num_rows = max(MIN_CHUNK_ROWS, num_elements // weight.shape[0])
         self._buffers: dict[str, Tensor] = {}
         """Reused by each chunk: fresh memory of this size costs more than the arithmetic in it."""
         self.slices = self.slices_of(self.num_rows)

@@ -23,6 +23,7 @@ from taut.methods.inputs import Inputs, Loaded, Models, Plan, engine_of
 from taut.methods.method import RunConfig
 from taut.models import architecture, products
 from taut.models.attention_backends import Chosen, select
+from taut.models.flash_attention import activate
 from taut.models.load import checkpoint_dtype, freeze, load_model
 from taut.models.lora import apply_lora, choose_rows, describe_targets
 from taut.models.noise import install_noise, remove_dropout
@@ -31,6 +32,7 @@ from taut.models.precision import (
     backward_context,
     compute_context,
     resolve_dtype,
+    use_arithmetic,
 )
 from taut.models.reward_model import load_reward_model
 from taut.models.save import find_processor
@@ -124,13 +126,18 @@ def load(run: RunConfig, inputs: Inputs, ranks: Ranks) -> Loaded:
 def choose(
     run: RunConfig, inputs: Inputs, device: torch.device
 ) -> tuple[ChosenDtype, Chosen, list[Decision]]:
-    """The compute dtype and the attention backend, and all reasons; products are chosen before (``use_products``)."""
+    """The compute dtype and the attention backend, and all reasons. Sets PyTorch's switches; products are chosen
+    before (``use_products``).
+    """
     dtype = resolve_dtype(run.dtype, device)
     chosen = select(run.attention, device, dtype.dtype, inputs.config)
     name = str(dtype.dtype).removeprefix("torch.")
+    switches = use_arithmetic(dtype.dtype, device, tf32=run.tf32, deterministic=run.deterministic)
     decisions = [
         Decision("dtype", name, dtype.reason),
         Decision("attention", chosen.name, chosen.reason),
+        *activate(chosen.name, device, inputs.config),
+        *switches,
         *products.active().decisions,
     ]
     return dtype, chosen, decisions

@@ -143,6 +143,53 @@ def test_flex_forward_equals_dense(call: str) -> None:
     torch.testing.assert_close(ours, dense(*inputs, layout, CALLS[call]), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("window", [None, 4])
+def test_varlen_stays_on_the_device(window: int | None) -> None:
+    """On the meta device: nothing is read back, and the gradients are the inputs' own shapes and dtypes."""
+    meta = torch.device("meta")
+    layout = Layout(TREE, device=meta)
+    inputs = [
+        torch.empty(x.shape, dtype=torch.bfloat16, device=meta, requires_grad=True)
+        for x in heads(20)
+    ]
+    out = varlen.attend(*inputs, layout, Call(0.3, window=window))
+    assert (out.shape, out.dtype, out.device) == (inputs[0].shape, torch.bfloat16, meta)
+    for x, grad in zip(inputs, torch.autograd.grad(out.sum(), inputs), strict=True):
+        assert (grad.shape, grad.dtype, grad.device) == (x.shape, x.dtype, meta)
+
+
+def test_no_key_is_copied_per_branch() -> None:
+    """Two prompts of 8 branches: each prompt's keys are in one entry of one call, which all its branches share."""
+    prompt, branch, num_branches = 50, 7, 8
+    size = prompt + num_branches * branch
+    ends = prompt + branch * np.arange(1, num_branches + 1)
+    one = np.concatenate([np.full(prompt, size), ends.repeat(branch)])
+    own, below = varlen.kernel_calls(Layout(np.concatenate([one, one + size])), None)
+    assert (own.keys, own.starts_k.tolist()[:2]) == (None, [0, prompt + branch])
+    assert below.keys is not None
+    assert below.keys.tolist() == [*range(prompt), *range(size, size + prompt)]
+    assert below.starts_q.tolist() == [0, 7 * branch, 2 * 7 * branch]
+    assert (below.max_q, below.max_k, below.is_causal) == (7 * branch, prompt, False)
+
+
+def test_a_call_for_each_level_of_the_tree() -> None:
+    """Every visible pair of a query and a key is in one entry, and no entry holds another pair."""
+    levels = []
+    for reach in (FLAT, TREE, np.array([30] * 4 + [20] * 3 + [12] * 5 + [20] * 8 + [30] * 10)):
+        layout = Layout(reach)
+        calls = varlen.entries(layout, None)
+        levels.append(len(calls) - 1)
+        seen = torch.zeros(reach.size, reach.size, dtype=torch.long)
+        for call in calls:
+            for queries, keys in zip(call.queries, call.keys, strict=True):
+                some = torch.ones(queries.size, keys.size, dtype=torch.long)
+                seen[queries[0] : queries[-1] + 1, keys[0] : keys[-1] + 1] += (
+                    some.tril() if call.is_causal else some
+                )
+        assert torch.equal(seen, layout.dense_mask().long())
+    assert levels == [0, 2, 2]
+
+
 def tree_of(num_tokens: int) -> np.ndarray:
     """A prompt and two branches, the first of them cut short."""
     a, b = num_tokens // 3, 2 * num_tokens // 3

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
 import torch
 from tests.tiny_models import tiny_model
@@ -23,6 +26,7 @@ from taut.models.precision import (
     cast_once,
     compute_context,
     resolve_dtype,
+    use_arithmetic,
 )
 from taut.types import Packed, Sample
 
@@ -158,3 +162,37 @@ def test_a_frozen_weight_is_cast_once() -> None:
     assert [p.requires_grad for p in model.parameters()] == [False, False, True, True]
     with pytest.raises(AssertionError, match="graph"), cast_once(model):
         pass
+
+
+@pytest.fixture
+def switches() -> Iterator[None]:
+    """PyTorch's switches are put back."""
+    precision = torch.get_float32_matmul_precision()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.set_float32_matmul_precision(precision)
+    torch.use_deterministic_algorithms(mode=False)
+    torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+@pytest.mark.usefixtures("switches")
+def test_tf32_is_for_a_cuda_device_and_said_there() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    for tf32, precision in ((True, "high"), (False, "highest")):
+        (decision,) = use_arithmetic(torch.float32, cuda, tf32=tf32, deterministic=False)
+        assert decision[:2] == ("tf32", str(tf32).lower())
+        assert torch.get_float32_matmul_precision() == precision
+    assert use_arithmetic(torch.float32, cpu, tf32=False, deterministic=False) == []
+    for dtype, device, found in ((torch.float32, cpu, "cpu"), (torch.float64, cuda, "float64")):
+        with pytest.raises(ConfigError, match=f"tf32=true with .*{found}"):
+            use_arithmetic(dtype, device, tf32=True, deterministic=False)
+
+
+@pytest.mark.usefixtures("switches")
+def test_determinism_is_in_force_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    cpu = torch.device("cpu")
+    (decision,) = use_arithmetic(torch.float32, cpu, tf32=False, deterministic=True)
+    assert decision[:2] == ("deterministic", "true")
+    assert torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from taut.data.packing import PackPolicy, pack
 from taut.models import scorer
 from taut.models.architecture import HeadSpec, Rows, head
 from taut.models.attention_backends import PREFIX
-from taut.models.scorer import Scorer, score_hidden
+from taut.models.scorer import CHUNK_ELEMENTS, Scorer, chunk_elements, score_hidden
 from taut.types import Scores, Wants
 
 N, D, V = 23, 8, 17
@@ -262,3 +263,11 @@ def test_narrow_logits_are_the_chunked_heads(kind: str, is_autocast: bool) -> No
     assert every.dtype == torch.float32
     drawn = every.gather(1, target[:, None]).squeeze(1)
     assert torch.allclose(drawn, trained, atol=1e-5, rtol=0)
+
+
+def test_chunks_of_a_gpu_follow_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gigabytes, expected in ((80, 80 * 2**30 // 256), (2, CHUNK_ELEMENTS)):
+        memory = SimpleNamespace(total_memory=gigabytes * 2**30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, memory=memory: memory)
+        assert chunk_elements(torch.device("cuda"), torch.float32) == expected
+    assert chunk_elements(torch.device("cpu"), torch.float32) == CHUNK_ELEMENTS
