@@ -116,7 +116,10 @@ def blocks(layout: Layout, window: int | None) -> Blocks:
     lists: list[Tensor] = []
     for found in (is_part, is_full, is_part.T, is_full.T):
         counts, order = found.sum(1), np.argsort(~found, axis=1, kind="stable")
-        lists += [torch.from_numpy(some.astype(np.int32))[None, None] for some in (counts, order)]
+        lists += [
+            torch.from_numpy(some.astype(np.int32, order="C"))[None, None]
+            for some in (counts, order)
+        ]
     return Blocks(*lists)
 
 
