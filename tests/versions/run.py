@@ -70,6 +70,16 @@ NEEDING = {
 """Capability -> those of them that are left out where it is lacking."""
 
 
+MISSING = ("No matching distribution found", "Could not fetch URL", "Connection", "timed out")
+"""Parts of what pip prints where the index, and not this project, is the reason."""
+PATIENCE = 1200
+"""Seconds that an installation may take."""
+
+
+class Unavailable(Exception):
+    """The package index does not have an end, or is not to be reached."""
+
+
 class Tested(NamedTuple):
     """A row of the table."""
 
@@ -91,6 +101,11 @@ def main() -> int:
     parser.add_argument("--python", choices=PYTHONS, action="append", help="all, unless named")
     parser.add_argument("--write", action="store_true", help="write the table")
     parser.add_argument("--keep", action="store_true", help="leave the environments")
+    parser.add_argument(
+        "--as-available",
+        action="store_true",
+        help="skip an end that the package index does not have",
+    )
     options = parser.parse_args()
     tested, skipped = [], {}
     for name in options.python or PYTHONS:
@@ -100,13 +115,20 @@ def main() -> int:
             print(f"{name}: skipped: {skipped[name]}", flush=True)
             continue
         for end in options.end or ENDS:
-            tested.append(test(python, name, end, keeps=options.keep))
+            try:
+                tested.append(test(python, name, end, keeps=options.keep))
+            except Unavailable as error:
+                if not options.as_available:
+                    raise
+                skipped[f"{name} {end}"] = str(error)
+                print(f"{name} {end}: skipped: {error}", flush=True)
     if options.write:
         before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
         old, after = rest.split(END)
         PAGE.write_text(before + BEGIN + table(tested, skipped, old) + END + after)
         print(f"wrote the table of {PAGE.relative_to(ROOT)}")
-    return 0 if tested and all(row.is_green for row in tested) else 1
+    is_complete = bool(tested) or options.as_available
+    return 0 if is_complete and all(row.is_green for row in tested) else 1
 
 
 def find_python(name: str) -> str | None:
@@ -181,9 +203,23 @@ def install(python: str, own: str, place: Path, end: str) -> None:
     pip = [own, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "-qq"]
     build = os.environ.get("TORCH", "torch").split()
     newest = ["--upgrade"] if end == "newest" else []
-    output(*pip, *newest, "--constraint", str(limits), *build)
+    fetch(*pip, *newest, "--constraint", str(limits), *build)
     tools = [name for name in ranges if name in TOOLS]
-    output(*pip, "--constraint", str(limits), "--editable", f".[{','.join(EXTRAS)}]", *tools)
+    fetch(*pip, "--constraint", str(limits), "--editable", f".[{','.join(EXTRAS)}]", *tools)
+
+
+def fetch(*words: str) -> None:
+    """Run pip. Raises Unavailable where it does not get what it asks for."""
+    try:
+        ran = subprocess.run(
+            words, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=PATIENCE, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Unavailable(f"pip was not done after {PATIENCE} s") from error
+    print(ran.stderr, file=sys.stderr, end="", flush=True)
+    if ran.returncode and any(part in ran.stderr for part in MISSING):
+        raise Unavailable(f"pip: {ran.stderr.strip().splitlines()[-1]}")
+    ran.check_returncode()
 
 
 def bounds() -> Iterator[tuple[str, str]]:
