@@ -74,7 +74,8 @@ def require(extra: str, needed_by: str) -> None:
 
 def _require_versions(extra: str, needed_by: str) -> None:
     """Raise ConfigError where a package has a version outside the range of pyproject.toml, as where another program put
-    it there. taut that runs from its source, which is on the path, has no such ranges.
+    it there. taut that runs from its source, which is on the path, has no such ranges, and a package that was put
+    there without its metadata has no version.
     """
     from importlib import metadata
 
@@ -87,7 +88,10 @@ def _require_versions(extra: str, needed_by: str) -> None:
     for package in map(Requirement, lines):
         if package.marker is not None and not package.marker.evaluate({"extra": extra}):
             continue
-        found = metadata.version(package.name)
+        try:
+            found = metadata.version(package.name)
+        except metadata.PackageNotFoundError:
+            continue
         if not package.specifier.contains(found, prereleases=True):
             raise ConfigError(
                 f"{needed_by} found {package.name} {found}; expected {package.specifier}; "

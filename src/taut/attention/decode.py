@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from taut.attention.layout import Call
+from taut.attention.reference import merge
 
 KeysValues = tuple[Tensor, Tensor]
 MIN_FILLED = 0.9
@@ -348,7 +349,7 @@ class Decoding:
                 lse = lse.to(out.dtype)
             for some in rectangles:
                 span = slice(some.start, some.stop)
-                _merge(out[span], lse[span], *some.attend(layer, rows, call))
+                merge(out[span], lse[span], *some.attend(layer, rows, call))
             if call.sinks is not None:
                 share = torch.sigmoid(lse - call.sinks.view(shape[1:3]).to(lse.dtype))
                 out *= share.unsqueeze(-1)
@@ -396,13 +397,6 @@ def _hidden(starts: Sequence[int], length: int, like: Tensor) -> Tensor:
     is_before = at < torch.tensor(starts, device=like.device)[:, None]
     mask = torch.zeros(is_before.shape, dtype=like.dtype, device=like.device)
     return mask.masked_fill_(is_before, -torch.inf)[:, None, None]
-
-
-def _merge(out: Tensor, lse: Tensor, some_out: Tensor, some_lse: Tensor) -> None:
-    """Add one part of the keys to a running softmax average, in place."""
-    some_lse = some_lse.to(lse.dtype)
-    out.lerp_(some_out.to(out.dtype), torch.sigmoid(some_lse - lse).unsqueeze(-1))
-    torch.logaddexp(lse, some_lse, out=lse)
 
 
 def _part(

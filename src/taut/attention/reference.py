@@ -310,6 +310,7 @@ def _rows_first(heads: Tensor, dtype: torch.dtype) -> Tensor:
 
 def merge(out: Tensor, lse: Tensor, some_out: Tensor, some_lse: Tensor) -> None:
     """Add one part of the keys to a running softmax average, in place."""
+    some_lse = some_lse.to(lse.dtype)
     share = torch.sigmoid(some_lse - lse)
     out.lerp_(some_out.to(out.dtype), share.unsqueeze(-1))
     torch.logaddexp(lse, some_lse, out=lse)
