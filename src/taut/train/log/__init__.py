@@ -44,7 +44,7 @@ class LogConfig:
         if self.tensorboard:
             require("tensorboard", "log.tensorboard=true")
         if self.wandb is not None:
-            require("wandb", f"log.wandb={self.wandb}")
+            require("wandb", "log.wandb")
 
 
 __all__ = [
