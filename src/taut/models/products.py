@@ -10,8 +10,8 @@ with the threads of this process, in some tenths of a second, for a few shapes:
     weight gradient         g^T x
     head, head gradient     logits of a chunk of rows, and its input gradient, into memory that is there
 
-each but the head's for small and large weights; some rows for few and many inputs, since MKL falls to a quarter of its
-speed where rows are few and sums long. oneDNN takes the shapes in which it is clearly faster (``MARGIN``); all
+each but the head's for small and large weights; some rows for few and many inputs, since long sums may be divided
+among threads. oneDNN takes the shapes in which it is clearly faster (``MARGIN``); all
 else is PyTorch's own. A model's linear layers ask for their library at each call (``install``).
 The rates are kept in the cache, by processor, versions, threads and the variables that steer either library.
 
