@@ -87,10 +87,21 @@ def _norm_forward(library: Callable[..., Tensor]) -> Callable[..., Tensor]:
             torch.float64,
         ):
             return library(self, hidden_states)  # which widens what is narrow
+        if not torch.is_grad_enabled():
+            return _normed(hidden_states, weight, _eps(self))[0]
         normed: Tensor = _RmsNorm.apply(hidden_states, weight, _eps(self))  # type: ignore[no-untyped-call]
         return normed
 
     return forward
+
+
+def _normed(x: Tensor, weight: Tensor, eps: Any) -> tuple[Tensor, Tensor]:
+    """The norm over the last dimension, and each row's scale. Without gradients no autograd function is around it: for the
+    few rows of an engine that costs as much as the norm.
+    """
+    scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (x * scale).mul_(weight), scale
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -98,10 +109,8 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        out, scale = _normed(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        out: Tensor = (x * scale).mul_(weight)
         return out
 
     @staticmethod
@@ -168,19 +177,25 @@ def _is_rotation(library: Callable[..., Any]) -> bool:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """``x`` [..., T, K] rotated by ``cos`` and ``sin``, which broadcast to it and take no gradient."""
+    if not torch.is_grad_enabled():
+        return _rotated(x, cos, sin)
     rotated: Tensor = _Rotation.apply(x, cos, sin)  # type: ignore[no-untyped-call]
     return rotated
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return out
 
 
 class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        half = x.shape[-1] // 2
-        out = x * cos
-        out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-        out[..., half:].addcmul_(x[..., :half], sin[..., half:])
-        return out
+        return _rotated(x, cos, sin)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -241,10 +256,12 @@ def _is_gated(module: nn.Module) -> bool:
 
 def _gated_forward(self: Any, x: Tensor) -> Tensor:
     gate, up = self.gate_proj(x), self.up_proj(x)
-    if gate.dtype == up.dtype:
+    if gate.dtype != up.dtype:
+        gated = self.act_fn(gate) * up
+    elif torch.is_grad_enabled():
         gated = _Gate.apply(gate, up)  # type: ignore[no-untyped-call]
     else:
-        gated = self.act_fn(gate) * up
+        gated = self.act_fn(gate).mul_(up)
     out: Tensor = self.down_proj(gated)
     return out
 
