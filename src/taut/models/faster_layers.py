@@ -96,8 +96,8 @@ def _norm_forward(library: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _normed(x: Tensor, weight: Tensor, eps: Any) -> tuple[Tensor, Tensor]:
-    """The norm over the last dimension, and each row's scale. Without gradients no autograd function is around it: for the
-    few rows of an engine that costs as much as the norm.
+    """The norm over the last dimension, and each row's scale. Without gradients it has no autograd function around it:
+    for the few rows of an engine that costs as much as the norm.
     """
     scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
