@@ -81,21 +81,23 @@ def _norm_forward(library: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A forward of a norm's module; ``library``: the one it has."""
 
     def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
-        weight = self.weight
+        weight: Any = self.weight
         if hidden_states.dtype != weight.dtype or weight.dtype not in (
             torch.float32,
             torch.float64,
         ):
             return library(self, hidden_states)  # which widens what is narrow
+        eps = _eps(self)
+        assert eps is not None, "a norm without it is not replaced"
         if not torch.is_grad_enabled():
-            return _normed(hidden_states, weight, _eps(self))[0]
-        normed: Tensor = _RmsNorm.apply(hidden_states, weight, _eps(self))  # type: ignore[no-untyped-call]
+            return _normed(hidden_states, weight, eps)[0]
+        normed: Tensor = _RmsNorm.apply(hidden_states, weight, eps)  # type: ignore[no-untyped-call]
         return normed
 
     return forward
 
 
-def _normed(x: Tensor, weight: Tensor, eps: Any) -> tuple[Tensor, Tensor]:
+def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm over the last dimension, and each row's scale. Without gradients it has no autograd function around it:
     for the few rows of an engine that costs as much as the norm.
     """
