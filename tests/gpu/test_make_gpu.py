@@ -49,6 +49,7 @@ def test_every_case_of_the_benchmark(tmp_path: Path) -> None:
     assert results["checkpoint tiny"]["is_right"]
 
 
+@pytest.mark.slow
 def test_a_part_of_each(tmp_path: Path) -> None:
     words = ("--tests", "refused", "--cases", "rates", "tiny full packed: taut")
     status, printed, found = make_gpu(tmp_path, "tests", "bench", "report", *words)
