@@ -9,7 +9,7 @@ Shape legend, the only one in the package. A suffix names the axes of an array o
     V  vocabulary                D  hidden             H  heads           K  head dim
 
 Visibility is one integer per token: token k is visible to token q iff ``k <= q < reach[k]``. Everything else is
-derived from it: depth by ``depth_of``; segments, cu_seqlens and masks in ``taut.attention.layout``.
+derived from it: depth by ``depth_of``; segments and paths in ``taut.attention.layout``.
 
 Imports nothing else of taut.
 """

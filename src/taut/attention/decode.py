@@ -424,9 +424,8 @@ def has_flash(query: Tensor) -> bool:
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Through FlashAttention, which reads the keys and values once and where they are; log-sum-exp in float32."""
-    heads = (
-        x.transpose(1, 2) for x in (query, key, value)
-    )  # the kernel has the tokens before the heads
+    # the kernel has the tokens before the heads
+    heads = (x.transpose(1, 2) for x in (query, key, value))
     sizes = query.shape[2], key.shape[2]
     kernel = torch.ops.aten._flash_attention_forward
     out, lse, *_ = kernel(*heads, None, None, *sizes, 0.0, False, False, scale=scale)

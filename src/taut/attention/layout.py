@@ -4,10 +4,9 @@
 
 From that one integer per token: depth (how many earlier tokens a token can see), segments (maximal runs with one
 reach and consecutive depth), a segment's path (its ancestors' tokens, then its own), the calls of each backend and a
-dense mask. A sliding window W (which counts the
-token itself) adds ``depth[q] - depth[k] < W``: depth, never the flat index. A block that sees itself both ways is
-given by ``last``: a token also sees later tokens with the same ``last``, and of the earlier ones those in the window,
-as in Gemma 3.
+dense mask. A sliding window W (which counts the token itself) adds ``depth[q] - depth[k] < W``: depth, never the flat
+index. A block that sees itself both ways is given by ``last``: a token also sees later tokens with the same ``last``,
+and of the earlier ones those in the window, as in Gemma 3.
 
 ``Call`` holds the options of one attention layer, read from the keywords that the library passes to an attention
 function. A keyword that changes the maths is in ``Call``; one that is known to change nothing is in ``HARMLESS``; any

@@ -71,6 +71,20 @@ class KernelCall(NamedTuple):
     window: int
     """Earlier keys that a query sees; -1: all."""
 
+    @property
+    def bounds(self) -> tuple[Tensor, Tensor, int, int, float, bool]:
+        """Where the entries are, no dropout, and whether they are causal, as both operators take it. With a window they
+        are so by the window.
+        """
+        is_causal = self.is_causal and self.window < 0
+        return self.starts_q, self.starts_k, self.max_q, self.max_k, 0.0, is_causal
+
+    @property
+    def window_sizes(self) -> dict[str, int]:
+        """To the left and right, as both operators take it."""
+        left, right = (self.window, 0) if self.is_causal else (-1, -1)
+        return {"window_size_left": left, "window_size_right": right}
+
 
 class Entries(NamedTuple):
     """A call on the host."""
@@ -199,21 +213,14 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of the call's queries."""
-    window_left, window_right = _window(call)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         _take(q, 0, call.queries),
         _take(k, 0, call.keys),
         _take(v, 0, call.keys),
-        call.starts_q,
-        call.starts_k,
-        call.max_q,
-        call.max_k,
-        0.0,
-        call.is_causal and call.window < 0,
+        *call.bounds,
         False,
         scale=scale,
-        window_size_left=window_left,
-        window_size_right=window_right,
+        **call.window_sizes,
     )
     return out, lse
 
@@ -229,7 +236,6 @@ def _backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of the call's queries, keys and values."""
-    window_left, window_right = _window(call)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         _take(grad, 0, call.queries).contiguous(),
@@ -238,26 +244,13 @@ def _backward(
         _take(v, 0, call.keys),
         _take(out, 0, call.queries),
         _take(lse, 1, call.queries),
-        call.starts_q,
-        call.starts_k,
-        call.max_q,
-        call.max_k,
-        0.0,
-        call.is_causal and call.window < 0,
+        *call.bounds,
         no_dropout,
         no_dropout,
         scale=scale,
-        window_size_left=window_left,
-        window_size_right=window_right,
+        **call.window_sizes,
     )
     return grads
-
-
-def _window(call: KernelCall) -> tuple[int, int]:
-    """To the left and right, as the kernel takes it: it is causal either by its flag or by a window."""
-    if not call.is_causal:
-        return -1, -1
-    return call.window, 0
 
 
 def _take(heads: Tensor, dim: int, index: Tensor | None) -> Tensor:

@@ -11,8 +11,8 @@ with the threads of this process, in some tenths of a second, for a few shapes:
     head, head gradient     logits of a chunk of rows, and its input gradient, into memory that is there
 
 each but the head's for small and large weights; some rows for few and many inputs, since long sums may be divided
-among threads. oneDNN takes the shapes in which it is clearly faster (``MARGIN``); all
-else is PyTorch's own. A model's linear layers ask for their library at each call (``install``).
+among threads. oneDNN takes the shapes in which it is clearly faster (``MARGIN``); all else is PyTorch's own. A model's
+linear layers ask for their library at each call (``install``).
 The rates are kept in the cache, by processor, versions, threads and the variables that steer either library.
 
 The choice is one for the process, as the number of threads is (``use``, ``active``). It changes results by rounding:

@@ -452,9 +452,8 @@ def _by_chunks(
                 grad *= linear[-1, rows, None] / temperature
         if linear is None or sums is None:
             continue
-        if (
-            grad is None or linear.shape[0] == 2
-        ):  # the gradient of logp, on all rows of the vocabulary
+        if grad is None or linear.shape[0] == 2:
+            # the gradient of logp, on all rows of the vocabulary
             share = (linear if grad is None else linear[0])[rows, None]
             whole = every.exp_().mul_(-share)
             whole.scatter_add_(1, target[rows, None], share)
