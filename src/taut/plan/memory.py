@@ -227,6 +227,7 @@ def _run(built: Built, packed: Packed) -> None:
         nothing_N = torch.zeros(packed.num_targets, dtype=torch.float64)
         scores = Scores(nothing_N, nothing_N, scalar_R=torch.zeros(packed.num_reads))
         packed = replace(packed, stats=loss.statistics(loss.observe(scores, packed)))
+    packed = packed.to(built.trainer.ranks.device)
     backward(built.trainer, packed, dict.fromkeys(loss.units, 1.0), 1)
 
 
