@@ -235,13 +235,14 @@ def _machine(config: Plan, model: PreTrainedConfig) -> Machine:
     if config.gpu is not None or not is_here:
         name = config.gpu or "GPU"
         size = size_set or int(GPUS[name].gib * GIB)
-        return Machine(name, None, size, Kernels(DTYPES[config.dtype or "bfloat16"], FUSED))
+        return Machine(name, None, size, Kernels(DTYPES[config.dtype or "bfloat16"], FUSED, size))
     device = distributed.start(config.device).device
     compute = resolve_dtype(config.dtype, device).dtype
     chosen = select(config.attention, device, compute, model)
     size = size_set or device_memory(device)
     if device.type == "cuda":
-        return Machine(torch.cuda.get_device_name(device), device, size, Kernels(compute, FUSED))
+        kernels = Kernels(compute, FUSED, device_memory(device))
+        return Machine(torch.cuda.get_device_name(device), device, size, kernels)
     return Machine("CPU", device, size, Kernels(compute, chosen.implementation))
 
 

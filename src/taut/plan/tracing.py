@@ -42,7 +42,7 @@ from taut.models.lora import apply_lora
 from taut.models.noise import install_noise
 from taut.models.precision import backward_context, compute_context
 from taut.models.reward_model import reward_skeleton
-from taut.models.scorer import Scorer
+from taut.models.scorer import Scorer, traced_for
 from taut.plan.ledger import PARTS, History, Ledger, Parts, Shares, fullest
 from taut.types import IntArray, Packed
 
@@ -52,11 +52,13 @@ CPU = torch.device("cpu")
 
 
 class Kernels(NamedTuple):
-    """Dtype and attention of the computation."""
+    """What the memory of the computation depends on."""
 
     dtype: torch.dtype
     attention: str
     """Its name in the library's registry."""
+    gpu_memory: int | None = None
+    """Of the GPU, in bytes: the head's chunks are a part of it. None: a CPU."""
 
 
 class Sizes(NamedTuple):
@@ -175,7 +177,7 @@ def trace(
     histories = []
     for depth in depths:
         shallow = planned_model(run, with_layers(config, depth), kernels)
-        histories.append(_history(run, shallow, kernels.dtype, packed, is_first=is_first))
+        histories.append(_history(run, shallow, kernels, packed, is_first=is_first))
     return Traced(
         histories=tuple(histories),
         depths=depths,
@@ -223,7 +225,7 @@ def _depths(run: RunConfig, model: nn.Module) -> tuple[int, ...]:
 
 
 def _history(
-    run: RunConfig, model: nn.Module, dtype: torch.dtype, packed: Packed, *, is_first: bool
+    run: RunConfig, model: nn.Module, kernels: Kernels, packed: Packed, *, is_first: bool
 ) -> History:
     """The history of a forward and a backward on fake tensors."""
     try:
@@ -248,10 +250,10 @@ def _history(
             )
             ledger.watch_gradients(parameters)
             with ledger:
-                with compute_context(dtype, CPU):
+                with compute_context(kernels.dtype, CPU), traced_for(kernels.gpu_memory):
                     total = _proxy_loss(run, scorer, packed)
                 ledger.end_forward()
-                with backward_context(dtype):
+                with backward_context(kernels.dtype), traced_for(kernels.gpu_memory):
                     total.backward()
             return ledger.history()
     except (RuntimeError, NotImplementedError) as error:

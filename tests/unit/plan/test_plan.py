@@ -18,6 +18,7 @@ from taut.config import from_mapping
 from taut.data.packing import ALONE, pack
 from taut.losses.supervised import CrossEntropy
 from taut.methods.method import RunConfig
+from taut.models import scorer
 from taut.models.scorer import LinearHead
 from taut.plan import tracing
 from taut.plan.ledger import PARTS, History, Ledger
@@ -166,6 +167,23 @@ def test_attention_repeats_no_heads_here_nor_on_an_absent_gpu(tmp_path: Path) ->
         config.num_hidden_layers * 2 * 32 * config.hidden_size * 4
     )  # keys and values of each query head
     assert abs(there - here) < repeated / 8
+
+
+@pytest.mark.parametrize("keys", [{}, {"lora.rank": 2}], ids=str)
+def test_a_gpu_has_more_logits_at_a_time(
+    keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config("llama")
+    run, row = saved(config, tmp_path, **keys), 4 * config.vocab_size
+    monkeypatch.setattr(scorer, "MIN_CHUNK_ROWS", 8)
+    monkeypatch.setattr(scorer, "CHUNK_ELEMENTS", 8 * config.vocab_size)
+    found = {}
+    for rows in (None, 24):
+        kernels = REFERENCE._replace(gpu_memory=rows and scorer.CHUNK_SHARE * rows * row)
+        peaks = trace(run, config, kernels, packed_of(97), is_first=True).histories[0].peaks()
+        found[rows] = max(peak["logits"] for peak in peaks)
+    assert found[24] - found[None] == (24 - 8) * row
+    assert scorer.chunk_elements(torch.device("cpu"), torch.float32) == 8 * config.vocab_size
 
 
 def traced(tmp_path: Path) -> tuple[Traced, RunConfig]:
