@@ -465,8 +465,9 @@ def require_finite(value: float, what: str, report: StepReport, trainer: Trainer
     mine = set()
     for packed, scores in report.scored:
         rows = []
-        if packed.num_targets:
-            rows += packed.row_N[~torch.isfinite(scores.logp_N).cpu()].tolist()
+        for value_N in (scores.logp_N, scores.divergence_N) if packed.num_targets else ():
+            if value_N is not None:
+                rows += packed.row_N[~torch.isfinite(value_N).cpu()].tolist()
         if scores.scalar_R is not None:
             rows += packed.row_R[~torch.isfinite(scores.scalar_R).cpu()].tolist()
         mine |= {packed.sample_ids[row] for row in rows}
