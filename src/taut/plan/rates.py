@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from taut.attention.layout import Layout
 from taut.methods.method import RunConfig
-from taut.models import architecture
+from taut.models import architecture, faster_layers
 from taut.models.load import quiet_library
 from taut.models.precision import backward_context, compute_context
 from taut.models.scorer import Scorer, score_hidden
@@ -203,6 +203,7 @@ def calibrate(
             attn_implementation=kernels.attention,
             trust_remote_code=run.trust_remote_code,
         )
+    faster_layers.install(base)
     model = adapted(run, base)
     flops, scorer = architecture.flops(model), Scorer(model)
     number = min(FEW, packed.num_targets)
@@ -214,6 +215,7 @@ def calibrate(
         predictor_N=packed.predictor_N[:number] if number else zero,
         weight_N=packed.weight_N[:number] if number else zero.double() + 1,
         row_N=packed.row_N[:number] if number else zero,
+        read_R=torch.arange(packed.num_tokens),  # so that the last layer leaves no token out
     )
     done = work_of(small, flops.window).layers(flops)
     optimizer = build_optimizer(scorer, run.resolved_optim)

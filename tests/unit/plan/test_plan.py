@@ -18,12 +18,12 @@ from taut.config import from_mapping
 from taut.data.packing import ALONE, pack
 from taut.losses.supervised import CrossEntropy
 from taut.methods.method import RunConfig
-from taut.models import scorer
+from taut.models import products, scorer
 from taut.models.scorer import LinearHead
 from taut.plan import tracing
 from taut.plan.ledger import PARTS, History, Ledger
 from taut.plan.memory import footprint, measure, measured_parts, predict, predict_steps, stages
-from taut.plan.rates import GPUS, Rates, Work, from_data_sheet
+from taut.plan.rates import GPUS, REPEATS, Rates, Work, calibrate, from_data_sheet
 from taut.plan.steps import without_data, workload
 from taut.plan.tracing import FUSED, Kernels, Traced, trace
 from taut.train.checkpoint import CheckpointConfig
@@ -184,6 +184,23 @@ def test_a_gpu_has_more_logits_at_a_time(
         found[rows] = max(peak["logits"] for peak in peaks)
     assert found[24] - found[None] == (24 - 8) * row
     assert scorer.chunk_elements(torch.device("cpu"), torch.float32) == 8 * config.vocab_size
+
+
+def test_rates_are_measured_on_the_layers_of_a_run_and_on_all_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, linear, rows = tiny_config("llama"), products.linear, list[int]()
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows.append(x.shape[1])
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(products, "linear", counted)
+    packed = packed_of(40, 24)
+    rates = calibrate(saved(config, tmp_path), config, REFERENCE, packed, torch.device("cpu"))
+    assert rates.per_flop > 0 and rates.per_parameter > 0
+    steps = 1 + REPEATS
+    assert rows == [packed.num_tokens] * (7 * config.num_hidden_layers * steps)
 
 
 def traced(tmp_path: Path) -> tuple[Traced, RunConfig]:
