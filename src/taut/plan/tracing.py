@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
 
 from taut.attention import varlen
 from taut.attention.layout import Call, Layout
@@ -348,4 +347,3 @@ def _fused(
 
 _register: Callable[..., None] = AttentionInterface.register
 _register(FUSED, _fused)
-AttentionMaskInterface.register(FUSED, lambda **_: None)  # the layout has the visibility
