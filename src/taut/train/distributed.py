@@ -234,6 +234,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
     whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    whole = whole.to(parameters[0].device)  # without any gradient it is on the CPU
     if max_norm is not None:
         usable = whole.nan_to_num(nan=0.0, posinf=0.0)  # of which none is above max_norm
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, usable)
