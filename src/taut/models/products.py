@@ -454,9 +454,12 @@ def linear_from_stored(x: Tensor, weight: Tensor, bias: Tensor | None, widen: Wi
     """x W^T + b in the dtype of x (or autocast's) with a frozen weight that is stored otherwise. Its numbers exist in
     that dtype only during the product, and once more during the backward pass's.
     """
+    trains = weight.requires_grad or (bias is not None and bias.requires_grad)
+    assert not (trains and torch.is_grad_enabled()), "what is stored in fewer bits does not train"
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    result: Tensor = _FromStored.apply(x, weight, bias, widen)  # type: ignore[no-untyped-call]
+    bias = None if bias is None else bias.detach()
+    result: Tensor = _FromStored.apply(x, weight.detach(), bias, widen)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -466,7 +469,6 @@ class _FromStored(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, widen: Widen) -> Tensor:
         ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None)
-        assert not any(ctx.needs_input_grad[1:3]), "what is stored in fewer bits does not train"
         wide = widen(weight, x.dtype)
         ctx.widen, ctx.shape = widen, x.shape
         by = _libraries(x, wide) if _active.has_layers and _is_ours(x, wide) else None
