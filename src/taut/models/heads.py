@@ -182,7 +182,8 @@ class SharedCritic(nn.Module):
         table = architecture.stored_table(architecture.embedding(policy))
         assert table is not None, "an embedding has a weight"
         size = text_config(policy).hidden_size
-        head = nn.Linear(size, 1, device="meta", dtype=table.dtype)  # draws no random number
+        dtype = torch.promote_types(table.dtype, torch.float32)  # a frozen table may be narrow
+        head = nn.Linear(size, 1, device="meta", dtype=dtype)  # draws no random number
         self.score = head.to_empty(device=table.device)
         initialise(self.score, seed=None)
         self.detach = detach

@@ -43,6 +43,7 @@ from taut.config import user_path
 from taut.errors import ModelError
 from taut.io import files, hub
 from taut.models import architecture, faster_layers
+from taut.models.frozen import Storage, reading, store
 from taut.models.heads import check_head
 from taut.vision import tower
 
@@ -87,12 +88,14 @@ def load_model(
     attention: str,
     trust_remote_code: bool = False,
     is_narrow: bool = False,
+    storage: Storage | None = None,
 ) -> PreTrainedModel:
     """The causal language model at ``path`` for computing in ``dtype``, in train mode, on ``device``.
 
     ``attention``: the name under which it is registered with the library's attention interface. ``is_narrow``: store
-    the parameters themselves in ``dtype``, as inference does. Raises ModelError where the checkpoint is incomplete or
-    a requested setting did not take effect.
+    the parameters themselves in ``dtype``, as inference does. ``storage``: how to store weights that do not train
+    (``frozen.store`` completes it). Raises ModelError where the checkpoint is incomplete or a requested setting did
+    not take effect.
     """
     config = load_config(path, trust_remote_code)
     require_language_model(path, config)
@@ -105,6 +108,7 @@ def load_model(
         attention=attention,
         trust_remote_code=trust_remote_code,
         is_narrow=is_narrow,
+        storage=storage,
     )
     check_head(model)
     ready: PreTrainedModel = model.to(device).train()  # type: ignore[arg-type]  # a device
@@ -133,6 +137,7 @@ def read_model(
     attention: str,
     trust_remote_code: bool,
     is_narrow: bool,
+    storage: Storage | None,
     new_module: str = "",
 ) -> tuple[PreTrainedModel, bool]:
     """A complete model of one of the library's automatic classes on the CPU, with every setting of the module docstring
@@ -140,7 +145,7 @@ def read_model(
     """
     is_float64 = dtype == torch.float64
     needs_eager = is_float64 and architecture.num_experts(config.get_text_config())
-    with explain_load_errors(path, wanted), torch.random.fork_rng(devices=[]):
+    with explain_load_errors(path, wanted), torch.random.fork_rng(devices=[]), reading(storage):
         model, report = auto_class.from_pretrained(
             path,
             config=config,
@@ -181,6 +186,8 @@ def read_model(
                 "depend on how samples are packed; set it to 0 in the model's config.json"
             )
     faster_layers.install(model)
+    if storage is not None:
+        store(model, storage)
     return model, is_new
 
 

@@ -20,6 +20,7 @@ import copy
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -35,6 +36,7 @@ from taut.errors import ConfigError, ModelError
 from taut.io import files
 from taut.models import architecture, products
 from taut.models.adapter_patterns import require_bounded_patterns
+from taut.models.frozen import looking_wide, wide_state, widen_trained
 from taut.models.heads import scalar_head
 from taut.models.load import require_file_itself
 from taut.models.tokens import add_tokens
@@ -141,7 +143,7 @@ def apply_lora(
         warnings.simplefilter("ignore")  # what peft warns of is refused here, or handled
         torch.manual_seed(seed)
         if config.adapter is not None:
-            wrapped = _load_trained(model, config.adapter)
+            wrapped: Any = _load_trained(model, config.adapter)
         else:
             task = task_of(model)
             saved = _saved_names(model, config.modules_to_save)
@@ -160,8 +162,14 @@ def apply_lora(
                 trainable_token_indices=dict(rows or {}) or None,
                 ensure_weight_tying=saves_embedding and architecture.is_tied(model),
             )
+
+            def is_copied(name: str) -> bool:
+                around = accumulate(name.split("."), lambda outer, part: f"{outer}.{part}")
+                return any(ends_with(full, kept) for full in around for kept in saved)
+
             try:
-                wrapped = get_peft_model(model, settings)
+                with looking_wide(model, is_copied):
+                    wrapped = get_peft_model(model, settings)
             except ValueError as error:
                 raise ModelError(
                     f"peft puts no such adapters on {type(model).__name__}: {' '.join(str(error).split())}; expected "
@@ -169,10 +177,10 @@ def apply_lora(
                 ) from error
     products.install(wrapped)
     _prepare_tables(wrapped)
+    widen_trained(wrapped)
     for parameter in wrapped.parameters():
-        assert parameter.dtype in (torch.float32, torch.float64), (
-            "adapters are trained in full precision"
-        )
+        is_wide = parameter.dtype in (torch.float32, torch.float64)
+        assert is_wide or not parameter.requires_grad, "adapters are trained in full precision"
     assert isinstance(wrapped, nn.Module)
     return wrapped
 
@@ -466,7 +474,7 @@ def plain_model(
     ``state_dict``: the full weights under ``model``'s names, where ``model`` holds shards. The result has no buffers
     that are not saved: it is for saving, not for running. ``model`` itself stays as it is.
     """
-    weights = model.state_dict() if state_dict is None else state_dict
+    weights = wide_state(model.state_dict() if state_dict is None else state_dict)
     base = architecture.unwrap(model)
     kind = next(kind for kind in type(base).__mro__ if not kind.__name__.startswith("FSDP"))
     config = copy.deepcopy(base.config)

@@ -220,10 +220,16 @@ class Chunks:
         bias: Tensor | None,
         trained: Tensor | None,
         spec: HeadSpec,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        """``dtype``: of the products; by default autocast's, else that of hidden states and weight, of which a frozen
+        weight may be the narrower one.
+        """
         device_type = hidden.device.type
         is_autocast = torch.is_autocast_enabled(device_type) and hidden.dtype != torch.float64
-        self.dtype = torch.get_autocast_dtype(device_type) if is_autocast else weight.dtype
+        if dtype is None and is_autocast:
+            dtype = torch.get_autocast_dtype(device_type)
+        self.dtype = dtype or torch.promote_types(hidden.dtype, weight.dtype)
         self.wide = torch.promote_types(self.dtype, torch.float32)
         self.hidden, self.weight = hidden.to(self.dtype), weight.to(self.dtype)
         self.bias, self.spec = bias, spec
@@ -377,11 +383,7 @@ class _Head(torch.autograd.Function):
         grad_logp, grad_entropy = grads
         if grad_logp is None:
             grad_logp = torch.zeros_like(entropy)
-        is_narrow = ctx.dtype != weight.dtype
-        with torch.autocast(
-            hidden.device.type, dtype=ctx.dtype if is_narrow else None, enabled=is_narrow
-        ):
-            chunks = Chunks(hidden, weight, bias, trained, ctx.spec)
+        chunks = Chunks(hidden, weight, bias, trained, ctx.spec, ctx.dtype)
         sums = Sums(chunks, ctx.needs_input_grad[:3], weight)
         kept, ctx.every = ctx.every, None  # overwritten here: a second backward computes them again
         for rows in chunks.slices:
