@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -56,6 +56,8 @@ TOKENIZER_FILES = (
     "tekken.json",
 )
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+ShardLayers = Callable[[list[nn.Module]], None]
+"""Divides a model's decoder layers among ranks."""
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 _NOISE_KEY = re.compile(r"^(?!classifier).*(dropout|pdrop|layerdrop|jitter_noise)")
 _LIBRARY_ERRORS = (
@@ -87,12 +89,13 @@ def load_model(
     attention: str,
     trust_remote_code: bool = False,
     is_narrow: bool = False,
+    shard: ShardLayers | None = None,
 ) -> PreTrainedModel:
     """The causal language model at ``path`` for computing in ``dtype``, in train mode, on ``device``.
 
     ``attention``: the name under which it is registered with the library's attention interface. ``is_narrow``: store
-    the parameters themselves in ``dtype``, as inference does. Raises ModelError where the checkpoint is incomplete or
-    a requested setting did not take effect.
+    the parameters themselves in ``dtype``, as inference does. ``shard``: divides the decoder layers among ranks before
+    any weight is read. Raises ModelError where the checkpoint is incomplete or a requested setting did not take effect.
     """
     config = load_config(path, trust_remote_code)
     require_language_model(path, config)
@@ -105,6 +108,7 @@ def load_model(
         attention=attention,
         trust_remote_code=trust_remote_code,
         is_narrow=is_narrow,
+        shard=shard,
     )
     check_head(model)
     ready: PreTrainedModel = model.to(device).train()  # type: ignore[arg-type]  # a device
@@ -133,6 +137,7 @@ def read_model(
     attention: str,
     trust_remote_code: bool,
     is_narrow: bool,
+    shard: ShardLayers | None,
     new_module: str = "",
 ) -> tuple[PreTrainedModel, bool]:
     """A complete model of one of the library's automatic classes on the CPU, with every setting of the module docstring
@@ -140,7 +145,11 @@ def read_model(
     """
     is_float64 = dtype == torch.float64
     needs_eager = is_float64 and architecture.num_experts(config.get_text_config())
-    with explain_load_errors(path, wanted), torch.random.fork_rng(devices=[]):
+    with (
+        explain_load_errors(path, wanted),
+        torch.random.fork_rng(devices=[]),
+        _sharded_before_reading(shard),
+    ):
         model, report = auto_class.from_pretrained(
             path,
             config=config,
@@ -182,6 +191,30 @@ def read_model(
             )
     faster_layers.install(model)
     return model, is_new
+
+
+@contextmanager
+def _sharded_before_reading(shard: ShardLayers | None) -> Iterator[None]:
+    """Shard the decoder layers of a model that the library loads in this block, between their making on the meta device
+    and the reading of weights: of a sharded tensor the library reads this rank's slice of the file.
+    """
+    if shard is None:
+        yield
+        return
+    library: Any = (
+        PreTrainedModel  # tests/unit/models/test_load.py holds that the library still calls it
+    )
+    read = library._load_pretrained_model
+
+    def read_slices(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        shard(architecture.layers(model))
+        return read(model, *args, **kwargs)
+
+    library._load_pretrained_model = staticmethod(read_slices)
+    try:
+        yield
+    finally:
+        library._load_pretrained_model = staticmethod(read)
 
 
 def set_attention(model: PreTrainedModel, attention: str) -> None:

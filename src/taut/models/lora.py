@@ -137,6 +137,7 @@ def apply_lora(
     from peft import LoraConfig as PeftLoraConfig
     from peft import get_peft_model
 
+    sharded = {id(p) for p in model.parameters() if hasattr(p, "full_tensor")}
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")  # what peft warns of is refused here, or handled
         torch.manual_seed(seed)
@@ -167,6 +168,7 @@ def apply_lora(
                     f"peft puts no such adapters on {type(model).__name__}: {' '.join(str(error).split())}; expected "
                     "settings that each module takes; change lora.dropout, lora.dora or lora.targets"
                 ) from error
+    _make_copies_whole(wrapped, sharded)
     products.install(wrapped)
     _prepare_tables(wrapped)
     for parameter in wrapped.parameters():
@@ -322,6 +324,18 @@ def _read_settings(directory: Path, key: str) -> dict[str, Any]:
             f"{key}={directory} has no {WEIGHTS}; expected an adapter saved as safetensors"
         )
     return settings
+
+
+def _make_copies_whole(model: nn.Module, sharded: Collection[int]) -> None:
+    """Make whole what peft copied from the layers' shards (``sharded``, by id): like adapters, every rank trains all of
+    it. All ranks call it.
+    """
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if hasattr(parameter, "full_tensor") and id(parameter) not in sharded:
+                assert parameter is not None
+                copy = parameter.detach().full_tensor()  # type: ignore[attr-defined]  # a DTensor
+                module._parameters[name] = nn.Parameter(copy, parameter.requires_grad)
 
 
 def _prepare_tables(model: nn.Module) -> None:

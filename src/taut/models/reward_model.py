@@ -33,6 +33,7 @@ from taut.models import faster_layers
 from taut.models.architecture import takes_pictures
 from taut.models.heads import check_head, initialise, list_with_library, scalar_head
 from taut.models.load import (
+    ShardLayers,
     explain_load_errors,
     is_reward_config,
     load_config,
@@ -61,6 +62,7 @@ def load_reward_model(
     attention: str,
     trust_remote_code: bool = False,
     is_narrow: bool = False,
+    shard: ShardLayers | None = None,
 ) -> PreTrainedModel:
     """The model at ``path`` with its scalar head, in train mode; the other arguments as for ``load.load_model``.
 
@@ -78,6 +80,7 @@ def load_reward_model(
         attention=attention,
         trust_remote_code=trust_remote_code,
         is_narrow=is_narrow,
+        shard=shard,
         new_module=HEAD if may_lack_head else "",
     )
     module = scalar_head(model)

@@ -28,7 +28,8 @@ def test_collectives_of_one_are_the_values() -> None:
     assert ONE.gather({"a"}) == [{"a"}]
     ONE.barrier()
     model = nn.Linear(2, 2)
-    distributed.shard(model, [], ONE)
+    distributed.shard(model, ONE)
+    assert distributed.layer_sharding(ONE) is None
     assert type(model) is nn.Linear
     assert distributed.full_state_dict(model, ONE).keys() == {"weight", "bias"}  # type: ignore[union-attr]
 
