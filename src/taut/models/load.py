@@ -160,6 +160,8 @@ def read_model(
             output_loading_info=True,
             **({"experts_implementation": "eager"} if needs_eager else {}),
         )
+    if shard is not None:
+        _copy_shards(model)
     missing = {str(name) for name in report["missing_keys"]}
     is_new = f"{new_module}.weight" in missing
     if is_new:
@@ -215,6 +217,15 @@ def _sharded_before_reading(shard: ShardLayers | None) -> Iterator[None]:
         yield
     finally:
         library._load_pretrained_model = staticmethod(read)
+
+
+@torch.no_grad()
+def _copy_shards(model: nn.Module) -> None:
+    """Give each shard memory of its own: the library leaves it a view of the whole tensor in the mapped file."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and hasattr(parameter, "full_tensor"):
+                module._parameters[name] = nn.Parameter(parameter.clone(), parameter.requires_grad)
 
 
 def set_attention(model: PreTrainedModel, attention: str) -> None:
