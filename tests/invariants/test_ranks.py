@@ -151,11 +151,11 @@ def forked(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return run(*words, num_ranks=2)
 
 
-def two_ranks(place: Path, todo: Sequence[Mapping[str, Any]]) -> None:
-    """The runs that ``todo`` has the keys of, one after another, in one process group of two."""
+def by_ranks(place: Path, todo: Sequence[Mapping[str, Any]], num_ranks: int = 2) -> None:
+    """The runs that ``todo`` has the keys of, one after another, in one process group."""
     (place / "program.py").write_text(PROGRAM)
     (place / "todo.json").write_text(json.dumps(todo))
-    done = run(place / "program.py", place / "todo.json", num_ranks=2)
+    done = run(place / "program.py", place / "todo.json", num_ranks=num_ranks)
     assert done.returncode == 0, done.stderr
     assert "UserWarning" not in done.stderr
 
@@ -216,7 +216,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, model: Path, train: Path) ->
         keys = {key: str(it) if isinstance(it, Path) else it for key, it in keys.items()}
         getattr(taut, keys["method"])(**keys)
         todo.append({**keys, "out": str(place / "two" / name)})
-    two_ranks(place, todo)
+    by_ranks(place, todo)
     return place
 
 

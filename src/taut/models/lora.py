@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -138,7 +139,7 @@ def apply_lora(
     from peft import get_peft_model
 
     sharded = {id(p) for p in model.parameters() if hasattr(p, "full_tensor")}
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), _whole_sizes():
         warnings.simplefilter("ignore")  # what peft warns of is refused here, or handled
         torch.manual_seed(seed)
         if config.adapter is not None:
@@ -324,6 +325,22 @@ def _read_settings(directory: Path, key: str) -> dict[str, Any]:
             f"{key}={directory} has no {WEIGHTS}; expected an adapter saved as safetensors"
         )
     return settings
+
+
+@contextmanager
+def _whole_sizes() -> Iterator[None]:
+    """Adapters that peft makes inside the block have the sizes of whole modules. On a mesh whose names it does not know
+    peft would take shards for tensor parallelism, and their sizes; FSDP gathers whole weights.
+    """
+    from peft.tuners import tuners_utils
+
+    library: Any = tuners_utils
+    knows_shards = library._torch_supports_distributed
+    library._torch_supports_distributed = False
+    try:
+        yield
+    finally:
+        library._torch_supports_distributed = knows_shards
 
 
 def _make_copies_whole(model: nn.Module, sharded: Collection[int]) -> None:

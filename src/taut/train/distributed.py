@@ -19,16 +19,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import torch.distributed as dist
+from pydantic import Field
 from torch import Tensor, nn
 
-from taut.config import Decision
+from taut.config import Decision, configclass
 from taut.errors import ConfigError, Interrupted
 from taut.io import threads
 from taut.io.console import is_first_on_host
+
+if TYPE_CHECKING:  # it takes long to import
+    from torch.distributed.device_mesh import DeviceMesh
 
 PATIENCE = timedelta(hours=12)
 """How long ranks wait for each other: one may tokenise, or write a model, for all; torch's default for GPUs is ten
@@ -40,6 +44,15 @@ LINGER = 1.0
 """
 
 
+@configclass
+class ParallelConfig:
+    """How a model is divided among the ranks of torchrun."""
+
+    replicas: Annotated[int, Field(ge=1)] = 1
+    """Copies of the sharded weights: each is divided among ranks / replicas ranks, which exchange weights only with
+    each other (hybrid sharding, HSDP): as many as nodes, where nodes are connected slowly. A divisor of the ranks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """This process's rank among all, and the collectives."""
@@ -49,6 +62,8 @@ class Ranks:
     device: torch.device
     group: dist.ProcessGroup | None = None
     """The group of the collectives; None: the default group."""
+    mesh: DeviceMesh | None = None
+    """The ranks that weights are sharded over; with replicas [replicas, ranks of each]. None: one rank."""
 
     @property
     def is_writer(self) -> bool:
@@ -97,9 +112,12 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def start(device: str = "auto") -> Ranks:
-    """Join torchrun's process group, if there is one. ``device``: auto, cpu, cuda or cuda:N."""
+def start(device: str = "auto", replicas: int = 1) -> Ranks:
+    """Join torchrun's process group, if there is one. ``device``: auto, cpu, cuda or cuda:N; ``replicas``: of the
+    weights.
+    """
     size = world_size()
+    require_replicas(size, replicas)
     rank = int(os.environ.get("RANK", "0"))
     has_cuda = torch.cuda.is_available()
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
@@ -129,7 +147,28 @@ def start(device: str = "auto") -> Ranks:
         torch.cuda.set_device(chosen)
     if size > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=PATIENCE)
-    return Ranks(rank, size, chosen)
+    return Ranks(rank, size, chosen, mesh=_mesh(chosen, size, replicas))
+
+
+def require_replicas(num_ranks: int, replicas: int) -> None:
+    """Raise ConfigError where the ranks cannot be divided into so many replicas."""
+    if num_ranks % replicas:
+        found = "there is 1 rank" if num_ranks == 1 else f"there are {num_ranks} ranks"
+        raise ConfigError(
+            f"parallel.replicas={replicas}, and {found}; expected a divisor of the number of ranks; start as many with "
+            "torchrun, or leave it out"
+        )
+
+
+def _mesh(device: torch.device, size: int, replicas: int) -> DeviceMesh | None:
+    if size == 1:
+        return None
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if replicas == 1:
+        return init_device_mesh(device.type, (size,))
+    names = ("replicate", "shard")
+    return init_device_mesh(device.type, (replicas, size // replicas), mesh_dim_names=names)
 
 
 def thread_decisions(device: torch.device) -> list[Decision]:
@@ -199,13 +238,11 @@ def shard(root: nn.Module, ranks: Ranks) -> None:
 
 
 def _shard(modules: Iterable[nn.Module], ranks: Ranks) -> None:
-    """Shard each module over all ranks; gradients are summed."""
-    from torch.distributed.device_mesh import init_device_mesh
+    """Shard each module over the ranks; gradients are summed."""
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     for module in modules:
-        sharded: Any = fully_shard(module, mesh=mesh)
+        sharded: Any = fully_shard(module, mesh=ranks.mesh)
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(1.0)
 
