@@ -221,10 +221,14 @@ def _sharded_before_reading(shard: ShardLayers | None) -> Iterator[None]:
 
 @torch.no_grad()
 def _copy_shards(model: nn.Module) -> None:
-    """Give each shard memory of its own: the library leaves it a view of the whole tensor in the mapped file."""
+    """Give each shard memory of its own where it is a view of the whole tensor in the mapped file: what has the file's
+    dtype is no copy yet.
+    """
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and hasattr(parameter, "full_tensor"):
+            part: Any = None if parameter is None else getattr(parameter, "_local_tensor", None)
+            if part is not None and part.untyped_storage().nbytes() > part.nbytes:
+                assert parameter is not None
                 module._parameters[name] = nn.Parameter(parameter.clone(), parameter.requires_grad)
 
 

@@ -139,7 +139,7 @@ def apply_lora(
     from peft import get_peft_model
 
     sharded = {id(p) for p in model.parameters() if hasattr(p, "full_tensor")}
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), _whole_sizes():
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), _as_if_whole():
         warnings.simplefilter("ignore")  # what peft warns of is refused here, or handled
         torch.manual_seed(seed)
         if config.adapter is not None:
@@ -328,19 +328,29 @@ def _read_settings(directory: Path, key: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _whole_sizes() -> Iterator[None]:
-    """Adapters that peft makes inside the block have the sizes of whole modules. On a mesh whose names it does not know
-    peft would take shards for tensor parallelism, and their sizes; FSDP gathers whole weights.
+def _as_if_whole() -> Iterator[None]:
+    """peft makes adapters of sharded modules as of whole ones inside the block, since FSDP gathers the weights before
+    they are used. By itself peft would take a mesh with names it does not know for tensor parallelism, and give
+    adapters the sizes of shards; and DoRA's magnitudes are norms of whole weights.
     """
     from peft.tuners import tuners_utils
+    from peft.tuners.lora import dora
 
-    library: Any = tuners_utils
-    knows_shards = library._torch_supports_distributed
-    library._torch_supports_distributed = False
+    sizes: Any = tuners_utils
+    magnitudes: Any = dora
+    knows_shards, weight_of = sizes._torch_supports_distributed, magnitudes.dequantize_module_weight
+
+    def whole_weight_of(module: nn.Module) -> Tensor:
+        weight: Any = weight_of(module)
+        return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+
+    sizes._torch_supports_distributed = False
+    magnitudes.dequantize_module_weight = whole_weight_of
     try:
         yield
     finally:
-        library._torch_supports_distributed = knows_shards
+        sizes._torch_supports_distributed = knows_shards
+        magnitudes.dequantize_module_weight = weight_of
 
 
 def _make_copies_whole(model: nn.Module, sharded: Collection[int]) -> None:
