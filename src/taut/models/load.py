@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -56,7 +56,7 @@ TOKENIZER_FILES = (
     "tekken.json",
 )
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-ShardLayers = Callable[[list[nn.Module]], None]
+ShardLayers = Callable[[Iterable[nn.Module]], None]
 """Divides a model's decoder layers among ranks."""
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 _NOISE_KEY = re.compile(r"^(?!classifier).*(dropout|pdrop|layerdrop|jitter_noise)")

@@ -341,8 +341,9 @@ def _as_if_whole() -> Iterator[None]:
     knows_shards, weight_of = sizes._torch_supports_distributed, magnitudes.dequantize_module_weight
 
     def whole_weight_of(module: nn.Module) -> Tensor:
-        weight: Any = weight_of(module)
-        return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        weight: Tensor = weight_of(module)
+        whole: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        return whole
 
     sizes._torch_supports_distributed = False
     magnitudes.dequantize_module_weight = whole_weight_of

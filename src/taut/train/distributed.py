@@ -270,7 +270,8 @@ def summing_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks) -> Itera
         added = [torch.zeros_like(p) if p.grad is None else p.grad for p in mine]
         flat = torch.cat([gradient.flatten() for gradient in added])
         dist.all_reduce(flat, group=ranks.group)
-        for parameter, part in zip(mine, flat.split([p.numel() for p in mine]), strict=True):
+        parts = torch.split(flat, [parameter.numel() for parameter in mine])
+        for parameter, part in zip(mine, parts, strict=True):
             parameter.grad = part.view_as(parameter)
     for parameter, gradient in zip(whole, before, strict=True):
         if gradient is not None:
