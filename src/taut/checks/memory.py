@@ -59,14 +59,13 @@ def the_first_steps_fit_into_memory(session: Session) -> Finding:
         return passed(says, bound / GIB, "GiB at most")
     try:
         work = workload(run, inputs, ranks.size)
-        prediction = predict_steps(
-            run, inputs.config, _kernels(session), work, num_ranks=ranks.size
-        )
+        shards = ranks.size // run.parallel.replicas
+        prediction = predict_steps(run, inputs.config, _kernels(session), work, num_shards=shards)
     except ModelError as error:
         return skipped(str(error))
     needed = footprint(
         prediction.traced,
-        ranks.size,
+        shards,
         stages=stages(run.checkpoint, session.trainer.num_steps),
         is_host=ranks.device.type == "cpu",
     )

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import field
 from itertools import accumulate
 from pathlib import Path
@@ -139,7 +140,8 @@ def apply_lora(
     from peft import LoraConfig as PeftLoraConfig
     from peft import get_peft_model
 
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+    sharded = {id(p) for p in model.parameters() if hasattr(p, "full_tensor")}
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), _as_if_whole():
         warnings.simplefilter("ignore")  # what peft warns of is refused here, or handled
         torch.manual_seed(seed)
         if config.adapter is not None:
@@ -175,6 +177,7 @@ def apply_lora(
                     f"peft puts no such adapters on {type(model).__name__}: {' '.join(str(error).split())}; expected "
                     "settings that each module takes; change lora.dropout, lora.dora or lora.targets"
                 ) from error
+    _make_copies_whole(wrapped, sharded)
     products.install(wrapped)
     _prepare_tables(wrapped)
     widen_trained(wrapped)
@@ -330,6 +333,45 @@ def _read_settings(directory: Path, key: str) -> dict[str, Any]:
             f"{key}={directory} has no {WEIGHTS}; expected an adapter saved as safetensors"
         )
     return settings
+
+
+@contextmanager
+def _as_if_whole() -> Iterator[None]:
+    """peft makes adapters of sharded modules as of whole ones inside the block, since FSDP gathers the weights before
+    they are used. By itself peft would take a mesh with names it does not know for tensor parallelism, and give
+    adapters the sizes of shards; and DoRA's magnitudes are norms of whole weights.
+    """
+    from peft.tuners import tuners_utils
+    from peft.tuners.lora import dora
+
+    sizes: Any = tuners_utils
+    magnitudes: Any = dora
+    knows_shards, weight_of = sizes._torch_supports_distributed, magnitudes.dequantize_module_weight
+
+    def whole_weight_of(module: nn.Module) -> Tensor:
+        weight: Tensor = weight_of(module)
+        whole: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        return whole
+
+    sizes._torch_supports_distributed = False
+    magnitudes.dequantize_module_weight = whole_weight_of
+    try:
+        yield
+    finally:
+        sizes._torch_supports_distributed = knows_shards
+        magnitudes.dequantize_module_weight = weight_of
+
+
+def _make_copies_whole(model: nn.Module, sharded: Collection[int]) -> None:
+    """Make whole what peft copied from the layers' shards (``sharded``, by id): like adapters, every rank trains all of
+    it. All ranks call it.
+    """
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if hasattr(parameter, "full_tensor") and id(parameter) not in sharded:
+                assert parameter is not None
+                copy = parameter.detach().full_tensor()  # type: ignore[attr-defined]  # a DTensor
+                module._parameters[name] = nn.Parameter(copy, parameter.requires_grad)
 
 
 def _prepare_tables(model: nn.Module) -> None:

@@ -26,7 +26,7 @@ The Scorer is the root of sharding: inner modules are not called from outside.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -138,6 +138,10 @@ class Scorer(nn.Module):
             hidden_ND, packed.target_N, spec, linear_N, wants.entropy, teacher_scores
         )
         return scores._replace(scalar_R=scalar_R)
+
+    def inside(self, function: Callable[[nn.Module], Tensor]) -> Tensor:
+        """``function(model)``, where the model's weights are whole: a way in for what is not scoring."""
+        return function(self.model)
 
     def next_logits(
         self,

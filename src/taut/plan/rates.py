@@ -149,7 +149,8 @@ def from_data_sheet(
         _layers(traced, work, recomputes=recomputes) + traced.head_flops * work.targets
         for work in works
     ]
-    sent = len(works) * (num_ranks - 1) / num_ranks * (2 * traced.weights.all + traced.trained.all)
+    sharded = 2 * traced.weights.all + traced.trained.all - traced.adapters
+    sent = (num_ranks - 1) / num_ranks * (len(works) * sharded + 2 * traced.adapters)
     return Seconds(
         compute=sum(max(flops / speed, least) for flops in products),
         update=ADAMW_BYTES * traced.num_trained / num_ranks / bandwidth,

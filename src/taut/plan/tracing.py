@@ -86,6 +86,8 @@ class Traced:
     """Additional forwards of a step: of a reference, and for statistics."""
     is_linear: bool
     """Whether the head's gradient is computed in the forward; else its logits are computed twice."""
+    adapters: int
+    """Bytes of the trained parameters in the layers that no rank divides with others: those of LoRA."""
     num_parameters: int
     num_trained: int
     flops: architecture.Flops
@@ -177,16 +179,18 @@ def trace(
     for depth in depths:
         shallow = planned_model(run, with_layers(config, depth), kernels)
         histories.append(_history(run, shallow, kernels, packed, is_first=is_first))
+    of_trained = _sizes(model, trained)
     return Traced(
         histories=tuple(histories),
         depths=depths,
         num_layers=len(architecture.layers(model)),
         weights=_sizes(model, model.parameters()),
-        trained=_sizes(model, trained),
+        trained=of_trained,
         optimizer=2 * sum(p.nbytes for p in trained),
         reference=run.models().reference_bytes(run, trained),
         passes=run.extra_forwards(),
         is_linear=run.loss().linear_weights(packed) is not None,
+        adapters=(of_trained.all - of_trained.rest) if run.lora.is_on else 0,
         num_parameters=sum(p.numel() for p in model.parameters()),
         num_trained=sum(p.numel() for p in trained),
         flops=architecture.flops(model),

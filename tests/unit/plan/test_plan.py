@@ -19,6 +19,7 @@ from taut.data.packing import ALONE, pack
 from taut.losses.supervised import CrossEntropy
 from taut.methods.method import RunConfig
 from taut.models import products, scorer
+from taut.models.lora import LoraConfig
 from taut.models.scorer import LinearHead
 from taut.plan import tracing
 from taut.plan.ledger import PARTS, History, Ledger
@@ -216,7 +217,22 @@ def test_ranks_divide_what_is_sharded_and_nothing_else(tmp_path: Path) -> None:
     assert alone.parts["optimizer"] == 4 * four.parts["optimizer"] == 2 * one.trained.all
     assert four.parts["weights"] == alone.parts["weights"] // 4 + min(whole, one.weights.all)
     assert four.parts["activations"] == alone.parts["activations"]
-    assert four.loading == one.weights.all
+    assert four.loading == one.weights.rest + (one.weights.all - one.weights.rest) // 4
+    assert alone.loading == one.weights.all
+
+
+def test_adapters_are_whole_on_every_rank(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    run = replace(saved(config, tmp_path), lora=LoraConfig(rank=4))
+    one = trace(run, config, REFERENCE, packed_of(16), is_first=False)
+    alone, four = footprint(one, 1), footprint(one, 4)
+    assert one.adapters == one.trained.all > 0
+    assert four.parts["optimizer"] == alone.parts["optimizer"] == 2 * one.adapters
+    base = alone.parts["weights"] - one.adapters
+    gathered = min(one.weights.rest + 2 * one.weights.layer, one.weights.all)
+    assert four.parts["weights"] == pytest.approx(
+        base / 4 + one.adapters + gathered, abs=8
+    )  # buffers
 
 
 def test_checkpoints_are_staged_where_there_are_some(tmp_path: Path) -> None:
