@@ -315,8 +315,8 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -
     norms: list[Tensor] = []
     for some in lists:
         norm = torch.nn.utils.get_total_norm([p.grad for p in some if p.grad is not None])
-        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        norms[-1] = norms[-1].to(parameters[0].device)  # without any gradient it is on the CPU
+        whole_norm: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        norms.append(whole_norm.to(some[0].device))  # without any gradient it is on the CPU
     whole = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     if max_norm is not None:
         usable = whole.nan_to_num(nan=0.0, posinf=0.0)  # of which none is above max_norm
