@@ -780,11 +780,12 @@ def the_engine_draws_from_updated_weights(session: Session) -> Finding:
     limit = _engine_limit(session, engine)
     try:
         for move in (0.1, 0.5, 2.0):  # of a tensor's spread, or of 0.1 if all its values are alike
-            generator = torch.Generator().manual_seed(session.run.seed)
             with weights_put_back(session) as copies:
                 shard_weights(session)
                 with torch.no_grad():
-                    for parameter in trained(session).values():
+                    for number, parameter in enumerate(trained(session).values()):
+                        # one each: what is whole moves alike on every rank
+                        generator = torch.Generator().manual_seed(session.run.seed + number)
                         part = local(parameter)
                         spread = float(part.float().std()) if part.numel() > 1 else 0.0
                         noise = torch.randn(part.shape, generator=generator)

@@ -41,6 +41,7 @@ from taut.losses.supervised import CrossEntropy
 from taut.methods import METHODS, command_of
 from taut.methods.aux_models import AuxModels
 from taut.methods.inputs import Inputs, Language, MayChange, Models, Plan
+from taut.models.frozen import FrozenDtype
 from taut.models.load import context_length
 from taut.models.lora import LoraConfig
 from taut.models.noise import NoiseConfig
@@ -50,7 +51,7 @@ from taut.models.tokens import TokensConfig
 from taut.rewards import files_of
 from taut.rewards.registry import RewardSpec, files_read
 from taut.train.checkpoint import CheckpointConfig
-from taut.train.distributed import Ranks
+from taut.train.distributed import ParallelConfig, Ranks
 from taut.train.log import LogConfig
 from taut.train.monitors import LossMonitorConfig
 from taut.train.optim import DefaultRates, OptimConfig
@@ -167,6 +168,7 @@ class RunConfig:
             "data.apply_chat_template",  # the tokenised data are compared
             "data.eval",
             "dtype",  # the resolved dtype is compared
+            "frozen_dtype",  # the products are the same
             "products",  # what it resolves to is compared
             "reference.model",  # as model
             "distill.teacher",
@@ -179,6 +181,7 @@ class RunConfig:
             "attention",
             "tf32",
             "deterministic",
+            "parallel.replicas",
             "activation_checkpointing",
             "batch.tokens_per_microbatch",
             "batch.share_prefixes",
@@ -214,6 +217,10 @@ class RunConfig:
     dtype: ComputeDtype | None = None
     """Compute dtype; bfloat16 keeps float32 weights. By default bfloat16 where the hardware has it, else float32. bf16,
     fp32 and fp64 are accepted as names of these."""
+    frozen_dtype: FrozenDtype = "auto"
+    """How weights that do not train are stored next to adapters. checkpoint: in the checkpoint's dtype (linear layers
+    in bfloat16 where that is the compute dtype); products are those of float32, to the bit. auto: checkpoint, but
+    float32 on a CPU that computes in float32 and has the memory, where it is faster."""
     check: Literal["quick", "off"] = "quick"
     """Which part of ``taut check`` runs before training: quick (seconds), or off, which is logged. checks.skip leaves
     out single checks."""
@@ -230,6 +237,7 @@ class RunConfig:
     deterministic: bool = False
     """Use only algorithms that give the same bits each time (torch.use_deterministic_algorithms); an operation without
     one is refused with its name. On a CPU a run repeats itself without it."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     trust_remote_code: bool = False
@@ -265,6 +273,14 @@ class RunConfig:
                 "save.merged=false without adapters (lora.rank=0, no lora.adapter): there would be nothing to save; "
                 "expected a LoRA run; set lora.rank, or remove save.merged"
             )
+        if self.frozen_dtype == "checkpoint" and not self.stores_frozen:
+            why = (
+                "lora.dora=true reads them" if self.lora.dora else "without adapters there are none"
+            )
+            raise ConfigError(
+                f"frozen_dtype=checkpoint is for the weights next to adapters, and {why}; expected frozen_dtype=auto; "
+                "take the key out"
+            )
         if not self.has_rewards:
             self.eval.answers.require_rewards()
         noise = {
@@ -282,6 +298,11 @@ class RunConfig:
     def command(cls) -> str:
         """The command that trains such a run, as it is typed."""
         return command_of(cls.method)
+
+    @property
+    def stores_frozen(self) -> bool:
+        """Whether frozen weights may be stored in another dtype than those that train."""
+        return self.lora.is_on and not self.lora.dora and self.frozen_dtype != "float32"
 
     # -- data and loss
 

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import field
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -35,6 +37,7 @@ from taut.errors import ConfigError, ModelError
 from taut.io import files
 from taut.models import architecture, products
 from taut.models.adapter_patterns import require_bounded_patterns
+from taut.models.frozen import looking_wide, wide_state, widen_trained
 from taut.models.heads import scalar_head
 from taut.models.load import require_file_itself
 from taut.models.tokens import add_tokens
@@ -137,11 +140,12 @@ def apply_lora(
     from peft import LoraConfig as PeftLoraConfig
     from peft import get_peft_model
 
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+    sharded = {id(p) for p in model.parameters() if hasattr(p, "full_tensor")}
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), _as_if_whole():
         warnings.simplefilter("ignore")  # what peft warns of is refused here, or handled
         torch.manual_seed(seed)
         if config.adapter is not None:
-            wrapped = _load_trained(model, config.adapter)
+            wrapped: Any = _load_trained(model, config.adapter)
         else:
             task = task_of(model)
             saved = _saved_names(model, config.modules_to_save)
@@ -160,19 +164,26 @@ def apply_lora(
                 trainable_token_indices=dict(rows or {}) or None,
                 ensure_weight_tying=saves_embedding and architecture.is_tied(model),
             )
+
+            def is_copied(name: str) -> bool:
+                around = accumulate(name.split("."), lambda outer, part: f"{outer}.{part}")
+                return any(ends_with(full, kept) for full in around for kept in saved)
+
             try:
-                wrapped = get_peft_model(model, settings)
+                with looking_wide(model, is_copied):
+                    wrapped = get_peft_model(model, settings)
             except ValueError as error:
                 raise ModelError(
                     f"peft puts no such adapters on {type(model).__name__}: {' '.join(str(error).split())}; expected "
                     "settings that each module takes; change lora.dropout, lora.dora or lora.targets"
                 ) from error
+    _make_copies_whole(wrapped, sharded)
     products.install(wrapped)
     _prepare_tables(wrapped)
+    widen_trained(wrapped)
     for parameter in wrapped.parameters():
-        assert parameter.dtype in (torch.float32, torch.float64), (
-            "adapters are trained in full precision"
-        )
+        is_wide = parameter.dtype in (torch.float32, torch.float64)
+        assert is_wide or not parameter.requires_grad, "adapters are trained in full precision"
     assert isinstance(wrapped, nn.Module)
     return wrapped
 
@@ -324,6 +335,45 @@ def _read_settings(directory: Path, key: str) -> dict[str, Any]:
     return settings
 
 
+@contextmanager
+def _as_if_whole() -> Iterator[None]:
+    """peft makes adapters of sharded modules as of whole ones inside the block, since FSDP gathers the weights before
+    they are used. By itself peft would take a mesh with names it does not know for tensor parallelism, and give
+    adapters the sizes of shards; and DoRA's magnitudes are norms of whole weights.
+    """
+    from peft.tuners import tuners_utils
+    from peft.tuners.lora import dora
+
+    sizes: Any = tuners_utils
+    magnitudes: Any = dora
+    knows_shards, weight_of = sizes._torch_supports_distributed, magnitudes.dequantize_module_weight
+
+    def whole_weight_of(module: nn.Module) -> Tensor:
+        weight: Tensor = weight_of(module)
+        whole: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        return whole
+
+    sizes._torch_supports_distributed = False
+    magnitudes.dequantize_module_weight = whole_weight_of
+    try:
+        yield
+    finally:
+        sizes._torch_supports_distributed = knows_shards
+        magnitudes.dequantize_module_weight = weight_of
+
+
+def _make_copies_whole(model: nn.Module, sharded: Collection[int]) -> None:
+    """Make whole what peft copied from the layers' shards (``sharded``, by id): like adapters, every rank trains all of
+    it. All ranks call it.
+    """
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if hasattr(parameter, "full_tensor") and id(parameter) not in sharded:
+                assert parameter is not None
+                copy = parameter.detach().full_tensor()  # type: ignore[attr-defined]  # a DTensor
+                module._parameters[name] = nn.Parameter(copy, parameter.requires_grad)
+
+
 def _prepare_tables(model: nn.Module) -> None:
     """Refuse adapters of the embedding or the head that the chunked head would not see, or merging would lose; and make
     the embedding look up the rows that train on their own. peft copies the whole table in every forward to insert them,
@@ -466,7 +516,7 @@ def plain_model(
     ``state_dict``: the full weights under ``model``'s names, where ``model`` holds shards. The result has no buffers
     that are not saved: it is for saving, not for running. ``model`` itself stays as it is.
     """
-    weights = model.state_dict() if state_dict is None else state_dict
+    weights = wide_state(model.state_dict() if state_dict is None else state_dict)
     base = architecture.unwrap(model)
     kind = next(kind for kind in type(base).__mro__ if not kind.__name__.startswith("FSDP"))
     config = copy.deepcopy(base.config)

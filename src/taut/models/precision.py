@@ -93,6 +93,9 @@ def use_arithmetic(
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         reason = "an operation that has no reproducible algorithm is refused with its name"
         decisions.append(Decision("deterministic", "true", reason))
+    elif torch.are_deterministic_algorithms_enabled():
+        reason = "not asked for, but set by this program, or by an earlier run in it"
+        decisions.append(Decision("deterministic", "true", reason))
     return decisions
 
 

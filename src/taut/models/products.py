@@ -370,10 +370,8 @@ def measure(
     """
     calls = {name: _calls(name, shape) for name, shape in classes().items()}
     shortest = {name: {way: [float("inf")] * 2 for way in ways} for name, ways in calls.items()}
-    num_flops = {
-        name: shape.num_flops * (AT_A_TIME if _is_engines(name) else 1)
-        for name, shape in classes().items()
-    }
+    together = {name: AT_A_TIME if _is_engines(name) else 1 for name in calls}
+    num_flops = {name: shape.num_flops * together[name] for name, shape in classes().items()}
     pending, num_rounds, start = list(calls), 0, time.perf_counter()
     with torch.no_grad():
         for ways in calls.values():
@@ -381,7 +379,9 @@ def measure(
                 call()
         while num_rounds < ROUNDS or (pending and time.perf_counter() - start < LIMIT):
             for name in pending:
-                for _ in range(max(1, min(TIMES, TIMED_FLOPS // num_flops[name]))):
+                for _ in range(
+                    max(1, min(TIMES // together[name], TIMED_FLOPS // num_flops[name]))
+                ):
                     for way, call in calls[name].items():
                         two = shortest[name][way]
                         two[:] = sorted([*two, seconds(name, way, call)])[:2]
@@ -560,7 +560,11 @@ def _forward(self: nn.Linear, input: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b, and the products of its backward pass, each by its library."""
+    """x W^T + b, and the products of its backward pass, each by its library. A frozen weight may be stored in fewer
+    bits than x.
+    """
+    if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+        return linear_from_stored(x, weight, bias, Tensor.to)
     packed = _decodes.get()
     if packed is not None and _active.packed and not torch.is_grad_enabled():
         product = _by_packed(packed, x, weight, bias)
@@ -569,6 +573,46 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if _active.has_layers and _is_ours(x, weight):
         return (_train if packed is None else _decode)(x, weight, bias)
     return functional.linear(x, weight, bias)
+
+
+Widen = Callable[[Tensor, torch.dtype], Tensor]
+"""A stored weight -> its numbers [outputs, inputs] in a dtype."""
+
+
+def linear_from_stored(x: Tensor, weight: Tensor, bias: Tensor | None, widen: Widen) -> Tensor:
+    """x W^T + b in the dtype of x (or autocast's) with a frozen weight that is stored otherwise. Its numbers exist in
+    that dtype only during the product, and once more during the backward pass's.
+    """
+    trains = weight.requires_grad or (bias is not None and bias.requires_grad)
+    assert not (trains and torch.is_grad_enabled()), "what is stored in fewer bits does not train"
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    bias = None if bias is None else bias.detach()
+    result: Tensor = _FromStored.apply(x, weight.detach(), bias, widen)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _FromStored(torch.autograd.Function):
+    """The same bits as ``linear`` with the widened weight; what is kept for the backward pass is the stored one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, widen: Widen) -> Tensor:
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None)
+        wide = widen(weight, x.dtype)
+        ctx.widen, ctx.shape = widen, x.shape
+        by = _libraries(x, wide) if _active.has_layers and _is_ours(x, wide) else None
+        ctx.by_onednn = by is not None and by.input_gradient
+        return linear(x, wide, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        if weight is None:
+            return None, None, None, None
+        wide, grad = ctx.widen(weight, grad.dtype), grad.reshape(-1, grad.shape[-1])
+        grad_x = _by_blocks(grad, wide.T) if ctx.by_onednn else grad @ wide
+        return grad_x.view(ctx.shape), None, None, None
 
 
 @contextmanager
@@ -595,14 +639,20 @@ def product_into(out: Tensor, x: Tensor, weight: Tensor) -> None:
 
 def _train(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Large products and their gradients; the same bits where no gradient is wanted."""
-    if x.numel() * weight.shape[0] < MIN_SIZE:
-        return functional.linear(x, weight, bias)
-    size = size_of(weight)
-    by = By(*(f"{kind} {size}" in _active.onednn for kind in KINDS[:3]))
-    if not any(by):
+    by = _libraries(x, weight)
+    if by is None:
         return functional.linear(x, weight, bias)
     result: Tensor = _Linear.apply(x, weight, bias, by)  # type: ignore[no-untyped-call]
     return result
+
+
+def _libraries(x: Tensor, weight: Tensor) -> By | None:
+    """Who computes a layer's three products in training; None: PyTorch all of them."""
+    if x.numel() * weight.shape[0] < MIN_SIZE:
+        return None
+    size = size_of(weight)
+    by = By(*(f"{kind} {size}" in _active.onednn for kind in KINDS[:3]))
+    return by if any(by) else None
 
 
 def _decode(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -127,6 +127,7 @@ def _write(built: Built, result: Path, trained: Trained, questions: Sequence[Que
                 device,
                 run.trust_remote_code,
                 run.new_head(),
+                built.models.loaded.storage,
             )
         if not run.save.merged:
             assert adapted is not None, "save.merged=false is refused without adapters"

@@ -8,7 +8,7 @@ its reason.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -24,6 +24,8 @@ from taut.methods.method import RunConfig
 from taut.models import architecture, products
 from taut.models.attention_backends import Chosen, select
 from taut.models.flash_attention import activate
+from taut.models.frozen import Storage, described, storage_of
+from taut.models.heads import OwnCritic
 from taut.models.load import checkpoint_dtype, freeze, load_model
 from taut.models.lora import apply_lora, choose_rows, describe_targets
 from taut.models.noise import install_noise, remove_dropout
@@ -109,7 +111,7 @@ def use_products(run: RunConfig, ranks: Ranks, stored: str | None = None) -> Non
 def load(run: RunConfig, inputs: Inputs, ranks: Ranks) -> Loaded:
     """The model, with the attention and dtype of the run."""
     dtype, chosen, decisions = choose(run, inputs, ranks.device)
-    head = run.new_head()
+    head, storage = run.new_head(), storage_for(run, inputs, dtype.dtype, ranks.device)
     read = load_model if head is None else partial(load_reward_model, head=head)
     model = read(
         run.model,
@@ -117,10 +119,25 @@ def load(run: RunConfig, inputs: Inputs, ranks: Ranks) -> Loaded:
         device=ranks.device,
         attention=chosen.implementation,
         trust_remote_code=run.trust_remote_code,
+        storage=storage,
+        shard=distributed.layer_sharding(ranks),
     )
+    if storage is not None:
+        decisions.append(Decision("frozen_dtype", *described(model, storage)))
     find_processor(model)  # while its files exist: it is saved at the end
     one_sample = "; ".join(one_sample_reasons(model, inputs.longest)) or None
-    return Loaded(model, dtype, chosen, one_sample, decisions)
+    return Loaded(model, dtype, chosen, one_sample, decisions, storage)
+
+
+def storage_for(
+    run: RunConfig, inputs: Inputs, compute: torch.dtype, device: torch.device
+) -> Storage | None:
+    """How the frozen weights of a run are stored; None: in the dtype of what trains."""
+    if not run.stores_frozen or compute == torch.float64:
+        return None
+    storage = storage_of(checkpoint_dtype(inputs.config), compute, device, run.frozen_dtype)
+    # Rows that are added to a table start as the mean of its rows, in the dtype of the table.
+    return replace(storage, tables=torch.float32) if inputs.new_ids else storage
 
 
 def choose(
@@ -205,13 +222,6 @@ def join_models(
     noise = install_noise(model, run.noise, run.seed)
     # A run that generates is compared with its engine instead.
     is_compared = noise is None and not run.has_scalar_head and not run.generates
-    logps: dict[str, Tensor] = {}
-    if compared is not None and compared.cursor == START and is_compared:
-        samples = {s.id: s for tree in compared.source.prepare(1) for s in tree.samples}
-        sizes = [(sample.id, sample.num_tokens) for sample in samples.values()]
-        with torch.no_grad(), compute_context(dtype, ranks.device):
-            for name in ids_to_compare(sizes, ALONE_TOKENS):
-                logps[name] = library_logps(model, samples[name], ranks.device)
     policy, reasons = build_policy(run, one_sample, has_noise=noise is not None)
     decisions.extend(reasons)
     if run.activation_checkpointing:
@@ -228,10 +238,20 @@ def join_models(
     decisions.extend(reasons)
     scorer = Scorer(model, teacher, critic)
     budget = build_budget(run, model, ranks, one_sample=one_sample is not None)
-    # Layers are sharded separately. A vision tower is sharded with the root: how often its blocks run depends on a
-    # rank's images, and each run of a shard is a collective.
-    layers = [*([] if critic is None else critic.shards), *architecture.layers(model)]
-    distributed.shard(scorer, layers, ranks)
+    # A vision tower is sharded with the root: how often its blocks run depends on a rank's images, and each run of a
+    # shard is a collective.
+    if isinstance(critic, OwnCritic):
+        distributed.shard(critic, ranks)
+    distributed.shard(scorer, ranks)
+    logps: dict[str, Tensor] = {}
+    if compared is not None and compared.cursor == START and is_compared:
+        samples = {s.id: s for tree in compared.source.prepare(1) for s in tree.samples}
+        sizes = [(sample.id, sample.num_tokens) for sample in samples.values()]
+        with torch.no_grad(), compute_context(dtype, ranks.device):
+            for name in ids_to_compare(sizes, ALONE_TOKENS):
+                alone = partial(library_logps, sample=samples[name], device=ranks.device)
+                logps[name] = scorer.inside(alone)
+        distributed.reshard(scorer)  # the optimizer takes the shards
     roles, reasons = others.build_roles(run, inputs, loaded, scorer, ranks)
     decisions.extend(reasons)
     return Models(
