@@ -13,8 +13,11 @@ from tests.tiny_samples import nested_family
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
+from taut import extras
+from taut.config import from_mapping
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.errors import ConfigError, ModelError
+from taut.methods.method import RunConfig
 from taut.models import architecture, frozen, quantised
 from taut.models.attention_backends import PREFIX
 from taut.models.frozen import Storage
@@ -23,6 +26,7 @@ from taut.models.lora import LoraConfig, apply_lora, plain_model
 from taut.models.precision import compute_context
 from taut.models.quantised import Quantise, quantised_layers
 from taut.models.scorer import Scorer, evaluating
+from taut.plan.tracing import Kernels, planned_model
 
 pytest.importorskip("bitsandbytes")
 CPU = torch.device("cpu")
@@ -237,3 +241,36 @@ def test_other_formats_are_refused_by_name(tmp_path: Path) -> None:
 def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="mixture of experts"):
         load(save("qwen3_moe", tmp_path / "base"), "nf4")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("how", ["nf4", "int8", None])
+def test_a_plan_has_the_bytes_of_the_loaded_model(
+    how: Quantise | None, tied: bool, tmp_path: Path
+) -> None:
+    path = save("qwen2", tmp_path / "base", tie_word_embeddings=tied, vocab_size=301)
+    config = load_config(path)
+    keys = {"lora.rank": 2, "quantise": how, "frozen_dtype": "checkpoint"}
+    run = from_mapping(RunConfig, {"model": path, "data.train": "rows.jsonl", **keys})
+    planned = planned_model(run, config, Kernels(torch.float32, PREFIX + "reference"))
+    loaded = apply_lora(load(path, how), run.lora)
+    assert frozen.stored_bytes(planned) == frozen.stored_bytes(loaded)
+    assert architecture.num_weights(planned) == architecture.num_weights(loaded)
+
+
+def test_what_is_refused_before_anything_is_read() -> None:
+    given = {"model": "m", "data.train": "rows.jsonl", "quantise": "nf4"}
+    with pytest.raises(ConfigError, match="without adapters: rounded weights cannot be updated"):
+        from_mapping(RunConfig, given)
+    with pytest.raises(ConfigError, match="DoRA reads the weights"):
+        from_mapping(RunConfig, {**given, "lora.rank": 2, "lora.dora": True})
+    with pytest.raises(ConfigError, match="frozen_dtype=checkpoint is for the weights next to"):
+        from_mapping(RunConfig, {**given, "quantise": None, "frozen_dtype": "checkpoint"})
+
+
+def test_without_the_package_one_line_says_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(extras.EXTRAS, "quant", ("no_such_package",))  # type: ignore[misc]
+    with pytest.raises(ConfigError, match=r"quantise=nf4 needs no_such_package.*quant\]"):
+        load(save("llama", tmp_path / "base"), "nf4")
