@@ -40,6 +40,7 @@ from taut.models.adapter_patterns import require_bounded_patterns
 from taut.models.frozen import looking_wide, wide_state, widen_trained
 from taut.models.heads import scalar_head
 from taut.models.load import require_file_itself
+from taut.models.quantised import quiet_import
 from taut.models.tokens import add_tokens
 
 ALL: Literal["all-linear"] = "all-linear"
@@ -137,6 +138,7 @@ def apply_lora(
     """
     if not config.is_on:
         return model
+    quiet_import()
     from peft import LoraConfig as PeftLoraConfig
     from peft import get_peft_model
 
@@ -516,11 +518,13 @@ def plain_model(
     ``state_dict``: the full weights under ``model``'s names, where ``model`` holds shards. The result has no buffers
     that are not saved: it is for saving, not for running. ``model`` itself stays as it is.
     """
-    weights = wide_state(model.state_dict() if state_dict is None else state_dict)
+    weights = wide_state(model, model.state_dict() if state_dict is None else state_dict)
     base = architecture.unwrap(model)
     kind = next(kind for kind in type(base).__mro__ if not kind.__name__.startswith("FSDP"))
     config = copy.deepcopy(base.config)
     config._attn_implementation = None
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the weights are what the quantised ones stand for
     if architecture.has_head(model):
         config.tie_word_embeddings = architecture.is_tied(model)  # an adapter can separate the two
     with torch.device("meta"):
