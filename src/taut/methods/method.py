@@ -104,6 +104,10 @@ class Offline:
         """The trees of a step (counted from 1)."""
         return self.rows.trees(self.order.step(step, self.epochs))
 
+    def is_known(self, step: int) -> bool:
+        """True: the data are fixed."""
+        return True
+
     def observed(self, step: int) -> list[Tree] | None:
         """The trees on which the loss's statistics of this step are computed; None: the step's own trees."""
         return self.observed_of(self.rows, self.order.step(step, self.epochs))

@@ -370,7 +370,9 @@ def build_trainer(
             Divergence(run.loss_monitor),
             *run.monitors(source),
         ],
-        before_step=[] if image_store is None or run.generates else [Prefetch(image_store.expect)],
+        before_planning=[]
+        if image_store is None or run.generates
+        else [Prefetch(image_store.expect)],
         emit=emit,
         interrupts=Interrupts() if interrupts is None else interrupts,
     )
