@@ -230,8 +230,9 @@ class Sync:
         if is_quantised and (wanted == "full" or obstacle is not None):
             why = obstacle or "rollout.server.sync.mode=full"
             raise EngineError(
-                f"the base is quantised, and {why}: a server would need whole weights that are not what it holds; expected "
-                "a plain LoRA adapter, pushed alone (rollout.server.sync.mode=adapter), or rollout.engine=local"
+                f"the base is quantised, and {why}: a server would need whole weights that are not what it holds; "
+                "expected a plain LoRA adapter, pushed alone (rollout.server.sync.mode=adapter), or "
+                "rollout.engine=local"
             )
         if wanted != "full" and obstacle is None and server.takes_adapters():
             return "adapter"

@@ -340,8 +340,9 @@ def plan_trees(
 ) -> Planned:
     """``observed``: the trees over which the loss's statistics are taken, if not these."""
     microbatches = plan_microbatches(trees, trainer)
-    is_apart = observed is not None and trainer.source.loss.observes
-    return Planned(trees, microbatches, plan_trees(trainer, observed) if is_apart else None)
+    if observed is None or not trainer.source.loss.observes:
+        return Planned(trees, microbatches)
+    return Planned(trees, microbatches, plan_trees(trainer, observed))
 
 
 def add_gradients(
