@@ -124,6 +124,8 @@ ELSEWHERE = {
             "eval_batch_size max_tokens_per_gpu micro_batch_size micro_train_batch_size mini_batch_size "
             "per_device_eval_batch_size ppo_max_token_len_per_gpu"
         ),
+        "optim.name": "optim_type optimizer optimizer_type",
+        "optim.state": "use_8bit_adam",
         "optim.learning_rate": "actor_learning_rate actor_lr lr max_lr peak_lr",
         "optim.weight_decay": "wd",
         "optim.beta1": "adam_beta1",
@@ -279,9 +281,6 @@ INSTEAD = {
         ),
         "nothing is uploaded; upload the directory out/model when the run is finished": (
             "hub_model_id hub_strategy push_to_hub"
-        ),
-        "the optimizer is AdamW: optim.beta1, optim.beta2, optim.eps, optim.weight_decay": (
-            "optim_type optimizer optimizer_type use_8bit_adam"
         ),
         "held-out rows are a file or data set of their own: data.eval": (
             "split_dataset_ratio test_size val_size validation_split_percentage"

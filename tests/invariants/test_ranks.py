@@ -70,6 +70,13 @@ RUNS: dict[str, dict[str, Any]] = {
         "lora.train_token_rows": "always",
         "checkpoint.every": 2,
     },
+    "muon, eight bits": {
+        **PLAIN,
+        "steps": 4,
+        "optim.name": "muon",
+        "optim.state": "int8",
+        "checkpoint.every": 2,
+    },
 }
 TAUGHT: dict[str, Any] = {
     **RUNS["uneven bins"],

@@ -40,6 +40,7 @@ from taut.models.noise import KeyedDropout
 from taut.models.save import saving
 from taut.train import sharded
 from taut.train.checkpoint import SPARE
+from taut.train.optim import optimizer_type
 from taut.train.run_dir import CHECKPOINTS, WRITTEN, complete, require_usable
 from taut.types import Tree
 from taut.vision.processors import open_processor
@@ -170,7 +171,7 @@ def _trained(session: Session) -> Iterator[Setting]:
     yield Setting("optimizer", requested, f"{len(members)} tensors, {each}")
     config, optimizer = session.run.optim, session.trainer.optimizer
     groups = optimizer.param_groups
-    yield Setting("optim", "AdamW", type(optimizer).__name__)
+    yield Setting("optim", optimizer_type(config).__name__, type(optimizer).__name__)
     yield Setting("optim.beta1", _listed([config.beta1]), _listed(g["betas"][0] for g in groups))
     yield Setting("optim.beta2", _listed([config.beta2]), _listed(g["betas"][1] for g in groups))
     yield Setting("optim.eps", _listed([config.eps]), _listed(g["eps"] for g in groups))

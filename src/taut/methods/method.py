@@ -195,6 +195,7 @@ class RunConfig:
         ),
         schedule=(
             "optim.learning_rate",
+            "optim.muon_learning_rate",
             "optim.group_learning_rates",
             "optim.schedule",
             "optim.warmup_steps",

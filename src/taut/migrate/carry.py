@@ -37,6 +37,8 @@ SCHEDULES = {
     "constant_with_warmup": "constant",
 }
 DEFAULT_SCHEDULE = {"swift": "cosine", "openrlhf": "cosine_with_min_lr"}
+EIGHT_BITS = ("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw_8bit")
+"""AdamW with eight-bit moments, in the names of transformers."""
 FREEZES = {
     "freeze_llm": ("language_model", False),
     "freeze_vit": ("vision_tower", True),
@@ -703,6 +705,8 @@ class _Draft:
             self._fill_in("optim.schedule", "SCHEDULE")
         self._carry_lowest_rate(schedule)
         self._carry_warmup(schedule)
+        if self.is_hf and self._value("optim") in EIGHT_BITS:
+            self._set("optim", "optim.state", "int8")
 
     def _carry_rate(self) -> None:
         if not self.is_hf:

@@ -219,7 +219,9 @@ def calibrate(
         read_R=torch.arange(packed.num_tokens),  # so that the last layer leaves no token out
     )
     done = work_of(small, flops.window).layers(flops)
-    optimizer = build_optimizer(scorer, run.resolved_optim)
+    optimizer = build_optimizer(
+        scorer, run.resolved_optim, layers=architecture.layers(scorer.get_submodule("model"))
+    )
     trained = sum(p.numel() for p in scorer.parameters() if p.requires_grad)
     is_full = trained > sum(p.numel() for p in scorer.parameters()) / 2
     done *= 1 + _forward_share(is_full) * run.activation_checkpointing

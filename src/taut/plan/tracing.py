@@ -46,6 +46,7 @@ from taut.models.reward_model import reward_skeleton
 from taut.models.scorer import Scorer, traced_for
 from taut.plan.ledger import PARTS, History, Ledger, Parts, Shares, fullest
 from taut.run.setup import storage_for
+from taut.train.optim import state_bytes
 from taut.types import IntArray, Packed
 
 FUSED = PREFIX + "estimate"
@@ -196,7 +197,9 @@ def trace(
         num_layers=len(architecture.layers(model)),
         weights=_sizes(model, _stored(model)),
         trained=of_trained,
-        optimizer=2 * sum(p.nbytes for p in trained),
+        optimizer=state_bytes(model, run.resolved_optim, architecture.layers(model))
+        if trained
+        else 0,
         reference=run.models().reference_bytes(run, trained),
         passes=run.extra_forwards(),
         is_linear=run.loss().linear_weights(packed) is not None,

@@ -346,7 +346,9 @@ def build_trainer(
     trainer = Trainer(
         scorer=scorer,
         source=run.connect(source, inputs, models, engine, ranks, lambda: trainer),
-        optimizer=build_optimizer(scorer, optim, run.models().critic_pace(run), rates),
+        optimizer=build_optimizer(
+            scorer, optim, run.models().critic_pace(run), rates, architecture.layers(scorer.model)
+        ),
         learning_rate=partial(learning_rate, total=num_steps, config=optim),
         num_steps=num_steps,
         budget=models.budget,

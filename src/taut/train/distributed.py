@@ -285,6 +285,43 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
+def sharded_like(parameter: Tensor, part: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The tensor of this shape of which each rank has a part, divided as the parameter is."""
+    if not hasattr(parameter, "full_tensor"):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    sharded: Any = parameter
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        part,
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=strides,
+    )
+
+
+def whole_of(parameter: Tensor, part: Tensor) -> Tensor:
+    """The whole tensor, on every rank, of which each has a part as of the parameter."""
+    sharded: Any = sharded_like(parameter, part, tuple(parameter.shape))
+    whole: Tensor = sharded.full_tensor() if hasattr(sharded, "full_tensor") else sharded
+    return whole
+
+
+def part_of(parameter: Tensor, whole: Tensor) -> Tensor:
+    """This rank's part, as of the parameter, of a tensor that every rank has whole."""
+    if not hasattr(parameter, "full_tensor"):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    sharded: Any = parameter
+    return local(
+        distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None)
+    )
+
+
 @torch.no_grad()
 def swap(first: Tensor, second: Tensor) -> None:
     """Swap the contents of two tensors of the same shape; of sharded ones, this rank's shards."""

@@ -1,4 +1,4 @@
-"""The optimizer: parameter groups, learning-rate schedules, AdamW.
+"""The optimizer: parameter groups, learning-rate schedules, AdamW or Muon (taut/train/updates.py).
 
     warm-up    rate * t / W                        for t <= W
     constant   rate
@@ -29,12 +29,16 @@ from torch import Tensor, nn
 from taut.config import NotNegative, Positive, Share, configclass
 from taut.errors import ConfigError
 from taut.train import distributed
+from taut.train.updates import GroupedOptimizer, StateFormat, new_state
 
 
 @configclass
 class OptimConfig:
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon: Muon for the matrices of the layers, AdamW for embeddings, head, norms, routers, fused experts
+    and a critic. Not with LoRA."""
     learning_rate: Positive | None = None
     """Peak learning rate, reached at the end of the warm-up. None: the method's default for full fine-tuning or LoRA
     (docs/hyperparameters.md)."""
@@ -50,6 +54,15 @@ class OptimConfig:
     """AdamW beta2: decay rate of the mean of squared gradients."""
     eps: Positive = 1e-8
     """AdamW epsilon."""
+    state: StateFormat = "float32"
+    """Format of the optimizer's moments between steps: float32, or to save memory bf16 (stochastic rounding) or int8
+    (blocks with a scale)."""
+    muon_learning_rate: Positive | None = None
+    """Muon's peak learning rate. None: ``learning_rate``; Muon's update is scaled to the size of AdamW's."""
+    muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Muon's momentum (Nesterov)."""
+    muon_ns_steps: Annotated[int, Field(ge=1, le=20)] = 5
+    """Newton-Schulz steps with which Muon orthogonalises an update."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Learning-rate schedule after the warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
@@ -64,6 +77,14 @@ class OptimConfig:
     """
 
     def __post_init__(self) -> None:
+        if self.name != "muon":
+            usual = OptimConfig.__dataclass_fields__
+            for key in ("muon_learning_rate", "muon_momentum", "muon_ns_steps"):
+                if getattr(self, key) != usual[key].default:
+                    raise ConfigError(
+                        f"optim.{key}={getattr(self, key)} is a setting of Muon, and optim.name={self.name}; expected "
+                        "optim.name=muon; set that, or leave it out"
+                    )
         if self.schedule == "constant" and self.min_learning_rate_ratio:
             raise ConfigError(
                 f"optim.min_learning_rate_ratio={self.min_learning_rate_ratio:g} is where a decay ends, and "
@@ -138,15 +159,19 @@ def build_optimizer(
     config: OptimConfig,
     pace: Pace | None = None,
     rates: Mapping[str, Rate] | None = None,
+    layers: nn.Module | None = None,
 ) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters, fused where the device has a fused kernel.
+    """The optimizer of the trainable parameters, fused where the device has a fused kernel. ``layers``: those with the
+    matrices for Muon.
 
     The parameters are in groups with and without weight decay; separate ones for the part with its own pace, for each
-    of ``rates`` (parameter -> its rate), and for what is sharded. A tied parameter is listed once. The optimizer's
-    state is created here, as AdamW itself would at the first step, so that every checkpoint has the same tensors.
+    of ``rates`` (parameter -> its rate), for Muon, and for what is sharded. A tied parameter is listed once. The
+    optimizer's state is created here, as AdamW itself would at the first step, so that every checkpoint has the same
+    tensors.
     """
     usual, rates, pace = Rate("", highest(config)), rates or {}, pace or Pace("")
-    listed: dict[tuple[bool, Rate, bool, bool], list[nn.Parameter]] = {}
+    matrices = _matrices(layers) if config.name == "muon" and layers is not None else set()
+    listed: dict[tuple[bool, Rate, bool, bool, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             is_apart = bool(pace.part) and name.startswith(f"{pace.part}.")
@@ -156,24 +181,39 @@ def build_optimizer(
                 parameter.ndim < 2 or "bias" in names[-1] or any("norm" in part for part in names)
             )
             is_sharded = hasattr(parameter, "full_tensor")
-            key = (is_apart, rates.get(name, usual), is_exempt, is_sharded)
+            is_muon = id(parameter) in matrices
+            key = (is_apart, rates.get(name, usual), is_exempt, is_sharded, is_muon)
             listed.setdefault(key, []).append(parameter)
     if not listed:
         raise ConfigError("no parameter is left to train; freeze fewer, or set lora.rank")
-    optimizer = torch.optim.AdamW(
-        [
+    if config.name == "muon" and not any(is_muon for *_, is_muon in listed):
+        raise ConfigError(
+            "optim.name=muon, and no matrix of a layer is trained (adapters are not, for Muon); expected one; set "
+            "optim.name=adamw"
+        )
+    groups = []
+    for (is_apart, rate, is_exempt, _, is_muon), params in sorted(
+        listed.items(), key=lambda item: item[0]
+    ):
+        ratio = pace.ratio if is_apart else rate.highest / usual.highest
+        if is_muon:
+            ratio *= (config.muon_learning_rate or usual.highest) / usual.highest
+        groups.append(
             {
                 "params": params,
                 "weight_decay": 0.0 if is_exempt else config.weight_decay,
                 "part": pace.part if is_apart else "",
-                "ratio": pace.ratio if is_apart else rate.highest / usual.highest,
-                "rate": rate.name,
+                "ratio": ratio,
+                "rate": rate.name or ("muon" if is_muon else ""),
                 "waits": 0 if is_apart else pace.head_start,
+                "rule": "muon" if is_muon else "adamw",
+                "state": config.state,
+                "momentum": config.muon_momentum,
+                "ns_steps": config.muon_ns_steps,
             }
-            for (is_apart, rate, is_exempt, _), params in sorted(
-                listed.items(), key=lambda item: item[0]
-            )
-        ],
+        )
+    optimizer = optimizer_type(config)(
+        groups,
         lr=highest(config),
         betas=(config.beta1, config.beta2),
         eps=config.eps,
@@ -181,12 +221,37 @@ def build_optimizer(
     )
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), device=parameter.device if group["fused"] else "cpu"),
-                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            }
+            optimizer.state[parameter] = state = new_state(parameter, group)
+            if type(optimizer) is torch.optim.AdamW and group["fused"]:
+                state["step"] = state["step"].to(parameter.device)  # where its kernel reads it
     return optimizer
+
+
+def optimizer_type(config: OptimConfig) -> type[torch.optim.AdamW]:
+    """PyTorch's own AdamW where it does what is asked for."""
+    is_plain = config.name == "adamw" and config.state == "float32"
+    return torch.optim.AdamW if is_plain else GroupedOptimizer
+
+
+def _matrices(layers: nn.Module) -> set[int]:
+    """The ids of the parameters for Muon: weights of linear modules, but no norms, routers or adapters."""
+    return {
+        id(parameter)
+        for name, parameter in layers.named_parameters()
+        if parameter.ndim == 2
+        and "lora_" not in name
+        and not any(
+            "norm" in part or "router" in part or part.endswith("gate")
+            for part in name.lower().split(".")
+        )
+    }
+
+
+def state_bytes(model: nn.Module, config: OptimConfig, layers: nn.Module | None) -> int:
+    """The bytes of the optimizer's state of a model, which may be on the meta device."""
+    optimizer = build_optimizer(model, config, layers=layers)
+    states = optimizer.state.values()
+    return sum(value.nbytes for state in states for key, value in state.items() if key != "step")
 
 
 def set_learning_rate(

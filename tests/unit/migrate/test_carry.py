@@ -192,6 +192,12 @@ def test_openrlhf_packs_within_a_batch_of_samples(tmp_path: Path) -> None:
     assert (offer["settings"]["batch.samples_per_step"], offer["exit"]) == (64, 0)
 
 
+def test_eight_bit_moments_are_carried(tmp_path: Path) -> None:
+    offer = carried(tmp_path, "swift", "--optim paged_adamw_8bit")
+    assert "optim.state=int8" in offer["command"]
+    assert "optim" not in lacking(offer)
+
+
 # what is no SFT of taut's
 
 
@@ -207,7 +213,7 @@ def test_openrlhf_packs_within_a_batch_of_samples(tmp_path: Path) -> None:
             for tuner in ("adalora", "longlora", "llamapro", "reft", "boft", "lora_llm")
         ],
         ("--optimizer muon", "optimizer"),
-        ("--optim paged_adamw_8bit", "optim"),
+        ("--optim adafactor", "optim"),
         ("--use_galore true", "use_galore"),
         ("--lisa_activated_layers 2", "lisa_activated_layers"),
         ("--loss_type infonce", "loss_type"),
