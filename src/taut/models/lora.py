@@ -166,10 +166,11 @@ def apply_lora(
                 trainable_token_indices=dict(rows or {}) or None,
                 ensure_weight_tying=saves_embedding and architecture.is_tied(model),
             )
+            copied = [*saved, *(rows or ())]
 
             def is_copied(name: str) -> bool:
                 around = accumulate(name.split("."), lambda outer, part: f"{outer}.{part}")
-                return any(ends_with(full, kept) for full in around for kept in saved)
+                return any(ends_with(full, kept) for full in around for kept in copied)
 
             try:
                 with looking_wide(model, is_copied):
@@ -401,6 +402,8 @@ def _prepare_tables(model: nn.Module) -> None:
             "the adapter trains rows of a head that has a bias, which peft leaves out; expected "
             "a head trained whole; train again with lora.modules_to_save"
         )
+    if head is not None:
+        _join_rows(head, tables["head"])
     if embedding is None:
         return
     forward_with_copy = embedding.forward_adapters
@@ -416,6 +419,23 @@ def _prepare_tables(model: nn.Module) -> None:
         return torch.where(is_row.any(-1, keepdim=True), trained, embedding.base_layer(ids))
 
     embedding.forward_adapters = forward
+
+
+def _join_rows(adapter: Any, head: nn.Module) -> None:
+    """Let the head compute the columns of rows that train on their own by themselves, as ``models/scorer.py`` does: the
+    rest of the table may be stored in another dtype than they are.
+    """
+    forward_with_copy = adapter.forward_adapters
+
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        rows = architecture.trained_rows(head)
+        if rows is None:
+            return forward_with_copy(hidden, *args, **kwargs)
+        logits = adapter.base_layer(hidden)
+        trained = nn.functional.linear(hidden, rows.weight_RD).to(logits.dtype)
+        return logits.index_copy(-1, rows.index_R, trained)
+
+    adapter.forward_adapters = forward
 
 
 # -- names of modules: the user's -> peft's --------------------------------------------------------
