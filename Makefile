@@ -37,6 +37,8 @@ demo: $(STAMP) ## train a small real model for a few minutes and show what chang
 test test-slow test-parallel: export OMP_NUM_THREADS := 1
 # Threads that wait awake take the time of other tests.
 test test-slow test-parallel test-real: export OMP_WAIT_POLICY := PASSIVE
+# Bytecode is written, whatever the shell says: each worker would compile every test anew, each process they start taut.
+test test-slow test-parallel test-real: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP) ## the tests that need no downloaded model, without the slow ones; GPU tests run where there is a GPU
 	$(PYTEST) -q -n 3 -m "not real and not slow and not parallel" $(ARGS)
 

@@ -217,9 +217,9 @@ def place(tmp_path_factory: pytest.TempPathFactory, model: Path, train: Path) ->
         keys = {key: str(it) if isinstance(it, Path) else it for key, it in keys.items()}
         getattr(taut, keys["method"])(**keys)
         todo.append({**keys, "out": str(place / "two" / name)})
-    by_ranks(place, todo)
     replicas = {**todo[2], "out": str(place / "four"), "parallel.replicas": 2}
     by_ranks(place, [replicas], 4)
+    by_ranks(place, todo)
     return place
 
 

@@ -26,7 +26,7 @@ def the_model_loads(session: Session) -> Finding:
     Configuration, tokenizer, template file, every weight, the attention and dtype asked for.
     """
     tokenizer, loaded = session.tokenizer, session.loaded
-    number = sum(parameter.numel() for parameter in loaded.model.parameters())
+    number = architecture.num_weights(loaded.model)
     says = f"{type(loaded.model).__name__} and {type(tokenizer).__name__}, no weight missing"
     notes = [f"{name} {value}: {reason}" for name, value, reason in loaded.decisions]
     return passed(says, number, "parameters", notes)
@@ -36,7 +36,7 @@ def the_model_loads(session: Session) -> Finding:
 def what_was_asked_trains(session: Session) -> Finding:
     """Can what was asked be trained: adapters, freezing, added tokens?"""
     trained = sum(parameter.numel() for parameter in session.trainer.trained)
-    every = sum(parameter.numel() for parameter in session.scorer.parameters())
+    every = architecture.num_weights(session.scorer)
     # about adapters, rows that train, freezing, packing and sharing
     before = {decision.name for decision in (*session.inputs.decisions, *session.loaded.decisions)}
     notes = [

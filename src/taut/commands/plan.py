@@ -36,6 +36,7 @@ from taut.models.attention_backends import select
 from taut.models.load import load_config
 from taut.models.lora import LoraConfig
 from taut.models.precision import DTYPES, resolve_dtype
+from taut.models.quantised import Quantise, format_of
 from taut.plan.ledger import PARTS
 from taut.plan.memory import (
     Footprint,
@@ -56,7 +57,7 @@ from taut.types import Packed
 
 GIB = 2**30
 ABOUT = {
-    "weights": "float32 masters, adapters, buffers",
+    "weights": "float32 masters, frozen weights as stored, adapters, buffers",
     "reference": "what the policy is measured against",
     "gradients": "float32, of what trains",
     "optimizer": "AdamW's two moments",
@@ -195,15 +196,24 @@ def plan(config: Plan) -> Planned:
     ways, num_parameters = [], 0
     is_lora, lora = config.lora.is_on, config.lora
     lora = lora if is_lora else LoraConfig(rank=LORA_RANK)
-    choices = list(product((False, True), (False, True)))
-    choices.sort(key=lambda choice: choice != (is_lora, config.activation_checkpointing))
-    for has_lora, recomputes in choices:  # the configured run first
+    bases: list[tuple[bool, Quantise | None]] = [(False, None), (True, None)]
+    is_dense = not architecture.num_experts(model.get_text_config())
+    if is_dense and not lora.dora and format_of(model) is None:
+        bases.append((True, config.quantise or "nf4"))
+    choices = list(product(bases, (False, True)))
+    configured = ((is_lora, config.quantise), config.activation_checkpointing)
+    choices.sort(key=lambda choice: choice != configured)
+    for (has_lora, quantise), recomputes in choices:  # the configured run first
         other = replace(
             config,
             lora=lora if has_lora else LoraConfig(),
+            quantise=quantise,
+            frozen_dtype=config.frozen_dtype if has_lora else "auto",
+            save=config.save if has_lora else replace(config.save, merged=True),
             activation_checkpointing=recomputes,
         )
         name = f"LoRA, rank {lora.rank or 'of the adapter'}" if has_lora else "all weights"
+        name += f", {quantise}" if quantise else ""
         name += ", checkpointing" if recomputes else ""
         with told_when_slow(f"counting the bytes of {name}"):
             planner = _Planner(other, model, machine, work, limit)
@@ -294,6 +304,8 @@ class _Planner:
         keys = []
         if self.run.lora != configured.lora:
             keys.append(f"lora.rank={self.run.lora.rank}")
+        if self.run.quantise != configured.quantise and self.run.quantise is not None:
+            keys.append(f"quantise={self.run.quantise}")
         if self.run.activation_checkpointing != configured.activation_checkpointing:
             keys.append(
                 f"activation_checkpointing={str(self.run.activation_checkpointing).lower()}"

@@ -47,6 +47,7 @@ from taut.models.load import context_length
 from taut.models.lora import LoraConfig
 from taut.models.noise import NoiseConfig
 from taut.models.products import ProductsSetting
+from taut.models.quantised import Quantise
 from taut.models.reward_model import NewHead
 from taut.models.tokens import TokensConfig
 from taut.rewards import files_of
@@ -103,6 +104,10 @@ class Offline:
     def prepare(self, step: int) -> list[Tree]:
         """The trees of a step (counted from 1)."""
         return self.rows.trees(self.order.step(step, self.epochs))
+
+    def is_known(self, step: int) -> bool:
+        """True: the data are fixed."""
+        return True
 
     def observed(self, step: int) -> list[Tree] | None:
         """The trees on which the loss's statistics of this step are computed; None: the step's own trees."""
@@ -222,6 +227,9 @@ class RunConfig:
     """How weights that do not train are stored next to adapters. checkpoint: in the checkpoint's dtype (linear layers
     in bfloat16 where that is the compute dtype); products are those of float32, to the bit. auto: checkpoint, but
     float32 on a CPU that computes in float32 and has the memory, where it is faster."""
+    quantise: Quantise | None = None
+    """Quantise the linear layers of the base under adapters (QLoRA): nf4 (4.13 bits a weight, double quantisation) or
+    int8 (8 bits). The products widen them to the compute dtype. A base that comes quantised is used as it is."""
     check: Literal["quick", "off"] = "quick"
     """Which part of ``taut check`` runs before training: quick (seconds), or off, which is logged. checks.skip leaves
     out single checks."""
@@ -282,6 +290,16 @@ class RunConfig:
                 f"frozen_dtype=checkpoint is for the weights next to adapters, and {why}; expected frozen_dtype=auto; "
                 "take the key out"
             )
+        if self.quantise is not None and not self.lora.is_on:
+            raise ConfigError(
+                f"quantise={self.quantise} without adapters: rounded weights cannot be updated; expected a LoRA run; "
+                "set lora.rank, or take the key out"
+            )
+        if self.quantise is not None and self.lora.dora:
+            raise ConfigError(
+                f"quantise={self.quantise} with lora.dora=true: DoRA reads the weights themselves; expected one of the "
+                "two; take one out"
+            )
         if not self.has_rewards:
             self.eval.answers.require_rewards()
         noise = {
@@ -303,7 +321,8 @@ class RunConfig:
     @property
     def stores_frozen(self) -> bool:
         """Whether frozen weights may be stored in another dtype than those that train."""
-        return self.lora.is_on and not self.lora.dora and self.frozen_dtype != "float32"
+        is_narrow = self.frozen_dtype != "float32" or self.quantise is not None
+        return self.lora.is_on and not self.lora.dora and is_narrow
 
     # -- data and loss
 

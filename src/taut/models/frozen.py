@@ -11,7 +11,7 @@ up, and adapters start at the same numbers (``looking_wide``). So how weights ar
 alone, and a run may be resumed with another choice.
 
 peft keeps frozen weights where the library put them, so nothing else has to know; ``models/products.py`` and the head
-in ``models/scorer.py`` take narrow weights as they come.
+in ``models/scorer.py`` take narrow weights as they come. ``models/quantised.py`` quantises linear layers further.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from taut.models import architecture
+from taut.models import architecture, quantised
+from taut.models.quantised import Quantise
 
 FrozenDtype = Literal["auto", "checkpoint", "float32"]
 NARROW = (torch.bfloat16, torch.float16)
@@ -46,6 +47,10 @@ class Storage:
     """Of the linear layers' weights."""
     tables: torch.dtype
     """Of embedding and head."""
+    quantise: Quantise | None = None
+    """Quantise the linear layers' weights."""
+    whole: tuple[str, ...] = ()
+    """The ends of names of modules that train whole, and so are not quantised."""
     host_share: float | None = None
     """Widen everything to float32 on the CPU if that takes at most this share of its memory; None: never."""
 
@@ -54,9 +59,11 @@ def storage_of(
     checkpoint: torch.dtype, compute: torch.dtype, device: torch.device, wanted: FrozenDtype
 ) -> Storage:
     """How to store the frozen weights of a run that computes in ``compute`` (not float64)."""
+    if wanted == "float32":
+        return Storage(torch.float32, torch.float32)
     layers = compute if compute == torch.bfloat16 else checkpoint
     measures = wanted == "auto" and device.type == "cpu" and compute == torch.float32
-    return Storage(layers, checkpoint, HOST_SHARE if measures else None)
+    return Storage(layers, checkpoint, host_share=HOST_SHARE if measures else None)
 
 
 def stored_dtypes(model: PreTrainedModel, storage: Storage) -> dict[str, torch.dtype]:
@@ -100,21 +107,31 @@ def reading(storage: Storage | None) -> Iterator[None]:
 
 
 def store(model: PreTrainedModel, storage: Storage) -> None:
-    """Store the weights of a model that was just read."""
-    parameters = dict(model.named_parameters())
+    """Store the weights of a model that was just read. Quantised ones stay as they are."""
     dtypes = stored_dtypes(model, storage)
     if stays_wide(model, storage):
         dtypes = dict.fromkeys(dtypes, torch.float32)
-    for name, dtype in dtypes.items():
-        if name in parameters:  # a tied head has no name of its own
-            parameters[name].data = parameters[name].data.to(dtype)
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            dtype = dtypes.get(f"{name}.{key}", torch.float32)
+            if parameter is None or parameter.dtype not in (torch.float32, *NARROW):
+                continue
+            if parameter.dtype == dtype:
+                continue
+            if hasattr(parameter, "full_tensor"):  # a shard keeps its dtype for life
+                trains = parameter.requires_grad
+                module._parameters[key] = nn.Parameter(parameter.detach().to(dtype), trains)
+            else:
+                parameter.data = parameter.data.to(dtype)
     table = architecture.embedding(model)
     if isinstance(table, nn.Embedding) and table.weight.dtype in NARROW:
         table.forward = MethodType(_look_up, table)  # type: ignore[method-assign]
 
 
 def stays_wide(model: nn.Module, storage: Storage) -> bool:
-    """Whether a machine without a GPU has room for all in float32."""
+    """Whether a machine without a GPU has room for all in float32, and nothing is quantised."""
+    if any(quantised.quantised_layers(model)):
+        return False
     num_bytes = 4 * architecture.num_weights(model)
     return storage.host_share is not None and num_bytes <= storage.host_share * host_memory()
 
@@ -123,14 +140,28 @@ def described(model: PreTrainedModel, storage: Storage) -> tuple[str, str]:
     """The dtype of a model's frozen weights, and the reason."""
     dtypes = {str(d).removeprefix("torch.") for d in stored_dtypes(model, storage).values()}
     num_wide = 4 * architecture.num_weights(model)
+    layers = [module for _, module in quantised.quantised_layers(model)]
+    if layers:
+        dtypes |= {"nf4" if hasattr(layers[0], "quant_state") else "int8"}
     if not dtypes:
         return "float32", "that of the checkpoint"
     if stays_wide(model, storage):
         share = f"at most {storage.host_share:.0%} of this machine's memory"
         return "float32", f"{num_wide / 2**30:,.1f} GiB, {share}"
-    stored = sum(parameter.nbytes for parameter in model.parameters())
+    stored = stored_bytes(model)
     size = f"{stored / 2**30:,.1f} GiB instead of {num_wide / 2**30:,.1f}"
-    return " and ".join(sorted(dtypes)), f"nothing of the base trains: {size}, the same products"
+    same = "" if layers else ", the same products"
+    return " and ".join(sorted(dtypes)), f"nothing of the base trains: {size}{same}"
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Bytes of a model's parameters, with what quantised ones need next to them."""
+    constants = (
+        tensor
+        for _, layer in quantised.quantised_layers(model)
+        for tensor in quantised.constants_of(layer)
+    )
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *constants))
 
 
 def host_memory() -> int:
@@ -180,9 +211,10 @@ def widen_trained(model: nn.Module) -> None:
             parameter.data = parameter.data.float()
 
 
-def wide_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict with narrow tensors in float32; tied ones stay one."""
+def wide_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict of ``model`` with all its numbers in float32; tied tensors stay one."""
     wide: dict[int, Tensor] = {}
+    state = quantised.wide_weights(model, dict(state))
     return {
         name: wide.setdefault(tensor.data_ptr(), tensor.float())
         if tensor.dtype in NARROW

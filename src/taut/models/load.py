@@ -42,7 +42,7 @@ from transformers.utils import logging
 from taut.config import user_path
 from taut.errors import ModelError
 from taut.io import files, hub
-from taut.models import architecture, faster_layers
+from taut.models import architecture, faster_layers, quantised
 from taut.models.frozen import Storage, reading, store
 from taut.models.heads import check_head
 from taut.vision import tower
@@ -108,6 +108,7 @@ def load_model(
         config,
         "a causal language model",
         dtype=dtype,
+        device=device,
         attention=attention,
         trust_remote_code=trust_remote_code,
         is_narrow=is_narrow,
@@ -138,6 +139,7 @@ def read_model(
     wanted: str,
     *,
     dtype: torch.dtype,
+    device: torch.device,
     attention: str,
     trust_remote_code: bool,
     is_narrow: bool,
@@ -145,10 +147,27 @@ def read_model(
     shard: ShardLayers | None,
     new_module: str = "",
 ) -> tuple[PreTrainedModel, bool]:
-    """A complete model of one of the library's automatic classes on the CPU, with every setting of the module docstring
-    in effect; and whether the checkpoint lacks ``new_module``, the one module that may be missing.
+    """A complete model of one of the library's automatic classes on the CPU (a quantised one on ``device``), with every
+    setting of the module docstring in effect; and whether the checkpoint lacks ``new_module``, the one module that may
+    be missing.
     """
     is_float64 = dtype == torch.float64
+    quantising: dict[str, Any] = {}
+    how = None
+    if storage is not None and storage.quantise is not None:
+        how = storage.quantise
+        quantised.require_dense(path, config, how)
+        quantising = {"quantization_config": quantised.settings_of(how, dtype, storage.whole)}
+    comes_quantised = quantised.format_of(config) is not None
+    if comes_quantised and storage is None and not is_narrow:
+        raise ModelError(
+            f"model={path} comes quantised; expected weights in full precision here, which only the base under "
+            "adapters may lack; name the model it was made from"
+        )
+    is_quantised = bool(quantising) or (comes_quantised and storage is not None)
+    if is_quantised:
+        quantised.require_package(f"model={path}" if comes_quantised else f"quantise={how}")
+        quantising["device_map"] = {"": device}
     needs_eager = is_float64 and architecture.num_experts(config.get_text_config())
     with (
         explain_load_errors(path, wanted),
@@ -165,6 +184,7 @@ def read_model(
             weights_only=True,
             output_loading_info=True,
             **({"experts_implementation": "eager"} if needs_eager else {}),
+            **quantising,
         )
     if shard is not None:
         _copy_shards(model)
@@ -199,6 +219,8 @@ def read_model(
             )
     faster_layers.install(model)
     if storage is not None:
+        if is_quantised:
+            quantised.install(model)
         store(model, storage)
     return model, is_new
 

@@ -40,6 +40,7 @@ from taut.models.adapter_patterns import require_bounded_patterns
 from taut.models.frozen import looking_wide, wide_state, widen_trained
 from taut.models.heads import scalar_head
 from taut.models.load import require_file_itself
+from taut.models.quantised import quiet_import
 from taut.models.tokens import add_tokens
 
 ALL: Literal["all-linear"] = "all-linear"
@@ -137,6 +138,7 @@ def apply_lora(
     """
     if not config.is_on:
         return model
+    quiet_import()
     from peft import LoraConfig as PeftLoraConfig
     from peft import get_peft_model
 
@@ -164,10 +166,11 @@ def apply_lora(
                 trainable_token_indices=dict(rows or {}) or None,
                 ensure_weight_tying=saves_embedding and architecture.is_tied(model),
             )
+            copied = [*saved, *(rows or ())]
 
             def is_copied(name: str) -> bool:
                 around = accumulate(name.split("."), lambda outer, part: f"{outer}.{part}")
-                return any(ends_with(full, kept) for full in around for kept in saved)
+                return any(ends_with(full, kept) for full in around for kept in copied)
 
             try:
                 with looking_wide(model, is_copied):
@@ -399,6 +402,8 @@ def _prepare_tables(model: nn.Module) -> None:
             "the adapter trains rows of a head that has a bias, which peft leaves out; expected "
             "a head trained whole; train again with lora.modules_to_save"
         )
+    if head is not None:
+        _join_rows(head, tables["head"])
     if embedding is None:
         return
     forward_with_copy = embedding.forward_adapters
@@ -414,6 +419,23 @@ def _prepare_tables(model: nn.Module) -> None:
         return torch.where(is_row.any(-1, keepdim=True), trained, embedding.base_layer(ids))
 
     embedding.forward_adapters = forward
+
+
+def _join_rows(adapter: Any, head: nn.Module) -> None:
+    """Let the head compute the columns of rows that train on their own by themselves, as ``models/scorer.py`` does: the
+    rest of the table may be stored in another dtype than they are.
+    """
+    forward_with_copy = adapter.forward_adapters
+
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        rows = architecture.trained_rows(head)
+        if rows is None:
+            return forward_with_copy(hidden, *args, **kwargs)
+        logits = adapter.base_layer(hidden)
+        trained = nn.functional.linear(hidden, rows.weight_RD).to(logits.dtype)
+        return logits.index_copy(-1, rows.index_R, trained)
+
+    adapter.forward_adapters = forward
 
 
 # -- names of modules: the user's -> peft's --------------------------------------------------------
@@ -516,11 +538,13 @@ def plain_model(
     ``state_dict``: the full weights under ``model``'s names, where ``model`` holds shards. The result has no buffers
     that are not saved: it is for saving, not for running. ``model`` itself stays as it is.
     """
-    weights = wide_state(model.state_dict() if state_dict is None else state_dict)
+    weights = wide_state(model, model.state_dict() if state_dict is None else state_dict)
     base = architecture.unwrap(model)
     kind = next(kind for kind in type(base).__mro__ if not kind.__name__.startswith("FSDP"))
     config = copy.deepcopy(base.config)
     config._attn_implementation = None
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the weights are what the quantised ones stand for
     if architecture.has_head(model):
         config.tie_word_embeddings = architecture.is_tied(model)  # an adapter can separate the two
     with torch.device("meta"):

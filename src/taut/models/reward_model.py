@@ -79,6 +79,7 @@ def load_reward_model(
         config,
         "a reward model",
         dtype=dtype,
+        device=device,
         attention=attention,
         trust_remote_code=trust_remote_code,
         is_narrow=is_narrow,

@@ -280,7 +280,8 @@ def _head_step(
         return act_on_embedding
     passes, is_linear = run.extra_forwards(), run.loss().linear_weights(packed) is not None
     planned = architecture.head(model)
-    dtype, is_tied = planned.weight.dtype, architecture.is_tied(model)
+    dtype = torch.promote_types(planned.weight.dtype, torch.float32)  # narrow ones are widened
+    is_tied = architecture.is_tied(model)
     shape, trains = planned.weight.shape, (planned.weight.requires_grad, table.requires_grad)
     weight = nn.Parameter(torch.randn(shape, dtype=dtype, device=device) * 0.02, trains[0])
     embedding = (

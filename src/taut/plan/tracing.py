@@ -36,13 +36,16 @@ from taut.errors import ModelError
 from taut.methods.method import RunConfig
 from taut.models import architecture
 from taut.models.attention_backends import PREFIX
+from taut.models.frozen import store
 from taut.models.load import freeze, load_skeleton, quiet_library
 from taut.models.lora import apply_lora
 from taut.models.noise import install_noise
 from taut.models.precision import backward_context, compute_context
+from taut.models.quantised import constants_of, pretend, quantised_layers, require_dense
 from taut.models.reward_model import reward_skeleton
 from taut.models.scorer import Scorer, traced_for
 from taut.plan.ledger import PARTS, History, Ledger, Parts, Shares, fullest
+from taut.run.setup import storage_for
 from taut.types import IntArray, Packed
 
 FUSED = PREFIX + "estimate"
@@ -132,6 +135,13 @@ def planned_model(run: RunConfig, config: PreTrainedConfig, kernels: Kernels) ->
     """The trained model on the meta device, with adapters and freezing."""
     base = skeleton(run, config)
     base.double() if kernels.dtype == torch.float64 else base.float()  # type: ignore[no-untyped-call]
+    device = torch.device("cuda" if kernels.attention == FUSED else "cpu")
+    storage = storage_for(run, config, kernels.dtype, device)
+    if storage is not None:
+        if storage.quantise is not None:
+            require_dense(run.model, config, storage.quantise)
+            pretend(base, storage.quantise, storage.whole)
+        store(base, storage)
     with quiet_library():
         base.set_attn_implementation(kernels.attention)
     return adapted(run, base)
@@ -184,14 +194,14 @@ def trace(
         histories=tuple(histories),
         depths=depths,
         num_layers=len(architecture.layers(model)),
-        weights=_sizes(model, model.parameters()),
+        weights=_sizes(model, _stored(model)),
         trained=of_trained,
         optimizer=2 * sum(p.nbytes for p in trained),
         reference=run.models().reference_bytes(run, trained),
         passes=run.extra_forwards(),
         is_linear=run.loss().linear_weights(packed) is not None,
         adapters=(of_trained.all - of_trained.rest) if run.lora.is_on else 0,
-        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_parameters=architecture.num_weights(model),
         num_trained=sum(p.numel() for p in trained),
         flops=architecture.flops(model),
     )
@@ -326,10 +336,16 @@ class _Known(Tensor):
 def _sizes(model: nn.Module, parameters: Iterable[Tensor]) -> Sizes:
     sizes = {id(p): p.nbytes for p in parameters}
     layers = [
-        sum(sizes.get(id(p), 0) for p in layer.parameters()) for layer in architecture.layers(model)
+        sum(sizes.get(id(p), 0) for p in _stored(layer)) for layer in architecture.layers(model)
     ]
     total = sum(sizes.values())
     return Sizes(total, max(layers), total - sum(layers))
+
+
+def _stored(module: nn.Module) -> list[Tensor]:
+    """Parameters, and what quantised ones need next to them."""
+    constants = (tensor for _, layer in quantised_layers(module) for tensor in constants_of(layer))
+    return [*module.parameters(), *constants]
 
 
 def _fused(

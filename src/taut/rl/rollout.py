@@ -40,7 +40,7 @@ from taut.rewards.verifier import Answered, Score
 from taut.rl.environment import EnvironmentConfig, EnvironmentPool
 from taut.rl.sampler import NO_VERDICT, Trajectory, sample_trajectories
 from taut.train.distributed import Ranks
-from taut.train.trainer import Role, Trainer, on_device, pad_microbatches, plan_microbatches
+from taut.train.trainer import Role, Trainer, on_device, plan_microbatches
 from taut.types import FloatArray, Packed, Sample, Scores, Tree, Wants, to_host
 
 RESERVED = ("shaped", "kept")
@@ -400,7 +400,7 @@ def score_trees(
             trainer.scorer.train(was_training)
         return scores
 
-    planned = pad_microbatches(plan_microbatches(trees, trainer), trees, trainer)
+    planned = plan_microbatches(trees, trainer)
     if wants.logp or wants.scalar:
         for packed, is_real in on_device(planned, trainer.ranks.device):
             scores, host = attempt(policy_and_critic, packed), packed.on_host

@@ -7,18 +7,18 @@ its reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from taut.config import Decision
 from taut.data.batching import START, Budget, CostModel
 from taut.data.packing import PackPolicy
-from taut.errors import ModelError
+from taut.errors import ConfigError, ModelError
 from taut.methods.inputs import Inputs, Loaded, Models, Plan, engine_of
 from taut.methods.method import RunConfig
 from taut.models import architecture, products
@@ -36,6 +36,7 @@ from taut.models.precision import (
     resolve_dtype,
     use_arithmetic,
 )
+from taut.models.quantised import format_of, require_trainable
 from taut.models.reward_model import load_reward_model
 from taut.models.save import find_processor
 from taut.models.scorer import Scorer
@@ -114,7 +115,13 @@ def use_products(run: RunConfig, ranks: Ranks, stored: str | None = None) -> Non
 def load(run: RunConfig, inputs: Inputs, ranks: Ranks) -> Loaded:
     """The model, with the attention and dtype of the run."""
     dtype, chosen, decisions = choose(run, inputs, ranks.device)
-    head, storage = run.new_head(), storage_for(run, inputs, dtype.dtype, ranks.device)
+    head = run.new_head()
+    storage = storage_for(run, inputs.config, dtype.dtype, ranks.device, inputs.new_ids)
+    if ranks.size > 1 and (run.quantise is not None or format_of(inputs.config) is not None):
+        raise ConfigError(
+            f"found {ranks.size} ranks and a quantised base, which is not sharded; expected one rank; start one "
+            "process, or take quantise out: frozen weights are then stored in bfloat16"
+        )
     read = load_model if head is None else partial(load_reward_model, head=head)
     model = read(
         run.model,
@@ -133,14 +140,30 @@ def load(run: RunConfig, inputs: Inputs, ranks: Ranks) -> Loaded:
 
 
 def storage_for(
-    run: RunConfig, inputs: Inputs, compute: torch.dtype, device: torch.device
+    run: RunConfig,
+    config: PreTrainedConfig,
+    compute: torch.dtype,
+    device: torch.device,
+    new_ids: Sequence[int] = (),
 ) -> Storage | None:
-    """How the frozen weights of a run are stored; None: in the dtype of what trains."""
-    if not run.stores_frozen or compute == torch.float64:
+    """How the frozen weights of a run are stored; None: in the dtype of what trains. Raises where the run asks for a
+    quantised base that it cannot have.
+    """
+    comes_quantised = require_trainable(run.model, config, run.quantise, adapts=run.lora.is_on)
+    if compute == torch.float64 and (comes_quantised or run.quantise is not None):
+        raise ConfigError(
+            "dtype=float64 with a quantised base: its numbers have few digits; expected dtype=float32 or bfloat16; set "
+            "dtype, or take quantise out"
+        )
+    if not (run.stores_frozen or comes_quantised) or compute == torch.float64:
         return None
-    storage = storage_of(checkpoint_dtype(inputs.config), compute, device, run.frozen_dtype)
+    storage = storage_of(checkpoint_dtype(config), compute, device, run.frozen_dtype)
+    if run.quantise is not None:
+        storage = replace(
+            storage, quantise=run.quantise, whole=tuple(run.lora.modules_to_save), host_share=None
+        )
     # Rows that are added to a table start as the mean of its rows, in the dtype of the table.
-    return replace(storage, tables=torch.float32) if inputs.new_ids else storage
+    return replace(storage, tables=torch.float32) if new_ids else storage
 
 
 def choose(
@@ -350,7 +373,9 @@ def build_trainer(
             Divergence(run.loss_monitor),
             *run.monitors(source),
         ],
-        before_step=[] if image_store is None or run.generates else [Prefetch(image_store.expect)],
+        before_planning=[]
+        if image_store is None or run.generates
+        else [Prefetch(image_store.expect)],
         emit=emit,
         interrupts=Interrupts() if interrupts is None else interrupts,
     )
