@@ -66,7 +66,7 @@ ABOUT = {
     "logits": "the head's rows over the vocabulary, a chunk at a time",
     "temporary": "what a layer or the head has while it runs",
     "staging": "checkpoints written in the background are staged there",
-    "loading": "each rank has the whole model before it is sharded",
+    "loading": "each rank reads its part of the layers, and the tables whole",
 }
 UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12} | {
     "KIB": 2**10,
@@ -180,6 +180,7 @@ def run(config: Any) -> int:
 
 def plan(config: Plan) -> Planned:
     """The plan. Raises TautError for a run that cannot be planned."""
+    distributed.require_replicas(config.gpus, config.parallel.replicas)
     model = load_config(config.model, config.trust_remote_code, needs_weights=False)
     require_predictable(config, model)
     machine = _machine(config, model)
@@ -245,13 +246,14 @@ def _machine(config: Plan, model: PreTrainedConfig) -> Machine:
     if config.gpu is not None or not is_here:
         name = config.gpu or "GPU"
         size = size_set or int(GPUS[name].gib * GIB)
-        return Machine(name, None, size, Kernels(DTYPES[config.dtype or "bfloat16"], FUSED))
+        return Machine(name, None, size, Kernels(DTYPES[config.dtype or "bfloat16"], FUSED, size))
     device = distributed.start(config.device).device
     compute = resolve_dtype(config.dtype, device).dtype
     chosen = select(config.attention, device, compute, model)
     size = size_set or device_memory(device)
     if device.type == "cuda":
-        return Machine(torch.cuda.get_device_name(device), device, size, Kernels(compute, FUSED))
+        kernels = Kernels(compute, FUSED, device_memory(device))
+        return Machine(torch.cuda.get_device_name(device), device, size, kernels)
     return Machine("CPU", device, size, Kernels(compute, chosen.implementation))
 
 
@@ -295,7 +297,9 @@ class _Planner:
         full = self.footprint(self.full, configured.gpus)
         max_tokens = self._max_tokens(configured.gpus)
         counts = [
-            n for n in _counts(configured.gpus) if self.footprint(self.full, n).peak <= self.limit
+            n
+            for n in _counts(configured.gpus, configured.parallel.replicas)
+            if self.footprint(self.full, n).peak <= self.limit
         ]
         keys = []
         if self.run.lora != configured.lora:
@@ -317,7 +321,7 @@ class _Planner:
         """The bytes of a rank."""
         return footprint(
             prediction.traced,
-            num_ranks,
+            num_ranks // self.run.parallel.replicas,
             stages=stages(self.run.checkpoint, self.run.steps),
             is_host=self.machine.device is not None and self.machine.device.type == "cpu",
         )
@@ -357,9 +361,10 @@ class _Planner:
         )
 
 
-def _counts(num_ranks: int) -> list[int]:
-    """Numbers of GPUs that are tried."""
-    return sorted({1 << power for power in range(num_ranks.bit_length())} | {num_ranks})
+def _counts(num_ranks: int, replicas: int) -> list[int]:
+    """Numbers of GPUs that are tried, for so many replicas of the weights."""
+    counts = {1 << power for power in range(num_ranks.bit_length())} | {num_ranks}
+    return sorted(count for count in counts if count % replicas == 0)
 
 
 def show(planned: Planned, console: Console) -> None:

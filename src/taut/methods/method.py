@@ -52,7 +52,7 @@ from taut.models.tokens import TokensConfig
 from taut.rewards import files_of
 from taut.rewards.registry import RewardSpec, files_read
 from taut.train.checkpoint import CheckpointConfig
-from taut.train.distributed import Ranks
+from taut.train.distributed import ParallelConfig, Ranks
 from taut.train.log import LogConfig
 from taut.train.monitors import LossMonitorConfig
 from taut.train.optim import DefaultRates, OptimConfig
@@ -103,6 +103,10 @@ class Offline:
     def prepare(self, step: int) -> list[Tree]:
         """The trees of a step (counted from 1)."""
         return self.rows.trees(self.order.step(step, self.epochs))
+
+    def is_known(self, step: int) -> bool:
+        """True: the data are fixed."""
+        return True
 
     def observed(self, step: int) -> list[Tree] | None:
         """The trees on which the loss's statistics of this step are computed; None: the step's own trees."""
@@ -182,6 +186,7 @@ class RunConfig:
             "attention",
             "tf32",
             "deterministic",
+            "parallel.replicas",
             "activation_checkpointing",
             "batch.tokens_per_microbatch",
             "batch.share_prefixes",
@@ -240,6 +245,7 @@ class RunConfig:
     deterministic: bool = False
     """Use only algorithms that give the same bits each time (torch.use_deterministic_algorithms); an operation without
     one is refused with its name. On a CPU a run repeats itself without it."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     trust_remote_code: bool = False

@@ -34,6 +34,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from taut.attention.decode import Decoding
 from taut.attention.layout import Layout
 from taut.errors import ModelError
+from taut.models import products
 from taut.models.stateful_types import STATEFUL_TYPES
 from taut.types import Media, Packed
 from taut.vision import tower
@@ -187,10 +188,7 @@ class HeadSpec:
         """The equation above: the reference for the chunked head. The product is in the dtype of ``hidden`` (or
         autocast's), the rest in at least float32.
         """
-        weight = self.weight  # a frozen one may be stored in fewer bits than the hidden states
-        if weight.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
-            weight = weight.to(hidden.dtype)  # type: ignore[assignment]  # a tensor
-        logits = nn.functional.linear(hidden, weight, self.bias)
+        logits = products.linear(hidden, self.weight, self.bias)
         if self.rows is not None:
             index_R, weight_RD = self.rows
             bias = None if self.bias is None else self.bias[index_R]

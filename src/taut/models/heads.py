@@ -188,27 +188,19 @@ class SharedCritic(nn.Module):
         initialise(self.score, seed=None)
         self.detach = detach
 
-    @property
-    def shards(self) -> list[nn.Module]:
-        """Modules that are sharded separately: none, it is sharded with the root."""
-        return []
-
     def forward(self, hidden_RD: Tensor) -> Tensor:
         """V [R] at the policy's hidden states."""
         return scalar(hidden_RD.detach() if self.detach else hidden_RD, self.score)
 
 
 class OwnCritic(nn.Module):
-    """Another model with a scalar head, loaded by ``models/reward_model.py``."""
+    """Another model with a scalar head, loaded by ``models/reward_model.py``. It is sharded separately, so that engines
+    on the policy need not gather it.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-
-    @property
-    def shards(self) -> list[nn.Module]:
-        """Modules that are sharded separately, inner ones first, so that engines on the policy need not gather them."""
-        return [*architecture.layers(self.model), self]
 
     def forward(self, packed: Packed) -> Tensor:
         """V [R] of a micro-batch."""

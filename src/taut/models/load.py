@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -57,6 +57,8 @@ TOKENIZER_FILES = (
     "tekken.json",
 )
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+ShardLayers = Callable[[Iterable[nn.Module]], None]
+"""Divides a model's decoder layers among ranks."""
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 _NOISE_KEY = re.compile(r"^(?!classifier).*(dropout|pdrop|layerdrop|jitter_noise)")
 _LIBRARY_ERRORS = (
@@ -89,13 +91,14 @@ def load_model(
     trust_remote_code: bool = False,
     is_narrow: bool = False,
     storage: Storage | None = None,
+    shard: ShardLayers | None = None,
 ) -> PreTrainedModel:
     """The causal language model at ``path`` for computing in ``dtype``, in train mode, on ``device``.
 
     ``attention``: the name under which it is registered with the library's attention interface. ``is_narrow``: store
     the parameters themselves in ``dtype``, as inference does. ``storage``: how to store weights that do not train
-    (``frozen.store`` completes it). Raises ModelError where the checkpoint is incomplete or a requested setting did
-    not take effect.
+    (``frozen.store`` completes it). ``shard``: divides the decoder layers among ranks before any weight is read. Raises
+    ModelError where the checkpoint is incomplete or a requested setting did not take effect.
     """
     config = load_config(path, trust_remote_code)
     require_language_model(path, config)
@@ -110,6 +113,7 @@ def load_model(
         trust_remote_code=trust_remote_code,
         is_narrow=is_narrow,
         storage=storage,
+        shard=shard,
     )
     check_head(model)
     ready: PreTrainedModel = model.to(device).train()  # type: ignore[arg-type]  # a device
@@ -140,6 +144,7 @@ def read_model(
     trust_remote_code: bool,
     is_narrow: bool,
     storage: Storage | None,
+    shard: ShardLayers | None,
     new_module: str = "",
 ) -> tuple[PreTrainedModel, bool]:
     """A complete model of one of the library's automatic classes on the CPU (a quantised one on ``device``), with every
@@ -164,7 +169,12 @@ def read_model(
         quantised.require_package(f"model={path}" if comes_quantised else f"quantise={how}")
         quantising["device_map"] = {"": device}
     needs_eager = is_float64 and architecture.num_experts(config.get_text_config())
-    with explain_load_errors(path, wanted), torch.random.fork_rng(devices=[]), reading(storage):
+    with (
+        explain_load_errors(path, wanted),
+        torch.random.fork_rng(devices=[]),
+        reading(storage),
+        _sharded_before_reading(shard),
+    ):
         model, report = auto_class.from_pretrained(
             path,
             config=config,
@@ -176,6 +186,8 @@ def read_model(
             **({"experts_implementation": "eager"} if needs_eager else {}),
             **quantising,
         )
+    if shard is not None:
+        _copy_shards(model)
     missing = {str(name) for name in report["missing_keys"]}
     is_new = f"{new_module}.weight" in missing
     if is_new:
@@ -211,6 +223,43 @@ def read_model(
             quantised.install(model)
         store(model, storage)
     return model, is_new
+
+
+@contextmanager
+def _sharded_before_reading(shard: ShardLayers | None) -> Iterator[None]:
+    """Shard the decoder layers of a model that the library loads in this block, between their making on the meta device
+    and the reading of weights: of a sharded tensor the library reads this rank's slice of the file.
+    """
+    if shard is None:
+        yield
+        return
+    library: Any = (
+        PreTrainedModel  # tests/unit/models/test_load.py holds that the library still calls it
+    )
+    read = library._load_pretrained_model
+
+    def read_slices(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        shard(architecture.layers(model))
+        return read(model, *args, **kwargs)
+
+    library._load_pretrained_model = staticmethod(read_slices)
+    try:
+        yield
+    finally:
+        library._load_pretrained_model = staticmethod(read)
+
+
+@torch.no_grad()
+def _copy_shards(model: nn.Module) -> None:
+    """Give each shard memory of its own where it is a view of the whole tensor in the mapped file: what has the file's
+    dtype is no copy yet.
+    """
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            part: Any = None if parameter is None else getattr(parameter, "_local_tensor", None)
+            if part is not None and part.untyped_storage().nbytes() > part.nbytes:
+                assert parameter is not None
+                module._parameters[name] = nn.Parameter(parameter.clone(), parameter.requires_grad)
 
 
 def set_attention(model: PreTrainedModel, attention: str) -> None:

@@ -19,7 +19,8 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import field
 from itertools import accumulate
 from pathlib import Path
@@ -142,7 +143,8 @@ def apply_lora(
     from peft import LoraConfig as PeftLoraConfig
     from peft import get_peft_model
 
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+    sharded = {id(p) for p in model.parameters() if hasattr(p, "full_tensor")}
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), _as_if_whole():
         warnings.simplefilter("ignore")  # what peft warns of is refused here, or handled
         torch.manual_seed(seed)
         if config.adapter is not None:
@@ -165,10 +167,11 @@ def apply_lora(
                 trainable_token_indices=dict(rows or {}) or None,
                 ensure_weight_tying=saves_embedding and architecture.is_tied(model),
             )
+            copied = [*saved, *(rows or ())]
 
             def is_copied(name: str) -> bool:
                 around = accumulate(name.split("."), lambda outer, part: f"{outer}.{part}")
-                return any(ends_with(full, kept) for full in around for kept in saved)
+                return any(ends_with(full, kept) for full in around for kept in copied)
 
             try:
                 with looking_wide(model, is_copied):
@@ -178,6 +181,7 @@ def apply_lora(
                     f"peft puts no such adapters on {type(model).__name__}: {' '.join(str(error).split())}; expected "
                     "settings that each module takes; change lora.dropout, lora.dora or lora.targets"
                 ) from error
+    _make_copies_whole(wrapped, sharded)
     products.install(wrapped)
     _prepare_tables(wrapped)
     widen_trained(wrapped)
@@ -358,6 +362,45 @@ def _read_settings(directory: Path, key: str) -> dict[str, Any]:
     return settings
 
 
+@contextmanager
+def _as_if_whole() -> Iterator[None]:
+    """peft makes adapters of sharded modules as of whole ones inside the block, since FSDP gathers the weights before
+    they are used. By itself peft would take a mesh with names it does not know for tensor parallelism, and give
+    adapters the sizes of shards; and DoRA's magnitudes are norms of whole weights.
+    """
+    from peft.tuners import tuners_utils
+    from peft.tuners.lora import dora
+
+    sizes: Any = tuners_utils
+    magnitudes: Any = dora
+    knows_shards, weight_of = sizes._torch_supports_distributed, magnitudes.dequantize_module_weight
+
+    def whole_weight_of(module: nn.Module) -> Tensor:
+        weight: Tensor = weight_of(module)
+        whole: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        return whole
+
+    sizes._torch_supports_distributed = False
+    magnitudes.dequantize_module_weight = whole_weight_of
+    try:
+        yield
+    finally:
+        sizes._torch_supports_distributed = knows_shards
+        magnitudes.dequantize_module_weight = weight_of
+
+
+def _make_copies_whole(model: nn.Module, sharded: Collection[int]) -> None:
+    """Make whole what peft copied from the layers' shards (``sharded``, by id): like adapters, every rank trains all of
+    it. All ranks call it.
+    """
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if hasattr(parameter, "full_tensor") and id(parameter) not in sharded:
+                assert parameter is not None
+                copy = parameter.detach().full_tensor()  # type: ignore[attr-defined]  # a DTensor
+                module._parameters[name] = nn.Parameter(copy, parameter.requires_grad)
+
+
 def _prepare_tables(model: nn.Module) -> None:
     """Refuse adapters of the embedding or the head that the chunked head would not see, or merging would lose; and make
     the embedding look up the rows that train on their own. peft copies the whole table in every forward to insert them,
@@ -383,6 +426,8 @@ def _prepare_tables(model: nn.Module) -> None:
             "the adapter trains rows of a head that has a bias, which peft leaves out; expected "
             "a head trained whole; train again with lora.modules_to_save"
         )
+    if head is not None:
+        _join_rows(head, tables["head"])
     if embedding is None:
         return
     forward_with_copy = embedding.forward_adapters
@@ -398,6 +443,23 @@ def _prepare_tables(model: nn.Module) -> None:
         return torch.where(is_row.any(-1, keepdim=True), trained, embedding.base_layer(ids))
 
     embedding.forward_adapters = forward
+
+
+def _join_rows(adapter: Any, head: nn.Module) -> None:
+    """Let the head compute the columns of rows that train on their own by themselves, as ``models/scorer.py`` does: the
+    rest of the table may be stored in another dtype than they are.
+    """
+    forward_with_copy = adapter.forward_adapters
+
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        rows = architecture.trained_rows(head)
+        if rows is None:
+            return forward_with_copy(hidden, *args, **kwargs)
+        logits = adapter.base_layer(hidden)
+        trained = nn.functional.linear(hidden, rows.weight_RD).to(logits.dtype)
+        return logits.index_copy(-1, rows.index_R, trained)
+
+    adapter.forward_adapters = forward
 
 
 # -- names of modules: the user's -> peft's --------------------------------------------------------

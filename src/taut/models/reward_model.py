@@ -34,6 +34,7 @@ from taut.models.architecture import takes_pictures
 from taut.models.frozen import Storage
 from taut.models.heads import check_head, initialise, list_with_library, scalar_head
 from taut.models.load import (
+    ShardLayers,
     explain_load_errors,
     is_reward_config,
     load_config,
@@ -63,6 +64,7 @@ def load_reward_model(
     trust_remote_code: bool = False,
     is_narrow: bool = False,
     storage: Storage | None = None,
+    shard: ShardLayers | None = None,
 ) -> PreTrainedModel:
     """The model at ``path`` with its scalar head, in train mode; the other arguments as for ``load.load_model``.
 
@@ -82,6 +84,7 @@ def load_reward_model(
         trust_remote_code=trust_remote_code,
         is_narrow=is_narrow,
         storage=storage,
+        shard=shard,
         new_module=HEAD if may_lack_head else "",
     )
     module = scalar_head(model)

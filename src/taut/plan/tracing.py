@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
 
 from taut.attention import varlen
 from taut.attention.layout import Call, Layout
@@ -44,7 +43,7 @@ from taut.models.noise import install_noise
 from taut.models.precision import backward_context, compute_context
 from taut.models.quantised import constants_of, pretend, quantised_layers, require_dense
 from taut.models.reward_model import reward_skeleton
-from taut.models.scorer import Scorer
+from taut.models.scorer import Scorer, traced_for
 from taut.plan.ledger import PARTS, History, Ledger, Parts, Shares, fullest
 from taut.run.setup import storage_for
 from taut.types import IntArray, Packed
@@ -55,11 +54,13 @@ CPU = torch.device("cpu")
 
 
 class Kernels(NamedTuple):
-    """Dtype and attention of the computation."""
+    """What the memory of the computation depends on."""
 
     dtype: torch.dtype
     attention: str
     """Its name in the library's registry."""
+    gpu_memory: int | None = None
+    """Of the GPU, in bytes: the head's chunks are a part of it. None: a CPU."""
 
 
 class Sizes(NamedTuple):
@@ -88,6 +89,8 @@ class Traced:
     """Additional forwards of a step: of a reference, and for statistics."""
     is_linear: bool
     """Whether the head's gradient is computed in the forward; else its logits are computed twice."""
+    adapters: int
+    """Bytes of the trained parameters in the layers that no rank divides with others: those of LoRA."""
     num_parameters: int
     num_trained: int
     flops: architecture.Flops
@@ -185,17 +188,19 @@ def trace(
     histories = []
     for depth in depths:
         shallow = planned_model(run, with_layers(config, depth), kernels)
-        histories.append(_history(run, shallow, kernels.dtype, packed, is_first=is_first))
+        histories.append(_history(run, shallow, kernels, packed, is_first=is_first))
+    of_trained = _sizes(model, trained)
     return Traced(
         histories=tuple(histories),
         depths=depths,
         num_layers=len(architecture.layers(model)),
         weights=_sizes(model, _stored(model)),
-        trained=_sizes(model, trained),
+        trained=of_trained,
         optimizer=2 * sum(p.nbytes for p in trained),
         reference=run.models().reference_bytes(run, trained),
         passes=run.extra_forwards(),
         is_linear=run.loss().linear_weights(packed) is not None,
+        adapters=(of_trained.all - of_trained.rest) if run.lora.is_on else 0,
         num_parameters=architecture.num_weights(model),
         num_trained=sum(p.numel() for p in trained),
         flops=architecture.flops(model),
@@ -233,7 +238,7 @@ def _depths(run: RunConfig, model: nn.Module) -> tuple[int, ...]:
 
 
 def _history(
-    run: RunConfig, model: nn.Module, dtype: torch.dtype, packed: Packed, *, is_first: bool
+    run: RunConfig, model: nn.Module, kernels: Kernels, packed: Packed, *, is_first: bool
 ) -> History:
     """The history of a forward and a backward on fake tensors."""
     try:
@@ -258,10 +263,10 @@ def _history(
             )
             ledger.watch_gradients(parameters)
             with ledger:
-                with compute_context(dtype, CPU):
+                with compute_context(kernels.dtype, CPU), traced_for(kernels.gpu_memory):
                     total = _proxy_loss(run, scorer, packed)
                 ledger.end_forward()
-                with backward_context(dtype):
+                with backward_context(kernels.dtype), traced_for(kernels.gpu_memory):
                     total.backward()
             return ledger.history()
     except (RuntimeError, NotImplementedError) as error:
@@ -362,4 +367,3 @@ def _fused(
 
 _register: Callable[..., None] = AttentionInterface.register
 _register(FUSED, _fused)
-AttentionMaskInterface.register(FUSED, lambda **_: None)  # the layout has the visibility

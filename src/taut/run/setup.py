@@ -25,6 +25,7 @@ from taut.models import architecture, products
 from taut.models.attention_backends import Chosen, select
 from taut.models.flash_attention import activate
 from taut.models.frozen import Storage, described, storage_of
+from taut.models.heads import OwnCritic
 from taut.models.load import checkpoint_dtype, freeze, load_model
 from taut.models.lora import apply_lora, choose_rows, describe_targets
 from taut.models.noise import install_noise, remove_dropout
@@ -126,6 +127,7 @@ def load(run: RunConfig, inputs: Inputs, ranks: Ranks) -> Loaded:
         attention=chosen.implementation,
         trust_remote_code=run.trust_remote_code,
         storage=storage,
+        shard=distributed.layer_sharding(ranks),
     )
     if storage is not None:
         decisions.append(Decision("frozen_dtype", *described(model, storage)))
@@ -243,13 +245,6 @@ def join_models(
     noise = install_noise(model, run.noise, run.seed)
     # A run that generates is compared with its engine instead.
     is_compared = noise is None and not run.has_scalar_head and not run.generates
-    logps: dict[str, Tensor] = {}
-    if compared is not None and compared.cursor == START and is_compared:
-        samples = {s.id: s for tree in compared.source.prepare(1) for s in tree.samples}
-        sizes = [(sample.id, sample.num_tokens) for sample in samples.values()]
-        with torch.no_grad(), compute_context(dtype, ranks.device):
-            for name in ids_to_compare(sizes, ALONE_TOKENS):
-                logps[name] = library_logps(model, samples[name], ranks.device)
     policy, reasons = build_policy(run, one_sample, has_noise=noise is not None)
     decisions.extend(reasons)
     if run.activation_checkpointing:
@@ -266,10 +261,20 @@ def join_models(
     decisions.extend(reasons)
     scorer = Scorer(model, teacher, critic)
     budget = build_budget(run, model, ranks, one_sample=one_sample is not None)
-    # Layers are sharded separately. A vision tower is sharded with the root: how often its blocks run depends on a
-    # rank's images, and each run of a shard is a collective.
-    layers = [*([] if critic is None else critic.shards), *architecture.layers(model)]
-    distributed.shard(scorer, layers, ranks)
+    # A vision tower is sharded with the root: how often its blocks run depends on a rank's images, and each run of a
+    # shard is a collective.
+    if isinstance(critic, OwnCritic):
+        distributed.shard(critic, ranks)
+    distributed.shard(scorer, ranks)
+    logps: dict[str, Tensor] = {}
+    if compared is not None and compared.cursor == START and is_compared:
+        samples = {s.id: s for tree in compared.source.prepare(1) for s in tree.samples}
+        sizes = [(sample.id, sample.num_tokens) for sample in samples.values()]
+        with torch.no_grad(), compute_context(dtype, ranks.device):
+            for name in ids_to_compare(sizes, ALONE_TOKENS):
+                alone = partial(library_logps, sample=samples[name], device=ranks.device)
+                logps[name] = scorer.inside(alone)
+        distributed.reshard(scorer)  # the optimizer takes the shards
     roles, reasons = others.build_roles(run, inputs, loaded, scorer, ranks)
     decisions.extend(reasons)
     return Models(
@@ -365,7 +370,9 @@ def build_trainer(
             Divergence(run.loss_monitor),
             *run.monitors(source),
         ],
-        before_step=[] if image_store is None or run.generates else [Prefetch(image_store.expect)],
+        before_planning=[]
+        if image_store is None or run.generates
+        else [Prefetch(image_store.expect)],
         emit=emit,
         interrupts=Interrupts() if interrupts is None else interrupts,
     )

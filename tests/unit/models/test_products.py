@@ -19,7 +19,9 @@ from taut.data.dataset import DataConfig
 from taut.errors import ConfigError
 from taut.methods.method import RunConfig
 from taut.models import products
+from taut.models.packed_weights import PackedWeights
 from taut.models.products import (
+    BF16_SHAPES,
     FEW,
     NOTHING,
     SHAPES,
@@ -31,6 +33,7 @@ from taut.models.products import (
     install,
     linear,
     measure,
+    packed_faster,
     product_into,
     rates_of_machine,
     select,
@@ -85,7 +88,7 @@ def is_taken(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, onednn: frozenset[str] = ALL
 ) -> bool:
     use(named(onednn))
-    with decoding(), Seen() as seen:
+    with decoding(PackedWeights(0)), Seen() as seen:
         linear(x, weight, bias)
     return "mkldnn::_linear_pointwise" in seen.names
 
@@ -96,7 +99,7 @@ def test_an_engines_product_is_float32s(has_bias: bool) -> None:
     given = bias if has_bias else None
     with torch.no_grad():
         assert is_taken(x, weight, given)
-        with decoding():
+        with decoding(PackedWeights(0)):
             found = linear(x, weight, given)
     wanted = nn.functional.linear(
         x.double(), weight.double(), None if given is None else bias.double()
@@ -129,7 +132,7 @@ def test_all_else_is_left_alone() -> None:
         assert not is_taken(x.bfloat16(), weight.bfloat16())
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert not is_taken(x, weight)
-            with decoding():
+            with decoding(PackedWeights(0)):
                 assert linear(x, weight).dtype == torch.bfloat16
 
 
@@ -268,6 +271,31 @@ def timed(slow: str, classes: frozenset[str] = ALL) -> Callable[[str, str, Any],
     return lambda name, library, _: 2.0 if library == slow and name in classes else 1.0
 
 
+def test_packed_weights_are_taken_where_they_beat_the_library_that_is() -> None:
+    rates = {
+        "few rows small": Rates(100.0, 130.0, 140.0),
+        "few rows large": Rates(100.0, 109.0, 112.0),
+        "some rows deep": Rates(100.0, 90.0, 105.0),
+        "bf16 few rows": Rates(100.0, packed=120.0),
+        "head": Rates(100.0, 130.0),
+    }
+    assert faster(rates) == {"few rows small", "head"}
+    assert packed_faster(rates) == {"few rows large", "bf16 few rows"}
+
+
+@pytest.mark.parametrize("has_bf16", [False, True])
+def test_an_engines_products_are_timed_in_every_way(
+    has_bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "has_bf16", lambda: has_bf16)
+    monkeypatch.setattr(products, "LIMIT", 0.0)
+    rates = measure(timed("torch", frozenset()))
+    assert rates.keys() == (SHAPES | BF16_SHAPES if has_bf16 else SHAPES).keys()
+    engines = {name for name, rate in rates.items() if rate.packed}
+    assert engines == {name for name in rates if "rows" in name}
+    assert {name for name, rate in rates.items() if not rate.onednn} == rates.keys() - ALL
+
+
 def test_the_faster_library_takes_each_class() -> None:
     some = frozenset(["forward large", "head"])
     assert faster(measure(timed("torch"))) == ALL
@@ -287,7 +315,8 @@ def test_the_shortest_time_counts() -> None:
         return 9.0 if is_disturbed else 1.0
 
     assert not faster(measure(clock))
-    assert [library for _, library in calls[:4]] == ["torch", "onednn"] * 2, "they take turns"
+    of_head = [library for name, library in calls if name == "head"]
+    assert of_head[:4] == ["torch", "onednn"] * 2, "they take turns"
 
 
 def test_a_class_is_timed_until_its_shortest_times_are_met_twice(
@@ -320,7 +349,7 @@ def test_rates_of_a_machine_that_is_too_busy_are_not_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TAUT_CACHE", str(tmp_path))
-    rates = EQUAL | {"head": Rates(100.0, 200.0, False)}
+    rates = EQUAL | {"head": Rates(100.0, 200.0, has_settled=False)}
     monkeypatch.setattr(products, "measure", lambda: rates)
     found, how = rates_of_machine()
     assert found == rates
@@ -332,8 +361,8 @@ def test_a_measurement_is_quick_and_draws_no_random_number() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
     rates = measure()
-    assert rates.keys() == SHAPES.keys()
-    assert all(rate > 0 for both in rates.values() for rate in both[:2])
+    assert rates.keys() == products.classes().keys()
+    assert all(rate.torch > 0 for rate in rates.values())
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -347,6 +376,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return EQUAL | {"head": Rates(100.0, 200.0)}
 
     monkeypatch.setattr(products, "measure", made_up)
+    monkeypatch.setattr(products, "has_bf16", lambda: False)
     return taken
 
 
@@ -435,13 +465,39 @@ def test_auto_chooses_by_the_rates(counted: list[int]) -> None:
     assert "head 100/133" in decision.reason
 
 
+@pytest.mark.parametrize("packed", [frozenset(), frozenset(["few rows small", "some rows deep"])])
 @pytest.mark.parametrize(
     "classes",
     [frozenset(), ALL, frozenset(["head", "forward small"])],
     ids=["none", "all", "two"],
 )
-def test_a_name_names_its_classes(classes: frozenset[str]) -> None:
-    assert Products(products._name(classes)).onednn == classes
+def test_a_name_names_its_classes(classes: frozenset[str], packed: frozenset[str]) -> None:
+    choice = Products(products._name(classes, packed))
+    assert (choice.onednn, choice.packed) == (classes, packed)
+
+
+def test_bf16_chooses_packed_weights_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TAUT_CACHE", str(tmp_path))
+    bf16 = {name: Rates(100.0, packed=150.0) for name in BF16_SHAPES}
+    bf16["bf16 many rows"] = Rates(100.0, packed=101.0)
+    rates = {**EQUAL, "head": Rates(100.0, 200.0), **bf16}
+    monkeypatch.setattr(products, "measure", lambda: rates)
+    monkeypatch.setattr(products, "has_bf16", lambda: True)
+    chosen = select("auto", CPU, torch.bfloat16)
+    assert chosen.name == "packed for bf16 few rows, bf16 some rows"
+    assert not chosen.onednn and not chosen.has_layers
+    (decision,) = chosen.decisions
+    assert decision.value == "onednn, packed"
+    assert "bf16 few rows 100, packed 150" in decision.reason and "head" not in decision.reason
+    assert select("auto", CPU, torch.bfloat16, chosen.name).reason == "that of the checkpoint"
+    both = select("auto", CPU, torch.float32)
+    assert both.name == f"onednn for head; {chosen.name}"
+    assert both.decisions[0].value == f"{torch_name()}, onednn, packed"
+    assert select("onednn", CPU, torch.bfloat16) == NOTHING, "forced: nothing is packed"
+    rates |= {name: Rates(100.0, packed=100.0) for name in BF16_SHAPES}
+    for path in tmp_path.rglob("*.json"):
+        path.unlink()
+    assert select("auto", CPU, torch.bfloat16) == NOTHING
 
 
 @pytest.mark.parametrize("name", ["mkl", "onednn"])
@@ -469,13 +525,32 @@ def test_what_a_build_lacks_is_refused(monkeypatch: pytest.MonkeyPatch, counted:
     assert not counted
 
 
-@pytest.mark.parametrize("stored", ["mkl", "onednn", "onednn for forward large, head"])
+@pytest.mark.parametrize(
+    "stored",
+    [
+        "mkl",
+        "onednn",
+        "onednn for forward large, head",
+        "mkl; packed for few rows small, some rows deep",
+        "onednn for head; packed for few rows large",
+    ],
+)
 def test_a_resumed_run_takes_the_stored_choice_unmeasured(stored: str, counted: list[int]) -> None:
     assert select("auto", CPU, torch.float32, stored) == Products(stored, "that of the checkpoint")
     assert not counted
 
 
-@pytest.mark.parametrize("stored", ["torch", "onednn for squares", "blas", "onednn "])
+@pytest.mark.parametrize(
+    "stored",
+    [
+        "torch",
+        "onednn for squares",
+        "blas",
+        "onednn ",
+        "mkl; packed for squares",
+        "packed for head",
+    ],
+)
 def test_a_stored_choice_that_is_not_available_is_measured_and_told(
     stored: str, counted: list[int]
 ) -> None:
