@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
+import torch
 from pydantic import Field
 from transformers import PreTrainedConfig
 
@@ -449,6 +450,12 @@ class RunConfig:
     ) -> StepSource:
         """The source of steps with what it needs besides data. ``get_trainer``: the trainer, which is made after it."""
         return source
+
+    def engine_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+        """The dtype that rollouts are computed in by an engine in this process; None: there are none. ``dtype``: the
+        run's.
+        """
+        return None
 
     def describe_rollouts(self, num_steps: int) -> str | None:
         """The plan of a run that generates, in a sentence; None: its steps are laid out from data."""

@@ -150,6 +150,7 @@ BF16_SHAPES = {
     "bf16 many rows": Shape(512, 512, 1024),
 }
 """The same for bfloat16: an engine's, in which packed weights are the only other way."""
+EVERY = SHAPES | BF16_SHAPES
 KINDS = (
     "forward",
     "input gradient",
@@ -246,8 +247,11 @@ def select(
     device: torch.device,
     dtype: torch.dtype,
     stored: str | None = None,
+    *,
+    engine: torch.dtype | None = None,
 ) -> Products:
-    """The libraries of a run, and why. ``stored``: the name in the checkpoint that is resumed.
+    """The libraries of a run, and why. ``stored``: the name in the checkpoint that is resumed; ``engine``: the dtype
+    that an engine of this process computes in.
 
     Raises ConfigError for one asked for by name that this build of PyTorch does not have.
     """
@@ -268,13 +272,14 @@ def select(
         if _is_available(stored):
             return Products(stored, "that of the checkpoint")
         lacks = f"the checkpoint's {stored} is not available here; "
-    if is_narrow and not has_bf16():
+    shapes = {} if is_narrow else SHAPES
+    if engine == torch.bfloat16 and has_bf16():
+        shapes = shapes | BF16_SHAPES
+    if not shapes:
         return NOTHING
     if not has_onednn():
         return Products(own, f"{lacks}this build of PyTorch has no oneDNN")
-    rates, how = rates_of_machine()
-    if is_narrow:
-        rates = {name: rate for name, rate in rates.items() if name in BF16_SHAPES}
+    rates, how = rates_of_machine(shapes)
     name = _name(faster(rates), packed_faster(rates), is_narrow=is_narrow)
     return Products(name, f"{lacks}{_shown(rates)}; {how}") if name else NOTHING
 
@@ -295,14 +300,9 @@ def _name(onednn: frozenset[str], packed: frozenset[str], *, is_narrow: bool = F
     elif onednn:
         parts = [f"onednn for {', '.join(name for name in SHAPES if name in onednn)}"]
     if packed:
-        listed = (name for name in classes() if name in packed and _is_engines(name))
+        listed = (name for name in EVERY if name in packed and _is_engines(name))
         parts.append(f"packed for {', '.join(listed)}")
     return "; ".join(parts)
-
-
-def classes() -> dict[str, Shape]:
-    """The classes of products that this machine has."""
-    return SHAPES | BF16_SHAPES if has_bf16() else SHAPES
 
 
 # -- the measurement
@@ -338,7 +338,7 @@ def _shown(rates: Mapping[str, Rates]) -> str:
     texts: list[str] = []
     for kind in KINDS:
         found = [rate for name, rate in rates.items() if name.startswith(kind)]
-        work = [classes()[name].num_flops for name in rates if name.startswith(kind)]
+        work = [EVERY[name].num_flops for name in rates if name.startswith(kind)]
         if not found:
             continue
         own, other, packed = (
@@ -363,15 +363,16 @@ def seconds_of(name: str, library: str, product: Callable[[], object]) -> float:
 
 
 def measure(
+    shapes: Mapping[str, Shape],
     seconds: Callable[[str, str, Callable[[], object]], float] = seconds_of,
 ) -> dict[str, Rates]:
     """The rates of both libraries. They take turns, and the shortest time counts, since other programs only add to it;
     each class is timed until both libraries' shortest times were met twice, or ``LIMIT`` is over.
     """
-    calls = {name: _calls(name, shape) for name, shape in classes().items()}
+    calls = {name: _calls(name, shape) for name, shape in shapes.items()}
     shortest = {name: {way: [float("inf")] * 2 for way in ways} for name, ways in calls.items()}
     together = {name: AT_A_TIME if _is_engines(name) else 1 for name in calls}
-    num_flops = {name: shape.num_flops * together[name] for name, shape in classes().items()}
+    num_flops = {name: shape.num_flops * together[name] for name, shape in shapes.items()}
     pending, num_rounds, start = list(calls), 0, time.perf_counter()
     with torch.no_grad():
         for ways in calls.values():
@@ -473,9 +474,9 @@ _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-def rates_of_machine() -> tuple[dict[str, Rates], str]:
+def rates_of_machine(shapes: Mapping[str, Shape]) -> tuple[dict[str, Rates], str]:
     """The rates of this machine with this process's threads, from the cache if it has them; and how they were found."""
-    machine = _machine()
+    machine = _machine() | {"classes": ", ".join(shapes)}
     key = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:16]
     path = default_directory() / "products" / f"{key}.json"
     threads = f"{machine['threads']} thread{'' if machine['threads'] == '1' else 's'}"
@@ -483,7 +484,7 @@ def rates_of_machine() -> tuple[dict[str, Rates], str]:
     if path.exists():
         try:
             kept = pydantic.TypeAdapter(_Kept).validate_python(files.read_json(path, FILE_LIMIT))
-            if kept["machine"] != machine or kept["rates"].keys() != classes().keys():
+            if kept["machine"] != machine or kept["rates"].keys() != shapes.keys():
                 raise ValueError("it is of another machine or version")
         except (OSError, ValueError) as error:
             why = first_problem(error) if isinstance(error, pydantic.ValidationError) else error
@@ -492,7 +493,7 @@ def rates_of_machine() -> tuple[dict[str, Rates], str]:
             rates = {name: Rates(*three) for name, three in kept["rates"].items()}
             return rates, f"measured before on this processor with {threads} ({path})"
     start = time.perf_counter()
-    rates = measure()
+    rates = measure(shapes)
     how = f"measured in {time.perf_counter() - start:.1f} s with {threads}{damage}"
     busy = sum(not rate.has_settled for rate in rates.values())
     if busy:

@@ -103,7 +103,10 @@ def use_products(run: RunConfig, ranks: Ranks, stored: str | None = None) -> Non
     dtype = resolve_dtype(run.dtype, ranks.device).dtype
     # What is asked for by name is refused by every rank that lacks it; only the first one measures.
     chooses = ranks.is_writer or run.products != "auto"
-    first = products.select(run.products, ranks.device, dtype, stored) if chooses else None
+    first = None
+    if chooses:
+        engine = run.engine_dtype(dtype)
+        first = products.select(run.products, ranks.device, dtype, stored, engine=engine)
     chosen = ranks.gather(first)[0]
     assert chosen is not None
     products.use(chosen)
