@@ -49,6 +49,7 @@ import pydantic
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional
 from typing_extensions import TypedDict
 
@@ -436,8 +437,8 @@ def _forward(self: nn.Linear, input: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b, and the products of its backward pass, each by its library."""
-    if _active.has_layers and _is_ours(x, weight):
+    """x W^T + b, and the products of its backward pass, each by its library; where it is compiled, by PyTorch."""
+    if not is_compiling() and _active.has_layers and _is_ours(x, weight):
         return (_decode if _decodes.get() else _train)(x, weight, bias)
     return functional.linear(x, weight, bias)
 
