@@ -197,7 +197,7 @@ def _compiled_kind(kind: type[nn.Module], dtype: torch.dtype) -> type[nn.Module]
     plain: Any = kind.forward
     if plain.__code__.co_name == "forward_with_checkpointing":  # of each of the library's layers
         plain = plain.__wrapped__
-    compiled = torch.compile(plain, backend=_backend(dtype), dynamic=True)
+    compiled: Any = torch.compile(plain, backend=_backend(dtype), dynamic=True)
     settings = {
         "recompile_limit": MOST_GRAPHS,
         "fail_on_recompile_limit_hit": True,
