@@ -36,6 +36,7 @@ from taut.errors import ConfigError, ModelError
 from taut.models import architecture, attention_backends, faster_layers
 from taut.models.noise import KeyedDropout
 from taut.models.precision import NARROW
+from taut.models.quantised import quantised_layers
 
 BACKEND: str | Callable[..., Any] = "inductor"
 """The compiler behind the graphs."""
@@ -120,6 +121,11 @@ def compile_layers(model: nn.Module, dtype: torch.dtype) -> list[Decision]:
         raise ModelError(
             f"compile=true: every layer carries state from token to token ({stateful[0]}), and such layers are not "
             "compiled; expected a model with attention; leave compile out"
+        )
+    if (quantised := next(quantised_layers(model), None)) is not None:
+        raise ModelError(
+            f"compile=true with a quantised base ({quantised[0]}): its weights are decoded by kernels that no graph "
+            "holds; expected a base in float32 or bfloat16; leave compile out"
         )
     for layer in chosen:
         for module in layer.modules():

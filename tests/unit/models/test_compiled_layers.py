@@ -63,6 +63,14 @@ def test_the_dropout_of_adapters_is_refused() -> None:
     assert not layers_of(model)
 
 
+def test_a_quantised_base_is_refused() -> None:
+    model = tiny_model("llama")
+    projection = model.get_submodule("model.layers.0.mlp.up_proj")
+    projection.weight = torch.nn.Parameter(projection.weight.to(torch.uint8), requires_grad=False)
+    with pytest.raises(ModelError, match=r"quantised base .*up_proj"):
+        compile_layers(model, torch.float32)
+
+
 def test_a_model_whose_layers_all_have_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     every = ["layers.0 (mamba)", "layers.1.mixer (MambaMixer)"]
     monkeypatch.setattr(compiled_layers.architecture, "stateful_layers", lambda model: every)
