@@ -296,7 +296,7 @@ INSTEAD = {
         "the end tokens are derived from the chat template; 'taut show' prints them": "eos_token pad_token",
         "rollouts are drawn from the whole distribution (rollout.temperature); eval.answers.sampling has the keys of "
         "held-out answers": "min_p top_k top_p",
-        "torch.compile is not used": "compile torch_compile",
+        "compile=true compiles the decoder layers": "torch_compile",
     }.items()
     for name in names.split()
 }

@@ -23,6 +23,7 @@ from taut.methods.inputs import Inputs, Loaded, Models, Plan, engine_of
 from taut.methods.method import RunConfig
 from taut.models import architecture, products
 from taut.models.attention_backends import Chosen, select
+from taut.models.compiled_layers import compile_layers, require_compiler
 from taut.models.flash_attention import activate
 from taut.models.frozen import Storage, described, storage_of
 from taut.models.heads import OwnCritic
@@ -179,6 +180,8 @@ def choose(
     """
     dtype = resolve_dtype(run.dtype, device)
     chosen = select(run.attention, device, dtype.dtype, inputs.config)
+    if run.compile:
+        require_compiler(device)
     name = str(dtype.dtype).removeprefix("torch.")
     switches = use_arithmetic(dtype.dtype, device, tf32=run.tf32, deterministic=run.deterministic)
     decisions = [
@@ -257,6 +260,8 @@ def join_models(
     decisions.extend(reasons)
     if run.activation_checkpointing:
         architecture.recompute_activations(model)
+    if run.compile:
+        decisions.extend(compile_layers(model, dtype))
     if one_sample and "pair" in run.loss().units.values():
         raise ModelError(
             f"model={run.model}: it runs one sample at a time ({one_sample}), and "
