@@ -21,6 +21,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "a part of the adapters": {"lora__rank": 2, "freeze": ["/layers\\.0\\./"]},
     "fewer steps than an epoch": {"batch__samples_per_step": 5, "steps": None, "epochs": 0.5},
     "documents": {"batch__group_prefixes": True, "batch__group_min_tokens": 4},
+    "muon": {"optim__name": "muon", "optim__state": "int8", "optim__weight_decay": 0.1},
     "no clipping": {"optim__clip_grad_norm": None, "batch__share_prefixes": False},
 }
 

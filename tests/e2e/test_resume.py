@@ -42,6 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "full": {},
     "full in bfloat16": {"dtype": "bfloat16"},
     "lora with noise": {"lora__rank": 4, "lora__dropout": 0.2, "noise__neftune_alpha": 5.0},
+    "lora on nf4": {"lora__rank": 4, "quantise": "nf4", "dtype": "float32"},
     "lora by rows": {"lora__rank": 4, "lora__train_token_rows": "always"},
 }
 
@@ -330,7 +331,7 @@ def test_a_resume_takes_the_products_of_its_checkpoint_whatever_a_measurement_sa
     real, taken, measured = products._product, [], []
     monkeypatch.setattr(products, "_product", lambda *args: (taken.append(1), real(*args))[1])
 
-    def measure() -> dict[str, products.Rates]:
+    def measure(shapes: object) -> dict[str, products.Rates]:
         """oneDNN is faster at first, and never again."""
         measured.append(products.Rates(1.0, 0.5 if measured else 2.0))
         return dict.fromkeys(products.SHAPES, measured[-1])

@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
+from transformers.utils.hub import cached_file
 
-from taut.checks.measure import first_step, gap, largest_gap, target_name
-from taut.checks.registry import Finding, check, failed, passed, skipped
+from taut.checks.measure import (
+    GRADIENT_ROUNDING,
+    drift,
+    first_step,
+    gap,
+    gradients_of,
+    largest_gap,
+    most_different_gradient,
+    target_name,
+)
+from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import Session
 from taut.data.packing import ALONE, pack
 from taut.models import architecture
+from taut.models.compiled_layers import compiled_layers, eagerly, graphs_made
 from taut.models.heads import check_head
+from taut.models.quantised import error_of, format_of, quantised_layers
 from taut.train import distributed
 
 SHOWN = 3
+COMPARED = 16
+"""Quantised layers that are compared with the checkpoint."""
 
 
 @check("model.loads", after=["data.tokens"])
@@ -45,6 +61,44 @@ def what_was_asked_trains(session: Session) -> Finding:
         if name not in before
     ]
     return passed(f"{trained:,} of {every:,} parameters train", trained / every, "of all", notes)
+
+
+@check("model.quantised", after=["model.trains"])
+def quantised_weights_are_the_checkpoints(session: Session) -> Finding:
+    """Do quantised weights stand for the checkpoint's, within the steps of their format?
+
+    A few layers from the first to the last are compared with the tensors in the files.
+    """
+    model = session.loaded.model
+    layers = list(quantised_layers(model))
+    skip_if(not layers, "no weight is quantised")
+    skip_if(format_of(session.inputs.config) is not None, "the checkpoint holds them as they are")
+    place = cached_file(str(model.name_or_path), "config.json")
+    assert place is not None, "the model was loaded"
+    chosen = [
+        layers[index * (len(layers) - 1) // max(1, COMPARED - 1)] for index in range(COMPARED)
+    ]
+    chosen = list({name.replace(".base_layer", ""): layer for name, layer in chosen}.items())
+    errors: dict[str, float] = {}
+    for file in sorted(Path(place).parent.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            names = set(tensors.keys())
+            for name, layer in chosen:
+                if f"{name}.weight" in names:
+                    errors[name] = error_of(layer, tensors.get_tensor(f"{name}.weight"))
+    skip_if(not errors, "the files have other names for these weights")
+    worst = max(errors, key=lambda name: errors[name])
+    if not errors[worst] <= 1:
+        return failed(
+            f"the weights of {worst} are not those of the checkpoint",
+            measured=(errors[worst], "times the largest error of the format"),
+            evidence=[f"{name}: {error:.3g}" for name, error in errors.items() if error > 1][
+                :SHOWN
+            ],
+            remedy="install the tested version of bitsandbytes (constraints.txt), and please report the model",
+        )
+    says = f"{len(errors)} layers of {len(layers)} within the steps of their format"
+    return passed(says, errors[worst], "of the largest error of the format")
 
 
 @check("model.finite", after=["vision.placeholders"])
@@ -184,3 +238,53 @@ def the_chunked_head_gives_plain_log_probs(session: Session) -> Finding:
             remedy="the head does more, or less, than taut computes; train another model, and please report this one",
         )
     return passed(f"both ways through the head, {number} targets", worst, "nats")
+
+
+@check("model.compiled", after=["model.finite"])
+def compiled_layers_compute_what_eager_ones_do(session: Session) -> Finding:
+    """Do the compiled layers give the numbers and the gradients that they give without torch's compiler?
+
+    The pair, packed, forward and backward in training mode, with the graphs and without.
+    """
+    skip_if(not session.run.compile, "nothing is compiled in this run")
+    before = graphs_made()
+    numbers, gradients = _of_the_pair(session)
+    made = graphs_made().since(before)
+    with eagerly():
+        expected, expected_gradients = _of_the_pair(session)
+    quantity, moved = session.quantity, drift(numbers, expected)
+    tensor, error = most_different_gradient(expected_gradients, gradients)
+    limit = GRADIENT_ROUNDING[session.dtype]
+    if moved > session.tolerance or error > limit:
+        return failed(
+            f"compiled layers differ from the same layers without torch's compiler by {moved:.3g} {quantity.unit}, and "
+            f"by {error:.3g} of the gradient",
+            measured=(moved, quantity.unit),
+            evidence=[f"the gradient of {tensor} differs most"],
+            remedy="torch's compiler makes a mistake with this model; leave compile out, and please report the model",
+        )
+    number = len(compiled_layers(session.scorer.model))
+    notes = [
+        f"{made.graphs} graphs for {number} layers, {made.breaks} breaks for attention and what else is eager",
+        f"gradients differ by {error:.3g} at most, in {tensor}; {limit:g} is rounding",
+    ]
+    return passed(f"{number} compiled layers do", moved, quantity.unit, notes)
+
+
+def _of_the_pair(session: Session) -> tuple[Tensor, dict[str, Tensor]]:
+    """The numbers of the pair, packed, in training mode, and the gradient of their sum, in host memory."""
+    packed, trainer = pack(list(session.pair), ALONE), session.trainer
+    values = list[Tensor]()
+
+    def backward() -> None:
+        session.scorer.train()
+        if trainer.noise is not None:
+            trainer.noise.set(0, packed)
+        with trainer.compute():
+            values.append(session.forward(packed))
+        if values[0].requires_grad:
+            with trainer.compute_backward():
+                values[0].sum().backward()  # type: ignore[no-untyped-call]
+
+    gradients = gradients_of(session, backward)
+    return values[0].detach().cpu(), {name: grad.cpu() for name, grad in gradients.items()}

@@ -206,7 +206,7 @@ def open_engine(use: ModelUse, rendering: Rendering | None = None) -> Opened:
     dtype = inference_dtype(use.dtype, device, "on a CPU, unless another is asked for")
     chosen = select(use.attention, device, dtype.dtype, config)
     flash = activate(chosen.name, device, config)
-    products.use(products.select(use.products, device, dtype.dtype))
+    products.use(products.select(use.products, device, dtype.dtype, engine=dtype.dtype))
     model = load_model(
         use.model,
         dtype=dtype.dtype,

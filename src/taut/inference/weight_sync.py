@@ -231,7 +231,7 @@ class Sync:
             why = obstacle or "rollout.server.sync.mode=full"
             raise EngineError(
                 f"the base is quantised, and {why}: a server would need whole weights that are not what it holds; "
-                "expected a plain LoRA adapter, pushed alone (rollout.server.sync.mode=adapter), or "
+                "expected a plain LoRA adapter, pushed alone (rollout.server.sync.mode=adapter); or set "
                 "rollout.engine=local"
             )
         if wanted != "full" and obstacle is None and server.takes_adapters():

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
+import torch
 from pydantic import Field
 from transformers import PreTrainedConfig
 
@@ -186,6 +187,7 @@ class RunConfig:
             "attention",
             "tf32",
             "deterministic",
+            "compile",
             "parallel.replicas",
             "activation_checkpointing",
             "batch.tokens_per_microbatch",
@@ -246,6 +248,9 @@ class RunConfig:
     deterministic: bool = False
     """Use only algorithms that give the same bits each time (torch.use_deterministic_algorithms); an operation without
     one is refused with its name. On a CPU a run repeats itself without it."""
+    compile: bool = False
+    """Compile each decoder layer with torch.compile, attention outside. Needs Triton on a GPU, a C++ compiler on a CPU;
+    the first steps wait for it."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
@@ -450,6 +455,12 @@ class RunConfig:
     ) -> StepSource:
         """The source of steps with what it needs besides data. ``get_trainer``: the trainer, which is made after it."""
         return source
+
+    def engine_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+        """The dtype that rollouts are computed in by an engine in this process; None: there are none. ``dtype``: the
+        run's.
+        """
+        return None
 
     def describe_rollouts(self, num_steps: int) -> str | None:
         """The plan of a run that generates, in a sentence; None: its steps are laid out from data."""

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
 from taut.config import Decision, configclass, home_path
 from taut.data.batching import START, Cursor, Order
 from taut.data.dataset import Dataset, Split
@@ -28,7 +30,7 @@ from taut.methods.inputs import Inputs, Language, MayChange, Models, Plan
 from taut.methods.method import RunConfig
 from taut.methods.reference import ReferenceConfig
 from taut.models.load import context_length
-from taut.models.precision import compute_context, resolve_dtype
+from taut.models.precision import DTYPES, compute_context, resolve_dtype
 from taut.rewards.panel import Panel, PanelConfig, open_panel
 from taut.rewards.registry import RewardSpec, files_of, files_read, require_judgeable
 from taut.rl.advantages import Credit
@@ -385,6 +387,11 @@ class OnlineMethod(RunConfig):
         value = "asked" if self.eval.answers.rewards else "not asked"
         decision = Decision("held-out answers", value, f"eval.answers.rewards; {reason}")
         return [*super().decisions, decision]
+
+    def engine_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+        if self.rollout.engine == "server":
+            return None
+        return dtype if self.rollout.dtype is None else DTYPES[self.rollout.dtype]
 
     def describe_rollouts(self, num_steps: int) -> str:
         return self.rollout.describe(num_steps, self.batch.samples_per_step)

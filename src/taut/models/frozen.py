@@ -61,6 +61,9 @@ def storage_of(
     """How to store the frozen weights of a run that computes in ``compute`` (not float64)."""
     if wanted == "float32":
         return Storage(torch.float32, torch.float32)
+    checkpoint = (
+        checkpoint if checkpoint in NARROW else torch.float32
+    )  # never wider than what trains
     layers = compute if compute == torch.bfloat16 else checkpoint
     measures = wanted == "auto" and device.type == "cpu" and compute == torch.float32
     return Storage(layers, checkpoint, host_share=HOST_SHARE if measures else None)
@@ -107,17 +110,22 @@ def reading(storage: Storage | None) -> Iterator[None]:
 
 
 def store(model: PreTrainedModel, storage: Storage) -> None:
-    """Store the weights of a model that was just read."""
-    parameters = dict(model.named_parameters())
+    """Store the weights of a model that was just read. Quantised ones stay as they are."""
     dtypes = stored_dtypes(model, storage)
     if stays_wide(model, storage):
         dtypes = dict.fromkeys(dtypes, torch.float32)
-    for name, parameter in parameters.items():
-        if parameter.dtype in (
-            torch.float32,
-            *NARROW,
-        ):  # quantised bases keep the dtype of their norms
-            parameter.data = parameter.data.to(dtypes.get(name, torch.float32))
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            dtype = dtypes.get(f"{name}.{key}", torch.float32)
+            if parameter is None or parameter.dtype not in (torch.float32, *NARROW):
+                continue
+            if parameter.dtype == dtype:
+                continue
+            if hasattr(parameter, "full_tensor"):  # a shard keeps its dtype for life
+                trains = parameter.requires_grad
+                module._parameters[key] = nn.Parameter(parameter.detach().to(dtype), trains)
+            else:
+                parameter.data = parameter.data.to(dtype)
     table = architecture.embedding(model)
     if isinstance(table, nn.Embedding) and table.weight.dtype in NARROW:
         table.forward = MethodType(_look_up, table)  # type: ignore[method-assign]

@@ -17,13 +17,14 @@ peft is imported in this file only, and only when an adapter is used.
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import torch
 from pydantic import Field
@@ -40,11 +41,11 @@ from taut.models.adapter_patterns import require_bounded_patterns
 from taut.models.frozen import looking_wide, wide_state, widen_trained
 from taut.models.heads import scalar_head
 from taut.models.load import require_file_itself
-from taut.models.quantised import quiet_import
+from taut.models.quantised import Quantise, quiet_import
 from taut.models.tokens import add_tokens
 
 ALL: Literal["all-linear"] = "all-linear"
-WEIGHTS = "adapter_model.safetensors"
+WEIGHTS, BASE = "adapter_model.safetensors", "taut_base.json"
 COMPLETE = (
     "expected each tensor that adapter_config.json calls for, and no other; copy the adapter's files again, and set "
     "model to the base it was made for"
@@ -166,10 +167,11 @@ def apply_lora(
                 trainable_token_indices=dict(rows or {}) or None,
                 ensure_weight_tying=saves_embedding and architecture.is_tied(model),
             )
+            copied = [*saved, *(rows or ())]
 
             def is_copied(name: str) -> bool:
                 around = accumulate(name.split("."), lambda outer, part: f"{outer}.{part}")
-                return any(ends_with(full, kept) for full in around for kept in saved)
+                return any(ends_with(full, kept) for full in around for kept in copied)
 
             try:
                 with looking_wide(model, is_copied):
@@ -199,6 +201,29 @@ def adapter_settings(adapter: Path) -> dict[str, Any]:
             f"adapter={adapter} is a {kind} adapter; expected LoRA, which can be merged"
         )
     return settings
+
+
+def write_base(directory: Path, model: str, quantise: str | None) -> None:
+    """Write next to an adapter which base it was trained on, and how that was quantised."""
+    record = {"model": model, "quantise": quantise}
+    (directory / BASE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def quantisation_of(adapter: Path) -> Quantise | None:
+    """How the base was quantised that an adapter was trained on; None: it was not, or taut did not make the adapter."""
+    if not (adapter / BASE).is_file():
+        return None
+    try:
+        how = files.read_json(adapter / BASE)["quantise"]
+        if how not in (None, *get_args(Quantise)):
+            raise ValueError(f"found quantise={how}")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ModelError(
+            f"{adapter / BASE} cannot be read ({error}); expected the base and its quantisation, as taut wrote them; "
+            "copy the adapter's files again"
+        ) from error
+    found: Quantise | None = how
+    return found
 
 
 def load_adapter(model: PreTrainedModel, adapter: Path, settings: dict[str, Any]) -> Adapted:
@@ -401,6 +426,8 @@ def _prepare_tables(model: nn.Module) -> None:
             "the adapter trains rows of a head that has a bias, which peft leaves out; expected "
             "a head trained whole; train again with lora.modules_to_save"
         )
+    if head is not None:
+        _join_rows(head, tables["head"])
     if embedding is None:
         return
     forward_with_copy = embedding.forward_adapters
@@ -416,6 +443,23 @@ def _prepare_tables(model: nn.Module) -> None:
         return torch.where(is_row.any(-1, keepdim=True), trained, embedding.base_layer(ids))
 
     embedding.forward_adapters = forward
+
+
+def _join_rows(adapter: Any, head: nn.Module) -> None:
+    """Let the head compute the columns of rows that train on their own by themselves, as ``models/scorer.py`` does: the
+    rest of the table may be stored in another dtype than they are.
+    """
+    forward_with_copy = adapter.forward_adapters
+
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        rows = architecture.trained_rows(head)
+        if rows is None:
+            return forward_with_copy(hidden, *args, **kwargs)
+        logits = adapter.base_layer(hidden)
+        trained = nn.functional.linear(hidden, rows.weight_RD).to(logits.dtype)
+        return logits.index_copy(-1, rows.index_R, trained)
+
+    adapter.forward_adapters = forward
 
 
 # -- names of modules: the user's -> peft's --------------------------------------------------------

@@ -55,6 +55,7 @@ import pydantic
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional
 from typing_extensions import TypedDict
 
@@ -150,6 +151,7 @@ BF16_SHAPES = {
     "bf16 many rows": Shape(512, 512, 1024),
 }
 """The same for bfloat16: an engine's, in which packed weights are the only other way."""
+EVERY = SHAPES | BF16_SHAPES
 KINDS = (
     "forward",
     "input gradient",
@@ -246,8 +248,11 @@ def select(
     device: torch.device,
     dtype: torch.dtype,
     stored: str | None = None,
+    *,
+    engine: torch.dtype | None = None,
 ) -> Products:
-    """The libraries of a run, and why. ``stored``: the name in the checkpoint that is resumed.
+    """The libraries of a run, and why. ``stored``: the name in the checkpoint that is resumed; ``engine``: the dtype
+    that an engine of this process computes in.
 
     Raises ConfigError for one asked for by name that this build of PyTorch does not have.
     """
@@ -268,13 +273,14 @@ def select(
         if _is_available(stored):
             return Products(stored, "that of the checkpoint")
         lacks = f"the checkpoint's {stored} is not available here; "
-    if is_narrow and not has_bf16():
+    shapes = {} if is_narrow else SHAPES
+    if engine == torch.bfloat16 and has_bf16():
+        shapes = shapes | BF16_SHAPES
+    if not shapes:
         return NOTHING
     if not has_onednn():
         return Products(own, f"{lacks}this build of PyTorch has no oneDNN")
-    rates, how = rates_of_machine()
-    if is_narrow:
-        rates = {name: rate for name, rate in rates.items() if name in BF16_SHAPES}
+    rates, how = rates_of_machine(shapes)
     name = _name(faster(rates), packed_faster(rates), is_narrow=is_narrow)
     return Products(name, f"{lacks}{_shown(rates)}; {how}") if name else NOTHING
 
@@ -295,14 +301,9 @@ def _name(onednn: frozenset[str], packed: frozenset[str], *, is_narrow: bool = F
     elif onednn:
         parts = [f"onednn for {', '.join(name for name in SHAPES if name in onednn)}"]
     if packed:
-        listed = (name for name in classes() if name in packed and _is_engines(name))
+        listed = (name for name in EVERY if name in packed and _is_engines(name))
         parts.append(f"packed for {', '.join(listed)}")
     return "; ".join(parts)
-
-
-def classes() -> dict[str, Shape]:
-    """The classes of products that this machine has."""
-    return SHAPES | BF16_SHAPES if has_bf16() else SHAPES
 
 
 # -- the measurement
@@ -338,7 +339,7 @@ def _shown(rates: Mapping[str, Rates]) -> str:
     texts: list[str] = []
     for kind in KINDS:
         found = [rate for name, rate in rates.items() if name.startswith(kind)]
-        work = [classes()[name].num_flops for name in rates if name.startswith(kind)]
+        work = [EVERY[name].num_flops for name in rates if name.startswith(kind)]
         if not found:
             continue
         own, other, packed = (
@@ -363,15 +364,16 @@ def seconds_of(name: str, library: str, product: Callable[[], object]) -> float:
 
 
 def measure(
+    shapes: Mapping[str, Shape],
     seconds: Callable[[str, str, Callable[[], object]], float] = seconds_of,
 ) -> dict[str, Rates]:
     """The rates of both libraries. They take turns, and the shortest time counts, since other programs only add to it;
     each class is timed until both libraries' shortest times were met twice, or ``LIMIT`` is over.
     """
-    calls = {name: _calls(name, shape) for name, shape in classes().items()}
+    calls = {name: _calls(name, shape) for name, shape in shapes.items()}
     shortest = {name: {way: [float("inf")] * 2 for way in ways} for name, ways in calls.items()}
     together = {name: AT_A_TIME if _is_engines(name) else 1 for name in calls}
-    num_flops = {name: shape.num_flops * together[name] for name, shape in classes().items()}
+    num_flops = {name: shape.num_flops * together[name] for name, shape in shapes.items()}
     pending, num_rounds, start = list(calls), 0, time.perf_counter()
     with torch.no_grad():
         for ways in calls.values():
@@ -473,9 +475,9 @@ _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-def rates_of_machine() -> tuple[dict[str, Rates], str]:
+def rates_of_machine(shapes: Mapping[str, Shape]) -> tuple[dict[str, Rates], str]:
     """The rates of this machine with this process's threads, from the cache if it has them; and how they were found."""
-    machine = _machine()
+    machine = _machine() | {"classes": ", ".join(shapes)}
     key = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:16]
     path = default_directory() / "products" / f"{key}.json"
     threads = f"{machine['threads']} thread{'' if machine['threads'] == '1' else 's'}"
@@ -483,7 +485,7 @@ def rates_of_machine() -> tuple[dict[str, Rates], str]:
     if path.exists():
         try:
             kept = pydantic.TypeAdapter(_Kept).validate_python(files.read_json(path, FILE_LIMIT))
-            if kept["machine"] != machine or kept["rates"].keys() != classes().keys():
+            if kept["machine"] != machine or kept["rates"].keys() != shapes.keys():
                 raise ValueError("it is of another machine or version")
         except (OSError, ValueError) as error:
             why = first_problem(error) if isinstance(error, pydantic.ValidationError) else error
@@ -492,7 +494,7 @@ def rates_of_machine() -> tuple[dict[str, Rates], str]:
             rates = {name: Rates(*three) for name, three in kept["rates"].items()}
             return rates, f"measured before on this processor with {threads} ({path})"
     start = time.perf_counter()
-    rates = measure()
+    rates = measure(shapes)
     how = f"measured in {time.perf_counter() - start:.1f} s with {threads}{damage}"
     busy = sum(not rate.has_settled for rate in rates.values())
     if busy:
@@ -561,8 +563,11 @@ def _forward(self: nn.Linear, input: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, and the products of its backward pass, each by its library. A frozen weight may be stored in fewer
-    bits than x.
+    bits than x. Where it is compiled, all products are PyTorch's.
     """
+    if is_compiling():
+        is_stored = weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type)
+        return functional.linear(x, weight.to(x.dtype) if is_stored else weight, bias)
     if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
         return linear_from_stored(x, weight, bias, Tensor.to)
     packed = _decodes.get()

@@ -38,6 +38,11 @@ from taut.models.products import Widen, linear_from_stored
 Quantise = Literal["nf4", "int8"]
 BLOCK, NESTED_BLOCK = 64, 256
 """Weights under one maximum in nf4, and maxima under one of theirs."""
+NF4_HALF_GAP, NESTED_LOSS = 0.155, 0.01
+"""Half the largest distance of two values of nf4 (0.152), and what 8 bits take of a maximum, relative to the largest
+around it."""
+INT8_HALF_STEP, HALF_LOSS = 0.51 / 127, 2**-10
+"""Half a step of int8, and the loss of float16, through which bitsandbytes quantises to int8."""
 TRAINABLE = ("bitsandbytes",)
 """The formats in which a base may come quantised."""
 _OUTSIDE = (
@@ -156,12 +161,14 @@ def _widen_4bit(module: Any) -> Widen:
     from bitsandbytes import functional
 
     state = module.weight.quant_state
+    shape = state.shape
 
     def widen(weight: Tensor, dtype: torch.dtype) -> Tensor:
-        in_dtype = copy.copy(state)
-        in_dtype.dtype = dtype
-        wide: Tensor = functional.dequantize_4bit(weight, in_dtype)
-        return wide
+        # As one row: 0.50.2 gives wrong numbers on a CPU for rows that are not a multiple of a block.
+        as_row = copy.copy(state)
+        as_row.dtype, as_row.shape = dtype, torch.Size([shape.numel()])
+        wide: Tensor = functional.dequantize_4bit(weight, as_row)
+        return wide.view(shape)
 
     return widen
 
@@ -185,6 +192,33 @@ def constants_of(module: Any) -> list[Tensor]:
         return [module.weight.SCB]
     nested = [state.offset, state.state2.absmax, state.state2.code] if state.nested else []
     return [state.absmax, state.code, *nested]
+
+
+@torch.no_grad()
+def error_of(module: Any, source: Tensor) -> float:
+    """The largest error of a layer's weights, relative to the largest that its format makes of the ``source``: half the
+    distance of neighbouring values of nf4, with what the block's maximum loses in 8 bits; half a step of int8.
+    """
+    wide = module.widen(module.weight, torch.float32).cpu()
+    source = source.float()
+    if wide.shape != source.shape:
+        return torch.inf
+    error = (wide - source).abs()
+    if hasattr(module, "quant_state"):
+        error, source = (_in_blocks(tensor.reshape(1, -1), BLOCK) for tensor in (error, source))
+        largest = source.abs().amax(-1)
+        around = _in_blocks(largest[None], NESTED_BLOCK).amax(-1, keepdim=True)
+        around = around.expand(-1, NESTED_BLOCK).reshape(-1)[: len(largest)]
+        allowed = (NF4_HALF_GAP * largest + NESTED_LOSS * around)[:, None]
+    else:
+        allowed = INT8_HALF_STEP * source.abs().amax(1, keepdim=True) + HALF_LOSS * source.abs()
+    ratio = error / allowed.clamp_min(torch.finfo(torch.float32).tiny)
+    return float(ratio.max().nan_to_num(nan=torch.inf))
+
+
+def _in_blocks(row: Tensor, size: int) -> Tensor:
+    """[1, n] -> [blocks, size], with zeros at the end."""
+    return nn.functional.pad(row, (0, -row.shape[1] % size)).view(-1, size)
 
 
 def pretend(model: PreTrainedModel, how: Quantise, whole: Sequence[str]) -> None:

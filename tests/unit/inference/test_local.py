@@ -208,7 +208,7 @@ def packings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     for name, value in (("SMALLEST", 1), ("STAYS", 1), ("PAYS", 1)):
         monkeypatch.setattr(packed_weights, name, value)
     before = products.active()
-    engines = [name for name in products.classes() if "rows" in name]
+    engines = [name for name in products.EVERY if "rows" in name]
     products.use(products.Products(f"mkl; packed for {', '.join(engines)}"))
     yield made
     products.use(before)

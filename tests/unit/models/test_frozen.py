@@ -17,8 +17,8 @@ from taut.data.packing import PackPolicy, pack
 from taut.models import architecture, frozen
 from taut.models.attention_backends import PREFIX
 from taut.models.frozen import Storage
-from taut.models.load import load_config, load_model, quiet_library
-from taut.models.lora import LoraConfig, apply_lora, plain_model
+from taut.models.load import load_config, load_model, quiet_library, set_attention
+from taut.models.lora import LoraConfig, apply_lora, choose_rows, plain_model
 from taut.models.precision import compute_context
 from taut.models.scorer import Scorer
 
@@ -124,6 +124,33 @@ def test_modules_trained_whole_are_in_float32_with_the_contents_of_the_base(
     assert all(torch.equal(weights[key], narrow_weights[key]) for key in weights)
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_rows_that_train_begin_as_the_base_has_them(is_tied: bool, tmp_path: Path) -> None:
+    path = save("llama", tmp_path / "base", tie_word_embeddings=is_tied)
+    config, ids = LoraConfig(rank=2), torch.arange(5)[None]
+    results, logits = [], []
+    for storage in (None, NARROW):
+        base = load(path, storage)
+        rows = choose_rows(base, config, [3, 7], {})
+        model = apply_lora(base, config, seed=1, rows=rows)
+        results.append(two_steps(model, torch.float32))
+        with torch.no_grad():
+            logits.append(library_logits(model, ids))
+    (losses, weights), (narrow_losses, narrow_weights) = results
+    assert sum("trainable_tokens" in name for name in weights) == (1 if is_tied else 2)
+    assert all(map(torch.equal, losses, narrow_losses))
+    assert all(torch.equal(weights[key], narrow_weights[key]) for key in weights)
+    assert torch.equal(*logits)
+
+
+def library_logits(model: nn.Module, ids: Tensor) -> Tensor:
+    """By the library's own path, the head's adapter included."""
+    plain = architecture.unwrap(model)
+    set_attention(plain, "sdpa")
+    found: Tensor = plain(input_ids=ids).logits
+    return found
+
+
 def test_the_library_reads_each_weight_in_its_dtype(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +184,7 @@ def test_storage_by_compute_dtype_and_checkpoint() -> None:
     assert frozen.storage_of(f32, bf16, cuda, "auto") == Storage(bf16, f32)
     assert frozen.storage_of(f16, f32, cuda, "auto") == Storage(f16, f16)
     assert frozen.storage_of(bf16, f32, CPU, "checkpoint") == Storage(bf16, bf16)
+    assert frozen.storage_of(torch.float64, f32, CPU, "checkpoint") == Storage(f32, f32)
     assert frozen.storage_of(bf16, bf16, CPU, "auto") == Storage(bf16, bf16)
 
 
