@@ -15,6 +15,7 @@ from tests.slow_cases import slow_except
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"dtype": "float32", "eval.every": 2, "eval.best": "loss"},
     "lora": {"dtype": "bfloat16", "lora.rank": 4, "lora.dropout": 0.2, "noise.neftune_alpha": 5.0},
+    "few bits": {"dtype": "float32", "optim.name": "muon", "optim.state": "bf16"},
 }
 
 
@@ -45,6 +46,7 @@ def wholes(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, W
             ("full", "export", "", 0.4),
             ("lora", "checkpoint", "latest", 0.7),
             ("lora", "backward", "", 0.7),
+            ("few bits", "checkpoint", "step-000006", 0.8),
         ],
         [
             ("full", "checkpoint", "step-000003", 0.5),
@@ -55,6 +57,7 @@ def wholes(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, W
             ("lora", "checkpoint", "latest", 0.7),
             ("lora", "export", "adapter", 0.5),
             ("lora", "backward", "", 0.7),
+            ("few bits", "checkpoint", "step-000006", 0.8),
         ],
     ),
 )
