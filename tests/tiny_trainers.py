@@ -31,6 +31,9 @@ class Fixed:
     def prepare(self, step: int) -> list[Tree]:
         return list(self.trees)
 
+    def is_known(self, step: int) -> bool:
+        return True
+
     def observed(self, step: int) -> list[Tree] | None:
         return None
 

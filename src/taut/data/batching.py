@@ -284,12 +284,14 @@ def samples_of(trees: Sequence[Tree]) -> list[Sample]:
 
 
 def layouts(trees: Microbatch, policy: PackPolicy, tokens: int) -> list[Packed]:
-    """The layouts of one planned micro-batch: one, or several within the budget where prefixes are not shared.
+    """The layouts of one planned micro-batch: one, or several within the budget where prefixes are not shared."""
+    return [pack(samples, policy) for samples in divide(trees, policy, tokens)]
 
-    An atom stays in one layout either way.
-    """
+
+def divide(trees: Microbatch, policy: PackPolicy, tokens: int) -> list[list[Sample]]:
+    """The samples of each layout of a planned micro-batch. An atom stays in one layout either way."""
     if policy.share_prefixes:
-        return [pack(samples_of(trees), policy)]
+        return [samples_of(trees)]
     units = [
         unit
         for tree in trees
@@ -297,7 +299,7 @@ def layouts(trees: Microbatch, policy: PackPolicy, tokens: int) -> list[Packed]:
     ]
     sized = [Piece(unit, sum(s.num_tokens for s in unit.samples), 0.0) for unit in units]
     bins = _first_fit(sized, tokens)
-    return [pack(samples_of([piece.tree for piece in pieces]), policy) for pieces in bins]
+    return [samples_of([piece.tree for piece in pieces]) for pieces in bins]
 
 
 def _piece(samples: Sequence[Sample], budget: Budget, *, is_atom: bool = False) -> Piece:

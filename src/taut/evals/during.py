@@ -53,7 +53,7 @@ from taut.rewards import Panel, RewardSpec, files_of, open_panel
 from taut.rewards.registry import read_parts
 from taut.train.oom import require_room
 from taut.train.step_statistics import Sums
-from taut.train.trainer import Trainer, on_device, prepare_microbatches
+from taut.train.trainer import Trainer, on_device, plan_trees, prepare_microbatches
 from taut.types import to_host
 
 ROWS_AT_A_TIME = 512
@@ -80,7 +80,8 @@ class HeldOut:
         for start in range(0, len(self.rows), ROWS_AT_A_TIME):
             indices = list(range(start, min(start + ROWS_AT_A_TIME, len(self.rows))))
             trees, observed = self.rows.trees(indices), source.observed_of(self.rows, indices)
-            planned = prepare_microbatches(trainer, trees, observed, where)
+            plan = plan_trees(trainer, trees, observed)
+            planned = prepare_microbatches(trainer, plan, where)
             # All ranks run equally many forwards.
             for packed, is_real in on_device(planned, ranks.device):
                 with torch.no_grad(), trainer.compute():

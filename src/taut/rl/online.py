@@ -316,6 +316,10 @@ class Online:
         self._unlogged = ()
         return numbered(self.part(self.phase.trees, number, update))
 
+    def is_known(self, step: int) -> bool:
+        """Whether the rollout of a step is there: that of another phase is made with weights yet to come."""
+        return self.phase is not None and self.phase.number == (step - 1) // self.config.updates
+
     def part(self, trees: Sequence[Tree], number: int, update: int) -> list[Tree]:
         """The trees of one update of a phase; each pass over the phase deals them out in another order."""
         count = self.config.minibatches

@@ -27,7 +27,7 @@ from taut.io import files
 from taut.methods.reference import STREAM, Recorded
 from taut.run.fingerprint import differences, identity_of
 from taut.run.setup import Built
-from taut.train.trainer import fill_streams
+from taut.train.trainer import fill_streams, plan_trees
 
 HEADER = "taut"
 """The entry with the identity and the digest, as JSON: the order of several entries is not fixed."""
@@ -103,7 +103,8 @@ def _compute(built: Built, data: Dataset) -> Tensor:
     logps: dict[str, Tensor] = {}
     for start in range(0, len(rows), ROWS_AT_A_TIME):
         trees = rows.trees(list(range(start, min(start + ROWS_AT_A_TIME, len(rows)))))
-        for packed, is_real in fill_streams(trainer, trees, "logprobs of the reference"):
+        plan = plan_trees(trainer, trees)
+        for packed, is_real in fill_streams(trainer, plan, "logprobs of the reference"):
             logp_N = packed.streams[STREAM].cpu()
             for row, name in enumerate(packed.sample_ids if is_real else ()):
                 logps[name] = logp_N[packed.row_N == row]

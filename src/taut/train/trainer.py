@@ -27,17 +27,17 @@ from torch import Tensor, nn
 
 from taut import losses
 from taut.config import Decision
-from taut.data.batching import Budget, Cursor, Rows, assign, layouts
+from taut.data.batching import Budget, Cursor, Rows, assign, divide, layouts, samples_of
 from taut.data.packing import PackPolicy
 from taut.errors import NonFiniteError, OutOfMemory
 from taut.losses import Loss
 from taut.models.noise import Noise
-from taut.train import optim, random_state, step_statistics
+from taut.train import distributed, optim, random_state, step_statistics
 from taut.train.checkpoint import Memory
 from taut.train.distributed import Ranks
 from taut.train.oom import Fit
 from taut.train.signals import Interrupts
-from taut.types import LossSum, Packed, Picture, Sample, Scores, Tree
+from taut.types import LossSum, Packed, Picture, Scores, Tree
 
 SIZES = ("num_targets", "num_tokens", "num_tokens_unshared")
 """The sizes that every step counts."""
@@ -52,6 +52,11 @@ class StepSource(Protocol):
 
     def prepare(self, step: int) -> list[Tree]:
         """The trees of a step (counted from 1), with all streams that no role provides; empty to skip the step."""
+
+    def is_known(self, step: int) -> bool:
+        """Whether the trees of a step depend on no weights that are yet to be trained, so that ``prepare`` may be
+        called for it before the one in front of it has ended.
+        """
 
     def observed(self, step: int) -> list[Tree] | None:
         """The trees over which the loss's statistics are taken; None: those of the step."""
@@ -95,6 +100,16 @@ class Role(Protocol):
 
     def tensors(self) -> list[Tensor]:
         """The tensors that it holds in memory."""
+
+
+class Planned(NamedTuple):
+    """Trees, and this rank's micro-batches of them: what is known before any model runs."""
+
+    trees: Sequence[Tree]
+    microbatches: list[tuple[Packed, bool]]
+    """Each with whether it counts."""
+    observed: Planned | None = None
+    """What the loss's statistics are taken over, if not these trees."""
 
 
 class Scored(NamedTuple):
@@ -164,8 +179,8 @@ class Trainer:
     roles: Final[Sequence[Role]] = ()
     clip_grad_norm: Final[float | None] = None
     monitors: Final[Sequence[Monitor]] = ()
-    before_step: Final[Sequence[Callable[[int, Trainer], None]]] = ()
-    """Preparation of the next step, e.g. reading images."""
+    before_planning: Final[Sequence[Callable[[int, Trainer], None]]] = ()
+    """Called before a step is planned, e.g. to start reading images."""
     emit: Final[Callable[..., None]] = emit_nowhere
     """Writes an event: ``emit(kind, **fields)``."""
     interrupts: Final[Interrupts] = field(default_factory=Interrupts)
@@ -175,6 +190,8 @@ class Trainer:
     """The last step after which ``after_step`` was called."""
     loss: float = field(default=float("nan"), init=False)
     """The loss of the last step that was not skipped."""
+    plans: dict[tuple[int, Budget], Planned | Exception] = field(default_factory=dict, init=False)
+    """The steps that are planned and not yet taken, by number and budget; an error is raised when its step begins."""
     random: random_state.State = field(init=False)
     """The generators' state at the start of the current step, or of the ``after_step`` calls."""
 
@@ -257,12 +274,12 @@ def use_budget(trainer: Trainer, step: int, *, is_reported: bool = False) -> Non
 
 def train_step(trainer: Trainer, step: int) -> StepReport:
     """One optimizer step. A step without trees is skipped: weights and optimizer state stay, the schedule advances."""
-    for prepare in trainer.before_step:
-        prepare(step, trainer)
-    trees = trainer.source.prepare(step)
+    plan = take_plan(trainer, step)
+    trees = plan.trees
     if trees:
-        gradients = compute_gradients(trainer, trees, step, trainer.source.observed(step))
+        gradients = compute_gradients(trainer, plan, step)
         norms = optim.clip(trainer.optimizer, trainer.clip_grad_norm)
+        plan_ahead(trainer, step + 1)  # the device still works; after this the host waits for it
         report = summarise(trainer, step, trees, gradients, norms)
         require_finite(report.loss, "loss", report, trainer)
         require_finite(report.grad_norm, "gradient norm", report, trainer)
@@ -281,34 +298,81 @@ def train_step(trainer: Trainer, step: int) -> StepReport:
     return report
 
 
+def plan_ahead(trainer: Trainer, step: int) -> None:
+    """Plan a step while the one in front of it is still to be updated, if its trees are known by now."""
+    if step > trainer.num_steps or not trainer.source.is_known(step):
+        return
+    try:
+        _plan_step(trainer, step)
+    except Exception as error:  # noqa: BLE001 (raised by take_plan: the step in front of it is sound)
+        trainer.plans[step, trainer.budget] = error
+
+
+def take_plan(trainer: Trainer, step: int) -> Planned:
+    """The plan of a step that begins: the one that was made ahead, unless the budget has changed since."""
+    found = trainer.plans.get((step, trainer.budget)) or _plan_step(trainer, step)
+    trainer.plans = {key: plan for key, plan in trainer.plans.items() if key[0] > step}
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _plan_step(trainer: Trainer, step: int) -> Planned:
+    for prepare in trainer.before_planning:
+        prepare(step, trainer)
+    return keep_plan(trainer, step)
+
+
+def keep_plan(trainer: Trainer, step: int) -> Planned:
+    """The plan of a step, kept until it is taken."""
+    key, source = (step, trainer.budget), trainer.source
+    kept = trainer.plans.get(key)
+    if isinstance(kept, Planned):
+        return kept
+    trees = source.prepare(step)
+    plan = plan_trees(trainer, trees, source.observed(step)) if trees else Planned(trees, [])
+    trainer.plans[key] = plan
+    return plan
+
+
+def plan_trees(
+    trainer: Trainer, trees: Sequence[Tree], observed: Sequence[Tree] | None = None
+) -> Planned:
+    """``observed``: the trees over which the loss's statistics are taken, if not these."""
+    microbatches = plan_microbatches(trees, trainer)
+    if observed is None or not trainer.source.loss.observes:
+        return Planned(trees, microbatches)
+    return Planned(trees, microbatches, plan_trees(trainer, observed))
+
+
 def add_gradients(
     trainer: Trainer, trees: Sequence[Tree], step: int, observed: Sequence[Tree] | None = None
 ) -> StepReport:
     """Add the gradient of a step with these trees, and report the step. ``observed``: the trees over which the loss's
     statistics are taken, if not these.
     """
-    return summarise(trainer, step, trees, compute_gradients(trainer, trees, step, observed))
+    plan = plan_trees(trainer, trees, observed)
+    return summarise(trainer, step, trees, compute_gradients(trainer, plan, step))
 
 
-def compute_gradients(
-    trainer: Trainer, trees: Sequence[Tree], step: int, observed: Sequence[Tree] | None = None
-) -> Gradients:
+def compute_gradients(trainer: Trainer, plan: Planned, step: int) -> Gradients:
     """``add_gradients``, before anything is read from the device."""
     trainer.scorer.train()
-    planned = prepare_microbatches(trainer, trees, observed, f"step {step}")
+    planned = prepare_microbatches(trainer, plan, f"step {step}")
     microbatches = [packed for packed, is_real in planned if is_real]
     counts = denominators(trainer.source.loss, microbatches, trainer.ranks)
     scales = {term: 1.0 / count for term, count in counts.items()}
     nothing = dict.fromkeys(scales, 0.0)
     scored, sums = [], []
-    for packed, is_real in on_device(planned, trainer.ranks.device):
-        if trainer.ranks.size == 1:
-            trainer.interrupts.check()
-        act = partial(backward, trainer, packed, scales if is_real else nothing, step)
-        scores, of_loss = trainer.fit.attempt(act, packed, trees, f"step {step}")
-        if is_real:
-            scored.append(Scored(packed.on_host, scores))
-            sums.append(of_loss)
+    with distributed.summing_gradients(trainer.trained, trainer.ranks):
+        for packed, is_real in on_device(planned, trainer.ranks.device):
+            if trainer.ranks.size == 1:
+                trainer.interrupts.check()
+            act = partial(backward, trainer, packed, scales if is_real else nothing, step)
+            scores, of_loss = trainer.fit.attempt(act, packed, plan.trees, f"step {step}")
+            if is_real:
+                scored.append(Scored(packed.on_host, scores))
+                sums.append(of_loss)
     return Gradients(scored, sums, scales)
 
 
@@ -352,20 +416,19 @@ def backward(
     return scores, loss(scores, packed) if of_loss is None else of_loss
 
 
-def prepare_microbatches(
-    trainer: Trainer, trees: Sequence[Tree], observed: Sequence[Tree] | None, where: str
-) -> list[tuple[Packed, bool]]:
+def prepare_microbatches(trainer: Trainer, plan: Planned, where: str) -> list[tuple[Packed, bool]]:
     """This rank's micro-batches with the roles' streams and the step's statistics, and whether each counts."""
     loss = trainer.source.loss
-    planned = fill_streams(trainer, trees, where)
+    planned = fill_streams(trainer, plan, where)
     if not loss.observes:
         return planned
-    planned_observed = planned if observed is None else fill_streams(trainer, observed, where)
+    observed = plan.observed or plan
+    planned_observed = planned if observed is plan else fill_streams(trainer, observed, where)
     observations = []
     with torch.no_grad(), trainer.compute():
         for packed, _ in on_device(planned_observed, trainer.ranks.device):
             score = partial(trainer.scorer, packed, wants=loss.wants)
-            scores = trainer.fit.attempt(score, packed, observed or trees, where)
+            scores = trainer.fit.attempt(score, packed, observed.trees, where)
             observations.append(loss.observe(scores, packed))
     pairs = zip(observations, planned_observed, strict=True)
     counted = [observation for observation, (_, is_real) in pairs if is_real]
@@ -373,9 +436,9 @@ def prepare_microbatches(
     return step_statistics.attach_statistics(planned, stats, trainer.ranks)
 
 
-def fill_streams(trainer: Trainer, trees: Sequence[Tree], where: str) -> list[tuple[Packed, bool]]:
+def fill_streams(trainer: Trainer, plan: Planned, where: str) -> list[tuple[Packed, bool]]:
     """This rank's micro-batches with the roles' streams, and whether each counts. Starts reading the images."""
-    planned = pad_microbatches(plan_microbatches(trees, trainer), trees, trainer)
+    planned = plan.microbatches
     for medium in (medium for packed, _ in planned for medium in packed.media):
         medium.picture.expect()
     missing = set(trainer.source.loss.needs) - planned[0][0].streams.keys()
@@ -386,7 +449,7 @@ def fill_streams(trainer: Trainer, trees: Sequence[Tree], where: str) -> list[tu
                 if trainer.ranks.size == 1:
                     trainer.interrupts.check()
                 compute_streams = partial(role.streams, packed)
-                streams.append(trainer.fit.attempt(compute_streams, packed, trees, where))
+                streams.append(trainer.fit.attempt(compute_streams, packed, plan.trees, where))
         planned = [
             (replace(packed, streams={**packed.streams, **more}), is_real)
             for (packed, is_real), more in zip(planned, streams, strict=True)
@@ -394,21 +457,20 @@ def fill_streams(trainer: Trainer, trees: Sequence[Tree], where: str) -> list[tu
     return planned
 
 
-def plan_microbatches(trees: Sequence[Tree], trainer: Trainer) -> list[Packed]:
-    """This rank's micro-batches of a step."""
-    max_tokens = trainer.budget.tokens_per_microbatch
-    mine = assign(trees, trainer.budget)[trainer.ranks.rank]
-    return [packed for planned in mine for packed in layouts(planned, trainer.policy, max_tokens)]
-
-
-def pad_microbatches(
-    microbatches: list[Packed], trees: Sequence[Tree], trainer: Trainer
-) -> list[tuple[Packed, bool]]:
-    """The micro-batches, padded with ones that do not count until all ranks run the same number of backward passes."""
-    missing = int(trainer.ranks.max([len(microbatches)])[0]) - len(microbatches)
-    shortest: Sample = min((s for tree in trees for s in tree.samples), key=lambda s: s.num_tokens)
-    filler = layouts((Tree((shortest,)),), trainer.policy, trainer.budget.tokens_per_microbatch)
-    return [(packed, True) for packed in microbatches] + [(filler[0], False)] * missing
+def plan_microbatches(trees: Sequence[Tree], trainer: Trainer) -> list[tuple[Packed, bool]]:
+    """This rank's micro-batches, and whether each counts: where another rank has more, ones that do not are added, so
+    that all ranks run the same number of backward passes. Every rank plans for all, so none has to be asked.
+    """
+    how = trainer.policy, trainer.budget.tokens_per_microbatch
+    shares = assign(trees, trainer.budget)
+    most = max(sum(len(divide(planned, *how)) for planned in share) for share in shares)
+    mine = shares[trainer.ranks.rank]
+    found = [(packed, True) for planned in mine for packed in layouts(planned, *how)]
+    if missing := most - len(found):
+        shortest = min(samples_of(trees), key=lambda sample: sample.num_tokens)
+        (filler,) = layouts((Tree((shortest,)),), *how)
+        found += [(filler, False)] * missing
+    return found
 
 
 def denominators(loss: Loss, microbatches: Sequence[Packed], ranks: Ranks) -> dict[str, float]:
@@ -465,8 +527,9 @@ def require_finite(value: float, what: str, report: StepReport, trainer: Trainer
     mine = set()
     for packed, scores in report.scored:
         rows = []
-        if packed.num_targets:
-            rows += packed.row_N[~torch.isfinite(scores.logp_N).cpu()].tolist()
+        for value_N in (scores.logp_N, scores.divergence_N) if packed.num_targets else ():
+            if value_N is not None:
+                rows += packed.row_N[~torch.isfinite(value_N).cpu()].tolist()
         if scores.scalar_R is not None:
             rows += packed.row_R[~torch.isfinite(scores.scalar_R).cpu()].tolist()
         mine |= {packed.sample_ids[row] for row in rows}
@@ -482,7 +545,7 @@ def require_finite(value: float, what: str, report: StepReport, trainer: Trainer
 
 @dataclass
 class Prefetch:
-    """Called before each step: starts threads that read the images of the step and of the next one.
+    """Called before a step is planned: starts threads that read the images of the step and of the next one.
 
     Only for offline data, where the samples of a step are a pure function; prompts of rollouts have read their images
     already. Each rank reads its own.
@@ -497,5 +560,7 @@ class Prefetch:
         first = max(step, self.last + 1)
         self.last = min(step + 1, trainer.num_steps)
         for number in range(first, self.last + 1):
-            packs = plan_microbatches(trainer.source.prepare(number), trainer)
-            self.expect([medium.picture for packed in packs for medium in packed.media])
+            plan = keep_plan(trainer, number)
+            self.expect(
+                [medium.picture for packed, _ in plan.microbatches for medium in packed.media]
+            )

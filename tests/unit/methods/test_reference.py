@@ -23,7 +23,7 @@ from taut.run.setup import Built
 from taut.train import distributed, random_state
 from taut.train import trainer as loop
 from taut.train.signals import Interrupt, Interrupts
-from taut.train.trainer import Trainer, fill_streams, train_step
+from taut.train.trainer import Trainer, fill_streams, plan_trees, train_step
 from taut.types import Packed
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -71,7 +71,9 @@ def logps(trainer: Trainer) -> list[Tensor]:
     """What the reference says of the first step."""
     return [
         packed.streams[STREAM]
-        for packed, _ in fill_streams(trainer, trainer.source.prepare(1), "here")
+        for packed, _ in fill_streams(
+            trainer, plan_trees(trainer, trainer.source.prepare(1)), "here"
+        )
     ]
 
 
@@ -83,7 +85,9 @@ def test_after_updates_the_reference_is_the_start_and_the_policy_is_as_it_was(
     trainer = built.trainer
     before, first = logps(trainer), bits(trainer)
     with torch.no_grad(), trainer.compute():
-        (packed, _), *_ = fill_streams(trainer, trainer.source.prepare(1), "here")
+        (packed, _), *_ = fill_streams(
+            trainer, plan_trees(trainer, trainer.source.prepare(1)), "here"
+        )
         assert torch.equal(trainer.scorer.eval()(packed).logp_N, before[0]), (
             "the policy is the start"
         )

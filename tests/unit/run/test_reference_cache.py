@@ -22,7 +22,7 @@ from taut.methods.reference import STREAM, Recorded, Start
 from taut.run import reference_cache
 from taut.run.reference_cache import keep_reference
 from taut.run.setup import Built
-from taut.train.trainer import Role, fill_streams
+from taut.train.trainer import Role, fill_streams, plan_trees
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,8 @@ def streams(built: Built) -> list[torch.Tensor]:
         replace(t, samples=tuple(replace(s, group=i) for s in t.samples))
         for i, t in enumerate(both)
     ]
-    return [packed.streams[STREAM] for packed, _ in fill_streams(built.trainer, numbered, "here")]
+    plan = plan_trees(built.trainer, numbered)
+    return [packed.streams[STREAM] for packed, _ in fill_streams(built.trainer, plan, "here")]
 
 
 def test_the_file_holds_what_the_reference_says(fresh: Built) -> None:

@@ -11,7 +11,7 @@ from tests.picture_names import Named, illustrated
 
 from taut.data.batching import Budget
 from taut.data.packing import PackPolicy
-from taut.train.trainer import Prefetch, Trainer, fill_streams
+from taut.train.trainer import Prefetch, Trainer, fill_streams, plan_trees
 from taut.types import Picture, Tree
 
 GRID = (1, 2, 2)
@@ -28,11 +28,18 @@ class Expecting:
 
 
 def job_of(rank: int, size: int) -> Any:
-    ranks = SimpleNamespace(rank=rank, size=size, max=list)
-    source = SimpleNamespace(prepare=prepare, loss=SimpleNamespace(needs=()))
-    budget = Budget(100, num_ranks=size)
+    ranks = SimpleNamespace(rank=rank, size=size)
+    source = SimpleNamespace(
+        prepare=prepare, observed=lambda step: None, loss=SimpleNamespace(needs=())
+    )
     return SimpleNamespace(
-        source=source, num_steps=3, ranks=ranks, budget=budget, policy=PackPolicy(), roles=()
+        source=source,
+        num_steps=3,
+        ranks=ranks,
+        budget=Budget(100, num_ranks=size),
+        policy=PackPolicy(),
+        roles=(),
+        plans={},
     )
 
 
@@ -68,19 +75,15 @@ def test_whatever_is_planned_is_expected(monkeypatch: pytest.MonkeyPatch) -> Non
     """Held-out rows, for one, which no step comes before."""
     names: list[str] = []
     monkeypatch.setattr(Named, "expect", lambda self: names.append(self.source))
-    fill_streams(job_of(0, 1), prepare(1), "held-out loss")
+    job = job_of(0, 1)
+    fill_streams(job, plan_trees(job, prepare(1)), "held-out loss")
     assert sorted(set(names)) == ["10", "11", "all"]
 
 
 def test_a_step_that_is_expected_is_not_planned_again() -> None:
     planned: list[int] = []
-    trainer: Any = SimpleNamespace(
-        source=SimpleNamespace(prepare=lambda step: planned.append(step) or prepare(step)),
-        num_steps=3,
-        ranks=SimpleNamespace(rank=0, size=1),
-        budget=Budget(100),
-        policy=PackPolicy(),
-    )
+    trainer = job_of(0, 1)
+    trainer.source.prepare = lambda step: planned.append(step) or prepare(step)
     prefetch = Prefetch(Expecting().expect)
     for step in (2, 3):
         prefetch(step, cast(Trainer, trainer))

@@ -16,22 +16,28 @@ from tests.tiny_samples import nested_family
 from tests.tiny_trainers import Fixed, make, singles
 from torch import Tensor
 
+from taut.data.packing import pack
 from taut.errors import NonFiniteError
 from taut.evals.during import HeldOut
 from taut.losses import Loss, Unit
 from taut.losses.supervised import CrossEntropy
 from taut.train import trainer as loop
+from taut.train.distributed import Ranks
 from taut.train.signals import Interrupt
 from taut.train.trainer import (
+    Scored,
+    StepReport,
     Trainer,
     _gpu_memory,
     denominators,
-    pad_microbatches,
+    plan_microbatches,
+    require_finite,
     run_steps,
     train_step,
 )
 from taut.types import LossSum, Packed, Sample, Scores, Tree
 
+CPU = torch.device("cpu")
 SAMPLES = nested_family(97)
 TREES = [Tree((s,)) for s in SAMPLES]
 
@@ -139,6 +145,7 @@ def test_a_step_without_trees_changes_no_weight_and_no_state_of_the_optimizer(
         copy.deepcopy(trainer.optimizer.state_dict()["state"]),
     )
     trainer.source, trainer.loss = Fixed([]), 0.5
+    trainer.plans.clear()  # made with the other source
     trainer.done = trainer.followed = 1
     told: list[dict[str, Any]] = []
     trainer.emit = lambda kind, **fields: told.append(fields)
@@ -171,17 +178,17 @@ def test_steps_on_a_gpu_tell_its_memory(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_rank_with_fewer_microbatches_runs_ones_that_count_for_nothing(tmp_path: Path) -> None:
     trainer = prepared(tmp_path)
-
-    class Busy:
-        """Another rank has three."""
-
-        def max(self, values: list[float]) -> list[float]:
-            return [3.0]
-
-    trainer.ranks = Busy()  # type: ignore[assignment]
-    found = pad_microbatches([], TREES, trainer)
-    assert [is_real for _, is_real in found] == [False] * 3
-    assert {packed.num_tokens for packed, _ in found} == {min(s.num_tokens for s in SAMPLES)}
+    trainer.budget = trainer.budget._replace(num_ranks=2, one_sample=True)
+    shares = []
+    for rank in range(2):
+        trainer.ranks = Ranks(rank, 2, CPU)
+        shares.append(plan_microbatches(TREES[:3], trainer))
+    assert sorted([is_real for _, is_real in share] for share in shares) == [
+        [True, False],
+        [True, True],
+    ]
+    (filler,) = (packed for share in shares for packed, is_real in share if not is_real)
+    assert filler.num_tokens == min(s.num_tokens for s in SAMPLES[:3])
 
 
 def poison(trainer: Trainer, sample: Sample) -> None:
@@ -207,6 +214,16 @@ def test_a_loss_that_is_not_finite_stops_before_the_update_and_names_the_sample(
     for name, value in parameters_of(trainer.scorer).items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0, equal_nan=True)
     assert not any(state["step"] for state in trainer.optimizer.state.values())
+
+
+def test_a_divergence_that_is_not_finite_names_the_sample(tmp_path: Path) -> None:
+    """A teacher's number may be the cause, where the student's are finite."""
+    packed = pack(SAMPLES)
+    logp_N, is_last_N = torch.zeros(packed.num_targets), packed.row_N == packed.num_samples - 1
+    scores = Scores(logp_N, divergence_N=logp_N.masked_fill(is_last_N, torch.inf))
+    report = StepReport(4, torch.inf, {}, 1, 1, 1, ["others"], [Scored(packed, scores)])
+    with pytest.raises(NonFiniteError, match=f"not finite: {packed.sample_ids[-1]}; "):
+        require_finite(report.loss, "loss", report, prepared(tmp_path))
 
 
 def test_a_gradient_that_is_not_finite_stops_before_the_update(tmp_path: Path) -> None:
