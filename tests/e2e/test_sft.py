@@ -392,9 +392,10 @@ def test_every_architecture_trains_packed_and_saves_what_it_trained(
     name: str, train: Path, tmp_path: Path
 ) -> None:
     model = save_model(tmp_path / name, name, dtype=torch.float64)
-    keys = {"steps": 2, "data__eval": str(train)}
+    keys: dict[str, Any] = {"steps": 2, "data__eval": str(train)}
     result = sft(model, train, tmp_path / "out", **keys)
-    again = sft(model, train, tmp_path / "recomputed", activation_checkpointing=True, **keys)
+    keys |= {**PLAIN, "activation_checkpointing": True}
+    again = sft(model, train, tmp_path / "recomputed", **keys)
     checks = {event["name"]: event["outcome"] for event in events(result.out, "check")}
     assert checks.pop("stop") == "skipped"  # tests.chat_runs.QUIET asks for none
     assert checks.pop("data.overlap") == "warning"  # it is measured on what it learns from
