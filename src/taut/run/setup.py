@@ -113,16 +113,21 @@ def use_products(run: RunConfig, ranks: Ranks, stored: str | None = None) -> Non
     products.use(chosen)
 
 
+def require_shardable(run: RunConfig, config: PreTrainedConfig, num_ranks: int) -> None:
+    """Raise ConfigError for a quantised base on several ranks."""
+    if num_ranks > 1 and (run.quantise is not None or format_of(config) is not None):
+        raise ConfigError(
+            f"found {num_ranks} ranks and a quantised base, which is not sharded; expected one rank; start one "
+            "process, or take quantise out: frozen weights are then stored in bfloat16"
+        )
+
+
 def load(run: RunConfig, inputs: Inputs, ranks: Ranks) -> Loaded:
     """The model, with the attention and dtype of the run."""
     dtype, chosen, decisions = choose(run, inputs, ranks.device)
     head = run.new_head()
     storage = storage_for(run, inputs.config, dtype.dtype, ranks.device, inputs.new_ids)
-    if ranks.size > 1 and (run.quantise is not None or format_of(inputs.config) is not None):
-        raise ConfigError(
-            f"found {ranks.size} ranks and a quantised base, which is not sharded; expected one rank; start one "
-            "process, or take quantise out: frozen weights are then stored in bfloat16"
-        )
+    require_shardable(run, inputs.config, ranks.size)
     read = load_model if head is None else partial(load_reward_model, head=head)
     model = read(
         run.model,
