@@ -232,8 +232,12 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -
     ``max_norm``.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    whole = torch.nn.utils.get_total_norm([local(gradient) for gradient in gradients])
+    mesh: Any = getattr(gradients[0], "device_mesh", None) if gradients else None
+    if mesh is not None:  # of sharded gradients; torch's own way makes two collectives
+        square = whole.double().square()
+        dist.all_reduce(square, group=mesh.get_group())
+        whole = square.sqrt().to(whole.dtype)
     if max_norm is not None:
         usable = whole.nan_to_num(nan=0.0, posinf=0.0)  # of which none is above max_norm
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, usable)
