@@ -34,14 +34,19 @@ demo: $(STAMP) ## train a small real model for a few minutes and show what chang
 	$(RUN)/python -m taut demo
 
 # Three at a time on two cores: many tests wait for processes and clocks.
-test test-slow: export OMP_NUM_THREADS := 1
+test test-slow test-parallel: export OMP_NUM_THREADS := 1
 # Threads that wait awake take the time of other tests.
-test test-slow test-real: export OMP_WAIT_POLICY := PASSIVE
+test test-slow test-parallel test-real: export OMP_WAIT_POLICY := PASSIVE
+# Bytecode is written, whatever the shell says: each worker would compile every test anew, each process they start taut.
+test test-slow test-parallel test-real: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP) ## the tests that need no downloaded model, without the slow ones; GPU tests run where there is a GPU
-	$(PYTEST) -q -n 3 -m "not real and not slow" $(ARGS)
+	$(PYTEST) -q -n 3 -m "not real and not slow and not parallel" $(ARGS)
 
 test-slow: $(STAMP) ## the slow tests that need no downloaded model; .ci/run runs them too
 	$(PYTEST) -q -n 3 -m "slow and not real" $(ARGS)
+
+test-parallel: $(STAMP) ## every architecture and method on several meshes of ranks against one process
+	$(PYTEST) -q -m parallel $(ARGS)
 
 test-real: $(STAMP) ## tests on the small real model (run make demo once before)
 	$(PYTEST) -q -m real $(ARGS)

@@ -14,9 +14,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 
 from collections.abc import Sequence
-from pathlib import Path
+from itertools import count
 
 import pytest
+
+NUMBERS = count()
 
 
 def pytest_configure() -> None:
@@ -48,8 +50,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def own_cache(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a test caches stays in the test's own directory; real models come from the user's cache."""
+    """What a test caches goes to a directory of its own, made when something does; real models come from the user's
+    cache.
+    """
     if request.node.get_closest_marker("real") is None:
-        monkeypatch.setenv("TAUT_CACHE", str(tmp_path / "taut-cache"))
+        place = tmp_path_factory.getbasetemp() / "taut-caches" / str(next(NUMBERS))
+        monkeypatch.setenv("TAUT_CACHE", str(place))

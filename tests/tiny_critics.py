@@ -21,8 +21,8 @@ from torch import Tensor
 
 from taut.attention.layout import Layout
 from taut.data.packing import ALONE, PackPolicy, pack
-from taut.models import architecture
-from taut.models.load import load_model
+from taut.models.heads import OwnCritic
+from taut.models.load import ShardLayers, load_model
 from taut.models.precision import compute_context
 from taut.models.scorer import Scorer
 from taut.rl.critic import CriticConfig, build_critic, save_critic
@@ -58,16 +58,18 @@ def setting_of(place: Path, policy: torch.nn.Module, **settings: Any) -> dict[st
     return {"policy": policy, "path": str(place / "policy"), **fixed, **settings}
 
 
-def load(path: Path) -> torch.nn.Module:
-    return load_model(str(path), dtype=torch.float64, device=CPU, attention=ATTENTION)
+def load(path: Path, shard: ShardLayers | None = None) -> torch.nn.Module:
+    return load_model(str(path), dtype=torch.float64, device=CPU, attention=ATTENTION, shard=shard)
 
 
-def make(place: Path, settings: dict[str, Any], **common: Any) -> Scorer:
+def make(
+    place: Path, settings: dict[str, Any], shard: ShardLayers | None = None, **common: Any
+) -> Scorer:
     """A scorer in float64 with a critic; paths are relative to ``place``."""
     named = {"model": str(place / settings["model"])} if "model" in settings else {}
-    policy = load(place / "policy")
+    policy = load(place / "policy", shard)
     config = CriticConfig(**settings | named)
-    critic, _ = build_critic(config, **setting_of(place, policy, **common))
+    critic, _ = build_critic(config, **setting_of(place, policy, shard=shard, **common))
     return Scorer(policy, critic=critic)
 
 
@@ -105,9 +107,12 @@ def gradients(scorer: Scorer) -> dict[str, Tensor]:
 
 def steps(place: Path, kind: str, ranks: Ranks, num_steps: int = 3) -> list[list[float]]:
     """What some updates come to. Each rank has its share of two micro-batches."""
-    scorer, config = make(place, KINDS[kind]), OptimConfig(learning_rate=RATE)
+    shard = distributed.layer_sharding(ranks)
+    scorer, config = make(place, KINDS[kind], shard=shard), OptimConfig(learning_rate=RATE)
     assert scorer.critic is not None
-    distributed.shard(scorer, [*scorer.critic.shards, *architecture.layers(scorer.model)], ranks)
+    if isinstance(scorer.critic, OwnCritic):
+        distributed.shard(scorer.critic, ranks)
+    distributed.shard(scorer, ranks)
     pace = CriticConfig(learning_rate=2 * RATE, warmup_steps=1).pace(config, RATE)
     optimizer = optim.build_optimizer(scorer, config, pace)
     layouts = [pack(judged()[::2], SHARE_ALL), pack(judged()[1::2], SHARE_ALL)]

@@ -47,6 +47,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
         "uvicorn",
     ),
     "gguf": ("gguf",),
+    "quant": ("bitsandbytes",),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
 }

@@ -351,10 +351,6 @@ class Scores(NamedTuple):
     divergence_N: Tensor | None = None
     """The divergence from the teacher at each target, where wanted; then it and ``logp_N`` have no gradient."""
 
-    @property
-    def device(self) -> torch.device:
-        return self.logp_N.device
-
     def detach(self) -> Scores:
         """The same without gradients."""
         return Scores(*(None if value is None else value.detach() for value in self))  # type: ignore[arg-type]

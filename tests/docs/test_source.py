@@ -6,7 +6,8 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,16 @@ from taut.methods.method import RunConfig
 
 SOURCE = ROOT / "src" / "taut"
 FILES = sorted(SOURCE.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
 DISTRIBUTED = ("train/distributed.py", "train/sharded.py", "inference")
 """Where torch.distributed may be imported."""
 
 TEXT = {".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".sh", ".json", ""}
+
+
+@cache
+def trees() -> Mapping[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in FILES}
 
 
 def name_of(path: Path) -> str:
@@ -40,16 +45,16 @@ def imports(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_module_says_what_it_is(path: Path) -> None:
-    empty = path.name == "__init__.py" and not path.read_text().strip()
-    assert empty or ast.get_docstring(TREES[path])
+def test_a_module_says_what_it_is() -> None:
+    silent = [path for path, tree in trees().items() if not ast.get_docstring(tree)]
+    empty = [path for path in silent if path.name == "__init__.py" and not trees()[path].body]
+    assert [name_of(path) for path in silent if path not in empty] == []
 
 
 def test_losses_import_types_errors_and_torch_only() -> None:
     allowed = {"torch", *sys.stdlib_module_names}
     ours = ("taut.types", "taut.errors", "taut.losses")
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         if path.parent.name == "losses":
             others = [
                 name
@@ -62,7 +67,7 @@ def test_losses_import_types_errors_and_torch_only() -> None:
 def test_torch_distributed_stays_where_it_belongs() -> None:
     found = {
         name_of(path)
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         if any(name.startswith("torch.distributed") for name in imports(tree))
     }
     assert {name for name in found if not name.startswith(DISTRIBUTED)} == set()
@@ -97,7 +102,7 @@ def assigned_to_a_trainer(tree: ast.AST) -> Iterator[str]:
 
 def test_only_the_loop_assigns_to_a_trainer() -> None:
     loop = SOURCE / "train" / "trainer.py"
-    found = {path: list(assigned_to_a_trainer(tree)) for path, tree in TREES.items()}
+    found = {path: list(assigned_to_a_trainer(tree)) for path, tree in trees().items()}
     assert found.pop(loop), "the loop advances it"
     assert {path: lines for path, lines in found.items() if lines} == {}
 
@@ -127,7 +132,7 @@ def reads(tree: ast.AST) -> Iterator[str]:
 
 
 def test_every_configuration_key_is_read_somewhere() -> None:
-    read = {name for tree in TREES.values() for name in reads(tree)}
+    read = {name for tree in trees().values() for name in reads(tree)}
     keys = [row.key for row in describe(RunConfig)]
     assert [key for key in keys if key.rpartition(".")[2] not in read] == []
 

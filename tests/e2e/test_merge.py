@@ -123,3 +123,22 @@ def test_what_does_not_fit_is_refused(model: Path, adapter: Path, tmp_path: Path
 def test_a_directory_that_exists_is_refused(model: Path, adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(taut.OutputError, match="exists; expected a new directory"):
         merged(model, adapter, tmp_path)
+
+
+@pytest.mark.parametrize("how", ["nf4", "int8"])
+def test_an_adapter_of_a_quantised_base_is_merged_into_what_it_was_trained_on(
+    how: str, train: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    base = save_model(tmp_path / "base", "llama")
+    keys: dict[str, Any] = {"dtype": "float32", "steps": 2, "optim__learning_rate": 1e-2}
+    out = sft(base, train, tmp_path / "out", lora__rank=4, quantise=how, **keys).out
+    record = json.loads((out / "adapter" / "taut_base.json").read_text())
+    assert record == {"model": str(base), "quantise": how}
+    config = Merge(
+        model=str(base), adapter=str(out / "adapter"), out=str(tmp_path / "merged"), device="cpu"
+    )
+    assert run(config) == 0
+    said = capsys.readouterr().out
+    assert f"base    quantised as {how} in training, and so merged" in said
+    assert largest_difference(weights(tmp_path / "merged"), weights(out / "model")) == 0

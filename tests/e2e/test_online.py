@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from tests.chat_runs import column, events, largest_difference, sft, weights, write_rows
+from tests.chat_runs import column, decisions, events, largest_difference, sft, weights, write_rows
 from tests.online_runs import METHODS_KEYS, TWICE, keys_of, questions, save_models, train
 from tests.tiny_models import save_tiny
 from tests.tiny_tokenizers import tiny_tokenizer
@@ -155,6 +155,32 @@ def test_held_out_answers_are_judged_as_in_training_and_the_best_is_kept(
     assert list(measured) == [2, 4] and result.metrics["length_target"] == measured[4]
     best = json.loads((out / "best" / "best.json").read_text())
     assert best["value"] == max(measured.values())
+
+
+def test_rollouts_in_bfloat16_are_told_as_such_and_corrected_for(
+    model: Path, tmp_path: Path
+) -> None:
+    """The recorded logprobs are nearer to those of the model in bfloat16 than to those of the one that trains."""
+    narrow = {"dtype": "float32", "rollout__dtype": "bfloat16"}
+    keys = keys_of("grpo", model, tmp_path, steps=2, **narrow)
+    train(keys)
+    how = decisions(tmp_path / "grpo")["grpo.rollout_correction"]
+    assert how == ("truncated", "rollouts are of bfloat16")
+    first = events(tmp_path / "grpo", "step")[0]
+    assert 1e-5 < first["engine/difference"] < 0.1
+    assert first["engine/effective"] < 1 and first["engine/weight"] != 1
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    tokenizer, asked = AutoTokenizer.from_pretrained(model), questions(13)
+    gaps: dict[bool, list[float]] = {False: [], True: []}
+    for sample in events(tmp_path / "grpo", "rollout")[0]["samples"]:
+        row = next(row for row in asked if sample["id"].startswith(f"{row['id']}#"))
+        prompt, ids = Renderer(tokenizer).prompt_ids(row["messages"]).tolist(), sample["ids"]
+        for is_narrow, gap in gaps.items():
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=is_narrow):
+                logits = loaded(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+            logp = logits.float().log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+            gap += (logp - torch.tensor(sample["logp"])).abs().tolist()
+    assert sum(gaps[True]) < sum(gaps[False]) / 2
 
 
 @pytest.mark.parametrize("number", [2, 12])

@@ -49,6 +49,42 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
         },
         r"rollout\.local is set with rollout\.engine=server",
     ),
+    (
+        "grpo",
+        {
+            "rollout.engine": "server",
+            "rollout.url": "http://127.0.0.1:1/v1",
+            "rollout.dtype": "bfloat16",
+        },
+        r"rollout\.dtype=bfloat16 with rollout\.engine=server",
+    ),
+    (
+        "online_dpo",
+        {"dtype": "float32", "rollout.dtype": "bfloat16"},
+        r"rollout\.dtype=bfloat16: taut online-dpo cannot correct",
+    ),
+    (
+        "grpo",
+        {"dtype": "bfloat16", "rollout.dtype": "bfloat16"},
+        r"rollout\.dtype=bfloat16 with dtype=bfloat16; expected dtype=float32",
+    ),
+    (
+        "grpo",
+        {"dtype": None, "rollout.dtype": "bfloat16"},
+        r"rollout\.dtype=bfloat16 with dtype=chosen by the hardware; expected dtype=float32",
+    ),
+    *(
+        (
+            method,
+            {
+                "dtype": "float32",
+                "rollout.dtype": "bfloat16",
+                f"{method}.rollout_correction": "none",
+            },
+            rf"rollout\.dtype=bfloat16 with {method}\.rollout_correction=none: rollouts would be",
+        )
+        for method in ("grpo", "ppo")
+    ),
     ("gkd", {"grading.workers": 2}, r"grading is set, and taut gkd has no rewards"),
     (
         "grpo",

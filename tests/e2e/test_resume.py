@@ -330,7 +330,7 @@ def test_a_resume_takes_the_products_of_its_checkpoint_whatever_a_measurement_sa
     real, taken, measured = products._product, [], []
     monkeypatch.setattr(products, "_product", lambda *args: (taken.append(1), real(*args))[1])
 
-    def measure() -> dict[str, products.Rates]:
+    def measure(shapes: object) -> dict[str, products.Rates]:
         """oneDNN is faster at first, and never again."""
         measured.append(products.Rates(1.0, 0.5 if measured else 2.0))
         return dict.fromkeys(products.SHAPES, measured[-1])

@@ -66,6 +66,7 @@ RUNS: dict[str, dict[str, Any]] = {
         **PLAIN,
         "steps": 4,
         "lora.rank": 4,
+        "lora.dora": True,
         "lora.train_token_rows": "always",
         "checkpoint.every": 2,
     },
@@ -151,11 +152,11 @@ def forked(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return run(*words, num_ranks=2)
 
 
-def two_ranks(place: Path, todo: Sequence[Mapping[str, Any]]) -> None:
-    """The runs that ``todo`` has the keys of, one after another, in one process group of two."""
+def by_ranks(place: Path, todo: Sequence[Mapping[str, Any]], num_ranks: int = 2) -> None:
+    """The runs that ``todo`` has the keys of, one after another, in one process group."""
     (place / "program.py").write_text(PROGRAM)
     (place / "todo.json").write_text(json.dumps(todo))
-    done = run(place / "program.py", place / "todo.json", num_ranks=2)
+    done = run(place / "program.py", place / "todo.json", num_ranks=num_ranks)
     assert done.returncode == 0, done.stderr
     assert "UserWarning" not in done.stderr
 
@@ -216,7 +217,9 @@ def place(tmp_path_factory: pytest.TempPathFactory, model: Path, train: Path) ->
         keys = {key: str(it) if isinstance(it, Path) else it for key, it in keys.items()}
         getattr(taut, keys["method"])(**keys)
         todo.append({**keys, "out": str(place / "two" / name)})
-    two_ranks(place, todo)
+    replicas = {**todo[2], "out": str(place / "four"), "parallel.replicas": 2}
+    by_ranks(place, [replicas], 4)
+    by_ranks(place, todo)
     return place
 
 
@@ -243,6 +246,59 @@ def test_two_ranks_equal_one_process(name: str, place: Path, model: Path, train:
         assert events(two, "resume")[0]["from_step"] == 2
         assert column(two, "loss") == pytest.approx(column(one, "loss"), rel=LIMIT)
         assert largest_difference(weights(two / "model"), weights(one / "model")) < LIMIT
+
+
+def test_two_replicas_of_two_ranks_equal_one_process(place: Path) -> None:
+    one, four = place / "one" / "lora, noise, checkpoints", place / "four"
+    assert events(four, "start")[0]["num_ranks"] == 4
+    for field in ("loss", "grad_norm"):
+        assert column(four, field) == pytest.approx(column(one, field), rel=LIMIT)
+    assert largest_difference(weights(four / "adapter"), weights(one / "adapter")) < LIMIT
+
+
+READ = """\
+import json, sys, threading, time, torch
+from pathlib import Path
+from taut.models import attention_backends
+from taut.models.load import load_model
+from taut.train import distributed
+
+def held():
+    return 1024 * int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0])
+
+ranks = distributed.start("cpu")
+before, seen, is_over = held(), [], threading.Event()
+def look():
+    while not is_over.wait(0.001):
+        seen.append(held() - before)
+thread = threading.Thread(target=look)
+thread.start()
+model = load_model(sys.argv[1], dtype=torch.float32, device=ranks.device, attention="taut_reference",
+                   shard=distributed.layer_sharding(ranks))
+is_over.set()
+thread.join()
+sizes = [p.numel() * 4 for p in model.parameters()]
+result = {"most": max(seen), "all": sum(sizes), "largest": max(sizes)}
+Path(sys.argv[2], str(ranks.rank)).write_text(json.dumps(result))
+distributed.stop(ranks)
+"""
+"""A program that loads a model and writes the most memory that is its rank's own, above that before, in bytes."""
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_rank_reads_its_part(num_ranks: int, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 12}
+    model = save_model(tmp_path / "model", "llama", dtype=torch.bfloat16, **sizes)
+    (tmp_path / "program.py").write_text(READ)
+    done = run(tmp_path / "program.py", model, tmp_path, num_ranks=num_ranks)
+    assert done.returncode == 0, done.stderr
+    for rank in range(num_ranks):
+        seen = json.loads((tmp_path / str(rank)).read_text())
+        rest = 16 * 2**20  # of the library, and files' pages that are converted
+        assert seen["most"] < seen["all"] / num_ranks + seen["largest"] + rest
+        assert seen["all"] > 6 * rest
+        if num_ranks == 1:
+            assert seen["most"] > 0.9 * seen["all"], "the measure sees what is read"
 
 
 @pytest.mark.parametrize("start", [forked, pytest.param(torchrun, marks=pytest.mark.slow)])

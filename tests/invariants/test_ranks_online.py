@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.chat_runs import column, events, largest_difference, weights
-from tests.invariants.test_ranks import LIMIT, two_ranks
+from tests.invariants.test_ranks import LIMIT, by_ranks
 from tests.online_runs import TWICE, keys_of, save_models, train
 
 UNEVEN = {"batch.tokens_per_microbatch": 90, "steps": 3}
@@ -72,7 +72,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 train(keys)
             else:
                 todo.append(keys)
-    two_ranks(place, todo)
+    by_ranks(place, todo)
     return place
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.chat_runs import column, events, largest_difference, save_model, weights
-from tests.invariants.test_ranks import LIMIT, two_ranks
+from tests.invariants.test_ranks import LIMIT, by_ranks
 from tests.judged_runs import keys_of, train
 from tests.run_directories import read_checkpoint
 
@@ -62,7 +62,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 train(keys)
             else:
                 todo.append(keys)
-    two_ranks(place, todo)
+    by_ranks(place, todo)
     return place
 
 

@@ -35,6 +35,7 @@ from taut.models.heads import SharedCritic
 from taut.models.lora import LoraConfig, apply_lora
 from taut.models.scorer import Scorer
 from taut.models.teacher import ModelTeacher
+from taut.plan.memory import measure
 from taut.run.inputs import load_inputs
 from taut.run.setup import build
 from taut.train import random_state
@@ -228,3 +229,15 @@ def test_a_step_on_own_answers_reads_once_a_token(
     found = step_of(run)
     scored = {"rollout.score_trees": 1} if name == "ppo" else {}  # by the critic
     assert found == {**ONE_READ, **scored, "local._draw": len(num_drawn)}
+
+
+def test_a_measured_micro_batch_is_on_the_device(model: Path, tmp_path: Path) -> None:
+    """Of a loss without coefficients known beforehand, which takes the micro-batch's own tensors with the scores."""
+    keys = judged_runs.keys_of("dpo", model, tmp_path)
+    run, ranks = from_mapping(METHODS["dpo"], {**keys, **SMALL}), Ranks(0, 1, META)
+    with watched():
+        inputs = load_inputs(run, ranks)
+        built = build(run, inputs, run.plan(inputs.train), ranks, emit=lambda kind, **fields: None)
+        (tree,) = run.rows_of(inputs.train).trees([0])
+        measured = measure(built, pack(tree.samples, built.trainer.policy), is_first=False)
+    assert measured.seconds > 0

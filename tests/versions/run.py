@@ -25,7 +25,7 @@ import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PLACE = ROOT / ".cache" / "versions"
@@ -33,7 +33,8 @@ PAGE = ROOT / "docs" / "install.md"
 BEGIN, END = "<!-- make test-versions writes this table -->\n", "<!-- its end -->\n"
 PYTHONS = ("3.11", "3.12", "3.13")
 ENDS = ("oldest", "newest")
-EXTRAS = ("train", "gguf", "tensorboard")
+UNUSED = ("rl", "video")
+"""The extras in ``dev`` whose packages the tests below do not need."""
 TOOLS = ("pytest", "hypothesis")
 """The packages of the extra ``dev`` that the tests below need."""
 SHOWN = ("torch", "transformers", "peft", "datasets", "numpy")
@@ -205,7 +206,8 @@ def install(python: str, own: str, place: Path, end: str) -> None:
     newest = ["--upgrade"] if end == "newest" else []
     fetch(*pip, *newest, "--constraint", str(limits), *build)
     tools = [name for name in ranges if name in TOOLS]
-    fetch(*pip, "--constraint", str(limits), "--editable", f".[{','.join(EXTRAS)}]", *tools)
+    taut = f".[{','.join(extras())}]"
+    fetch(*pip, "--constraint", str(limits), "--editable", taut, *tools)
 
 
 def fetch(*words: str) -> None:
@@ -223,14 +225,28 @@ def fetch(*words: str) -> None:
 
 
 def bounds() -> Iterator[tuple[str, str]]:
-    """The packages of the base, of ``EXTRAS`` and of ``TOOLS``, each with the first version that is allowed."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    """The packages of the base, of ``extras`` and of ``TOOLS``, each with the first version that is allowed."""
+    project = project_table()
     optional = project["optional-dependencies"]
-    lines = [*project["dependencies"], *(line for extra in EXTRAS for line in optional[extra])]
+    lines = [*project["dependencies"], *(line for name in extras() for line in optional[name])]
     lines += [line for line in optional["dev"] if line.startswith(TOOLS) and "xdist" not in line]
     for line in lines:
-        name, _, oldest = line.partition(">=")
+        name, _, oldest = line.partition(";")[0].strip().partition(">=")
         yield name, oldest
+
+
+def extras() -> list[str]:
+    """What the extra ``dev`` takes in, but ``UNUSED``."""
+    dev = project_table()["optional-dependencies"]["dev"]
+    (own,) = (line for line in dev if line.startswith("taut["))
+    return [name for name in own.removeprefix("taut[").rstrip("]").split(",") if name not in UNUSED]
+
+
+def project_table() -> dict[str, Any]:
+    """``[project]`` of pyproject.toml."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    table: dict[str, Any] = tomllib.loads(text)["project"]
+    return table
 
 
 def output(*words: str) -> str:

@@ -330,30 +330,29 @@ class Decoding:
         self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: Call
     ) -> Tensor:
         """One layer's attention; stores the new tokens' keys and values."""
-        with torch._C.DisableTorchFunction():  # modes have no effect here, and cost time per call
-            _, heads, num_rows, _ = query.shape
-            shape = (num_rows, key.shape[1], heads // key.shape[1], -1)
-            rows = query[0].transpose(0, 1).reshape(shape)
-            key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
-            own_parts = [
-                part.attend(layer, rows[start:stop], key[start:stop], value[start:stop], call)
-                for part, start, stop in self.owns
-            ]
-            if len(own_parts) == 1:
-                out, lse = own_parts[0]
-            else:
-                out, lse = (torch.cat(x) for x in zip(*own_parts, strict=True))
-            rectangles = self._over_stretches(call.window)
-            if rectangles or call.sinks is not None:
-                out = out.to(torch.promote_types(query.dtype, torch.float32))
-                lse = lse.to(out.dtype)
-            for some in rectangles:
-                span = slice(some.start, some.stop)
-                merge(out[span], lse[span], *some.attend(layer, rows, call))
-            if call.sinks is not None:
-                share = torch.sigmoid(lse - call.sinks.view(shape[1:3]).to(lse.dtype))
-                out *= share.unsqueeze(-1)
-            return out.to(query.dtype).reshape(1, num_rows, heads, -1).transpose(1, 2)
+        _, heads, num_rows, _ = query.shape
+        shape = (num_rows, key.shape[1], heads // key.shape[1], -1)
+        rows = query[0].transpose(0, 1).reshape(shape)
+        key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        own_parts = [
+            part.attend(layer, rows[start:stop], key[start:stop], value[start:stop], call)
+            for part, start, stop in self.owns
+        ]
+        if len(own_parts) == 1:
+            out, lse = own_parts[0]
+        else:
+            out, lse = (torch.cat(x) for x in zip(*own_parts, strict=True))
+        rectangles = self._over_stretches(call.window)
+        if rectangles or call.sinks is not None:
+            out = out.to(torch.promote_types(query.dtype, torch.float32))
+            lse = lse.to(out.dtype)
+        for some in rectangles:
+            span = slice(some.start, some.stop)
+            merge(out[span], lse[span], *some.attend(layer, rows, call))
+        if call.sinks is not None:
+            share = torch.sigmoid(lse - call.sinks.view(shape[1:3]).to(lse.dtype))
+            out *= share.unsqueeze(-1)
+        return out.to(query.dtype).reshape(1, num_rows, heads, -1).transpose(1, 2)
 
     def _rows(self) -> Iterator[tuple[Group, tuple[int, int]]]:
         """Each group with its first row and end row."""

@@ -72,7 +72,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, call: Call
 
 
 def mask_of(layout: Layout, window: int | None) -> Mask:
-    """The mask for a layout, made at the first layer that asks, or ahead: one copy to the device, without waiting."""
+    """The mask for a layout, made at the first layer that asks: one copy to the device, without waiting."""
     found: Mask | None = layout.cache.get(("flex", window))
     if found is None:
         arrays = [layout.reach_T]

@@ -12,7 +12,8 @@ and of the earlier ones those in the window, as in Gemma 3.
 function. A keyword that changes the maths is in ``Call``; one that is known to change nothing is in ``HARMLESS``; any
 other is refused, never dropped. Attention dropout is refused: noise would depend on the layout.
 
-Only attention functions and the tests read a ``Layout``.
+Attention functions read a ``Layout``, and the last layer, which leaves out tokens that nobody reads
+(models/faster_layers.py).
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class Entries(NamedTuple):
 
 
 def kernel_calls(layout: Layout, window: int | None) -> list[KernelCall]:
-    """The calls for a layout, made at the first layer that asks, or ahead: one copy to the device, without waiting."""
+    """The calls for a layout, made at the first layer that asks: one copy to the device, without waiting."""
     if window is not None and layout.max_depth < window:
         window = None  # nothing is hidden by it
     calls: list[KernelCall] | None = layout.cache.get(("varlen", window))

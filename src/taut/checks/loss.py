@@ -30,6 +30,7 @@ from taut.checks.session import Session, num_tokens
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.methods.reference import STREAM
 from taut.models import architecture
+from taut.models.frozen import stored_parameters
 from taut.models.heads import CRITIC, OwnCritic, scalar_head
 from taut.models.lora import is_adapted
 from taut.models.scorer import score_hidden
@@ -50,14 +51,17 @@ def every_tensor_is_in_its_dtype(session: Session) -> Finding:
         float64, float32    parameters, products and logprobs are in it
         bfloat16            parameters, RoPE and logprobs in float32, products in bfloat16 under autocast
 
+    Weights that do not train may be stored otherwise (frozen_dtype); products with them are in the run's dtype.
     A product in a narrower dtype than was asked for is a silent cast; its layer is named.
     """
     parameters, wanted, many = session.loaded.dtype.parameters, session.dtype, session.quantity.many
-    model = session.scorer.model
+    model, storage = session.scorer.model, session.loaded.storage
+    stored = set() if storage is None else stored_parameters(session.loaded.model, storage)
     narrow = [
         f"{name} is in {dtype_name(parameter.dtype)}"
         for name, parameter in model.named_parameters()
         if _is_narrower(parameter.dtype, parameters)
+        and (parameter.requires_grad or parameter not in stored)
     ]
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq"):  # may have lost its digits, whatever dtype it is in now

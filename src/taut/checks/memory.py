@@ -12,7 +12,7 @@ from taut.data.batching import samples_of
 from taut.data.packing import pack
 from taut.errors import ModelError
 from taut.models import architecture
-from taut.models.scorer import CHUNK_ELEMENTS, MIN_CHUNK_ROWS
+from taut.models.scorer import MIN_CHUNK_ROWS, chunk_elements
 from taut.plan.memory import (
     device_memory,
     footprint,
@@ -33,8 +33,10 @@ MEASURED_TOKENS = 1024
 
 def _kernels(session: Session) -> Kernels:
     """What computes: the dtype, and the attention of this device."""
-    is_cuda = session.ranks.device.type == "cuda"
-    return Kernels(session.dtype, FUSED if is_cuda else session.loaded.attention.implementation)
+    device = session.ranks.device
+    if device.type == "cuda":
+        return Kernels(session.dtype, FUSED, device_memory(device))
+    return Kernels(session.dtype, session.loaded.attention.implementation)
 
 
 def _in_gib(parts: Mapping[str, int]) -> str:
@@ -57,14 +59,13 @@ def the_first_steps_fit_into_memory(session: Session) -> Finding:
         return passed(says, bound / GIB, "GiB at most")
     try:
         work = workload(run, inputs, ranks.size)
-        prediction = predict_steps(
-            run, inputs.config, _kernels(session), work, num_ranks=ranks.size
-        )
+        shards = ranks.size // run.parallel.replicas
+        prediction = predict_steps(run, inputs.config, _kernels(session), work, num_shards=shards)
     except ModelError as error:
         return skipped(str(error))
     needed = footprint(
         prediction.traced,
-        ranks.size,
+        shards,
         stages=stages(run.checkpoint, session.trainer.num_steps),
         is_host=ranks.device.type == "cpu",
     )
@@ -111,7 +112,8 @@ def _coarse_bound(session: Session) -> int | None:
     weights = 5 * num_parameters  # as they are, gradients, two moments, autocast's copies
     head = 0
     if architecture.has_head(model):
-        head = 4 * max(CHUNK_ELEMENTS, MIN_CHUNK_ROWS * table.shape[0])
+        num_logits = chunk_elements(session.ranks.device, session.loaded.dtype.parameters)
+        head = 4 * max(num_logits, MIN_CHUNK_ROWS * table.shape[0])
     values = 2 * tokens * width + weights + head
     reference = session.run.models().reference_bytes(session.run, session.trainer.trained)
     return session.loaded.dtype.parameters.itemsize * values + reference

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
+from transformers.utils.hub import cached_file
 
 from taut.checks.measure import first_step, gap, largest_gap, target_name
-from taut.checks.registry import Finding, check, failed, passed, skipped
+from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import Session
 from taut.data.packing import ALONE, pack
 from taut.models import architecture
 from taut.models.heads import check_head
+from taut.models.quantised import error_of, format_of, quantised_layers
 from taut.train import distributed
 
 SHOWN = 3
+COMPARED = 16
+"""Quantised layers that are compared with the checkpoint."""
 
 
 @check("model.loads", after=["data.tokens"])
@@ -26,7 +32,7 @@ def the_model_loads(session: Session) -> Finding:
     Configuration, tokenizer, template file, every weight, the attention and dtype asked for.
     """
     tokenizer, loaded = session.tokenizer, session.loaded
-    number = sum(parameter.numel() for parameter in loaded.model.parameters())
+    number = architecture.num_weights(loaded.model)
     says = f"{type(loaded.model).__name__} and {type(tokenizer).__name__}, no weight missing"
     notes = [f"{name} {value}: {reason}" for name, value, reason in loaded.decisions]
     return passed(says, number, "parameters", notes)
@@ -36,7 +42,7 @@ def the_model_loads(session: Session) -> Finding:
 def what_was_asked_trains(session: Session) -> Finding:
     """Can what was asked be trained: adapters, freezing, added tokens?"""
     trained = sum(parameter.numel() for parameter in session.trainer.trained)
-    every = sum(parameter.numel() for parameter in session.scorer.parameters())
+    every = architecture.num_weights(session.scorer)
     # about adapters, rows that train, freezing, packing and sharing
     before = {decision.name for decision in (*session.inputs.decisions, *session.loaded.decisions)}
     notes = [
@@ -45,6 +51,44 @@ def what_was_asked_trains(session: Session) -> Finding:
         if name not in before
     ]
     return passed(f"{trained:,} of {every:,} parameters train", trained / every, "of all", notes)
+
+
+@check("model.quantised", after=["model.trains"])
+def quantised_weights_are_the_checkpoints(session: Session) -> Finding:
+    """Do quantised weights stand for the checkpoint's, within the steps of their format?
+
+    A few layers from the first to the last are compared with the tensors in the files.
+    """
+    model = session.loaded.model
+    layers = list(quantised_layers(model))
+    skip_if(not layers, "no weight is quantised")
+    skip_if(format_of(session.inputs.config) is not None, "the checkpoint holds them as they are")
+    place = cached_file(str(model.name_or_path), "config.json")
+    assert place is not None, "the model was loaded"
+    chosen = [
+        layers[index * (len(layers) - 1) // max(1, COMPARED - 1)] for index in range(COMPARED)
+    ]
+    chosen = list({name.replace(".base_layer", ""): layer for name, layer in chosen}.items())
+    errors: dict[str, float] = {}
+    for file in sorted(Path(place).parent.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            names = set(tensors.keys())
+            for name, layer in chosen:
+                if f"{name}.weight" in names:
+                    errors[name] = error_of(layer, tensors.get_tensor(f"{name}.weight"))
+    skip_if(not errors, "the files have other names for these weights")
+    worst = max(errors, key=lambda name: errors[name])
+    if not errors[worst] <= 1:
+        return failed(
+            f"the weights of {worst} are not those of the checkpoint",
+            measured=(errors[worst], "times the largest error of the format"),
+            evidence=[f"{name}: {error:.3g}" for name, error in errors.items() if error > 1][
+                :SHOWN
+            ],
+            remedy="install the tested version of bitsandbytes (constraints.txt), and please report the model",
+        )
+    says = f"{len(errors)} layers of {len(layers)} within the steps of their format"
+    return passed(says, errors[worst], "of the largest error of the format")
 
 
 @check("model.finite", after=["vision.placeholders"])

@@ -154,7 +154,8 @@ def a_few_samples_are_learned_by_heart(session: Session) -> Finding:
     with weights_put_back(session) as copies:
         for factor in (0.25, 2.0, 0.03125):
             rate = factor / hidden_size  # wider models take smaller ones
-            optimizer = torch.optim.AdamW(trained_tensors, rate, betas=(0.9, 0.95), weight_decay=0)
+            groups = [{"params": some} for some in distributed.by_placement(trained_tensors)]
+            optimizer = torch.optim.AdamW(groups, rate, betas=(0.9, 0.95), weight_decay=0)
             curve = curves[rate] = []
             for step in range(1, 61):
                 session.trainer.optimizer.zero_grad(set_to_none=True)

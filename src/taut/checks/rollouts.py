@@ -656,7 +656,13 @@ def _trainer_logps(
 def _engine_limit(session: Session, engine: LocalEngine | ServerEngine) -> float:
     """Largest mean difference that is rounding; a server computes in a precision of its own."""
     served = vllm_client.TOLERANCE["bfloat16"] / 4 if isinstance(engine, ServerEngine) else 0.0
-    return max(TOLERANCE[session.dtype], served)
+    return max(TOLERANCE[_engine_dtype(session)], served)
+
+
+def _engine_dtype(session: Session) -> torch.dtype:
+    """The compute dtype of the engine in this process."""
+    has_own = session.is_generated and rollout_worker(session).config.dtype is not None
+    return torch.bfloat16 if has_own else session.dtype
 
 
 @check(
@@ -746,7 +752,7 @@ def the_same_seed_gives_the_same_completions(session: Session) -> Finding:
 
     if lines := changed(answers, engine.generate(prompts, _sampling(session))):
         return fault(lines, len(answers), "asked the same again")
-    if session.dtype == torch.bfloat16:
+    if _engine_dtype(session) == torch.bfloat16:
         return passed("the same when asked again", len(answers), "completions")
     half = prompts[1::2]
     fewer = engine.generate(half, _sampling(session))
@@ -774,11 +780,12 @@ def the_engine_draws_from_updated_weights(session: Session) -> Finding:
     limit = _engine_limit(session, engine)
     try:
         for move in (0.1, 0.5, 2.0):  # of a tensor's spread, or of 0.1 if all its values are alike
-            generator = torch.Generator().manual_seed(session.run.seed)
             with weights_put_back(session) as copies:
                 shard_weights(session)
                 with torch.no_grad():
-                    for parameter in trained(session).values():
+                    for number, parameter in enumerate(trained(session).values()):
+                        # one each: what is whole moves alike on every rank
+                        generator = torch.Generator().manual_seed(session.run.seed + number)
                         part = local(parameter)
                         spread = float(part.float().std()) if part.numel() > 1 else 0.0
                         noise = torch.randn(part.shape, generator=generator)

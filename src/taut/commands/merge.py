@@ -3,7 +3,9 @@
 Takes any LoRA adapter in peft's format, also with modules trained in full, trained embedding rows, and an enlarged
 vocabulary. Refused: an ``out`` that exists, another kind of adapter, one with tensors that the base model has no place
 for, or that leaves places empty. The result has the base's dtype, the stop set, and a contract. Adapter, merged and
-reloaded model are compared before the result appears, as after training.
+reloaded model are compared before the result appears, as after training. An adapter that was trained on a quantised
+base (the file next to it says so) is merged into the numbers that the codes stand for: on the base as it is it would
+be another model, and how different is reported.
 
 Golden prompts are rows of ``data``, else built-in ones.
 """
@@ -24,10 +26,18 @@ from taut.data.messages import Row
 from taut.data.stop_tokens import derive_stop_set, described
 from taut.errors import OutputError
 from taut.evals.contract import FILE, ContractConfig, Origin, built_in_rows, choose_questions, seal
-from taut.evals.reload import Comparison, Trained, samples_to_compare, score
+from taut.evals.reload import (
+    Comparison,
+    Trained,
+    compare,
+    load_adapted,
+    samples_to_compare,
+    score,
+)
 from taut.io.console import counted
 from taut.io.terminal import Terminal
 from taut.models.attention_backends import select
+from taut.models.frozen import Storage
 from taut.models.load import (
     checkpoint_dtype,
     has_tokenizer,
@@ -36,7 +46,7 @@ from taut.models.load import (
     load_tokenizer,
     stop_ids_in_files,
 )
-from taut.models.lora import adapter_settings, load_adapter
+from taut.models.lora import adapter_settings, load_adapter, quantisation_of
 from taut.models.save import saving
 from taut.models.scorer import Scorer
 from taut.train import distributed
@@ -79,6 +89,10 @@ class Merged:
     stops: tuple[str, str]
     """The stop set and the reason."""
     checks: list[Comparison]
+    quantise: str | None = None
+    """How the base was quantised that the adapter was trained on."""
+    unquantised: Comparison | None = None
+    """The adapter on that base, compared with the adapter on the base as it is."""
 
 
 def run(config: Merge) -> int:
@@ -93,6 +107,12 @@ def run(config: Merge) -> int:
         f"stops   {merged.stops[0]} ({merged.stops[1]})",
         f"written {merged.out}, with {FILE}",
     ]
+    if merged.unquantised is not None:
+        lines.append(
+            f"base    quantised as {merged.quantise} in training, and so merged: into the numbers that its codes stand "
+            f"for. On the base as it is, logprobs would differ by up to {merged.unquantised.value:.3g} "
+            f"({merged.unquantised.detail})"
+        )
     Terminal(soft_wrap=True).lines(lines)
     return 0
 
@@ -117,12 +137,18 @@ def merge(config: Merge) -> Merged:
     renderer = build_renderer(DataConfig(template=config.template), tokenizer, image_store)
     stops = derive_stop_set(renderer, stop_ids_in_files(config.model, base))
     device = distributed.start(config.device).device
+    dtype, storage = checkpoint_dtype(base), None
+    quantise = quantisation_of(adapter)
+    if quantise is not None:
+        whole = tuple(settings.get("modules_to_save") or ())
+        storage = Storage(dtype, torch.float32, quantise, whole)
     model = load_model(
         config.model,
         dtype=torch.float32,
         device=device,
         attention=select("auto", device, torch.float32, base).implementation,
         trust_remote_code=config.trust_remote_code,
+        storage=storage,
     )
     adapted, new_ids, num_tensors = load_adapter(model, adapter, settings)
     scorer = Scorer(adapted).eval()
@@ -131,9 +157,15 @@ def merge(config: Merge) -> Merged:
     samples = samples_to_compare(samples, [*new_ids, *stops.ids])
     if config.data is not None:
         rows = read_rows(DataConfig(train=config.data), "train")
-    dtype, scores = checkpoint_dtype(base), score(scorer, samples)
+    trained = Trained(scorer.model, None, samples, score(scorer, samples), dtype)
+    unquantised = None
+    if quantise is not None:
+        what = f"the adapter on the base in {quantise}, and on the base as it is"
+        trust, anew = config.trust_remote_code, scorer.device
+        scores = score(load_adapted(config.model, adapter, new_ids, anew, trust), samples)
+        unquantised = compare("unquantised", what, trained, scores)
     origin = Origin(
-        trained=Trained(scorer.model, None, samples, scores, dtype),
+        trained=trained,
         questions=choose_questions(rows, renderer, config.contract.prompts),
         stops=stops,
         config=config.contract,
@@ -158,4 +190,6 @@ def merge(config: Merge) -> Merged:
         dtype=dtype,
         stops=described(stops, renderer.template),
         checks=checks,
+        quantise=quantise,
+        unquantised=unquantised,
     )

@@ -36,6 +36,7 @@ from taut.models.attention_backends import select
 from taut.models.load import load_config
 from taut.models.lora import LoraConfig
 from taut.models.precision import DTYPES, resolve_dtype
+from taut.models.quantised import Quantise, format_of
 from taut.plan.ledger import PARTS
 from taut.plan.memory import (
     Footprint,
@@ -56,7 +57,7 @@ from taut.types import Packed
 
 GIB = 2**30
 ABOUT = {
-    "weights": "float32 masters, adapters, buffers",
+    "weights": "float32 masters, frozen weights as stored, adapters, buffers",
     "reference": "what the policy is measured against",
     "gradients": "float32, of what trains",
     "optimizer": "AdamW's two moments",
@@ -65,7 +66,7 @@ ABOUT = {
     "logits": "the head's rows over the vocabulary, a chunk at a time",
     "temporary": "what a layer or the head has while it runs",
     "staging": "checkpoints written in the background are staged there",
-    "loading": "each rank has the whole float32 model before it is sharded",
+    "loading": "each rank reads its part of the layers, and the tables whole",
 }
 UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12} | {
     "KIB": 2**10,
@@ -179,6 +180,7 @@ def run(config: Any) -> int:
 
 def plan(config: Plan) -> Planned:
     """The plan. Raises TautError for a run that cannot be planned."""
+    distributed.require_replicas(config.gpus, config.parallel.replicas)
     model = load_config(config.model, config.trust_remote_code, needs_weights=False)
     require_predictable(config, model)
     machine = _machine(config, model)
@@ -194,15 +196,24 @@ def plan(config: Plan) -> Planned:
     ways, num_parameters = [], 0
     is_lora, lora = config.lora.is_on, config.lora
     lora = lora if is_lora else LoraConfig(rank=LORA_RANK)
-    choices = list(product((False, True), (False, True)))
-    choices.sort(key=lambda choice: choice != (is_lora, config.activation_checkpointing))
-    for has_lora, recomputes in choices:  # the configured run first
+    bases: list[tuple[bool, Quantise | None]] = [(False, None), (True, None)]
+    is_dense = not architecture.num_experts(model.get_text_config())
+    if is_dense and not lora.dora and format_of(model) is None:
+        bases.append((True, config.quantise or "nf4"))
+    choices = list(product(bases, (False, True)))
+    configured = ((is_lora, config.quantise), config.activation_checkpointing)
+    choices.sort(key=lambda choice: choice != configured)
+    for (has_lora, quantise), recomputes in choices:  # the configured run first
         other = replace(
             config,
             lora=lora if has_lora else LoraConfig(),
+            quantise=quantise,
+            frozen_dtype=config.frozen_dtype if has_lora else "auto",
+            save=config.save if has_lora else replace(config.save, merged=True),
             activation_checkpointing=recomputes,
         )
         name = f"LoRA, rank {lora.rank or 'of the adapter'}" if has_lora else "all weights"
+        name += f", {quantise}" if quantise else ""
         name += ", checkpointing" if recomputes else ""
         with told_when_slow(f"counting the bytes of {name}"):
             planner = _Planner(other, model, machine, work, limit)
@@ -235,13 +246,14 @@ def _machine(config: Plan, model: PreTrainedConfig) -> Machine:
     if config.gpu is not None or not is_here:
         name = config.gpu or "GPU"
         size = size_set or int(GPUS[name].gib * GIB)
-        return Machine(name, None, size, Kernels(DTYPES[config.dtype or "bfloat16"], FUSED))
+        return Machine(name, None, size, Kernels(DTYPES[config.dtype or "bfloat16"], FUSED, size))
     device = distributed.start(config.device).device
     compute = resolve_dtype(config.dtype, device).dtype
     chosen = select(config.attention, device, compute, model)
     size = size_set or device_memory(device)
     if device.type == "cuda":
-        return Machine(torch.cuda.get_device_name(device), device, size, Kernels(compute, FUSED))
+        kernels = Kernels(compute, FUSED, device_memory(device))
+        return Machine(torch.cuda.get_device_name(device), device, size, kernels)
     return Machine("CPU", device, size, Kernels(compute, chosen.implementation))
 
 
@@ -285,11 +297,15 @@ class _Planner:
         full = self.footprint(self.full, configured.gpus)
         max_tokens = self._max_tokens(configured.gpus)
         counts = [
-            n for n in _counts(configured.gpus) if self.footprint(self.full, n).peak <= self.limit
+            n
+            for n in _counts(configured.gpus, configured.parallel.replicas)
+            if self.footprint(self.full, n).peak <= self.limit
         ]
         keys = []
         if self.run.lora != configured.lora:
             keys.append(f"lora.rank={self.run.lora.rank}")
+        if self.run.quantise != configured.quantise and self.run.quantise is not None:
+            keys.append(f"quantise={self.run.quantise}")
         if self.run.activation_checkpointing != configured.activation_checkpointing:
             keys.append(
                 f"activation_checkpointing={str(self.run.activation_checkpointing).lower()}"
@@ -305,7 +321,7 @@ class _Planner:
         """The bytes of a rank."""
         return footprint(
             prediction.traced,
-            num_ranks,
+            num_ranks // self.run.parallel.replicas,
             stages=stages(self.run.checkpoint, self.run.steps),
             is_host=self.machine.device is not None and self.machine.device.type == "cpu",
         )
@@ -345,9 +361,10 @@ class _Planner:
         )
 
 
-def _counts(num_ranks: int) -> list[int]:
-    """Numbers of GPUs that are tried."""
-    return sorted({1 << power for power in range(num_ranks.bit_length())} | {num_ranks})
+def _counts(num_ranks: int, replicas: int) -> list[int]:
+    """Numbers of GPUs that are tried, for so many replicas of the weights."""
+    counts = {1 << power for power in range(num_ranks.bit_length())} | {num_ranks}
+    return sorted(count for count in counts if count % replicas == 0)
 
 
 def show(planned: Planned, console: Console) -> None:

@@ -59,7 +59,7 @@ LONGEST_TARGET = 2_000
 
 def show(run: RunConfig, console: Console | None = None) -> None:
     """Print the decisions of ``run``, its first samples with the learned tokens marked, and its first steps."""
-    ranks = distributed.start(run.device)
+    ranks = distributed.start(run.device, run.parallel.replicas)
     inputs = load_inputs(run, ranks)
     use_products(run, ranks)
     if ranks.is_writer:

@@ -30,6 +30,7 @@ from taut.data.packing import ALONE, pack
 from taut.errors import CheckFailed
 from taut.models import architecture
 from taut.models.attention_backends import select
+from taut.models.frozen import Storage
 from taut.models.load import is_reward_config, load_config, load_model, set_attention
 from taut.models.lora import LoraConfig, apply_lora, is_adapted, plain_model
 from taut.models.precision import compute_context
@@ -129,8 +130,11 @@ def load_anew(
     device: torch.device,
     trust_remote_code: bool = False,
     head: NewHead | None = None,
+    storage: Storage | None = None,
 ) -> Scorer:
-    """Load a model directory in float32. ``head``: the scalar head to add, unless the model has one."""
+    """Load a model directory in float32. ``head``: the scalar head to add, unless the model has one; ``storage``: of
+    weights that do not train.
+    """
     config = load_config(directory, trust_remote_code)
     is_scalar = head is not None or is_reward_config(config)
     read = partial(load_reward_model, head=head) if is_scalar else load_model
@@ -140,6 +144,7 @@ def load_anew(
         device=device,
         attention=select("auto", device, torch.float32, config).implementation,
         trust_remote_code=trust_remote_code,
+        storage=storage,
     )
     return Scorer(model).eval()
 
@@ -151,9 +156,10 @@ def load_adapted(
     device: torch.device,
     trust_remote_code: bool,
     head: NewHead | None = None,
+    storage: Storage | None = None,
 ) -> Scorer:
-    """Load a base model in float32, with a saved adapter, unmerged."""
-    scorer = load_anew(base, device, trust_remote_code, head)
+    """Load a base model in float32, its weights stored as in training, with a saved adapter, unmerged."""
+    scorer = load_anew(base, device, trust_remote_code, head, storage)
     model = architecture.unwrap(scorer.model)
     add_tokens(model, new_ids)
     return Scorer(apply_lora(model, LoraConfig(adapter=str(adapter)))).eval()
@@ -163,7 +169,7 @@ def room_for(model: nn.Module, device: torch.device) -> torch.device:
     """The device with room for a second copy of ``model`` in float32: ``device``, or the CPU."""
     if device.type != "cuda":
         return device
-    num_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
+    num_bytes = 4 * architecture.num_weights(model)
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     return device if free > SPARE * num_bytes else torch.device("cpu")

@@ -41,11 +41,12 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.attention.decode import Decoding, Group, Own, Stretch, is_similar, stack
 from taut.attention.layout import Layout
-from taut.config import configclass
+from taut.config import NotNegative, configclass
 from taut.data.packing import PackPolicy, common_prefix, pack
 from taut.errors import ModelError, NonFiniteError
 from taut.inference.engine import OnDone, Sampling, Texts, require_usable, room, stream_seed
 from taut.models import architecture, products
+from taut.models.packed_weights import PackedWeights
 from taut.models.precision import cast_once
 from taut.models.scorer import Scorer, evaluating
 from taut.train.distributed import Ranks
@@ -149,6 +150,9 @@ class LocalConfig:
     """Completions decoded at a time."""
     prefill_tokens: Annotated[int, Field(ge=1)] = 4096
     """Prompt tokens computed at a time; a longer prompt is computed alone."""
+    packed_gib: NotNegative = 2.0
+    """Memory in GiB for copies of weights that make decoding faster on a CPU, while a call generates; weights that are
+    beyond it are used as they are. 0: no copies."""
 
 
 @dataclass(eq=False, slots=True)
@@ -182,6 +186,7 @@ class _Call:
 
     sampling: Sampling
     waiting: deque[Prompt]
+    packed: PackedWeights
     begun: deque[Prefilled] = field(default_factory=deque)
     groups: list[Group] = field(default_factory=list)
     rows: list[list[Row]] = field(default_factory=list)
@@ -240,8 +245,9 @@ class LocalEngine:
         require_usable(prompts, self.context)
         mine = prompts[self._ranks.rank :: self._ranks.size]
         done: list[Completion] = []
-        with self._forward():
-            for row in self._run(mine, sampling):
+        packed = self._packed()
+        with self._forward(packed):
+            for row in self._run(mine, sampling, packed):
                 if row.finish is not None:
                     done.append(self._completion(row, sampling))
                     if on_done is not None:
@@ -258,17 +264,20 @@ class LocalEngine:
         """The ids of one completion as they are sampled, including the id that ends it."""
         assert sampling.n == 1 and self._ranks.size == 1
         require_usable([prompt], self.context)
-        rows = self._run([prompt], sampling)
+        packed = self._packed()
+        rows = self._run([prompt], sampling, packed)
         while True:
-            with self._forward():
+            with self._forward(packed):
                 row = next(rows, None)
             if row is None:
                 return
             yield row.ids[-1]
 
-    def _run(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Row]:
+    def _run(
+        self, prompts: Sequence[Prompt], sampling: Sampling, packed: PackedWeights
+    ) -> Iterator[Row]:
         """Each row after each of its tokens. One forward per round, on every rank."""
-        call = _Call(sampling, deque(prompts))
+        call = _Call(sampling, deque(prompts), packed)
         while self._ranks.max([float(call.is_busy)])[0]:
             free = self.config.sequences - call.num_live
             if call.waiting and not call.begun and free > 0:
@@ -282,14 +291,19 @@ class LocalEngine:
             while call.begun and call.num_live < self.config.sequences:
                 yield from self._begin(call)
 
+    def _packed(self) -> PackedWeights:
+        """Room for the packed weights of a call; none where they are sharded, and gathered at each forward."""
+        is_sharded = any(hasattr(weight, "full_tensor") for weight in self.scorer.parameters())
+        return PackedWeights(0 if is_sharded else int(self.config.packed_gib * 2**30))
+
     @contextmanager
-    def _forward(self) -> Iterator[None]:
+    def _forward(self, packed: PackedWeights) -> Iterator[None]:
         with (
             evaluating(self.scorer),
             torch.no_grad(),
             cast_once(self.scorer),
             self._compute(),
-            products.decoding(),
+            products.decoding(packed),
         ):
             yield
 
@@ -310,6 +324,8 @@ class LocalEngine:
         ):  # also those of the next prefill
             for medium in prompt.media:
                 medium.picture.expect()
+        rooms = {prompt.id: room(prompt, call.sampling, self.context) for prompt in chosen}
+        call.packed.expect(max(rooms.values()))
         packed = pack([_as_sample(prompt) for prompt in chosen], SHARE)
         last_T = None if packed.last_T is None else packed.last_T.numpy()
         layout = Layout(packed.reach_T.numpy(), last_T, self.scorer.device, kept={})
@@ -321,13 +337,12 @@ class LocalEngine:
         begun = _stretches(layout, packed.read_R.numpy(), is_single=call.sampling.n == 1)
         for number, path, is_alone in begun:
             prompt = ordered[number]
-            size = room(prompt, call.sampling, self.context)
             seeds = [
                 stream_seed(call.sampling.seed, prompt.id, index)
                 for index in range(call.sampling.n)
             ]
             rows = deque(
-                Row(prompt, index, size, np.random.default_rng(seed))
+                Row(prompt, index, rooms[prompt.id], np.random.default_rng(seed))
                 for index, seed in enumerate(seeds)
             )
             call.begun.append(Prefilled(rows, path, is_alone, logits_RV[number]))
@@ -350,6 +365,7 @@ class LocalEngine:
     def _decode(self, call: _Call) -> Iterator[Row]:
         """Draw the next token of every live completion."""
         rows = [row for some in call.rows for row in some]
+        call.packed.expect(max(row.room - len(row.ids) for row in rows), len(rows))
         decoding = Decoding(call.groups)
         position = [group.position for group in call.groups for _ in range(group.num_rows)]
         ids_B = torch.tensor([row.ids[-1] for row in rows])

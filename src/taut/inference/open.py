@@ -203,10 +203,10 @@ def open_engine(use: ModelUse, rendering: Rendering | None = None) -> Opened:
         )
     context, decisions = exact_context(config, skeleton, "the sequence's length")
     device = one_device(use.device)
-    dtype = inference_dtype(use.dtype, device, "decoding on a CPU gains nothing from bf16")
+    dtype = inference_dtype(use.dtype, device, "on a CPU, unless another is asked for")
     chosen = select(use.attention, device, dtype.dtype, config)
     flash = activate(chosen.name, device, config)
-    products.use(products.select(use.products, device, dtype.dtype))
+    products.use(products.select(use.products, device, dtype.dtype, engine=dtype.dtype))
     model = load_model(
         use.model,
         dtype=dtype.dtype,

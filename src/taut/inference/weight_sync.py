@@ -54,6 +54,7 @@ from taut.inference.vllm_client import PUSHED, TOLERANCE, ParameterReport, VllmS
 from taut.inference.worker.taut_worker import checksum
 from taut.io.temporary import MEMORY, PRIVATE, TemporaryFolder
 from taut.models.lora import is_adapted, plain_model, save_adapter
+from taut.models.quantised import quantised_layers
 from taut.models.scorer import Scorer, evaluating
 from taut.train import distributed
 from taut.train.distributed import Ranks
@@ -225,9 +226,17 @@ class Sync:
             raise EngineError(
                 f"rollout.server.sync.mode=adapter, and {obstacle}; expected a plain LoRA adapter; set it to full"
             )
+        is_quantised = any(quantised_layers(model))
+        if is_quantised and (wanted == "full" or obstacle is not None):
+            why = obstacle or "rollout.server.sync.mode=full"
+            raise EngineError(
+                f"the base is quantised, and {why}: a server would need whole weights that are not what it holds; "
+                "expected a plain LoRA adapter, pushed alone (rollout.server.sync.mode=adapter); or set "
+                "rollout.engine=local"
+            )
         if wanted != "full" and obstacle is None and server.takes_adapters():
             return "adapter"
-        if wanted != "adapter" and server.dtype() != "unknown":
+        if wanted != "adapter" and server.dtype() != "unknown" and not is_quantised:
             return "full"
         needs = "adapters" if wanted == "adapter" else "weights"
         raise EngineError(

@@ -15,7 +15,7 @@ from other programs, and these take that of the thread it waits for. A second of
 busy programs 1.5 s and 3.1 s. So the default depends on how busy the machine is at the start.
 
 The command line sets the variables before torch reads them (``set_defaults``). In a program that imports taut, they
-are the program's; ``described`` says how its number of threads compares.
+are the program's; ``described`` says how its number of threads compares, and how they wait if it is taut that decides.
 """
 
 from __future__ import annotations
@@ -89,19 +89,27 @@ def set_defaults(root: Path = ROOT) -> None:
         _waiting += busy or "the machine is quiet"
 
 
-def described(num_threads: int) -> tuple[str, str]:
+def described(num_threads: int, root: Path = ROOT) -> tuple[str, str]:
     """The number of threads in use, and its reason."""
-    cores = usable()
-    variable = os.environ.get(VARIABLE)
+    cores, variable = usable(root), os.environ.get(VARIABLE)
+    waiting = _waiting if _has_gnu_openmp(root) else ""
     if num_threads == cores.num_threads and (_set_by_taut or not variable):
-        return str(num_threads), f"one for each core: {cores}{_waiting}"
+        return str(num_threads), f"one for each core: {cores}{waiting}"
     is_by_variable = variable and variable.split(",")[0] == str(num_threads)
     reason = f"{f'{VARIABLE} is set' if is_by_variable else 'set by the program'}; {cores}"
     if num_threads > cores.num_cores and cores.num_cpus > cores.num_cores:
         reason += ": some threads share a core, which is slower than one thread on each"
     elif num_threads > cores.num_threads:
         reason += ": more threads than that wait for each other"
-    return str(num_threads), reason + _waiting
+    return str(num_threads), reason + waiting
+
+
+def _has_gnu_openmp(root: Path) -> bool:
+    """Whether GNU's OpenMP is loaded: torch is, when a run is described."""
+    try:
+        return "libgomp" in (root / "proc/self/maps").read_text()
+    except OSError:  # not Linux
+        return False
 
 
 def _why_busy(root: Path, cores: Cores) -> str:

@@ -332,7 +332,7 @@ def engine_metrics(difference_N: Tensor, packed: Packed, how: Correction) -> Met
     is_known_N = ~difference_N.isnan()
     raw_N = _raw(difference_N.double(), packed, how)
     used_N = _acted(raw_N, how) * is_known_N
-    d = difference_N.nan_to_num(nan=0.0).double()
+    d = difference_N.masked_fill(~is_known_N, 0.0).double()
     count = is_known_N.sum().double()
     sums = {
         "difference": d.abs().sum(),
@@ -352,7 +352,7 @@ def largest_difference(difference_N: Tensor) -> Tensor:
     """The largest |old - engine| in nats; 0 where none is known. It is no metric: those are sums."""
     if not difference_N.numel():
         return difference_N.new_zeros(())
-    return difference_N.detach().abs().nan_to_num(nan=0.0).max()
+    return difference_N.detach().abs().masked_fill(difference_N.isnan(), 0.0).max()
 
 
 def effective_share(metrics: Mapping[str, float]) -> float | None:

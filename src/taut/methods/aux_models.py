@@ -158,6 +158,7 @@ class AuxModels:
             recomputes=run.activation_checkpointing,
             seed=run.seed,
             trust_remote_code=run.trust_remote_code,
+            shard=distributed.layer_sharding(ranks),
         )
 
     def critic_pace(self, run: RunConfig) -> Pace | None:
@@ -217,6 +218,7 @@ def _load_reference(
         device=ranks.device,
         attention=loaded.attention.implementation,
         trust_remote_code=run.trust_remote_code,
+        shard=distributed.layer_sharding(ranks),
     )
     alone = "; ".join(one_sample_reasons(model, inputs.longest))
     if alone and not loaded.one_sample:
@@ -225,7 +227,7 @@ def _load_reference(
             "reference that packs as it does; name another"
         )
     scorer = Scorer(model)
-    distributed.shard(scorer, architecture.layers(scorer.model), ranks)
+    distributed.shard(scorer, ranks)
     return scorer
 
 

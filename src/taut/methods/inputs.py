@@ -25,6 +25,7 @@ from taut.data.render import Renderer
 from taut.data.stop_tokens import StopSet
 from taut.inference.local import LocalEngine
 from taut.models.attention_backends import Chosen
+from taut.models.frozen import Storage
 from taut.models.load import context_length
 from taut.models.noise import Noise
 from taut.models.precision import ChosenDtype
@@ -105,6 +106,8 @@ class Loaded(NamedTuple):
     one_sample: str | None
     """Why this model has to run one sample at a time; None: it packs."""
     decisions: list[Decision]
+    storage: Storage | None = None
+    """How the weights that do not train are stored; None: as those that do."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
+import torch
 from pydantic import Field
 from transformers import PreTrainedConfig
 
@@ -41,16 +42,18 @@ from taut.losses.supervised import CrossEntropy
 from taut.methods import METHODS, command_of
 from taut.methods.aux_models import AuxModels
 from taut.methods.inputs import Inputs, Language, MayChange, Models, Plan
+from taut.models.frozen import FrozenDtype
 from taut.models.load import context_length
 from taut.models.lora import LoraConfig
 from taut.models.noise import NoiseConfig
 from taut.models.products import ProductsSetting
+from taut.models.quantised import Quantise
 from taut.models.reward_model import NewHead
 from taut.models.tokens import TokensConfig
 from taut.rewards import files_of
 from taut.rewards.registry import RewardSpec, files_read
 from taut.train.checkpoint import CheckpointConfig
-from taut.train.distributed import Ranks
+from taut.train.distributed import ParallelConfig, Ranks
 from taut.train.log import LogConfig
 from taut.train.monitors import LossMonitorConfig
 from taut.train.optim import DefaultRates, OptimConfig
@@ -171,6 +174,7 @@ class RunConfig:
             "data.apply_chat_template",  # the tokenised data are compared
             "data.eval",
             "dtype",  # the resolved dtype is compared
+            "frozen_dtype",  # the products are the same
             "products",  # what it resolves to is compared
             "reference.model",  # as model
             "distill.teacher",
@@ -183,6 +187,7 @@ class RunConfig:
             "attention",
             "tf32",
             "deterministic",
+            "parallel.replicas",
             "activation_checkpointing",
             "batch.tokens_per_microbatch",
             "batch.share_prefixes",
@@ -218,6 +223,13 @@ class RunConfig:
     dtype: ComputeDtype | None = None
     """Compute dtype; bfloat16 keeps float32 weights. By default bfloat16 where the hardware has it, else float32. bf16,
     fp32 and fp64 are accepted as names of these."""
+    frozen_dtype: FrozenDtype = "auto"
+    """How weights that do not train are stored next to adapters. checkpoint: in the checkpoint's dtype (linear layers
+    in bfloat16 where that is the compute dtype); products are those of float32, to the bit. auto: checkpoint, but
+    float32 on a CPU that computes in float32 and has the memory, where it is faster."""
+    quantise: Quantise | None = None
+    """Quantise the linear layers of the base under adapters (QLoRA): nf4 (4.13 bits a weight, double quantisation) or
+    int8 (8 bits). The products widen them to the compute dtype. A base that comes quantised is used as it is."""
     check: Literal["quick", "off"] = "quick"
     """Which part of ``taut check`` runs before training: quick (seconds), or off, which is logged. checks.skip leaves
     out single checks."""
@@ -234,6 +246,7 @@ class RunConfig:
     deterministic: bool = False
     """Use only algorithms that give the same bits each time (torch.use_deterministic_algorithms); an operation without
     one is refused with its name. On a CPU a run repeats itself without it."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     trust_remote_code: bool = False
@@ -269,6 +282,24 @@ class RunConfig:
                 "save.merged=false without adapters (lora.rank=0, no lora.adapter): there would be nothing to save; "
                 "expected a LoRA run; set lora.rank, or remove save.merged"
             )
+        if self.frozen_dtype == "checkpoint" and not self.stores_frozen:
+            why = (
+                "lora.dora=true reads them" if self.lora.dora else "without adapters there are none"
+            )
+            raise ConfigError(
+                f"frozen_dtype=checkpoint is for the weights next to adapters, and {why}; expected frozen_dtype=auto; "
+                "take the key out"
+            )
+        if self.quantise is not None and not self.lora.is_on:
+            raise ConfigError(
+                f"quantise={self.quantise} without adapters: rounded weights cannot be updated; expected a LoRA run; "
+                "set lora.rank, or take the key out"
+            )
+        if self.quantise is not None and self.lora.dora:
+            raise ConfigError(
+                f"quantise={self.quantise} with lora.dora=true: DoRA reads the weights themselves; expected one of the "
+                "two; take one out"
+            )
         if not self.has_rewards:
             self.eval.answers.require_rewards()
         noise = {
@@ -286,6 +317,12 @@ class RunConfig:
     def command(cls) -> str:
         """The command that trains such a run, as it is typed."""
         return command_of(cls.method)
+
+    @property
+    def stores_frozen(self) -> bool:
+        """Whether frozen weights may be stored in another dtype than those that train."""
+        is_narrow = self.frozen_dtype != "float32" or self.quantise is not None
+        return self.lora.is_on and not self.lora.dora and is_narrow
 
     # -- data and loss
 
@@ -413,6 +450,12 @@ class RunConfig:
     ) -> StepSource:
         """The source of steps with what it needs besides data. ``get_trainer``: the trainer, which is made after it."""
         return source
+
+    def engine_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+        """The dtype that rollouts are computed in by an engine in this process; None: there are none. ``dtype``: the
+        run's.
+        """
+        return None
 
     def describe_rollouts(self, num_steps: int) -> str | None:
         """The plan of a run that generates, in a sentence; None: its steps are laid out from data."""

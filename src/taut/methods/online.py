@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import torch
 
 from taut.config import Decision, configclass, home_path
 from taut.data.batching import START, Cursor, Order
@@ -28,6 +30,7 @@ from taut.methods.inputs import Inputs, Language, MayChange, Models, Plan
 from taut.methods.method import RunConfig
 from taut.methods.reference import ReferenceConfig
 from taut.models.load import context_length
+from taut.models.precision import DTYPES, compute_context, resolve_dtype
 from taut.rewards.panel import Panel, PanelConfig, open_panel
 from taut.rewards.registry import RewardSpec, files_of, files_read, require_judgeable
 from taut.rl.advantages import Credit
@@ -71,6 +74,8 @@ class OnlineMethod(RunConfig):
         "warn_values",
     )
     """Keys of rollout_monitor without an effect: those on quantities of policy gradients."""
+    corrects_rollouts: ClassVar[bool] = False
+    """Whether the method can weight tokens by the ratio of trainer to engine."""
 
     rollout: RolloutConfig = RolloutConfig()
     rewards: str | list[str | RewardSpec] = field(default_factory=list)
@@ -99,6 +104,16 @@ class OnlineMethod(RunConfig):
                     f"{self.command()} reads neither advantages nor the engine's logprobs; taut grpo and ppo "
                     "do; take it out"
                 )
+        if self.rollout.dtype is not None and not self.corrects_rollouts:
+            raise ConfigError(
+                f"rollout.dtype={self.rollout.dtype}: {self.command()} cannot correct for rollouts of another "
+                "precision than the trainer's; taut grpo and ppo can; take it out"
+            )
+        if self.rollout.dtype is not None and self.dtype != "float32":
+            raise ConfigError(
+                f"rollout.dtype={self.rollout.dtype} with dtype={self.dtype or 'chosen by the hardware'}; expected "
+                "dtype=float32, whose rollouts it makes faster; set that, or take rollout.dtype out"
+            )
         if not self.rewards and self.is_judged and self.rollout.environment.name in (None, "tools"):
             raise ConfigError(
                 f"rewards is not set, and {self.command()} learns from what completions are worth; expected a "
@@ -211,7 +226,7 @@ class OnlineMethod(RunConfig):
         try:
             without = [] if panel is None else self._rows_without_answer(panel, rows)
             if config.engine == "local":
-                engine = make_engine(config=config.local)
+                engine = make_engine(config=config.local, **self._precision(models))
             else:
                 engine = self._open_server(inputs, models, ranks)
             require_usable(prompts, engine.context)
@@ -254,6 +269,16 @@ class OnlineMethod(RunConfig):
             needs_one=credit.needs_one,
             settled=[*without, *self.rollout_decisions(panel, engine, environments)],
         )
+
+    def _precision(self, models: Models) -> dict[str, Any]:
+        """The engine's precision where it is not the trainer's. Raises ModelError for a GPU that has no such
+        arithmetic.
+        """
+        if self.rollout.dtype is None:
+            return {}
+        device = models.scorer.device
+        dtype = resolve_dtype(self.rollout.dtype, device).dtype
+        return {"compute": partial(compute_context, dtype, device)}
 
     def _rows_without_answer(self, panel: Panel, asked: Sequence[PromptRow]) -> list[Decision]:
         """A decision about rows without a right answer. Raises DataError if all rewards need one and no row has it."""
@@ -362,6 +387,11 @@ class OnlineMethod(RunConfig):
         value = "asked" if self.eval.answers.rewards else "not asked"
         decision = Decision("held-out answers", value, f"eval.answers.rewards; {reason}")
         return [*super().decisions, decision]
+
+    def engine_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+        if self.rollout.engine == "server":
+            return None
+        return dtype if self.rollout.dtype is None else DTYPES[self.rollout.dtype]
 
     def describe_rollouts(self, num_steps: int) -> str:
         return self.rollout.describe(num_steps, self.batch.samples_per_step)

@@ -210,14 +210,15 @@ class PolicyConfig:
         """The critic's term of the loss, if there is a critic."""
         return None
 
-    def decisions(self, how: Correction) -> list[Decision]:
-        """The settings of the correction that were chosen automatically, with reasons."""
+    def decisions(
+        self, how: Correction, why: str = "the engine is another program"
+    ) -> list[Decision]:
+        """The settings of the correction that were chosen automatically, with reasons. ``why``: of a correction."""
         decisions: list[Decision] = []
         if how.kind == "none":
             return decisions
         if self.rollout_correction == "auto":
-            reason = "the engine is another program"
-            decisions.append(Decision(f"{self.section}.rollout_correction", how.kind, reason))
+            decisions.append(Decision(f"{self.section}.rollout_correction", how.kind, why))
         if self.rollout_correction_level is None:
             reason = "each token is weighted for itself"
             if how.level == "geometric":
@@ -267,6 +268,7 @@ class PolicyMethod(OnlineMethod):
     """A method that learns by policy gradients."""
 
     unread_monitor_keys: ClassVar[Sequence[str]] = ()
+    corrects_rollouts: ClassVar[bool] = True
 
     shaping: ShapingConfig = ShapingConfig()
     reference: ReferenceConfig = ReferenceConfig()
@@ -277,7 +279,13 @@ class PolicyMethod(OnlineMethod):
         policy = self.policy
         without = f"{policy.section}.kl_coef=0"
         require_live_reference(self.reference, without, is_read=policy.kl_coef > 0)
-        if self.rollout.engine == "local":
+        if self.rollout.dtype is not None and policy.rollout_correction == "none":
+            raise ConfigError(
+                f"rollout.dtype={self.rollout.dtype} with {policy.section}.rollout_correction=none: rollouts would be "
+                "trained on as if the policy had sampled them; expected a correction; take "
+                f"{policy.section}.rollout_correction out, or rollout.dtype"
+            )
+        if not self._is_apart:
             policy.require_no_auto()
 
     @property
@@ -289,6 +297,11 @@ class PolicyMethod(OnlineMethod):
     def estimate(self) -> Estimator | Gae:
         """The estimator of advantages."""
         raise NotImplementedError
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether the engine computes otherwise than the trainer."""
+        return self.rollout.engine == "server" or self.rollout.dtype is not None
 
     @property
     def _is_fresh(self) -> bool:
@@ -304,11 +317,14 @@ class PolicyMethod(OnlineMethod):
             temperature=self.rollout.temperature,
             limit=self.rollout.grows,
             is_fresh=self._is_fresh,
-            is_apart=self.rollout.engine == "server",
+            is_apart=self._is_apart,
         )
 
     def loss_decisions(self) -> list[Decision]:
-        return self.policy.decisions(self.loss().correction)
+        correction, dtype = self.loss().correction, self.rollout.dtype
+        if dtype is None:
+            return self.policy.decisions(correction)
+        return self.policy.decisions(correction, f"rollouts are of {dtype}")
 
     def models(self) -> AuxModels:
         return AuxModels(self.reference if self.policy.kl_coef > 0 else None)

@@ -34,6 +34,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from taut.attention.decode import Decoding
 from taut.attention.layout import Layout
 from taut.errors import ModelError
+from taut.models import products
 from taut.models.stateful_types import STATEFUL_TYPES
 from taut.types import Media, Packed
 from taut.vision import tower
@@ -187,7 +188,7 @@ class HeadSpec:
         """The equation above: the reference for the chunked head. The product is in the dtype of ``hidden`` (or
         autocast's), the rest in at least float32.
         """
-        logits = nn.functional.linear(hidden, self.weight, self.bias)
+        logits = products.linear(hidden, self.weight, self.bias)
         if self.rows is not None:
             index_R, weight_RD = self.rows
             bias = None if self.bias is None else self.bias[index_R]
@@ -317,13 +318,15 @@ def flops(model: nn.Module) -> Flops:
     experts = num_experts(config)
     used = (getattr(config, "num_experts_per_tok", None) or experts) / max(1, experts)
     per_token = 0.0
-    for name, p in layers(model).named_parameters():
+    blocks = layers(model)
+    linear = linear_sizes(blocks)
+    for name, p in blocks.named_parameters():
         if p.ndim >= 2:
             is_stacked = p.ndim == 3 and p.shape[0] == experts
             is_routed = "experts" in name and "shared" not in name
             is_expert = experts and is_routed and (is_stacked or ".experts." in name)
             share = used if is_expert else 1.0
-            per_token += share * p.numel() * (6.0 if p.requires_grad else 4.0)
+            per_token += share * linear.get(name, p.numel()) * (6.0 if p.requires_grad else 4.0)
     per_pair = {"full": 0.0, "sliding": 0.0}
     for kind, size in zip(layer_types(model), head_sizes(config), strict=True):
         if kind not in STATEFUL_TYPES:
@@ -338,6 +341,21 @@ def flops(model: nn.Module) -> Flops:
         per_target=per_target,
         window=getattr(config, "sliding_window", None) if per_pair["sliding"] else None,
     )
+
+
+def linear_sizes(model: nn.Module) -> dict[str, int]:
+    """Name of a linear layer's weight -> how many numbers it stands for: a quantised one has fewer elements."""
+    return {
+        f"{name}.weight": module.in_features * module.out_features
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+
+
+def num_weights(model: nn.Module) -> int:
+    """The numbers that the model's parameters stand for."""
+    linear = linear_sizes(model)
+    return sum(linear.get(name, p.numel()) for name, p in model.named_parameters())
 
 
 def num_experts(config: PreTrainedConfig) -> int:

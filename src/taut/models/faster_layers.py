@@ -1,5 +1,5 @@
-"""The same decoder layers with less work: norms, rotations and gates in few passes over memory, and a last layer that
-computes only the rows that are read.
+"""The same layers with less work: norms, rotations and gates in few passes over memory, a last layer that computes only
+the rows that are read, and a vision tower that computes all patches in one product and like windows in one call.
 
 On a CPU an elementwise operation costs what its memory traffic costs, and the library's norm and rotation make 17
 passes over a layer's hidden states where 8 are enough. ``install`` replaces them module by module, and only where the
@@ -9,6 +9,8 @@ in 16 bit run as the library wrote them.
     norm        x * rsqrt(mean(x^2) + eps) * weight            (RMSNorm, arXiv:1910.07467)
     rotation    x * cos + rotate_half(x) * sin                 (RoPE, arXiv:2104.09864)
     gate        silu(gate(x)) * up(x), in an MLP               (SwiGLU, arXiv:2002.05202)
+    patches     a convolution whose stride is its kernel, as the product of its patches with the kernel
+    windows     a tower's attention: those of one length are a batch; the library calls the kernel for each
 
 After the last layer's attention no token reads another, and the head reads only some tokens: those that predict a
 target, and those with a scalar. ``Layout.rows_read`` names them; the last layer's attention may leave the others out,
@@ -17,11 +19,16 @@ and its MLP adds nothing to them.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -33,19 +40,25 @@ from taut.models.noise import KeyedDropout
 
 ROTATION = "apply_rotary_pos_emb"
 """The library's name, in every family's module, of the function that rotates queries and keys."""
+TOWER_ROTATION = "apply_rotary_pos_emb_vision"
+"""That of the function for a vision tower."""
 
 
 def install(model: PreTrainedModel) -> None:
-    """Give the language model's layers their faster forms, and all linear layers the faster library for their products.
-    Weights, names and what is saved do not change.
+    """Give the layers of language model and vision tower their faster forms, and all linear layers the faster library
+    for their products. Weights, names and what is saved do not change.
     """
     products.install(model)
-    for module in architecture.language_model(model).modules():
+    for module in model.modules():
         if _is_rms_norm(module):
             module.forward = MethodType(_norm_forward(type(module).forward), module)
         elif _is_gated(module):
             module.forward = MethodType(_gated_forward, module)
-        elif (forward := _with_faster_rotation(module)) is not None:
+        elif _is_patch_embedding(module):
+            module.forward = MethodType(_patch_embedding_forward, module)
+        elif (
+            forward := _with_faster_rotation(module) or _with_batched_windows(module)
+        ) is not None:
             module.forward = MethodType(forward, module)
     _read_some_rows(model)
 
@@ -288,6 +301,146 @@ class _Gate(torch.autograd.Function):
             grad_gate = grad * up
             torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
         return grad_gate, act.mul_(grad)
+
+
+# -- a tower's patches ------------------------------------------------------------------------------
+
+
+def _is_patch_embedding(module: nn.Module) -> bool:
+    """Whether the module is a convolution that reads every pixel once: its windows lie side by side."""
+    return (
+        isinstance(module, nn.Conv2d | nn.Conv3d)
+        and _plain_forward(module) in (nn.Conv2d.forward, nn.Conv3d.forward)
+        and module.kernel_size == module.stride
+        and module.groups == 1
+        and {*module.dilation} == {1}
+        and (module.padding == "valid" or {*module.padding} == {0})
+    )
+
+
+def _patch_embedding_forward(self: nn.Conv2d | nn.Conv3d, pixels: Tensor) -> Tensor:
+    """The convolution as one product of all patches with the kernel."""
+    num_images, _, *sides = pixels.shape
+    grid = [side // size for side, size in zip(sides, self.kernel_size, strict=True)]
+    for axis, (count, size) in enumerate(zip(grid, self.kernel_size, strict=True)):
+        dim = 2 + 2 * axis
+        pixels = pixels.narrow(dim, 0, count * size)  # what is left over is not read
+        split = (*pixels.shape[:dim], count, size, *pixels.shape[dim + 1 :])
+        pixels = pixels.view(split).movedim(dim, 1 + axis)
+    # [images, *grid, channels, *kernel]
+    patches = pixels.reshape(num_images * math.prod(grid), -1)
+    out = products.linear(patches, self.weight.flatten(1), self.bias)
+    return out.view(num_images, *grid, -1).movedim(-1, 1)
+
+
+# -- a tower's attention ----------------------------------------------------------------------------
+
+
+def _with_batched_windows(module: nn.Module) -> Callable[..., Any] | None:
+    """The forward of a tower's attention with the windows of one length in one call; None where the module is none, or
+    computes something else.
+    """
+    library = _plain_forward(module)
+    if library is None or TOWER_ROTATION not in library.__code__.co_names:
+        return None
+    if not {"cu_seqlens", "position_embeddings"} <= {*library.__code__.co_varnames}:
+        return None
+    rotate_both = library.__globals__.get(TOWER_ROTATION)
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        cu_seqlens: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **keywords: Any,
+    ) -> Tensor:
+        if self.config._attn_implementation != "sdpa" or position_embeddings is None:
+            out: Tensor = library(
+                self, hidden_states, cu_seqlens, position_embeddings=position_embeddings, **keywords
+            )
+            return out
+        batches, order = _by_length(cu_seqlens.diff().tolist())
+        cos, sin = position_embeddings
+        if order is not None:
+            index = torch.from_numpy(order).to(cos.device)
+            back = index.argsort()
+            hidden_states = _Reordered.apply(hidden_states, index, back)  # type: ignore[no-untyped-call]
+            cos, sin = cos[index], sin[index]
+        q, k, v = self.qkv(hidden_states).view(-1, 3, self.num_heads, cos.shape[-1]).unbind(1)
+        if q.dtype == cos.dtype == sin.dtype:
+            q, k = (rotate(x, cos.unsqueeze(1), sin.unsqueeze(1)) for x in (q, k))
+        else:
+            q, k = rotate_both(q, k, cos, sin)
+        out = self.proj(_attend(q, k, v, batches, self.scaling).flatten(1))
+        if order is not None:
+            out = _Reordered.apply(out, back, index)  # type: ignore[no-untyped-call]
+        return out
+
+    return forward if _is_same_attention(module, forward, library) else None
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, batches: list[tuple[int, int]], scale: float
+) -> Tensor:
+    """Attention within each window; all are [T, H, K], and ``batches`` as ``_by_length`` returns them."""
+    num_rows = [length * count for length, count in batches]
+    outs = []
+    for (length, count), *qkv in zip(
+        batches, *(torch.split(x, num_rows) for x in (q, k, v)), strict=True
+    ):
+        windows = (x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in qkv)
+        out = nn.functional.scaled_dot_product_attention(*windows, scale=scale)  # type: ignore[misc]
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outs) if len(outs) > 1 else outs[0]
+
+
+def _is_same_attention(
+    module: nn.Module, ours: Callable[..., Tensor], library: Callable[..., Tensor]
+) -> bool:
+    like = _like(
+        module,
+        qkv=partial(nn.functional.linear, weight=torch.linspace(-1, 1.5, 24 * 8).view(24, 8).sin()),
+        proj=partial(nn.functional.linear, weight=torch.linspace(-1, 2, 64).view(8, 8)),
+        num_heads=2,
+        num_key_value_groups=1,
+        scaling=0.5,
+        config=SimpleNamespace(_attn_implementation="sdpa"),
+        attention_dropout=getattr(module, "attention_dropout", 0.0),
+        training=True,
+    )
+    if like is None or like.attention_dropout:
+        return False
+    x = torch.linspace(-2, 2, 7 * 8).view(7, 8).cos()
+    cos, sin = torch.linspace(-1, 1, 28).view(7, 4), torch.linspace(1, -0.5, 28).view(7, 4)
+    bounds = torch.tensor([0, 2, 3, 5, 7])
+    return _is_same(*(f(like, x, bounds, position_embeddings=(cos, sin)) for f in (ours, library)))
+
+
+def _by_length(lengths: list[int]) -> tuple[list[tuple[int, int]], npt.NDArray[np.int64] | None]:
+    """Length and number of the windows of each batch, and the rows in the order of the batches; None: as they are."""
+    batches = [(length, len([*run])) for length, run in groupby(lengths)]
+    if len(batches) == len({length for length, _ in batches}):
+        return batches, None
+    lengths_W = np.array(lengths)
+    order_W = lengths_W.argsort(kind="stable")
+    starts_W = lengths_W.cumsum() - lengths_W
+    rows = [np.arange(starts_W[window], starts_W[window] + lengths[window]) for window in order_W]
+    return sorted(Counter(lengths).items()), np.concatenate(rows)
+
+
+class _Reordered(torch.autograd.Function):
+    """The rows of ``x`` in another order, which ``back`` undoes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return x.index_select(0, order)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (back,) = ctx.saved_tensors
+        return grad.index_select(0, back), None, None
 
 
 # -- the last layer --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 torch can put 3 and 4 in place of its own kernels (``torch.nn.attention.activate_flash_attention_impl``); their packages
 are installed by hand. The numbers are the same to rounding. ``activate`` does so where it can, and says why or why not.
+They are the process's: one model that they do not take brings torch's own back for all.
 """
 
 from __future__ import annotations
@@ -31,25 +32,36 @@ BY_CAPABILITY = {
     10: Kernels("4", "flash_attn.cute.interface", 128),
 }
 """The first number of a device's compute capability -> the kernels made for it."""
+_largest_head = 0
+"""Of the models of this process."""
 
 
 def activate(backend: str, device: torch.device, config: PreTrainedConfig) -> list[Decision]:
-    """Put the kernels made for the device in place, before a model runs; the decision, if ``backend`` asks for them."""
-    if backend != "varlen":
+    """Put the kernels made for the device in place, before a model runs; the decision, if ``backend`` asks for them or
+    this model drives them out.
+    """
+    global _largest_head
+    if device.type != "cuda":
         return []
+    _largest_head = max(_largest_head, *head_sizes(config.get_text_config()))
     kernels = BY_CAPABILITY.get(torch.cuda.get_device_capability(device)[0])
     if kernels is None:
-        return [_decision("2", "torch's own; 3 is for compute capability 9, and 4 for 10")]
-    obstacle = _obstacle(kernels, config)
-    if obstacle is None:
-        name = f"FA{kernels.number}"
+        reason = "torch's own; 3 is for compute capability 9, and 4 for 10"
+        return [_decision("2", reason)] if backend == "varlen" else []
+    obstacle, where = _obstacle(kernels), ""
+    is_active = getattr(attention, "current_flash_attention_impl", lambda: None)() is not None
+    if obstacle is not None and is_active:
+        attention.restore_flash_attention_impl()
+        where = " from here on, for all models of this process"
+    elif backend != "varlen":
+        return []
+    elif obstacle is None and not is_active:
         try:
-            if attention.current_flash_attention_impl() != name:
-                attention.activate_flash_attention_impl(name)
+            attention.activate_flash_attention_impl(f"FA{kernels.number}")
         except (ImportError, OSError, RuntimeError) as error:
             obstacle = f"{kernels.module} cannot be used: {error}"
     if obstacle is not None:
-        return [_decision("2", f"torch's own; FlashAttention {kernels.number}: {obstacle}")]
+        return [_decision("2", f"torch's own{where}; FlashAttention {kernels.number}: {obstacle}")]
     return [_decision(kernels.number, f"made for this device; {kernels.module} is installed")]
 
 
@@ -57,14 +69,13 @@ def _decision(number: str, reason: str) -> Decision:
     return Decision("attention.flash", number, reason)
 
 
-def _obstacle(kernels: Kernels, config: PreTrainedConfig) -> str | None:
+def _obstacle(kernels: Kernels) -> str | None:
     """The reason why these kernels cannot be activated; None: they can be tried."""
     names: list[str] = getattr(attention, "list_flash_attention_impls", list)()
     if f"FA{kernels.number}" not in names:
         return f"torch {torch.__version__} cannot activate it"
-    largest = max(head_sizes(config.get_text_config()))
-    if largest > kernels.largest_head:
-        return f"heads have size {largest}; it takes up to {kernels.largest_head}"
+    if _largest_head > kernels.largest_head:
+        return f"heads have size {_largest_head}; it takes up to {kernels.largest_head}"
     package = kernels.module.partition(".")[0]
     if find_spec(package) is None:
         return f"{package} is not installed"

@@ -182,15 +182,11 @@ class SharedCritic(nn.Module):
         table = architecture.stored_table(architecture.embedding(policy))
         assert table is not None, "an embedding has a weight"
         size = text_config(policy).hidden_size
-        head = nn.Linear(size, 1, device="meta", dtype=table.dtype)  # draws no random number
+        dtype = torch.promote_types(table.dtype, torch.float32)  # a frozen table may be narrow
+        head = nn.Linear(size, 1, device="meta", dtype=dtype)  # draws no random number
         self.score = head.to_empty(device=table.device)
         initialise(self.score, seed=None)
         self.detach = detach
-
-    @property
-    def shards(self) -> list[nn.Module]:
-        """Modules that are sharded separately: none, it is sharded with the root."""
-        return []
 
     def forward(self, hidden_RD: Tensor) -> Tensor:
         """V [R] at the policy's hidden states."""
@@ -198,16 +194,13 @@ class SharedCritic(nn.Module):
 
 
 class OwnCritic(nn.Module):
-    """Another model with a scalar head, loaded by ``models/reward_model.py``."""
+    """Another model with a scalar head, loaded by ``models/reward_model.py``. It is sharded separately, so that engines
+    on the policy need not gather it.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-
-    @property
-    def shards(self) -> list[nn.Module]:
-        """Modules that are sharded separately, inner ones first, so that engines on the policy need not gather them."""
-        return [*architecture.layers(self.model), self]
 
     def forward(self, packed: Packed) -> Tensor:
         """V [R] of a micro-batch."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -42,7 +42,8 @@ from transformers.utils import logging
 from taut.config import user_path
 from taut.errors import ModelError
 from taut.io import files, hub
-from taut.models import architecture, faster_layers
+from taut.models import architecture, faster_layers, quantised
+from taut.models.frozen import Storage, reading, store
 from taut.models.heads import check_head
 from taut.vision import tower
 
@@ -56,6 +57,8 @@ TOKENIZER_FILES = (
     "tekken.json",
 )
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+ShardLayers = Callable[[Iterable[nn.Module]], None]
+"""Divides a model's decoder layers among ranks."""
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 _NOISE_KEY = re.compile(r"^(?!classifier).*(dropout|pdrop|layerdrop|jitter_noise)")
 _LIBRARY_ERRORS = (
@@ -87,12 +90,15 @@ def load_model(
     attention: str,
     trust_remote_code: bool = False,
     is_narrow: bool = False,
+    storage: Storage | None = None,
+    shard: ShardLayers | None = None,
 ) -> PreTrainedModel:
     """The causal language model at ``path`` for computing in ``dtype``, in train mode, on ``device``.
 
     ``attention``: the name under which it is registered with the library's attention interface. ``is_narrow``: store
-    the parameters themselves in ``dtype``, as inference does. Raises ModelError where the checkpoint is incomplete or
-    a requested setting did not take effect.
+    the parameters themselves in ``dtype``, as inference does. ``storage``: how to store weights that do not train
+    (``frozen.store`` completes it). ``shard``: divides the decoder layers among ranks before any weight is read. Raises
+    ModelError where the checkpoint is incomplete or a requested setting did not take effect.
     """
     config = load_config(path, trust_remote_code)
     require_language_model(path, config)
@@ -102,9 +108,12 @@ def load_model(
         config,
         "a causal language model",
         dtype=dtype,
+        device=device,
         attention=attention,
         trust_remote_code=trust_remote_code,
         is_narrow=is_narrow,
+        storage=storage,
+        shard=shard,
     )
     check_head(model)
     ready: PreTrainedModel = model.to(device).train()  # type: ignore[arg-type]  # a device
@@ -130,17 +139,42 @@ def read_model(
     wanted: str,
     *,
     dtype: torch.dtype,
+    device: torch.device,
     attention: str,
     trust_remote_code: bool,
     is_narrow: bool,
+    storage: Storage | None,
+    shard: ShardLayers | None,
     new_module: str = "",
 ) -> tuple[PreTrainedModel, bool]:
-    """A complete model of one of the library's automatic classes on the CPU, with every setting of the module docstring
-    in effect; and whether the checkpoint lacks ``new_module``, the one module that may be missing.
+    """A complete model of one of the library's automatic classes on the CPU (a quantised one on ``device``), with every
+    setting of the module docstring in effect; and whether the checkpoint lacks ``new_module``, the one module that may
+    be missing.
     """
     is_float64 = dtype == torch.float64
+    quantising: dict[str, Any] = {}
+    how = None
+    if storage is not None and storage.quantise is not None:
+        how = storage.quantise
+        quantised.require_dense(path, config, how)
+        quantising = {"quantization_config": quantised.settings_of(how, dtype, storage.whole)}
+    comes_quantised = quantised.format_of(config) is not None
+    if comes_quantised and storage is None and not is_narrow:
+        raise ModelError(
+            f"model={path} comes quantised; expected weights in full precision here, which only the base under "
+            "adapters may lack; name the model it was made from"
+        )
+    is_quantised = bool(quantising) or (comes_quantised and storage is not None)
+    if is_quantised:
+        quantised.require_package(f"model={path}" if comes_quantised else f"quantise={how}")
+        quantising["device_map"] = {"": device}
     needs_eager = is_float64 and architecture.num_experts(config.get_text_config())
-    with explain_load_errors(path, wanted), torch.random.fork_rng(devices=[]):
+    with (
+        explain_load_errors(path, wanted),
+        torch.random.fork_rng(devices=[]),
+        reading(storage),
+        _sharded_before_reading(shard),
+    ):
         model, report = auto_class.from_pretrained(
             path,
             config=config,
@@ -150,7 +184,10 @@ def read_model(
             weights_only=True,
             output_loading_info=True,
             **({"experts_implementation": "eager"} if needs_eager else {}),
+            **quantising,
         )
+    if shard is not None:
+        _copy_shards(model)
     missing = {str(name) for name in report["missing_keys"]}
     is_new = f"{new_module}.weight" in missing
     if is_new:
@@ -181,7 +218,48 @@ def read_model(
                 "depend on how samples are packed; set it to 0 in the model's config.json"
             )
     faster_layers.install(model)
+    if storage is not None:
+        if is_quantised:
+            quantised.install(model)
+        store(model, storage)
     return model, is_new
+
+
+@contextmanager
+def _sharded_before_reading(shard: ShardLayers | None) -> Iterator[None]:
+    """Shard the decoder layers of a model that the library loads in this block, between their making on the meta device
+    and the reading of weights: of a sharded tensor the library reads this rank's slice of the file.
+    """
+    if shard is None:
+        yield
+        return
+    library: Any = (
+        PreTrainedModel  # tests/unit/models/test_load.py holds that the library still calls it
+    )
+    read = library._load_pretrained_model
+
+    def read_slices(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        shard(architecture.layers(model))
+        return read(model, *args, **kwargs)
+
+    library._load_pretrained_model = staticmethod(read_slices)
+    try:
+        yield
+    finally:
+        library._load_pretrained_model = staticmethod(read)
+
+
+@torch.no_grad()
+def _copy_shards(model: nn.Module) -> None:
+    """Give each shard memory of its own where it is a view of the whole tensor in the mapped file: what has the file's
+    dtype is no copy yet.
+    """
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            part: Any = None if parameter is None else getattr(parameter, "_local_tensor", None)
+            if part is not None and part.untyped_storage().nbytes() > part.nbytes:
+                assert parameter is not None
+                module._parameters[name] = nn.Parameter(parameter.clone(), parameter.requires_grad)
 
 
 def set_attention(model: PreTrainedModel, attention: str) -> None:

@@ -17,11 +17,14 @@ peft is imported in this file only, and only when an adapter is used.
 from __future__ import annotations
 
 import copy
+import json
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import field
+from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import torch
 from pydantic import Field
@@ -35,12 +38,14 @@ from taut.errors import ConfigError, ModelError
 from taut.io import files
 from taut.models import architecture, products
 from taut.models.adapter_patterns import require_bounded_patterns
+from taut.models.frozen import looking_wide, wide_state, widen_trained
 from taut.models.heads import scalar_head
 from taut.models.load import require_file_itself
+from taut.models.quantised import Quantise, quiet_import
 from taut.models.tokens import add_tokens
 
 ALL: Literal["all-linear"] = "all-linear"
-WEIGHTS = "adapter_model.safetensors"
+WEIGHTS, BASE = "adapter_model.safetensors", "taut_base.json"
 COMPLETE = (
     "expected each tensor that adapter_config.json calls for, and no other; copy the adapter's files again, and set "
     "model to the base it was made for"
@@ -134,14 +139,16 @@ def apply_lora(
     """
     if not config.is_on:
         return model
+    quiet_import()
     from peft import LoraConfig as PeftLoraConfig
     from peft import get_peft_model
 
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+    sharded = {id(p) for p in model.parameters() if hasattr(p, "full_tensor")}
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), _as_if_whole():
         warnings.simplefilter("ignore")  # what peft warns of is refused here, or handled
         torch.manual_seed(seed)
         if config.adapter is not None:
-            wrapped = _load_trained(model, config.adapter)
+            wrapped: Any = _load_trained(model, config.adapter)
         else:
             task = task_of(model)
             saved = _saved_names(model, config.modules_to_save)
@@ -160,19 +167,27 @@ def apply_lora(
                 trainable_token_indices=dict(rows or {}) or None,
                 ensure_weight_tying=saves_embedding and architecture.is_tied(model),
             )
+            copied = [*saved, *(rows or ())]
+
+            def is_copied(name: str) -> bool:
+                around = accumulate(name.split("."), lambda outer, part: f"{outer}.{part}")
+                return any(ends_with(full, kept) for full in around for kept in copied)
+
             try:
-                wrapped = get_peft_model(model, settings)
+                with looking_wide(model, is_copied):
+                    wrapped = get_peft_model(model, settings)
             except ValueError as error:
                 raise ModelError(
                     f"peft puts no such adapters on {type(model).__name__}: {' '.join(str(error).split())}; expected "
                     "settings that each module takes; change lora.dropout, lora.dora or lora.targets"
                 ) from error
+    _make_copies_whole(wrapped, sharded)
     products.install(wrapped)
     _prepare_tables(wrapped)
+    widen_trained(wrapped)
     for parameter in wrapped.parameters():
-        assert parameter.dtype in (torch.float32, torch.float64), (
-            "adapters are trained in full precision"
-        )
+        is_wide = parameter.dtype in (torch.float32, torch.float64)
+        assert is_wide or not parameter.requires_grad, "adapters are trained in full precision"
     assert isinstance(wrapped, nn.Module)
     return wrapped
 
@@ -186,6 +201,29 @@ def adapter_settings(adapter: Path) -> dict[str, Any]:
             f"adapter={adapter} is a {kind} adapter; expected LoRA, which can be merged"
         )
     return settings
+
+
+def write_base(directory: Path, model: str, quantise: str | None) -> None:
+    """Write next to an adapter which base it was trained on, and how that was quantised."""
+    record = {"model": model, "quantise": quantise}
+    (directory / BASE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def quantisation_of(adapter: Path) -> Quantise | None:
+    """How the base was quantised that an adapter was trained on; None: it was not, or taut did not make the adapter."""
+    if not (adapter / BASE).is_file():
+        return None
+    try:
+        how = files.read_json(adapter / BASE)["quantise"]
+        if how not in (None, *get_args(Quantise)):
+            raise ValueError(f"found quantise={how}")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ModelError(
+            f"{adapter / BASE} cannot be read ({error}); expected the base and its quantisation, as taut wrote them; "
+            "copy the adapter's files again"
+        ) from error
+    found: Quantise | None = how
+    return found
 
 
 def load_adapter(model: PreTrainedModel, adapter: Path, settings: dict[str, Any]) -> Adapted:
@@ -324,6 +362,45 @@ def _read_settings(directory: Path, key: str) -> dict[str, Any]:
     return settings
 
 
+@contextmanager
+def _as_if_whole() -> Iterator[None]:
+    """peft makes adapters of sharded modules as of whole ones inside the block, since FSDP gathers the weights before
+    they are used. By itself peft would take a mesh with names it does not know for tensor parallelism, and give
+    adapters the sizes of shards; and DoRA's magnitudes are norms of whole weights.
+    """
+    from peft.tuners import tuners_utils
+    from peft.tuners.lora import dora
+
+    sizes: Any = tuners_utils
+    magnitudes: Any = dora
+    knows_shards, weight_of = sizes._torch_supports_distributed, magnitudes.dequantize_module_weight
+
+    def whole_weight_of(module: nn.Module) -> Tensor:
+        weight: Tensor = weight_of(module)
+        whole: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        return whole
+
+    sizes._torch_supports_distributed = False
+    magnitudes.dequantize_module_weight = whole_weight_of
+    try:
+        yield
+    finally:
+        sizes._torch_supports_distributed = knows_shards
+        magnitudes.dequantize_module_weight = weight_of
+
+
+def _make_copies_whole(model: nn.Module, sharded: Collection[int]) -> None:
+    """Make whole what peft copied from the layers' shards (``sharded``, by id): like adapters, every rank trains all of
+    it. All ranks call it.
+    """
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if hasattr(parameter, "full_tensor") and id(parameter) not in sharded:
+                assert parameter is not None
+                copy = parameter.detach().full_tensor()  # type: ignore[attr-defined]  # a DTensor
+                module._parameters[name] = nn.Parameter(copy, parameter.requires_grad)
+
+
 def _prepare_tables(model: nn.Module) -> None:
     """Refuse adapters of the embedding or the head that the chunked head would not see, or merging would lose; and make
     the embedding look up the rows that train on their own. peft copies the whole table in every forward to insert them,
@@ -349,6 +426,8 @@ def _prepare_tables(model: nn.Module) -> None:
             "the adapter trains rows of a head that has a bias, which peft leaves out; expected "
             "a head trained whole; train again with lora.modules_to_save"
         )
+    if head is not None:
+        _join_rows(head, tables["head"])
     if embedding is None:
         return
     forward_with_copy = embedding.forward_adapters
@@ -364,6 +443,23 @@ def _prepare_tables(model: nn.Module) -> None:
         return torch.where(is_row.any(-1, keepdim=True), trained, embedding.base_layer(ids))
 
     embedding.forward_adapters = forward
+
+
+def _join_rows(adapter: Any, head: nn.Module) -> None:
+    """Let the head compute the columns of rows that train on their own by themselves, as ``models/scorer.py`` does: the
+    rest of the table may be stored in another dtype than they are.
+    """
+    forward_with_copy = adapter.forward_adapters
+
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        rows = architecture.trained_rows(head)
+        if rows is None:
+            return forward_with_copy(hidden, *args, **kwargs)
+        logits = adapter.base_layer(hidden)
+        trained = nn.functional.linear(hidden, rows.weight_RD).to(logits.dtype)
+        return logits.index_copy(-1, rows.index_R, trained)
+
+    adapter.forward_adapters = forward
 
 
 # -- names of modules: the user's -> peft's --------------------------------------------------------
@@ -466,11 +562,13 @@ def plain_model(
     ``state_dict``: the full weights under ``model``'s names, where ``model`` holds shards. The result has no buffers
     that are not saved: it is for saving, not for running. ``model`` itself stays as it is.
     """
-    weights = model.state_dict() if state_dict is None else state_dict
+    weights = wide_state(model, model.state_dict() if state_dict is None else state_dict)
     base = architecture.unwrap(model)
     kind = next(kind for kind in type(base).__mro__ if not kind.__name__.startswith("FSDP"))
     config = copy.deepcopy(base.config)
     config._attn_implementation = None
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the weights are what the quantised ones stand for
     if architecture.has_head(model):
         config.tie_word_embeddings = architecture.is_tied(model)  # an adapter can separate the two
     with torch.device("meta"):

@@ -54,7 +54,7 @@ def resolve_dtype(requested: str | None, device: torch.device) -> ChosenDtype:
         if requested == "bfloat16" and not has_bf16:
             raise ModelError(f"dtype=bfloat16: {device} has no bf16 arithmetic; set dtype=float32")
     elif device.type == "cpu":
-        capability = next((c for c in _CPU_BF16 if torch.cpu.get_capabilities().get(c)), None)
+        capability = cpu_bf16()
         has_bf16 = capability is not None
         reason = f"the CPU has none of {', '.join(_CPU_BF16)}"
         if has_bf16:
@@ -62,6 +62,11 @@ def resolve_dtype(requested: str | None, device: torch.device) -> ChosenDtype:
     if requested is not None:
         return ChosenDtype(DTYPES[requested], "asked for by name")
     return ChosenDtype(torch.bfloat16 if has_bf16 else torch.float32, reason)
+
+
+def cpu_bf16() -> str | None:
+    """The CPU's capability for bf16 arithmetic."""
+    return next((name for name in _CPU_BF16 if torch.cpu.get_capabilities().get(name)), None)
 
 
 def use_arithmetic(
@@ -87,6 +92,9 @@ def use_arithmetic(
         torch.use_deterministic_algorithms(mode=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         reason = "an operation that has no reproducible algorithm is refused with its name"
+        decisions.append(Decision("deterministic", "true", reason))
+    elif torch.are_deterministic_algorithms_enabled():
+        reason = "not asked for, but set by this program, or by an earlier run in it"
         decisions.append(Decision("deterministic", "true", reason))
     return decisions
 

@@ -13,6 +13,11 @@ with the threads of this process, in some tenths of a second, for a few shapes:
 each but the head's for small and large weights; some rows for few and many inputs, since long sums may be divided
 among threads. oneDNN takes the shapes in which it is clearly faster (``MARGIN``); all else is PyTorch's own. A model's
 linear layers ask for their library at each call (``install``).
+
+An engine may also copy weights into a form that is read faster (packed_weights.py). Its products are timed beside the
+others on weights that are not in the cache, as a model's are not, and taken where they are clearly faster than the
+library that would compute them otherwise; so are bfloat16's, where the processor has them.
+
 The rates are kept in the cache, by processor, versions, threads and the variables that steer either library.
 
 The choice is one for the process, as the number of threads is (``use``, ``active``). It changes results by rounding:
@@ -24,8 +29,8 @@ every shape it has met, and micro-batches come in many (0.8 GB after 1,440 shape
 gradient is timed with the transposed copies that it needs; ``aten::mkldnn_linear_backward_weights``, which takes the
 operands as they are, is slower still.
 
-Other dtypes and devices and autocast are left alone: bfloat16 products on a CPU are oneDNN's in PyTorch itself, and
-there is no second library for them.
+Other dtypes and devices and autocast are left alone, but for packed weights: bfloat16 products on a CPU are oneDNN's in
+PyTorch itself, and there is no second library for them.
 """
 
 from __future__ import annotations
@@ -36,11 +41,12 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import cycle, islice
 from pathlib import Path
 from types import MethodType
 from typing import Annotated, Any, Literal, NamedTuple
@@ -57,6 +63,15 @@ from taut.data.cache import default_directory
 from taut.errors import ConfigError
 from taut.io import files
 from taut.io.temporary import TemporaryFolder
+from taut.models.packed_weights import (
+    PackedWeights,
+    bf16_product,
+    float32_product,
+    has_mkl_packed,
+    pack_bf16,
+    pack_float32,
+)
+from taut.models.precision import cpu_bf16
 
 ProductsSetting = Literal["auto", "mkl", "onednn"]
 
@@ -81,6 +96,9 @@ TIMED_FLOPS, TIMES = 2**28, 8
 """Operations by which small products are timed several times a round, and the largest number of times."""
 MARGIN = 1.1
 """oneDNN takes a product if PyTorch needs this times its time: its calls go through Python."""
+COLD, AT_A_TIME = 2**23, 6
+"""Bytes of the weights that an engine's products are timed on, in turn, which is more than is kept near a core; and how
+many of these products are timed together, as a model has one after the other."""
 FILE_LIMIT = 2**16
 """Bytes of a file of rates."""
 IDENTIFYING = (
@@ -125,8 +143,23 @@ SHAPES = {
     "head": Shape(256, 256, 2048),
     "head gradient": Shape(256, 256, 2048),
 }
-"""The classes of products, and the shape that is measured for each."""
-KINDS = ("forward", "input gradient", "weight gradient", "head", "few rows", "some rows")
+"""The classes of float32 products, and the shape that is measured for each."""
+BF16_SHAPES = {
+    "bf16 few rows": Shape(8, 512, 1024),
+    "bf16 some rows": Shape(64, 512, 1024),
+    "bf16 many rows": Shape(512, 512, 1024),
+}
+"""The same for bfloat16: an engine's, in which packed weights are the only other way."""
+EVERY = SHAPES | BF16_SHAPES
+KINDS = (
+    "forward",
+    "input gradient",
+    "weight gradient",
+    "head",
+    "few rows",
+    "some rows",
+    *BF16_SHAPES,
+)
 """Beginnings of the names of classes, in the order in which a decision shows them."""
 
 
@@ -138,16 +171,20 @@ class Products:
     """Which library computes which class of products."""
 
     name: str | None = None
-    """mkl, onednn, or ``onednn for A, B``; None: there is nothing to choose for the run's dtype and device."""
+    """mkl, onednn, or ``onednn for A, B``; then ``; packed for C, D``, which stands alone for bfloat16. None: there is
+    nothing to choose for the run's dtype and device."""
     reason: str = ""
 
     @cached_property
     def onednn(self) -> frozenset[str]:
-        """The classes that oneDNN computes; PyTorch computes the others."""
-        if self.name is None or not self.name.startswith("onednn"):
-            return frozenset()
-        listed = self.name.removeprefix("onednn for ").split(", ")
-        return frozenset(SHAPES if self.name == "onednn" else listed)
+        """The float32 classes that oneDNN computes; PyTorch computes the others."""
+        is_all = (self.name or "").partition("; ")[0] == "onednn"
+        return frozenset(SHAPES) if is_all else self._classes("onednn")
+
+    @cached_property
+    def packed(self) -> frozenset[str]:
+        """The classes that an engine computes with packed weights, where it has them."""
+        return self._classes("packed")
 
     @cached_property
     def has_layers(self) -> bool:
@@ -158,16 +195,26 @@ class Products:
     def decisions(self) -> list[Decision]:
         if self.name is None:
             return []
-        value, _, classes = self.name.partition(" for ")
-        if not classes:
-            return [Decision("products", value, self.reason)]
-        both = f"{torch_name()}, {value}"
-        return [Decision("products", both, f"{value} for {classes}: {self.reason}")]
+        parts = self.name.split("; ")
+        chosen = [part.partition(" for ")[0] for part in parts]
+        if chosen[0] == "packed":
+            chosen.insert(0, "onednn")  # PyTorch's own for bfloat16
+        elif " for " in parts[0]:
+            chosen.insert(0, torch_name())
+        classes = "; ".join(part for part in parts if " for " in part)
+        reason = f"{classes}: {self.reason}" if classes else self.reason
+        return [Decision("products", ", ".join(chosen), reason)]
+
+    def _classes(self, library: str) -> frozenset[str]:
+        for part in (self.name or "").split("; "):
+            if part.startswith(f"{library} for "):
+                return frozenset(part.removeprefix(f"{library} for ").split(", "))
+        return frozenset()
 
 
 NOTHING = Products()
 _active = NOTHING
-_decodes: ContextVar[bool] = ContextVar("decodes", default=False)
+_decodes: ContextVar[PackedWeights | None] = ContextVar("decodes", default=None)
 
 
 def use(products: Products) -> None:
@@ -190,19 +237,28 @@ def has_onednn() -> bool:
     return bool(torch._C._has_mkldnn)
 
 
+def has_bf16() -> bool:
+    """Whether bfloat16 products are worth timing: oneDNN's, with the processor's own arithmetic."""
+    return has_onednn() and cpu_bf16() is not None
+
+
 def select(
     requested: ProductsSetting,
     device: torch.device,
     dtype: torch.dtype,
     stored: str | None = None,
+    *,
+    engine: torch.dtype | None = None,
 ) -> Products:
-    """The libraries of a run, and why. ``stored``: the name in the checkpoint that is resumed.
+    """The libraries of a run, and why. ``stored``: the name in the checkpoint that is resumed; ``engine``: the dtype
+    that an engine of this process computes in.
 
     Raises ConfigError for one asked for by name that this build of PyTorch does not have.
     """
-    if device.type != "cpu" or dtype != torch.float32:
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return NOTHING
     own = torch_name()
+    is_narrow = dtype == torch.bfloat16
     if requested != "auto":
         have = [*(["mkl"] if own == "mkl" else []), *(["onednn"] if has_onednn() else [])]
         if requested not in have:
@@ -210,39 +266,54 @@ def select(
                 f"products={requested}: this build of PyTorch does not have it; expected "
                 f"{' or '.join(['auto', *have])}; set products=auto"
             )
-        return Products(requested, "asked for by name")
+        return NOTHING if is_narrow else Products(requested, "asked for by name")
     lacks = ""
     if stored is not None:
-        of_checkpoint = Products(stored, "that of the checkpoint")
-        if stored == own or (has_onednn() and of_checkpoint.onednn and _is_known(of_checkpoint)):
-            return of_checkpoint
+        if _is_available(stored):
+            return Products(stored, "that of the checkpoint")
         lacks = f"the checkpoint's {stored} is not available here; "
+    shapes = {} if is_narrow else SHAPES
+    if engine == torch.bfloat16 and has_bf16():
+        shapes = shapes | BF16_SHAPES
+    if not shapes:
+        return NOTHING
     if not has_onednn():
         return Products(own, f"{lacks}this build of PyTorch has no oneDNN")
-    rates, how = rates_of_machine()
-    return Products(_name(faster(rates)), f"{lacks}{_shown(rates)}; {how}")
+    rates, how = rates_of_machine(shapes)
+    name = _name(faster(rates), packed_faster(rates), is_narrow=is_narrow)
+    return Products(name, f"{lacks}{_shown(rates)}; {how}") if name else NOTHING
 
 
-def _is_known(products: Products) -> bool:
-    return products.onednn <= SHAPES.keys()
+def _is_available(stored: str) -> bool:
+    """Whether this machine can compute by the choice of a checkpoint."""
+    choice, is_narrow = Products(stored), stored.startswith("packed for ")
+    if _name(choice.onednn, choice.packed, is_narrow=is_narrow) != stored:
+        return False  # of another build or version
+    return has_onednn() or not (choice.onednn or choice.packed)
 
 
-def _name(onednn: frozenset[str]) -> str:
-    if not onednn:
-        return torch_name()
+def _name(onednn: frozenset[str], packed: frozenset[str], *, is_narrow: bool = False) -> str:
+    """The name of a choice; empty where everything is PyTorch's in bfloat16."""
+    parts = [] if is_narrow else [torch_name()]
     if onednn == SHAPES.keys():
-        return "onednn"
-    return f"onednn for {', '.join(name for name in SHAPES if name in onednn)}"
+        parts = ["onednn"]
+    elif onednn:
+        parts = [f"onednn for {', '.join(name for name in SHAPES if name in onednn)}"]
+    if packed:
+        listed = (name for name in EVERY if name in packed and _is_engines(name))
+        parts.append(f"packed for {', '.join(listed)}")
+    return "; ".join(parts)
 
 
 # -- the measurement
 
 
 class Rates(NamedTuple):
-    """GFLOP/s of a class of products."""
+    """GFLOP/s of a class of products; 0: it is not computed in this way."""
 
     torch: float
-    onednn: float
+    onednn: float = 0.0
+    packed: float = 0.0
     has_settled: bool = True
     """Whether the shortest times were met twice; not if other programs were in the way."""
 
@@ -252,19 +323,33 @@ def faster(rates: Mapping[str, Rates]) -> frozenset[str]:
     return frozenset(name for name, rate in rates.items() if rate.onednn > MARGIN * rate.torch)
 
 
+def packed_faster(rates: Mapping[str, Rates]) -> frozenset[str]:
+    """The classes in which packed weights are clearly faster than the library that would take them."""
+    others = faster(rates)
+    return frozenset(
+        name
+        for name, rate in rates.items()
+        if rate.packed > MARGIN * (rate.onednn if name in others else rate.torch)
+    )
+
+
 def _shown(rates: Mapping[str, Rates]) -> str:
     """The rates of each kind of product, as text."""
     texts: list[str] = []
     for kind in KINDS:
-        classes = [name for name in SHAPES if name.startswith(kind)]
-        flops = sum(SHAPES[name].num_flops for name in classes)
-        both = (
-            flops / sum(SHAPES[name].num_flops / rates[name][library] for name in classes)
-            for library in range(2)
+        found = [rate for name, rate in rates.items() if name.startswith(kind)]
+        work = [EVERY[name].num_flops for name in rates if name.startswith(kind)]
+        if not found:
+            continue
+        own, other, packed = (
+            f"{sum(work) / sum(w / r for w, r in zip(work, column, strict=True)):,.0f}"
+            if all(column)
+            else ""
+            for column in list(zip(*found, strict=True))[:3]
         )
-        own, other = (f"{rate:,.0f}" for rate in both)
-        unit = f" GFLOP/s ({torch_name()} against onednn)" if not texts else ""
-        texts.append(f"{kind} {own} against {other}{unit}" if unit else f"{kind} {own}/{other}")
+        unit = f" GFLOP/s ({torch_name()} against onednn)" if not texts and other else ""
+        both = f"{own} against {other}{unit}" if unit else "/".join(filter(None, (own, other)))
+        texts.append(f"{kind} {both}" + (f", packed {packed}" if packed else ""))
     return ", ".join(texts)
 
 
@@ -278,61 +363,101 @@ def seconds_of(name: str, library: str, product: Callable[[], object]) -> float:
 
 
 def measure(
+    shapes: Mapping[str, Shape],
     seconds: Callable[[str, str, Callable[[], object]], float] = seconds_of,
 ) -> dict[str, Rates]:
     """The rates of both libraries. They take turns, and the shortest time counts, since other programs only add to it;
     each class is timed until both libraries' shortest times were met twice, or ``LIMIT`` is over.
     """
-    calls = {name: _calls(name, shape) for name, shape in SHAPES.items()}
-    shortest = {name: ([float("inf")] * 2, [float("inf")] * 2) for name in SHAPES}
-    pending, num_rounds, start = list(SHAPES), 0, time.perf_counter()
+    calls = {name: _calls(name, shape) for name, shape in shapes.items()}
+    shortest = {name: {way: [float("inf")] * 2 for way in ways} for name, ways in calls.items()}
+    together = {name: AT_A_TIME if _is_engines(name) else 1 for name in calls}
+    num_flops = {name: shape.num_flops * together[name] for name, shape in shapes.items()}
+    pending, num_rounds, start = list(calls), 0, time.perf_counter()
     with torch.no_grad():
-        for both in calls.values():
-            for call in both:
+        for ways in calls.values():
+            for call in ways.values():
                 call()
         while num_rounds < ROUNDS or (pending and time.perf_counter() - start < LIMIT):
             for name in pending:
-                for _ in range(max(1, min(TIMES, TIMED_FLOPS // SHAPES[name].num_flops))):
-                    for library, call, two in zip(
-                        ("torch", "onednn"), calls[name], shortest[name], strict=True
-                    ):
-                        two[:] = sorted([*two, seconds(name, library, call)])[:2]
+                for _ in range(
+                    max(1, min(TIMES // together[name], TIMED_FLOPS // num_flops[name]))
+                ):
+                    for way, call in calls[name].items():
+                        two = shortest[name][way]
+                        two[:] = sorted([*two, seconds(name, way, call)])[:2]
             num_rounds += 1
             if num_rounds >= ROUNDS:
-                pending = [name for name in pending if not _have_settled(shortest[name])]
+                pending = [name for name in pending if not _have_settled(shortest[name].values())]
     rates = {}
-    for name, shape in SHAPES.items():
-        work = shape.num_flops * torch.get_num_threads() / 1e9
-        own, other = (work / two[0] for two in shortest[name])
-        rates[name] = Rates(own, other, name not in pending)
+    for name in calls:
+        work = num_flops[name] * torch.get_num_threads() / 1e9
+        found = {way: work / two[0] for way, two in shortest[name].items()}
+        rates[name] = Rates(**found, has_settled=name not in pending)
     return rates
 
 
-def _have_settled(shortest: tuple[list[float], list[float]]) -> bool:
+def _have_settled(shortest: Iterable[list[float]]) -> bool:
     return all(second <= SETTLED * first for first, second in shortest)
 
 
-def _calls(name: str, shape: Shape) -> tuple[Callable[[], object], Callable[[], object]]:
-    """The product of a class by PyTorch and by oneDNN, as they run in a model."""
+def _is_engines(name: str) -> bool:
+    return name.startswith(("few rows", "some rows", "bf16"))
+
+
+def _calls(name: str, shape: Shape) -> dict[str, Callable[[], object]]:
+    """The product of a class in each way, as it runs in a model."""
+    if _is_engines(name):
+        return _engine_calls(shape, is_narrow=name.startswith("bf16"))
     rows, inputs, outputs = shape
     x, weight, grad = (
         torch.ones(rows, inputs),
         torch.ones(outputs, inputs),
         torch.ones(rows, outputs),
     )
-    if name == "head":
-        z = torch.empty_like(grad)
-        return lambda: torch.mm(x, weight.T, out=z), lambda: _by_blocks(x, weight, z)
-    if name == "head gradient":
-        into = torch.empty_like(x)
-        return lambda: torch.mm(grad, weight, out=into), lambda: _by_blocks(grad, weight.T, into)
-    if name.startswith("input gradient"):
-        return lambda: grad @ weight, lambda: _by_blocks(grad, weight.T)
-    if name.startswith("weight gradient"):
-        return lambda: grad.T @ x, lambda: _weight_gradient(grad, x)
-    if name.startswith("forward"):
-        return lambda: functional.linear(x, weight), lambda: _by_blocks(x, weight)
-    return lambda: functional.linear(x, weight), lambda: _product(x, weight)
+    z, into = torch.empty_like(grad), torch.empty_like(x)
+    own, other = {
+        "forward": (lambda: functional.linear(x, weight), lambda: _by_blocks(x, weight)),
+        "input gradient": (lambda: grad @ weight, lambda: _by_blocks(grad, weight.T)),
+        "weight gradient": (lambda: grad.T @ x, lambda: _weight_gradient(grad, x)),
+        "head": (lambda: torch.mm(x, weight.T, out=z), lambda: _by_blocks(x, weight, z)),
+        "head gradient": (
+            lambda: torch.mm(grad, weight, out=into),
+            lambda: _by_blocks(grad, weight.T, into),
+        ),
+    }[name.removesuffix(" small").removesuffix(" large")]
+    return {"torch": own, "onednn": other}
+
+
+def _engine_calls(shape: Shape, *, is_narrow: bool) -> dict[str, Callable[[], object]]:
+    """The same for an engine's product: each call takes the next of several weights."""
+    rows, inputs, outputs = shape
+    dtype = torch.bfloat16 if is_narrow else torch.float32
+    x = torch.ones(rows, inputs, dtype=dtype)
+    number = -(-COLD // (inputs * outputs * dtype.itemsize))
+    weights = [torch.ones(outputs, inputs, dtype=dtype) for _ in range(number)]
+    calls: dict[str, Callable[[], object]] = {
+        "torch": _in_turn(lambda weight: functional.linear(x, weight), weights)
+    }
+    if is_narrow:
+        blocks = [pack_bf16(weight) for weight in weights]
+        return calls | {"packed": _in_turn(lambda some: bf16_product(x, some, None), blocks)}
+    calls["onednn"] = _in_turn(lambda weight: _product(x, weight), weights)
+    if has_mkl_packed():
+        both = [(weight, pack_float32(weight, rows)) for weight in weights]
+        calls["packed"] = _in_turn(lambda two: float32_product(x, two[0], two[1], None), both)
+    return calls
+
+
+def _in_turn(product: Callable[[Any], object], weights: Sequence[Any]) -> Callable[[], None]:
+    """``AT_A_TIME`` products with the next of the weights."""
+    turns = cycle(weights)
+
+    def call() -> None:
+        for weight in islice(turns, AT_A_TIME):
+            product(weight)
+
+    return call
 
 
 # -- the rates of a machine, in the cache
@@ -342,15 +467,16 @@ class _Kept(TypedDict):
     """The file of a measurement."""
 
     machine: dict[str, str]
-    rates: dict[str, tuple[_Positive, _Positive]]
+    rates: dict[str, tuple[_Positive, _NotNegative, _NotNegative]]
 
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-def rates_of_machine() -> tuple[dict[str, Rates], str]:
+def rates_of_machine(shapes: Mapping[str, Shape]) -> tuple[dict[str, Rates], str]:
     """The rates of this machine with this process's threads, from the cache if it has them; and how they were found."""
-    machine = _machine()
+    machine = _machine() | {"classes": ", ".join(shapes)}
     key = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:16]
     path = default_directory() / "products" / f"{key}.json"
     threads = f"{machine['threads']} thread{'' if machine['threads'] == '1' else 's'}"
@@ -358,25 +484,24 @@ def rates_of_machine() -> tuple[dict[str, Rates], str]:
     if path.exists():
         try:
             kept = pydantic.TypeAdapter(_Kept).validate_python(files.read_json(path, FILE_LIMIT))
-            if kept["machine"] != machine or kept["rates"].keys() != SHAPES.keys():
+            if kept["machine"] != machine or kept["rates"].keys() != shapes.keys():
                 raise ValueError("it is of another machine or version")
         except (OSError, ValueError) as error:
             why = first_problem(error) if isinstance(error, pydantic.ValidationError) else error
             damage = f"; {path} could not be used: {why}"
         else:
-            rates = {name: Rates(*both) for name, both in kept["rates"].items()}
+            rates = {name: Rates(*three) for name, three in kept["rates"].items()}
             return rates, f"measured before on this processor with {threads} ({path})"
     start = time.perf_counter()
-    rates = measure()
+    rates = measure(shapes)
     how = f"measured in {time.perf_counter() - start:.1f} s with {threads}{damage}"
     busy = sum(not rate.has_settled for rate in rates.values())
     if busy:
         how += f"; not kept, since other programs disturbed {busy} of {len(rates)} classes"
         return rates, how
     try:
-        _keep(
-            path, {"machine": machine, "rates": {n: (r.torch, r.onednn) for n, r in rates.items()}}
-        )
+        found = {name: (rate.torch, rate.onednn, rate.packed) for name, rate in rates.items()}
+        _keep(path, {"machine": machine, "rates": found})
     except OSError as error:
         how += f"; not kept, since {path} cannot be written: {error.strerror or error}"
     return rates, how
@@ -416,7 +541,7 @@ def _processor() -> str:
     return f"{known.get('model name', platform.machine())} {digest[:8]}"
 
 
-# -- products by oneDNN
+# -- products by their library
 
 
 _PLAIN = nn.Linear.forward
@@ -436,16 +561,67 @@ def _forward(self: nn.Linear, input: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b, and the products of its backward pass, each by its library."""
+    """x W^T + b, and the products of its backward pass, each by its library. A frozen weight may be stored in fewer
+    bits than x.
+    """
+    if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+        return linear_from_stored(x, weight, bias, Tensor.to)
+    packed = _decodes.get()
+    if packed is not None and _active.packed and not torch.is_grad_enabled():
+        product = _by_packed(packed, x, weight, bias)
+        if product is not None:
+            return product
     if _active.has_layers and _is_ours(x, weight):
-        return (_decode if _decodes.get() else _train)(x, weight, bias)
+        return (_train if packed is None else _decode)(x, weight, bias)
     return functional.linear(x, weight, bias)
 
 
+Widen = Callable[[Tensor, torch.dtype], Tensor]
+"""A stored weight -> its numbers [outputs, inputs] in a dtype."""
+
+
+def linear_from_stored(x: Tensor, weight: Tensor, bias: Tensor | None, widen: Widen) -> Tensor:
+    """x W^T + b in the dtype of x (or autocast's) with a frozen weight that is stored otherwise. Its numbers exist in
+    that dtype only during the product, and once more during the backward pass's.
+    """
+    trains = weight.requires_grad or (bias is not None and bias.requires_grad)
+    assert not (trains and torch.is_grad_enabled()), "what is stored in fewer bits does not train"
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    bias = None if bias is None else bias.detach()
+    result: Tensor = _FromStored.apply(x, weight.detach(), bias, widen)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _FromStored(torch.autograd.Function):
+    """The same bits as ``linear`` with the widened weight; what is kept for the backward pass is the stored one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, widen: Widen) -> Tensor:
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None)
+        wide = widen(weight, x.dtype)
+        ctx.widen, ctx.shape = widen, x.shape
+        by = _libraries(x, wide) if _active.has_layers and _is_ours(x, wide) else None
+        ctx.by_onednn = by is not None and by.input_gradient
+        return linear(x, wide, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        if weight is None:
+            return None, None, None, None
+        wide, grad = ctx.widen(weight, grad.dtype), grad.reshape(-1, grad.shape[-1])
+        grad_x = _by_blocks(grad, wide.T) if ctx.by_onednn else grad @ wide
+        return grad_x.view(ctx.shape), None, None, None
+
+
 @contextmanager
-def decoding() -> Iterator[None]:
-    """The linear layers of an engine, without gradients: all but the smallest products."""
-    token = _decodes.set(True)
+def decoding(packed: PackedWeights) -> Iterator[None]:
+    """The linear layers of an engine, without gradients: all but the smallest products, and weights packed into
+    ``packed``.
+    """
+    token = _decodes.set(packed)
     try:
         yield
     finally:
@@ -464,27 +640,51 @@ def product_into(out: Tensor, x: Tensor, weight: Tensor) -> None:
 
 def _train(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Large products and their gradients; the same bits where no gradient is wanted."""
-    if x.numel() * weight.shape[0] < MIN_SIZE:
-        return functional.linear(x, weight, bias)
-    size = size_of(weight)
-    by = By(*(f"{kind} {size}" in _active.onednn for kind in KINDS[:3]))
-    if not any(by):
+    by = _libraries(x, weight)
+    if by is None:
         return functional.linear(x, weight, bias)
     result: Tensor = _Linear.apply(x, weight, bias, by)  # type: ignore[no-untyped-call]
     return result
 
 
+def _libraries(x: Tensor, weight: Tensor) -> By | None:
+    """Who computes a layer's three products in training; None: PyTorch all of them."""
+    if x.numel() * weight.shape[0] < MIN_SIZE:
+        return None
+    size = size_of(weight)
+    by = By(*(f"{kind} {size}" in _active.onednn for kind in KINDS[:3]))
+    return by if any(by) else None
+
+
 def _decode(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     num_rows = x.numel() // x.shape[-1]
-    if num_rows < SOME:
-        name = f"few rows {size_of(weight)}"
-    elif num_rows < MANY:
-        name = "some rows deep" if x.shape[-1] >= DEEP else "some rows shallow"
-    else:
-        name = f"forward {size_of(weight)}"
+    name = _class_of(num_rows, weight)
     if num_rows >= FEW and name in _active.onednn and not torch.is_grad_enabled():
         return _product(x, weight, bias)
     return functional.linear(x, weight, bias)
+
+
+def _by_packed(
+    packed: PackedWeights, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor | None:
+    """x W^T + b with a copy of the weight; None where there is none, or it gains nothing."""
+    num_rows = x.numel() // x.shape[-1]
+    if _is_ours(x, weight):
+        is_faster = num_rows >= FEW and _class_of(num_rows, weight) in _active.packed
+        return packed.float32(x, weight, bias) if is_faster else None
+    if not _is_bf16(x, weight):
+        return None
+    size = "few" if num_rows < SOME else "some" if num_rows < MANY else "many"
+    return packed.bf16(x, weight, bias) if f"bf16 {size} rows" in _active.packed else None
+
+
+def _class_of(num_rows: int, weight: Tensor) -> str:
+    """The class of an engine's float32 product."""
+    if num_rows < SOME:
+        return f"few rows {size_of(weight)}"
+    if num_rows < MANY:
+        return "some rows deep" if weight.shape[1] >= DEEP else "some rows shallow"
+    return f"forward {size_of(weight)}"
 
 
 def size_of(weight: Tensor) -> str:
@@ -578,3 +778,12 @@ def _is_ours(x: Tensor, weight: Tensor) -> bool:
         and type(weight) in (Tensor, nn.Parameter)
         and not torch.is_autocast_enabled("cpu")
     )
+
+
+def _is_bf16(x: Tensor, weight: Tensor) -> bool:
+    """Whether the product is bfloat16's on a CPU: by its operands, or by autocast."""
+    if not x.device.type == weight.device.type == "cpu" or x.dtype == torch.float64:
+        return False
+    if torch.is_autocast_enabled("cpu"):
+        return torch.get_autocast_dtype("cpu") == torch.bfloat16
+    return x.dtype == weight.dtype == torch.bfloat16

@@ -31,8 +31,10 @@ from taut import capabilities
 from taut.errors import ModelError
 from taut.models import faster_layers
 from taut.models.architecture import takes_pictures
+from taut.models.frozen import Storage
 from taut.models.heads import check_head, initialise, list_with_library, scalar_head
 from taut.models.load import (
+    ShardLayers,
     explain_load_errors,
     is_reward_config,
     load_config,
@@ -61,6 +63,8 @@ def load_reward_model(
     attention: str,
     trust_remote_code: bool = False,
     is_narrow: bool = False,
+    storage: Storage | None = None,
+    shard: ShardLayers | None = None,
 ) -> PreTrainedModel:
     """The model at ``path`` with its scalar head, in train mode; the other arguments as for ``load.load_model``.
 
@@ -75,9 +79,12 @@ def load_reward_model(
         config,
         "a reward model",
         dtype=dtype,
+        device=device,
         attention=attention,
         trust_remote_code=trust_remote_code,
         is_narrow=is_narrow,
+        storage=storage,
+        shard=shard,
         new_module=HEAD if may_lack_head else "",
     )
     module = scalar_head(model)

@@ -26,8 +26,9 @@ The Scorer is the root of sharding: inner modules are not called from outside.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -50,6 +51,7 @@ CHUNK_ELEMENTS = 2**24
 CHUNK_SHARE = 64
 """On a GPU they may take one part in so many of its memory: each chunk reads the head's weights, and reads and writes
 their gradient. The memory that happens to be free would make rounding depend on what else runs."""
+_traced_memory: ContextVar[int | None] = ContextVar("traced_memory", default=None)
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,10 @@ class Scorer(nn.Module):
         )
         return scores._replace(scalar_R=scalar_R)
 
+    def inside(self, function: Callable[[nn.Module], Tensor]) -> Tensor:
+        """``function(model)``, where the model's weights are whole: a way in for what is not scoring."""
+        return function(self.model)
+
     def next_logits(
         self,
         ids_T: Tensor,
@@ -202,10 +208,20 @@ def score_hidden(
 
 def chunk_elements(device: torch.device, dtype: torch.dtype) -> int:
     """How many logits of a dtype may exist at a time."""
-    if device.type != "cuda":
-        return CHUNK_ELEMENTS
-    memory = torch.cuda.get_device_properties(device).total_memory
-    return max(CHUNK_ELEMENTS, memory // (CHUNK_SHARE * dtype.itemsize))
+    memory = _traced_memory.get()
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    return max(CHUNK_ELEMENTS, (memory or 0) // (CHUNK_SHARE * dtype.itemsize))
+
+
+@contextmanager
+def traced_for(gpu_memory: int | None) -> Iterator[None]:
+    """Inside it tensors without contents are cut into chunks as on a GPU with this memory; None: as on a CPU."""
+    token = _traced_memory.set(gpu_memory)
+    try:
+        yield
+    finally:
+        _traced_memory.reset(token)
 
 
 class Chunks:
@@ -218,10 +234,16 @@ class Chunks:
         bias: Tensor | None,
         trained: Tensor | None,
         spec: HeadSpec,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        """``dtype``: of the products; by default autocast's, else that of hidden states and weight, of which a frozen
+        weight may be the narrower one.
+        """
         device_type = hidden.device.type
         is_autocast = torch.is_autocast_enabled(device_type) and hidden.dtype != torch.float64
-        self.dtype = torch.get_autocast_dtype(device_type) if is_autocast else weight.dtype
+        if dtype is None and is_autocast:
+            dtype = torch.get_autocast_dtype(device_type)
+        self.dtype = dtype or torch.promote_types(hidden.dtype, weight.dtype)
         self.wide = torch.promote_types(self.dtype, torch.float32)
         self.hidden, self.weight = hidden.to(self.dtype), weight.to(self.dtype)
         self.bias, self.spec = bias, spec
@@ -375,11 +397,7 @@ class _Head(torch.autograd.Function):
         grad_logp, grad_entropy = grads
         if grad_logp is None:
             grad_logp = torch.zeros_like(entropy)
-        is_narrow = ctx.dtype != weight.dtype
-        with torch.autocast(
-            hidden.device.type, dtype=ctx.dtype if is_narrow else None, enabled=is_narrow
-        ):
-            chunks = Chunks(hidden, weight, bias, trained, ctx.spec)
+        chunks = Chunks(hidden, weight, bias, trained, ctx.spec, ctx.dtype)
         sums = Sums(chunks, ctx.needs_input_grad[:3], weight)
         kept, ctx.every = ctx.every, None  # overwritten here: a second backward computes them again
         for rows in chunks.slices:

@@ -140,7 +140,8 @@ def untrained_rows(model: nn.Module, tokens: Mapping[int, str]) -> dict[int, str
     """id -> the evidence, for those of ``tokens`` (id -> how it is written) whose row was never trained."""
     sigma = float(getattr(architecture.text_config(model), "initializer_range", None) or 0.0)
     evidence: dict[int, str] = {}
-    for name, table in _tables(model).items():
+    for name, stored in _tables(model).items():
+        table = stored.to(torch.promote_types(stored.dtype, torch.float32))
         norms = torch.linalg.vector_norm(table, dim=1)
         median, mean = float(norms.median()), table.mean(0)
         is_drawn = (norms - sigma * table.shape[1] ** 0.5).abs() < 3 * sigma / 2**0.5

@@ -1,6 +1,6 @@
 """Bytes of one rank and its host: predicted from a trace on a single device, or measured on a real micro-batch.
 
-The prediction for one rank is the trace itself. With FSDP over N ranks each rank holds
+The prediction for one rank is the trace itself. With FSDP over N ranks (of each replica) each rank holds
 
     weights      W / N + R + 2 L       W all, R those outside the layers, L the largest layer: R is gathered from the
                                        forward to the end of the backward, a layer while it runs, with the next one
@@ -8,9 +8,10 @@ The prediction for one rank is the trace itself. With FSDP over N ranks each ran
     optimizer    2 G / N
     reference    G / N, or another model's W / N: gathered one layer at a time, while nothing else is allocated
     casts, activations, logits, temporary      as with one rank: they belong to the micro-batch
+    loading      (W - R) / N + R       each rank reads its part of the layers, and the rest whole
 
-``casts`` are not sharded either: autocast keeps a copy of the whole weights for the backward; with activation
-checkpointing of one layer. Before sharding each rank holds the whole model (``loading``).
+Adapters in the layers, their gradients and their moments are whole on each rank. ``casts`` are not sharded either:
+autocast keeps a copy of the whole weights for the backward; with activation checkpointing of one layer.
 
 Measured are the bytes of the allocator at the peak: on a GPU torch's own peak; on a CPU the sum of torch's allocations
 and frees, including the kernels' buffers, on top of what existed before. ``Ledger`` gives the live tensors by part.
@@ -66,22 +67,34 @@ class Footprint:
 
 
 def footprint(
-    traced: Traced, num_ranks: int, *, stages: bool = False, is_host: bool = False
+    traced: Traced, num_shards: int, *, stages: bool = False, is_host: bool = False
 ) -> Footprint:
-    """The bytes of each of ``num_ranks``. ``stages``: whether checkpoints are written in the background; ``is_host``:
-    whether the device is the host itself.
+    """The bytes of each rank, of as many as the weights are divided among. ``stages``: whether checkpoints are written
+    in the background; ``is_host``: whether the device is the host itself.
     """
-    shares = dict.fromkeys(("weights", "gradients"), 1 / num_ranks)
+    weights, trained, whole = traced.weights, traced.trained, traced.adapters
+    of_trained = whole / max(1, trained.all)
+
+    def divided(size: int, share: float) -> int:
+        """The bytes of a rank, where a ``share`` of them is whole on each."""
+        return int(size * share + size * (1 - share) / num_shards)
+
+    shares = {
+        "weights": divided(weights.all, whole / weights.all) / weights.all,
+        "gradients": divided(trained.all, of_trained) / max(1, trained.all),
+    }
     parts = traced.parts(shares)
-    parts["optimizer"] = traced.optimizer // num_ranks
-    parts["reference"] = traced.reference // num_ranks
-    if num_ranks > 1:
-        parts["weights"] = parts["weights"] // num_ranks + _gathered(traced.weights)
-        parts["gradients"] = parts["gradients"] // num_ranks + _gathered(traced.trained)
-    staging = (traced.trained.all + traced.optimizer) // num_ranks if stages else 0
+    parts["optimizer"] = divided(traced.optimizer, of_trained)
+    is_copy = traced.reference == trained.all  # of what trains; else another model
+    parts["reference"] = divided(traced.reference, of_trained if is_copy else 0.0)
+    if num_shards > 1:
+        gathered = trained._replace(all=trained.all - whole, layer=0 if whole else trained.layer)
+        parts["weights"] = divided(parts["weights"], whole / weights.all) + _gathered(weights)
+        parts["gradients"] = divided(parts["gradients"], of_trained) + _gathered(gathered)
+    staging = divided(trained.all + traced.optimizer, of_trained) if stages else 0
     if is_host:
         parts["staging"] = staging
-    return Footprint(parts, traced.weights.all, staging)
+    return Footprint(parts, weights.rest + (weights.all - weights.rest) // num_shards, staging)
 
 
 def stages(config: CheckpointConfig, num_steps: int | None) -> bool:
@@ -123,14 +136,14 @@ def predict(
     packed: Packed,
     *,
     is_first: bool,
-    num_ranks: int = 1,
+    num_shards: int = 1,
 ) -> Prediction:
     """Memory of one micro-batch, without checkpoint buffers. ``is_first``: no gradients exist before it.
 
     Raises ModelError where the model cannot run on fake tensors.
     """
     traced = trace(run, config, kernels, packed, is_first=is_first)
-    return Prediction(packed.num_tokens, traced, footprint(traced, num_ranks))
+    return Prediction(packed.num_tokens, traced, footprint(traced, num_shards))
 
 
 def predict_steps(
@@ -139,7 +152,7 @@ def predict_steps(
     kernels: Kernels,
     work: Workload,
     *,
-    num_ranks: int = 1,
+    num_shards: int = 1,
 ) -> Prediction:
     """Memory of the first steps: of the micro-batch with the highest peak."""
     first, later = work.first, work.later
@@ -148,7 +161,7 @@ def predict_steps(
     if later is None or later.num_tokens < first.num_tokens:
         cases.append((first, True))
     predictions = [
-        predict(run, config, kernels, packed, is_first=is_first, num_ranks=num_ranks)
+        predict(run, config, kernels, packed, is_first=is_first, num_shards=num_shards)
         for packed, is_first in cases
     ]
     return max(predictions, key=lambda prediction: prediction.peak)
@@ -227,6 +240,7 @@ def _run(built: Built, packed: Packed) -> None:
         nothing_N = torch.zeros(packed.num_targets, dtype=torch.float64)
         scores = Scores(nothing_N, nothing_N, scalar_R=torch.zeros(packed.num_reads))
         packed = replace(packed, stats=loss.statistics(loss.observe(scores, packed)))
+    packed = packed.to(built.trainer.ranks.device)
     backward(built.trainer, packed, dict.fromkeys(loss.units, 1.0), 1)
 
 

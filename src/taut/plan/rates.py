@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from taut.attention.layout import Layout
 from taut.methods.method import RunConfig
-from taut.models import architecture
+from taut.models import architecture, faster_layers
 from taut.models.load import quiet_library
 from taut.models.precision import backward_context, compute_context
 from taut.models.scorer import Scorer, score_hidden
@@ -149,7 +149,8 @@ def from_data_sheet(
         _layers(traced, work, recomputes=recomputes) + traced.head_flops * work.targets
         for work in works
     ]
-    sent = len(works) * (num_ranks - 1) / num_ranks * (2 * traced.weights.all + traced.trained.all)
+    sharded = 2 * traced.weights.all + traced.trained.all - traced.adapters
+    sent = (num_ranks - 1) / num_ranks * (len(works) * sharded + 2 * traced.adapters)
     return Seconds(
         compute=sum(max(flops / speed, least) for flops in products),
         update=ADAMW_BYTES * traced.num_trained / num_ranks / bandwidth,
@@ -203,6 +204,7 @@ def calibrate(
             attn_implementation=kernels.attention,
             trust_remote_code=run.trust_remote_code,
         )
+    faster_layers.install(base)
     model = adapted(run, base)
     flops, scorer = architecture.flops(model), Scorer(model)
     number = min(FEW, packed.num_targets)
@@ -214,6 +216,7 @@ def calibrate(
         predictor_N=packed.predictor_N[:number] if number else zero,
         weight_N=packed.weight_N[:number] if number else zero.double() + 1,
         row_N=packed.row_N[:number] if number else zero,
+        read_R=torch.arange(packed.num_tokens),  # so that the last layer leaves no token out
     )
     done = work_of(small, flops.window).layers(flops)
     optimizer = build_optimizer(scorer, run.resolved_optim)
@@ -277,7 +280,8 @@ def _head_step(
         return act_on_embedding
     passes, is_linear = run.extra_forwards(), run.loss().linear_weights(packed) is not None
     planned = architecture.head(model)
-    dtype, is_tied = planned.weight.dtype, architecture.is_tied(model)
+    dtype = torch.promote_types(planned.weight.dtype, torch.float32)  # narrow ones are widened
+    is_tied = architecture.is_tied(model)
     shape, trains = planned.weight.shape, (planned.weight.requires_grad, table.requires_grad)
     weight = nn.Parameter(torch.randn(shape, dtype=dtype, device=device) * 0.02, trains[0])
     embedding = (

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
 
 from taut.attention import varlen
 from taut.attention.layout import Call, Layout
@@ -37,13 +36,16 @@ from taut.errors import ModelError
 from taut.methods.method import RunConfig
 from taut.models import architecture
 from taut.models.attention_backends import PREFIX
+from taut.models.frozen import store
 from taut.models.load import freeze, load_skeleton, quiet_library
 from taut.models.lora import apply_lora
 from taut.models.noise import install_noise
 from taut.models.precision import backward_context, compute_context
+from taut.models.quantised import constants_of, pretend, quantised_layers, require_dense
 from taut.models.reward_model import reward_skeleton
-from taut.models.scorer import Scorer
+from taut.models.scorer import Scorer, traced_for
 from taut.plan.ledger import PARTS, History, Ledger, Parts, Shares, fullest
+from taut.run.setup import storage_for
 from taut.types import IntArray, Packed
 
 FUSED = PREFIX + "estimate"
@@ -52,11 +54,13 @@ CPU = torch.device("cpu")
 
 
 class Kernels(NamedTuple):
-    """Dtype and attention of the computation."""
+    """What the memory of the computation depends on."""
 
     dtype: torch.dtype
     attention: str
     """Its name in the library's registry."""
+    gpu_memory: int | None = None
+    """Of the GPU, in bytes: the head's chunks are a part of it. None: a CPU."""
 
 
 class Sizes(NamedTuple):
@@ -85,6 +89,8 @@ class Traced:
     """Additional forwards of a step: of a reference, and for statistics."""
     is_linear: bool
     """Whether the head's gradient is computed in the forward; else its logits are computed twice."""
+    adapters: int
+    """Bytes of the trained parameters in the layers that no rank divides with others: those of LoRA."""
     num_parameters: int
     num_trained: int
     flops: architecture.Flops
@@ -129,6 +135,13 @@ def planned_model(run: RunConfig, config: PreTrainedConfig, kernels: Kernels) ->
     """The trained model on the meta device, with adapters and freezing."""
     base = skeleton(run, config)
     base.double() if kernels.dtype == torch.float64 else base.float()  # type: ignore[no-untyped-call]
+    device = torch.device("cuda" if kernels.attention == FUSED else "cpu")
+    storage = storage_for(run, config, kernels.dtype, device)
+    if storage is not None:
+        if storage.quantise is not None:
+            require_dense(run.model, config, storage.quantise)
+            pretend(base, storage.quantise, storage.whole)
+        store(base, storage)
     with quiet_library():
         base.set_attn_implementation(kernels.attention)
     return adapted(run, base)
@@ -175,18 +188,20 @@ def trace(
     histories = []
     for depth in depths:
         shallow = planned_model(run, with_layers(config, depth), kernels)
-        histories.append(_history(run, shallow, kernels.dtype, packed, is_first=is_first))
+        histories.append(_history(run, shallow, kernels, packed, is_first=is_first))
+    of_trained = _sizes(model, trained)
     return Traced(
         histories=tuple(histories),
         depths=depths,
         num_layers=len(architecture.layers(model)),
-        weights=_sizes(model, model.parameters()),
-        trained=_sizes(model, trained),
+        weights=_sizes(model, _stored(model)),
+        trained=of_trained,
         optimizer=2 * sum(p.nbytes for p in trained),
         reference=run.models().reference_bytes(run, trained),
         passes=run.extra_forwards(),
         is_linear=run.loss().linear_weights(packed) is not None,
-        num_parameters=sum(p.numel() for p in model.parameters()),
+        adapters=(of_trained.all - of_trained.rest) if run.lora.is_on else 0,
+        num_parameters=architecture.num_weights(model),
         num_trained=sum(p.numel() for p in trained),
         flops=architecture.flops(model),
     )
@@ -223,7 +238,7 @@ def _depths(run: RunConfig, model: nn.Module) -> tuple[int, ...]:
 
 
 def _history(
-    run: RunConfig, model: nn.Module, dtype: torch.dtype, packed: Packed, *, is_first: bool
+    run: RunConfig, model: nn.Module, kernels: Kernels, packed: Packed, *, is_first: bool
 ) -> History:
     """The history of a forward and a backward on fake tensors."""
     try:
@@ -248,10 +263,10 @@ def _history(
             )
             ledger.watch_gradients(parameters)
             with ledger:
-                with compute_context(dtype, CPU):
+                with compute_context(kernels.dtype, CPU), traced_for(kernels.gpu_memory):
                     total = _proxy_loss(run, scorer, packed)
                 ledger.end_forward()
-                with backward_context(dtype):
+                with backward_context(kernels.dtype), traced_for(kernels.gpu_memory):
                     total.backward()
             return ledger.history()
     except (RuntimeError, NotImplementedError) as error:
@@ -321,10 +336,16 @@ class _Known(Tensor):
 def _sizes(model: nn.Module, parameters: Iterable[Tensor]) -> Sizes:
     sizes = {id(p): p.nbytes for p in parameters}
     layers = [
-        sum(sizes.get(id(p), 0) for p in layer.parameters()) for layer in architecture.layers(model)
+        sum(sizes.get(id(p), 0) for p in _stored(layer)) for layer in architecture.layers(model)
     ]
     total = sum(sizes.values())
     return Sizes(total, max(layers), total - sum(layers))
+
+
+def _stored(module: nn.Module) -> list[Tensor]:
+    """Parameters, and what quantised ones need next to them."""
+    constants = (tensor for _, layer in quantised_layers(module) for tensor in constants_of(layer))
+    return [*module.parameters(), *constants]
 
 
 def _fused(
@@ -346,4 +367,3 @@ def _fused(
 
 _register: Callable[..., None] = AttentionInterface.register
 _register(FUSED, _fused)
-AttentionMaskInterface.register(FUSED, lambda **_: None)  # the layout has the visibility

@@ -33,7 +33,7 @@ from taut.models.heads import (
     initialise,
     scalar_head,
 )
-from taut.models.load import is_reward_config, load_config
+from taut.models.load import ShardLayers, is_reward_config, load_config
 from taut.models.lora import LoraConfig, apply_lora
 from taut.models.reward_model import NewHead, load_reward_model
 from taut.models.save import saving
@@ -109,14 +109,15 @@ def build_critic(
     recomputes: bool = False,
     seed: int = 0,
     trust_remote_code: bool = False,
+    shard: ShardLayers | None = None,
 ) -> tuple[Critic, list[Decision]]:
-    """The critic of a policy, and the decisions about it. Shard its ``shards`` before the scorer.
+    """The critic of a policy, and the decisions about it. An own one is sharded before the scorer.
 
     ``policy``: as it trains, with its adapters and added tokens (``new_ids``), not yet sharded. ``path``: the directory
     or hub name that it was loaded from. ``attention``: the implementation, as registered with the library. ``longest``:
     tokens of the longest sample there can be. ``one_sample``: why the policy runs one sample at a time; None: it packs.
-    ``recomputes``: whether activations are computed again in backward. The caller checks that ``config.model`` has the
-    policy's tokenizer and its length of context.
+    ``recomputes``: whether activations are computed again in backward. ``shard``: as for ``load_model``. The
+    caller checks that ``config.model`` has the policy's tokenizer and its length of context.
     """
     if config.kind == "shared":
         shared = SharedCritic(policy, detach=config.detach)
@@ -136,6 +137,7 @@ def build_critic(
             device=device,
             attention=attention,
             trust_remote_code=trust_remote_code,
+            shard=shard,
         )
     except ModelError as error:
         raise ModelError(f"{KEY}: {error}; or set critic.kind=shared") from error

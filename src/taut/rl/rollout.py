@@ -89,6 +89,10 @@ class RolloutConfig:
     """local: in this process, on the weights that train. server: at url; the weights are sent to it."""
     url: str | None = None
     """URL of the server, as in http://127.0.0.1:8000/v1."""
+    dtype: Literal["bfloat16"] | None = None
+    """Compute dtype of the engine in this process, for a run with dtype=float32: rollouts in bfloat16 are faster on
+    hardware that has its arithmetic. They are another model's than is trained, so the method has to correct for
+    it (rollout_correction). None: the run's."""
     local: LocalConfig = LocalConfig()
     server: ServerConfig = ServerConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
@@ -98,6 +102,11 @@ class RolloutConfig:
             raise ConfigError(
                 f"rollout.engine={self.engine} and rollout.url={self.url} contradict each other: a url is where the "
                 "server answers; set both rollout.engine=server and rollout.url=http://HOST:PORT/v1, or neither"
+            )
+        if self.engine == "server" and self.dtype is not None:
+            raise ConfigError(
+                f"rollout.dtype={self.dtype} with rollout.engine=server, which has a precision of its own; expected it "
+                "with the engine in this process alone; take rollout.dtype out"
             )
         for section, config in (("local", LocalConfig()), ("server", ServerConfig())):
             if section != self.engine and getattr(self, section) != config:

@@ -36,7 +36,7 @@ from taut.evals.reload import (
 from taut.io import files
 from taut.methods.aux_models import save_critic
 from taut.methods.method import RunConfig
-from taut.models.lora import is_adapted, save_adapter
+from taut.models.lora import is_adapted, save_adapter, write_base
 from taut.models.save import copy_processor, make_readable, saving, serving_tokenizer
 from taut.models.scorer import Scorer
 from taut.run.setup import Built
@@ -127,6 +127,7 @@ def _write(built: Built, result: Path, trained: Trained, questions: Sequence[Que
                 device,
                 run.trust_remote_code,
                 run.new_head(),
+                built.models.loaded.storage,
             )
         if not run.save.merged:
             assert adapted is not None, "save.merged=false is refused without adapters"
@@ -186,6 +187,7 @@ def _saving_adapter(
         with _naming(directory):
             shutil.rmtree(partial_directory, ignore_errors=True)
             save_adapter(model, partial_directory, state)
+            write_base(partial_directory, built.run.model, built.run.quantise)
             copy_processor(model, partial_directory, has_template=template is not None)
             make_readable(partial_directory)
             served.save_pretrained(partial_directory)

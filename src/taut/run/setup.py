@@ -7,23 +7,25 @@ its reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from taut.config import Decision
 from taut.data.batching import START, Budget, CostModel
 from taut.data.packing import PackPolicy
-from taut.errors import ModelError
+from taut.errors import ConfigError, ModelError
 from taut.methods.inputs import Inputs, Loaded, Models, Plan, engine_of
 from taut.methods.method import RunConfig
 from taut.models import architecture, products
 from taut.models.attention_backends import Chosen, select
 from taut.models.flash_attention import activate
+from taut.models.frozen import Storage, described, storage_of
+from taut.models.heads import OwnCritic
 from taut.models.load import checkpoint_dtype, freeze, load_model
 from taut.models.lora import apply_lora, choose_rows, describe_targets
 from taut.models.noise import install_noise, remove_dropout
@@ -34,6 +36,7 @@ from taut.models.precision import (
     resolve_dtype,
     use_arithmetic,
 )
+from taut.models.quantised import format_of, require_trainable
 from taut.models.reward_model import load_reward_model
 from taut.models.save import find_processor
 from taut.models.scorer import Scorer
@@ -100,7 +103,10 @@ def use_products(run: RunConfig, ranks: Ranks, stored: str | None = None) -> Non
     dtype = resolve_dtype(run.dtype, ranks.device).dtype
     # What is asked for by name is refused by every rank that lacks it; only the first one measures.
     chooses = ranks.is_writer or run.products != "auto"
-    first = products.select(run.products, ranks.device, dtype, stored) if chooses else None
+    first = None
+    if chooses:
+        engine = run.engine_dtype(dtype)
+        first = products.select(run.products, ranks.device, dtype, stored, engine=engine)
     chosen = ranks.gather(first)[0]
     assert chosen is not None
     products.use(chosen)
@@ -110,6 +116,12 @@ def load(run: RunConfig, inputs: Inputs, ranks: Ranks) -> Loaded:
     """The model, with the attention and dtype of the run."""
     dtype, chosen, decisions = choose(run, inputs, ranks.device)
     head = run.new_head()
+    storage = storage_for(run, inputs.config, dtype.dtype, ranks.device, inputs.new_ids)
+    if ranks.size > 1 and (run.quantise is not None or format_of(inputs.config) is not None):
+        raise ConfigError(
+            f"found {ranks.size} ranks and a quantised base, which is not sharded; expected one rank; start one "
+            "process, or take quantise out: frozen weights are then stored in bfloat16"
+        )
     read = load_model if head is None else partial(load_reward_model, head=head)
     model = read(
         run.model,
@@ -117,10 +129,41 @@ def load(run: RunConfig, inputs: Inputs, ranks: Ranks) -> Loaded:
         device=ranks.device,
         attention=chosen.implementation,
         trust_remote_code=run.trust_remote_code,
+        storage=storage,
+        shard=distributed.layer_sharding(ranks),
     )
+    if storage is not None:
+        decisions.append(Decision("frozen_dtype", *described(model, storage)))
     find_processor(model)  # while its files exist: it is saved at the end
     one_sample = "; ".join(one_sample_reasons(model, inputs.longest)) or None
-    return Loaded(model, dtype, chosen, one_sample, decisions)
+    return Loaded(model, dtype, chosen, one_sample, decisions, storage)
+
+
+def storage_for(
+    run: RunConfig,
+    config: PreTrainedConfig,
+    compute: torch.dtype,
+    device: torch.device,
+    new_ids: Sequence[int] = (),
+) -> Storage | None:
+    """How the frozen weights of a run are stored; None: in the dtype of what trains. Raises where the run asks for a
+    quantised base that it cannot have.
+    """
+    comes_quantised = require_trainable(run.model, config, run.quantise, adapts=run.lora.is_on)
+    if compute == torch.float64 and (comes_quantised or run.quantise is not None):
+        raise ConfigError(
+            "dtype=float64 with a quantised base: its numbers have few digits; expected dtype=float32 or bfloat16; set "
+            "dtype, or take quantise out"
+        )
+    if not (run.stores_frozen or comes_quantised) or compute == torch.float64:
+        return None
+    storage = storage_of(checkpoint_dtype(config), compute, device, run.frozen_dtype)
+    if run.quantise is not None:
+        storage = replace(
+            storage, quantise=run.quantise, whole=tuple(run.lora.modules_to_save), host_share=None
+        )
+    # Rows that are added to a table start as the mean of its rows, in the dtype of the table.
+    return replace(storage, tables=torch.float32) if new_ids else storage
 
 
 def choose(
@@ -205,13 +248,6 @@ def join_models(
     noise = install_noise(model, run.noise, run.seed)
     # A run that generates is compared with its engine instead.
     is_compared = noise is None and not run.has_scalar_head and not run.generates
-    logps: dict[str, Tensor] = {}
-    if compared is not None and compared.cursor == START and is_compared:
-        samples = {s.id: s for tree in compared.source.prepare(1) for s in tree.samples}
-        sizes = [(sample.id, sample.num_tokens) for sample in samples.values()]
-        with torch.no_grad(), compute_context(dtype, ranks.device):
-            for name in ids_to_compare(sizes, ALONE_TOKENS):
-                logps[name] = library_logps(model, samples[name], ranks.device)
     policy, reasons = build_policy(run, one_sample, has_noise=noise is not None)
     decisions.extend(reasons)
     if run.activation_checkpointing:
@@ -228,10 +264,20 @@ def join_models(
     decisions.extend(reasons)
     scorer = Scorer(model, teacher, critic)
     budget = build_budget(run, model, ranks, one_sample=one_sample is not None)
-    # Layers are sharded separately. A vision tower is sharded with the root: how often its blocks run depends on a
-    # rank's images, and each run of a shard is a collective.
-    layers = [*([] if critic is None else critic.shards), *architecture.layers(model)]
-    distributed.shard(scorer, layers, ranks)
+    # A vision tower is sharded with the root: how often its blocks run depends on a rank's images, and each run of a
+    # shard is a collective.
+    if isinstance(critic, OwnCritic):
+        distributed.shard(critic, ranks)
+    distributed.shard(scorer, ranks)
+    logps: dict[str, Tensor] = {}
+    if compared is not None and compared.cursor == START and is_compared:
+        samples = {s.id: s for tree in compared.source.prepare(1) for s in tree.samples}
+        sizes = [(sample.id, sample.num_tokens) for sample in samples.values()]
+        with torch.no_grad(), compute_context(dtype, ranks.device):
+            for name in ids_to_compare(sizes, ALONE_TOKENS):
+                alone = partial(library_logps, sample=samples[name], device=ranks.device)
+                logps[name] = scorer.inside(alone)
+        distributed.reshard(scorer)  # the optimizer takes the shards
     roles, reasons = others.build_roles(run, inputs, loaded, scorer, ranks)
     decisions.extend(reasons)
     return Models(

@@ -1,8 +1,10 @@
 """Ranks: the process group, sharding with FSDP2, and the only collectives of the package.
 
-A single process, the default, uses no process group. Under torchrun the model is sharded with ``fully_shard`` per
-decoder layer and at the root, the Scorer. Gradients are summed over ranks on every sharded module: the loop divides
-them by the step's one denominator, and nothing else does.
+A single process, the default, uses no process group. Under torchrun a model's decoder layers are sharded with
+``fully_shard`` before its weights are read (``layer_sharding``), and the rest at the root, the Scorer, once adapters,
+added tokens and a critic are in place (``shard``). Adapters inside the layers are small and stay whole on every rank.
+Gradients are summed over ranks, by FSDP or by ``summing_gradients``: the loop divides them by the step's one
+denominator, and nothing else does.
 
 torch.distributed is imported here and in sharded.py only.
 """
@@ -12,19 +14,25 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import torch.distributed as dist
+from pydantic import Field
 from torch import Tensor, nn
 
-from taut.config import Decision
+from taut.config import Decision, configclass
 from taut.errors import ConfigError, Interrupted
 from taut.io import threads
 from taut.io.console import is_first_on_host
+
+if TYPE_CHECKING:  # it takes long to import
+    from torch.distributed.device_mesh import DeviceMesh
 
 PATIENCE = timedelta(hours=12)
 """How long ranks wait for each other: one may tokenise, or write a model, for all; torch's default for GPUs is ten
@@ -36,6 +44,15 @@ LINGER = 1.0
 """
 
 
+@configclass
+class ParallelConfig:
+    """How a model is divided among the ranks of torchrun."""
+
+    replicas: Annotated[int, Field(ge=1)] = 1
+    """Copies of the sharded weights: each is divided among ranks / replicas ranks, which exchange weights only with
+    each other (hybrid sharding, HSDP): as many as nodes, where nodes are connected slowly. A divisor of the ranks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """This process's rank among all, and the collectives."""
@@ -45,6 +62,8 @@ class Ranks:
     device: torch.device
     group: dist.ProcessGroup | None = None
     """The group of the collectives; None: the default group."""
+    mesh: DeviceMesh | None = None
+    """The ranks that weights are sharded over; with replicas [replicas, ranks of each]. None: one rank."""
 
     @property
     def is_writer(self) -> bool:
@@ -93,9 +112,12 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def start(device: str = "auto") -> Ranks:
-    """Join torchrun's process group, if there is one. ``device``: auto, cpu, cuda or cuda:N."""
+def start(device: str = "auto", replicas: int = 1) -> Ranks:
+    """Join torchrun's process group, if there is one. ``device``: auto, cpu, cuda or cuda:N; ``replicas``: of the
+    weights.
+    """
     size = world_size()
+    require_replicas(size, replicas)
     rank = int(os.environ.get("RANK", "0"))
     has_cuda = torch.cuda.is_available()
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
@@ -125,7 +147,28 @@ def start(device: str = "auto") -> Ranks:
         torch.cuda.set_device(chosen)
     if size > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=PATIENCE)
-    return Ranks(rank, size, chosen)
+    return Ranks(rank, size, chosen, mesh=_mesh(chosen, size, replicas))
+
+
+def require_replicas(num_ranks: int, replicas: int) -> None:
+    """Raise ConfigError where the ranks cannot be divided into so many replicas."""
+    if num_ranks % replicas:
+        found = "there is 1 rank" if num_ranks == 1 else f"there are {num_ranks} ranks"
+        raise ConfigError(
+            f"parallel.replicas={replicas}, and {found}; expected a divisor of the number of ranks; start as many with "
+            "torchrun, or leave it out"
+        )
+
+
+def _mesh(device: torch.device, size: int, replicas: int) -> DeviceMesh | None:
+    if size == 1:
+        return None
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if replicas == 1:
+        return init_device_mesh(device.type, (size,))
+    names = ("replicate", "shard")
+    return init_device_mesh(device.type, (replicas, size // replicas), mesh_dim_names=names)
 
 
 def thread_decisions(device: torch.device) -> list[Decision]:
@@ -175,30 +218,65 @@ def exit_code_of_first_to_fail() -> int | None:
         return None
 
 
-def shard(root: nn.Module, layers: Iterable[nn.Module], ranks: Ranks) -> None:
-    """Shard every layer and the root over all ranks; gradients are summed.
+def layer_sharding(ranks: Ranks) -> Callable[[Iterable[nn.Module]], None] | None:
+    """What shards each of a model's layers, which may be on the meta device still; None for one rank."""
+    return None if ranks.size == 1 else partial(_shard, ranks=ranks)
 
-    The root's method ``next_logits``, if it has one, is an entry point like ``forward``.
+
+def shard(root: nn.Module, ranks: Ranks) -> None:
+    """Shard what no shard inside the root has. The root's methods ``next_logits`` and ``inside``, if it has them, are
+    entry points like ``forward``.
     """
     if ranks.size == 1:
         return
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import (
-        FSDPModule,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
+    from torch.distributed.fsdp import register_fsdp_forward_method
 
-    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
-    for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(root, mesh=mesh)
-    if hasattr(root, "next_logits"):
-        register_fsdp_forward_method(root, "next_logits")
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
+    _shard([root], ranks)
+    for name in ("next_logits", "inside"):
+        if hasattr(root, name):
+            register_fsdp_forward_method(root, name)
+
+
+def _shard(modules: Iterable[nn.Module], ranks: Ranks) -> None:
+    """Shard each module over the ranks; gradients are summed."""
+    from torch.distributed.fsdp import fully_shard
+
+    for module in modules:
+        sharded: Any = fully_shard(module, mesh=ranks.mesh)
+        sharded.set_force_sum_reduction_for_comms(True)
+        sharded.set_gradient_divide_factor(1.0)
+
+
+def by_placement(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The sharded parameters and the whole ones, apart: PyTorch takes no list that mixes them. No empty list."""
+    lists: dict[bool, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        lists.setdefault(hasattr(parameter, "full_tensor"), []).append(parameter)
+    return list(lists.values())
+
+
+@contextmanager
+def summing_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks) -> Iterator[None]:
+    """What the block adds to the gradients of whole parameters is summed over ranks, at the end and in one collective a
+    dtype. FSDP sums the gradients of sharded ones.
+    """
+    whole = [p for p in parameters if not hasattr(p, "full_tensor")] if ranks.size > 1 else []
+    before = [parameter.grad for parameter in whole]
+    for parameter in whole:
+        parameter.grad = None
+    yield
+    for dtype in sorted({parameter.dtype for parameter in whole}, key=str):
+        mine = [parameter for parameter in whole if parameter.dtype == dtype]
+        added = [torch.zeros_like(p) if p.grad is None else p.grad for p in mine]
+        flat = torch.cat([gradient.flatten() for gradient in added])
+        dist.all_reduce(flat, group=ranks.group)
+        parts = torch.split(flat, [parameter.numel() for parameter in mine])
+        for parameter, part in zip(mine, parts, strict=True):
+            parameter.grad = part.view_as(parameter)
+    for parameter, gradient in zip(whole, before, strict=True):
+        if gradient is not None:
+            assert parameter.grad is not None
+            parameter.grad += gradient
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -220,6 +298,8 @@ def swap(first: Tensor, second: Tensor) -> None:
 
 def reshard(root: nn.Module) -> None:
     """Drop gathered weights, so that the next forward gathers the current ones."""
+    if not dist.is_initialized():
+        return
     from torch.distributed.fsdp import FSDPModule
 
     for module in root.modules():
@@ -231,16 +311,25 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -
     """The gradient's total norm over all ranks, on the device. If it is finite, gradients are scaled down to
     ``max_norm``.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    whole = torch.nn.utils.get_total_norm([local(gradient) for gradient in gradients])
-    mesh: Any = getattr(gradients[0], "device_mesh", None) if gradients else None
-    if mesh is not None:  # of sharded gradients; torch's own way makes two collectives
-        square = whole.double().square()
-        dist.all_reduce(square, group=mesh.get_group())
-        whole = square.sqrt().to(whole.dtype)
+    lists = by_placement(parameters)
+    norms: list[Tensor] = []
+    for some in lists:
+        gradients: list[Any] = [p.grad for p in some if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([local(gradient) for gradient in gradients])
+        norm = norm.to(some[0].device)  # without any gradient it is on the CPU
+        for axis, placement in enumerate(
+            getattr(gradients[0], "placements", ()) if gradients else ()
+        ):
+            if placement.is_shard():  # torch's own way makes two collectives
+                square = norm.double().square()
+                dist.all_reduce(square, group=gradients[0].device_mesh.get_group(axis))
+                norm = square.sqrt().to(norm.dtype)
+        norms.append(norm)
+    whole = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     if max_norm is not None:
         usable = whole.nan_to_num(nan=0.0, posinf=0.0)  # of which none is above max_norm
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, usable)
+        for some in lists:
+            torch.nn.utils.clip_grads_with_norm_(some, max_norm, usable)
     return whole
 
 

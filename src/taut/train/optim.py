@@ -141,12 +141,12 @@ def build_optimizer(
 ) -> torch.optim.AdamW:
     """AdamW over the trainable parameters, fused where the device has a fused kernel.
 
-    The parameters are in groups with and without weight decay; separate ones for the part with its own pace and for
-    each of ``rates`` (parameter -> its rate). A tied parameter is listed once. The optimizer's state is created here,
-    as AdamW itself would at the first step, so that every checkpoint has the same tensors.
+    The parameters are in groups with and without weight decay; separate ones for the part with its own pace, for each
+    of ``rates`` (parameter -> its rate), and for what is sharded. A tied parameter is listed once. The optimizer's
+    state is created here, as AdamW itself would at the first step, so that every checkpoint has the same tensors.
     """
     usual, rates, pace = Rate("", highest(config)), rates or {}, pace or Pace("")
-    listed: dict[tuple[bool, Rate, bool], list[nn.Parameter]] = {}
+    listed: dict[tuple[bool, Rate, bool, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             is_apart = bool(pace.part) and name.startswith(f"{pace.part}.")
@@ -155,7 +155,8 @@ def build_optimizer(
             is_exempt = (
                 parameter.ndim < 2 or "bias" in names[-1] or any("norm" in part for part in names)
             )
-            key = (is_apart, rates.get(name, usual), is_exempt)
+            is_sharded = hasattr(parameter, "full_tensor")
+            key = (is_apart, rates.get(name, usual), is_exempt, is_sharded)
             listed.setdefault(key, []).append(parameter)
     if not listed:
         raise ConfigError("no parameter is left to train; freeze fewer, or set lora.rank")
@@ -169,7 +170,7 @@ def build_optimizer(
                 "rate": rate.name,
                 "waits": 0 if is_apart else pace.head_start,
             }
-            for (is_apart, rate, is_exempt), params in sorted(
+            for (is_apart, rate, is_exempt, _), params in sorted(
                 listed.items(), key=lambda item: item[0]
             )
         ],

@@ -32,7 +32,7 @@ from taut.data.packing import PackPolicy
 from taut.errors import NonFiniteError, OutOfMemory
 from taut.losses import Loss
 from taut.models.noise import Noise
-from taut.train import optim, random_state, step_statistics
+from taut.train import distributed, optim, random_state, step_statistics
 from taut.train.checkpoint import Memory
 from taut.train.distributed import Ranks
 from taut.train.oom import Fit
@@ -347,8 +347,9 @@ def plan_trees(
 ) -> Planned:
     """``observed``: the trees over which the loss's statistics are taken, if not these."""
     microbatches = plan_microbatches(trees, trainer)
-    is_apart = observed is not None and trainer.source.loss.observes
-    return Planned(trees, microbatches, plan_trees(trainer, observed) if is_apart else None)
+    if observed is None or not trainer.source.loss.observes:
+        return Planned(trees, microbatches)
+    return Planned(trees, microbatches, plan_trees(trainer, observed))
 
 
 def add_gradients(
@@ -370,14 +371,15 @@ def compute_gradients(trainer: Trainer, plan: Planned, step: int) -> Gradients:
     scales = {term: 1.0 / count for term, count in counts.items()}
     nothing = dict.fromkeys(scales, 0.0)
     scored, sums = [], []
-    for packed, is_real in on_device(trainer, planned):
-        if trainer.ranks.size == 1:
-            trainer.interrupts.check()
-        act = partial(backward, trainer, packed, scales if is_real else nothing, step)
-        scores, of_loss = trainer.fit.attempt(act, packed, plan.trees, f"step {step}")
-        if is_real:
-            scored.append(Scored(packed.on_host, scores))
-            sums.append(of_loss)
+    with distributed.summing_gradients(trainer.trained, trainer.ranks):
+        for packed, is_real in on_device(trainer, planned):
+            if trainer.ranks.size == 1:
+                trainer.interrupts.check()
+            act = partial(backward, trainer, packed, scales if is_real else nothing, step)
+            scores, of_loss = trainer.fit.attempt(act, packed, plan.trees, f"step {step}")
+            if is_real:
+                scored.append(Scored(packed.on_host, scores))
+                sums.append(of_loss)
     return Gradients(scored, sums, scales)
 
 
@@ -564,8 +566,9 @@ def require_finite(value: float, what: str, report: StepReport, trainer: Trainer
     mine = set()
     for packed, scores in report.scored:
         rows = []
-        if packed.num_targets:
-            rows += packed.row_N[~torch.isfinite(scores.logp_N).cpu()].tolist()
+        for value_N in (scores.logp_N, scores.divergence_N) if packed.num_targets else ():
+            if value_N is not None:
+                rows += packed.row_N[~torch.isfinite(value_N).cpu()].tolist()
         if scores.scalar_R is not None:
             rows += packed.row_R[~torch.isfinite(scores.scalar_R).cpu()].tolist()
         mine |= {packed.sample_ids[row] for row in rows}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from safetensors.torch import load_file, save_file
 from tests.checks.planting import Place, fault
 
 from taut.checks.session import Session
+from taut.models import quantised
 
 
 @fault("model.loads", says="lacks 1 weight")
@@ -43,6 +45,21 @@ def adapters_on_modules_that_are_not_there(place: Place, is_faulty: bool) -> Ses
     """Names of another architecture's projections."""
     targets = ["query_key_value"] if is_faulty else ["q_proj"]
     return place.session(lora__rank=4, lora__targets=targets)
+
+
+@fault("model.quantised", says="not those of the checkpoint")
+def quantised_weights_of_another_row(place: Place, is_faulty: bool) -> Session:
+    """Codes that are read in another order, as older versions of the libraries left them when they were moved."""
+    if is_faulty:
+        install = quantised.install
+
+        def install_shifted(model: Any) -> None:
+            install(model)
+            for _, layer in quantised.quantised_layers(model):
+                layer.weight.data = layer.weight.data.roll(64)
+
+        place.patch.setattr(quantised, "install", install_shifted)
+    return place.session(lora__rank=4, quantise="nf4", dtype="float32")
 
 
 @fault("model.trains", says="freeze")

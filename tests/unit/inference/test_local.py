@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +15,7 @@ from taut.config import replace
 from taut.errors import DataError, ModelError, NonFiniteError
 from taut.inference.engine import Sampling
 from taut.inference.local import LocalConfig, LocalEngine
+from taut.models import packed_weights, products
 from taut.models.attention_backends import PREFIX
 from taut.models.scorer import Scorer
 from taut.types import Completion, IntArray, Prompt
@@ -35,10 +39,14 @@ class Watched(Scorer):
 
 
 def engine(
-    scorer: Scorer, stop_ids: tuple[int, ...] = (), context: int | None = 64, **config: int
+    scorer: Scorer, stop_ids: tuple[int, ...] = (), context: int | None = 64, **config: float
 ) -> LocalEngine:
     return LocalEngine(
-        scorer, tiny_tokenizer(), stop_ids, context=context, config=LocalConfig(**config)
+        scorer,
+        tiny_tokenizer(),
+        stop_ids,
+        context=context,
+        config=LocalConfig(**config),  # type: ignore[arg-type]
     )
 
 
@@ -177,3 +185,78 @@ def test_layers_with_state_are_refused_by_name(name: str) -> None:
 def test_rope_that_depends_on_the_length_keeps_to_its_first_regime() -> None:
     found = engine(Watched("phi3_longrope"), context=256)
     assert found.context == 32
+
+
+# -- packed weights
+
+
+@pytest.fixture
+def packings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Every product of an engine may use packed weights, at once; the number of weights packed."""
+    made = [0]
+
+    def counting(pack: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def counted(*arguments: object) -> torch.Tensor:
+            made[0] += 1
+            return pack(*arguments)
+
+        return counted
+
+    for name in ("pack_float32", "pack_bf16"):
+        pack = getattr(packed_weights, name)
+        monkeypatch.setattr(packed_weights, name, counting(pack))
+    for name, value in (("SMALLEST", 1), ("STAYS", 1), ("PAYS", 1)):
+        monkeypatch.setattr(packed_weights, name, value)
+    before = products.active()
+    engines = [name for name in products.EVERY if "rows" in name]
+    products.use(products.Products(f"mkl; packed for {', '.join(engines)}"))
+    yield made
+    products.use(before)
+
+
+def packing_engine(**config: float) -> LocalEngine:
+    scorer = Watched()
+    products.install(scorer.model)
+    return engine(scorer, **config)
+
+
+WIDE = Sampling(n=3, max_new_tokens=6, seed=3)
+
+
+@pytest.mark.skipif(not packed_weights.has_mkl_packed(), reason="this PyTorch has no MKL")
+def test_packed_weights_change_nothing_but_rounding(packings: list[int]) -> None:
+    plain = packing_engine(packed_gib=0.0).generate(prompts(5, 20, 11), WIDE)
+    assert packings == [0]
+    packed = packing_engine().generate(prompts(5, 20, 11), WIDE)
+    assert packings[0] >= 7 * 2 + 1, "each linear layer, and the head"
+    for one, other in zip(plain, packed, strict=True):
+        assert one.ids_N.tolist() == other.ids_N.tolist()
+        assert one.logp_N is not None and other.logp_N is not None
+        assert np.abs(one.logp_N - other.logp_N).max() < 1e-5
+
+
+@pytest.mark.skipif(not packed_weights.has_mkl_packed(), reason="this PyTorch has no MKL")
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_packed_weights_are_never_those_of_before_an_update(
+    is_narrow: bool, packings: list[int]
+) -> None:
+    """PyTorch's fused AdamW does not advance the version counters of what it changes."""
+
+    def compute() -> AbstractContextManager[None]:
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_narrow)  # type: ignore[return-value]
+
+    used, other = packing_engine(), packing_engine(packed_gib=0.0)
+    used._compute = other._compute = compute
+    before = used.generate(prompts(5, 20), WIDE)
+    assert packings[0]
+    optimizer = torch.optim.AdamW(used.scorer.parameters(), lr=0.5, fused=True)
+    for parameter in used.scorer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    other.scorer.load_state_dict(used.scorer.state_dict())
+    after, wanted = (one.generate(prompts(5, 20), WIDE) for one in (used, other))
+    for old, new, right in zip(before, after, wanted, strict=True):
+        assert old.logp_N is not None and new.logp_N is not None and right.logp_N is not None
+        assert old.ids_N.tolist() != new.ids_N.tolist()
+        assert new.ids_N[0] == right.ids_N[0]
+        assert abs(new.logp_N[0] - right.logp_N[0]) < (0.1 if is_narrow else 1e-4)

@@ -189,6 +189,13 @@ def test_the_largest_difference() -> None:
     assert largest_difference(torch.empty(0)) == 0.0
 
 
+def test_a_token_that_the_engine_calls_impossible_is_no_large_number() -> None:
+    difference_N = torch.tensor([0.0, float("inf"), NAN, 0.0, 0.0])
+    found = means(difference_N, Correction())
+    assert found["engine/difference"] == found["engine/difference_square"] == float("inf")
+    assert largest_difference(difference_N) == float("inf")
+
+
 def test_what_the_old_policy_is_told_apart_by() -> None:
     """Ratios 3/2, 1, 1/2, 1, 1/2 with advantages of 1 and, last, -1: one is held from above, one from below."""
     logp_N = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0], dtype=torch.float64)

@@ -1,16 +1,23 @@
-"""Faster forms of norms, rotations and the last layer: which layers have them, and that numbers stay the same."""
+"""Faster forms of norms, rotations, the last layer and vision towers: which layers have them, and that numbers stay the
+same.
+"""
 
 from __future__ import annotations
 
 import copy
 from functools import partial
+from pathlib import Path
+from types import MethodType
 
 import pytest
 import torch
 from tests.tiny_models import CARRIED, tiny_model
 from tests.tiny_samples import nested_family, sample
-from torch import nn
+from tests.vision_models import EVERY, vision_model
+from tests.vision_samples import Drawn, Seeing
+from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 
 from taut.attention.layout import Layout
 from taut.data.packing import PackPolicy, pack
@@ -19,6 +26,7 @@ from taut.models.attention_backends import PREFIX
 from taut.models.precision import Wide
 from taut.models.scorer import Scorer
 from taut.types import Packed
+from taut.vision import tower
 
 PLAIN_NORMS = ("qwen2", "qwen3", "llama", "mistral", "qwen3_moe", "granite", "phi3", "qwen2_moe")
 """Their norms compute w * x / rms(x) and nothing else; Gemma's add one to w, for one."""
@@ -176,3 +184,118 @@ def test_without_rows_every_row_is_computed() -> None:
 def test_a_model_with_experts_computes_all_rows() -> None:
     last = architecture.layers(tiny_model("qwen3_moe", attention=PREFIX + "reference"))[-1]
     assert not last._forward_pre_hooks
+
+
+# -- vision towers
+
+
+def numbers_of(seeing: Seeing, model: nn.Module) -> dict[str, Tensor]:
+    """The features of pictures of several sizes, and the gradients of tower and projector."""
+    pictures = (Drawn(0, 28, 12), Drawn(1, 44, 36), Drawn(2, 9, 30), Drawn(3, 44, 36))
+    media = [item for each in pictures for item in seeing.sample("a", ["It is ", each]).media]
+    with Wide():
+        features = tower.features_of(model.model, media)
+        sum(each.square().sum() for main, deep in features for each in (main, *deep)).backward()
+    numbers = {f"picture {n}": main.detach() for n, (main, _) in enumerate(features)}
+    return numbers | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_features_and_gradients_are_those_of_the_librarys_tower(kind: str, tmp_path: Path) -> None:
+    seeing, plain = Seeing.of(kind, tmp_path), vision_model(kind)
+    model = copy.deepcopy(plain)
+    faster_layers.install(model)
+    assert len(faster(model, "Conv2d") + faster(model, "Conv3d")) == 1
+    assert len(faster(model, "VisionAttention")) == (2 if kind.startswith("qwen") else 0)
+    of_tower = [path for path in faster(model, "") if "visual" in path]
+    is_gated = any(path.endswith("mlp") for path in of_tower)
+    assert is_gated == any("norm1" in path for path in of_tower) == (kind == "qwen2_5_vl")
+    ours, theirs = numbers_of(seeing, model), numbers_of(seeing, plain)
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        torch.testing.assert_close(ours[name], expected, rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("lengths", [(7,), (4, 4, 2), (2, 4, 1, 4, 2, 1, 4)])
+def test_windows_of_a_length_are_one_call(
+    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = vision_model("qwen2_5_vl").model.visual.blocks[0].attn
+    plain.config._attn_implementation = "sdpa"
+    attention = copy.deepcopy(plain)
+    forward = faster_layers._with_batched_windows(plain)
+    assert forward is not None
+    attention.forward = MethodType(forward, attention)
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    x = torch.randn(sum(lengths), 16, dtype=torch.float64, requires_grad=True)
+    cos, sin = torch.randn(2, sum(lengths), 8, dtype=torch.float64)
+    calls: list[torch.Size] = []
+    sdpa = nn.functional.scaled_dot_product_attention
+
+    def counted(q: Tensor, *others: Tensor, **options: float) -> Tensor:
+        calls.append(q.shape)
+        return sdpa(q, *others, **options)
+
+    results = []
+    for module in (plain, attention):
+        calls.clear()
+        with Wide(), monkeypatch.context() as patch:
+            patch.setattr(nn.functional, "scaled_dot_product_attention", counted)
+            out = module(x, bounds, position_embeddings=(cos, sin))
+        results.append([out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])])
+    assert len(calls) == len(set(lengths))
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("has_another", ["rotation", "attention"])
+def test_a_towers_attention_that_computes_something_else_is_left_alone(
+    has_another: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attention = vision_model("qwen2_5_vl").model.visual.blocks[0].attn
+    if has_another == "rotation":
+        rotate_both = modeling_qwen2_5_vl.apply_rotary_pos_emb_vision
+        monkeypatch.setattr(
+            modeling_qwen2_5_vl,
+            "apply_rotary_pos_emb_vision",
+            lambda q, k, cos, sin: rotate_both(k, q, cos, sin),
+        )
+    else:
+        attention.attention_dropout = 0.1
+    assert faster_layers._with_batched_windows(attention) is None
+
+
+PATCHES = (
+    (nn.Conv2d(3, 5, 4, 4), (2, 3, 9, 14)),
+    (nn.Conv2d(3, 5, (4, 2), (4, 2), padding="valid", bias=False), (2, 3, 9, 14)),
+    (nn.Conv3d(3, 5, (2, 4, 4), (2, 4, 4)), (6, 3, 2, 4, 4)),
+    (nn.Conv3d(3, 5, (2, 4, 4), (2, 4, 4), bias=False), (2, 3, 5, 9, 13)),
+)
+
+
+@pytest.mark.parametrize(("convolution", "shape"), PATCHES)
+def test_a_patch_embedding_is_a_product(convolution: nn.Module, shape: tuple[int, ...]) -> None:
+    theirs, pixels = copy.deepcopy(convolution).double(), torch.randn(shape, dtype=torch.float64)
+    ours = copy.deepcopy(theirs)
+    assert faster_layers._is_patch_embedding(ours)
+    ours.forward = MethodType(faster_layers._patch_embedding_forward, ours)
+    results = []
+    for module in (ours, theirs):
+        out = module(pixels)
+        gradients = torch.autograd.grad(out.square().sum(), [*module.parameters()])
+        results.append([out.flatten(2).transpose(1, 2), *gradients])
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+OVERLAPPING, PADDED, GROUPED, DILATED = (
+    nn.Conv2d(4, 4, 3, 2),
+    nn.Conv2d(4, 4, 3, 3, padding=1),
+    nn.Conv2d(4, 4, 3, 3, groups=2),
+    nn.Conv2d(4, 4, 3, 3, dilation=2),
+)
+
+
+@pytest.mark.parametrize(
+    "convolution", [OVERLAPPING, PADDED, GROUPED, DILATED, nn.Conv1d(4, 4, 3, 3)]
+)
+def test_another_convolution_is_left_alone(convolution: nn.Module) -> None:
+    assert not faster_layers._is_patch_embedding(convolution)

@@ -23,11 +23,13 @@ Patch = pytest.MonkeyPatch
 def activated(monkeypatch: Patch) -> list[str]:
     """What torch was asked to activate; both packages are installed."""
     names: list[str] = []
+    monkeypatch.setattr(flash_attention, "_largest_head", 0)
     monkeypatch.setattr(flash_attention, "find_spec", lambda name: ModuleSpec(name, None))
     monkeypatch.setattr(attention, "activate_flash_attention_impl", names.append)
     monkeypatch.setattr(
         attention, "current_flash_attention_impl", lambda: names[-1] if names else None
     )
+    monkeypatch.setattr(attention, "restore_flash_attention_impl", names.clear)
     return names
 
 
@@ -46,14 +48,34 @@ def test_each_device_has_the_kernels_made_for_it(
     assert activated == ([] if number == "2" else [f"FA{number}"])
 
 
-def test_another_backend_has_no_such_decision(activated: list[str]) -> None:
-    assert activate("flex", CUDA, SMALL) == []
+def test_another_backend_or_device_has_no_such_decision(
+    activated: list[str], monkeypatch: Patch
+) -> None:
+    assert activate("reference", torch.device("cpu"), SMALL) == []
+    for major in (8, 9):
+        on_device(monkeypatch, major)
+        assert activate("flex", CUDA, SMALL) == []
     assert activated == []
+
+
+@pytest.mark.parametrize("backend", ["varlen", "flex"])
+def test_a_model_that_they_do_not_take_drives_them_out(
+    backend: str, activated: list[str], monkeypatch: Patch
+) -> None:
+    """Its own decoding runs through the same operators, whatever it trains with."""
+    on_device(monkeypatch, 10)
+    assert activate("varlen", CUDA, SMALL)[0].value == "4"
+    (decision,) = activate(backend, CUDA, LARGE)
+    assert decision.value == "2" and activated == []
+    assert (
+        "for all models of this process; FlashAttention 4: heads have size 256" in decision.reason
+    )
+    (decision,) = activate("varlen", CUDA, SMALL)
+    assert decision.value == "2" and "heads have size 256" in decision.reason
 
 
 def test_what_stands_in_the_way_is_in_the_reason(activated: list[str], monkeypatch: Patch) -> None:
     on_device(monkeypatch, 10)
-    assert "heads have size 256" in activate("varlen", CUDA, LARGE)[0].reason
     with monkeypatch.context() as patch:
         patch.setattr(flash_attention, "find_spec", lambda name: None)
         assert "flash_attn is not installed" in activate("varlen", CUDA, SMALL)[0].reason
@@ -63,6 +85,7 @@ def test_what_stands_in_the_way_is_in_the_reason(activated: list[str], monkeypat
     with monkeypatch.context() as patch:
         patch.delattr(attention, "list_flash_attention_impls")
         assert "cannot activate it" in activate("varlen", CUDA, SMALL)[0].reason
+    assert "heads have size 256" in activate("varlen", CUDA, LARGE)[0].reason
     assert activated == []
 
 

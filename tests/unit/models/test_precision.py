@@ -196,3 +196,5 @@ def test_determinism_is_in_force_where_it_is_asked_for(monkeypatch: pytest.Monke
     assert decision[:2] == ("deterministic", "true")
     assert torch.are_deterministic_algorithms_enabled()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    (later,) = use_arithmetic(torch.float32, cpu, tf32=False, deterministic=False)
+    assert later[:2] == decision[:2] and "not asked for" in later.reason

@@ -19,7 +19,9 @@ from taut.data.dataset import DataConfig
 from taut.errors import ConfigError
 from taut.methods.method import RunConfig
 from taut.models import products
+from taut.models.packed_weights import PackedWeights
 from taut.models.products import (
+    BF16_SHAPES,
     FEW,
     NOTHING,
     SHAPES,
@@ -31,6 +33,7 @@ from taut.models.products import (
     install,
     linear,
     measure,
+    packed_faster,
     product_into,
     rates_of_machine,
     select,
@@ -41,6 +44,7 @@ from taut.run.setup import use_products
 from taut.train.distributed import Ranks
 
 CPU = torch.device("cpu")
+NARROW = torch.bfloat16
 ALL = frozenset(SHAPES)
 EQUAL = dict.fromkeys(SHAPES, Rates(100.0, 100.0))
 pytestmark = pytest.mark.skipif(not products.has_onednn(), reason="this PyTorch has no oneDNN")
@@ -85,7 +89,7 @@ def is_taken(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, onednn: frozenset[str] = ALL
 ) -> bool:
     use(named(onednn))
-    with decoding(), Seen() as seen:
+    with decoding(PackedWeights(0)), Seen() as seen:
         linear(x, weight, bias)
     return "mkldnn::_linear_pointwise" in seen.names
 
@@ -96,7 +100,7 @@ def test_an_engines_product_is_float32s(has_bias: bool) -> None:
     given = bias if has_bias else None
     with torch.no_grad():
         assert is_taken(x, weight, given)
-        with decoding():
+        with decoding(PackedWeights(0)):
             found = linear(x, weight, given)
     wanted = nn.functional.linear(
         x.double(), weight.double(), None if given is None else bias.double()
@@ -129,7 +133,7 @@ def test_all_else_is_left_alone() -> None:
         assert not is_taken(x.bfloat16(), weight.bfloat16())
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert not is_taken(x, weight)
-            with decoding():
+            with decoding(PackedWeights(0)):
                 assert linear(x, weight).dtype == torch.bfloat16
 
 
@@ -268,11 +272,35 @@ def timed(slow: str, classes: frozenset[str] = ALL) -> Callable[[str, str, Any],
     return lambda name, library, _: 2.0 if library == slow and name in classes else 1.0
 
 
+def test_packed_weights_are_taken_where_they_beat_the_library_that_is() -> None:
+    rates = {
+        "few rows small": Rates(100.0, 130.0, 140.0),
+        "few rows large": Rates(100.0, 109.0, 112.0),
+        "some rows deep": Rates(100.0, 90.0, 105.0),
+        "bf16 few rows": Rates(100.0, packed=120.0),
+        "head": Rates(100.0, 130.0),
+    }
+    assert faster(rates) == {"few rows small", "head"}
+    assert packed_faster(rates) == {"few rows large", "bf16 few rows"}
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, SHAPES | BF16_SHAPES, BF16_SHAPES])
+def test_an_engines_products_are_timed_in_every_way(
+    shapes: dict[str, products.Shape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "LIMIT", 0.0)
+    rates = measure(shapes, timed("torch", frozenset()))
+    assert rates.keys() == shapes.keys()
+    engines = {name for name, rate in rates.items() if rate.packed}
+    assert engines == {name for name in rates if "rows" in name}
+    assert {name for name, rate in rates.items() if not rate.onednn} == rates.keys() - ALL
+
+
 def test_the_faster_library_takes_each_class() -> None:
     some = frozenset(["forward large", "head"])
-    assert faster(measure(timed("torch"))) == ALL
-    assert faster(measure(timed("onednn"))) == frozenset()
-    assert faster(measure(timed("torch", some))) == some
+    assert faster(measure(SHAPES, timed("torch"))) == ALL
+    assert faster(measure(SHAPES, timed("onednn"))) == frozenset()
+    assert faster(measure(SHAPES, timed("torch", some))) == some
     almost = {**EQUAL, "head": Rates(100.0, 100 * products.MARGIN)}
     assert not faster(almost), "PyTorch's own, unless oneDNN is clearly faster"
 
@@ -286,8 +314,9 @@ def test_the_shortest_time_counts() -> None:
         is_disturbed = library == "torch" and calls.count((name, library)) % 2
         return 9.0 if is_disturbed else 1.0
 
-    assert not faster(measure(clock))
-    assert [library for _, library in calls[:4]] == ["torch", "onednn"] * 2, "they take turns"
+    assert not faster(measure(SHAPES, clock))
+    of_head = [library for name, library in calls if name == "head"]
+    assert of_head[:4] == ["torch", "onednn"] * 2, "they take turns"
 
 
 def test_a_class_is_timed_until_its_shortest_times_are_met_twice(
@@ -303,13 +332,13 @@ def test_a_class_is_timed_until_its_shortest_times_are_met_twice(
         return 1.0 + number if name == "head gradient" and number < 9 else 1.0
 
     monkeypatch.setattr(products, "LIMIT", 60.0)
-    rates = measure(clock)
+    rates = measure(SHAPES, clock)
     assert all(rate.has_settled for rate in rates.values())
     assert calls.count("head by torch") == 40
     assert calls.count("forward large by torch") == products.ROUNDS
     calls.clear()
     monkeypatch.setattr(products, "LIMIT", 0.0)
-    rates = measure(clock)
+    rates = measure(SHAPES, clock)
     assert {name for name, rate in rates.items() if not rate.has_settled} == {
         "head",
         "head gradient",
@@ -320,9 +349,9 @@ def test_rates_of_a_machine_that_is_too_busy_are_not_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TAUT_CACHE", str(tmp_path))
-    rates = EQUAL | {"head": Rates(100.0, 200.0, False)}
-    monkeypatch.setattr(products, "measure", lambda: rates)
-    found, how = rates_of_machine()
+    rates = EQUAL | {"head": Rates(100.0, 200.0, has_settled=False)}
+    monkeypatch.setattr(products, "measure", lambda shapes: {name: rates[name] for name in shapes})
+    found, how = rates_of_machine(SHAPES)
     assert found == rates
     assert how.endswith("not kept, since other programs disturbed 1 of 12 classes")
     assert not list(tmp_path.rglob("*.json"))
@@ -331,9 +360,9 @@ def test_rates_of_a_machine_that_is_too_busy_are_not_kept(
 def test_a_measurement_is_quick_and_draws_no_random_number() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    rates = measure()
+    rates = measure(SHAPES)
     assert rates.keys() == SHAPES.keys()
-    assert all(rate > 0 for both in rates.values() for rate in both[:2])
+    assert all(rate.torch > 0 for rate in rates.values())
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -342,7 +371,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of threads of each measurement; rates are made up."""
     taken: list[int] = []
 
-    def made_up() -> dict[str, Rates]:
+    def made_up(shapes: object) -> dict[str, Rates]:
         taken.append(torch.get_num_threads())
         return EQUAL | {"head": Rates(100.0, 200.0)}
 
@@ -354,9 +383,9 @@ def test_rates_are_kept_by_machine_threads_and_versions(
     counted: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TAUT_CACHE", str(tmp_path / "cache"))
-    first, how = rates_of_machine()
+    first, how = rates_of_machine(SHAPES)
     assert "measured in" in how
-    again, how = rates_of_machine()
+    again, how = rates_of_machine(SHAPES)
     assert first == again and len(counted) == 1
     assert "measured before" in how
     for variable, value in (
@@ -364,14 +393,14 @@ def test_rates_are_kept_by_machine_threads_and_versions(
         ("ONEDNN_MAX_CPU_ISA", "AVX2"),
     ):
         monkeypatch.setenv(variable, value)
-        rates_of_machine()
+        rates_of_machine(SHAPES)
     assert len(counted) == 3
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    assert "77 threads" in rates_of_machine()[1]
+    assert "77 threads" in rates_of_machine(SHAPES)[1]
     monkeypatch.setattr(products, "_processor", lambda: "another")
-    rates_of_machine()
+    rates_of_machine(SHAPES)
     monkeypatch.setattr(torch, "__version__", "9.9")
-    rates_of_machine()
+    rates_of_machine(SHAPES)
     assert len(counted) == 6
     assert {path.suffix for path in (tmp_path / "cache" / "products").iterdir()} == {".json"}
 
@@ -396,7 +425,7 @@ def test_a_damaged_file_is_measured_again_and_told(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("TAUT_CACHE", str(tmp_path))
-    rates_of_machine()
+    rates_of_machine(SHAPES)
     (path,) = (tmp_path / "products").iterdir()
     if damage is None:
         path.write_text("{")
@@ -404,10 +433,10 @@ def test_a_damaged_file_is_measured_again_and_told(
         content = json.loads(path.read_text())
         damage(content)
         path.write_text(json.dumps(content))
-    _, how = rates_of_machine()
+    _, how = rates_of_machine(SHAPES)
     assert len(counted) == 2
     assert f"{path} could not be used: " in how
-    assert "measured before" in rates_of_machine()[1]
+    assert "measured before" in rates_of_machine(SHAPES)[1]
 
 
 def test_a_cache_that_cannot_be_written_is_told(
@@ -415,7 +444,7 @@ def test_a_cache_that_cannot_be_written_is_told(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TAUT_CACHE", str(tmp_path / "file"))
-    _, how = rates_of_machine()
+    _, how = rates_of_machine(SHAPES)
     assert "not kept, since" in how
 
 
@@ -435,13 +464,41 @@ def test_auto_chooses_by_the_rates(counted: list[int]) -> None:
     assert "head 100/133" in decision.reason
 
 
+@pytest.mark.parametrize("packed", [frozenset(), frozenset(["few rows small", "some rows deep"])])
 @pytest.mark.parametrize(
     "classes",
     [frozenset(), ALL, frozenset(["head", "forward small"])],
     ids=["none", "all", "two"],
 )
-def test_a_name_names_its_classes(classes: frozenset[str]) -> None:
-    assert Products(products._name(classes)).onednn == classes
+def test_a_name_names_its_classes(classes: frozenset[str], packed: frozenset[str]) -> None:
+    choice = Products(products._name(classes, packed))
+    assert (choice.onednn, choice.packed) == (classes, packed)
+
+
+def test_bf16_chooses_packed_weights_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TAUT_CACHE", str(tmp_path))
+    bf16 = {name: Rates(100.0, packed=150.0) for name in BF16_SHAPES}
+    bf16["bf16 many rows"] = Rates(100.0, packed=101.0)
+    rates = {**EQUAL, "head": Rates(100.0, 200.0), **bf16}
+    monkeypatch.setattr(products, "measure", lambda shapes: {name: rates[name] for name in shapes})
+    monkeypatch.setattr(products, "has_bf16", lambda: True)
+    assert select("auto", CPU, NARROW) == NOTHING, "it has no engine"
+    chosen = select("auto", CPU, NARROW, engine=NARROW)
+    assert chosen.name == "packed for bf16 few rows, bf16 some rows"
+    assert not chosen.onednn and not chosen.has_layers
+    (decision,) = chosen.decisions
+    assert decision.value == "onednn, packed"
+    assert "bf16 few rows 100, packed 150" in decision.reason and "head" not in decision.reason
+    assert select("auto", CPU, NARROW, chosen.name).reason == "that of the checkpoint"
+    assert select("auto", CPU, torch.float32, engine=torch.float32).name == "onednn for head"
+    both = select("auto", CPU, torch.float32, engine=NARROW)
+    assert both.name == f"onednn for head; {chosen.name}"
+    assert both.decisions[0].value == f"{torch_name()}, onednn, packed"
+    assert select("onednn", CPU, NARROW, engine=NARROW) == NOTHING, "forced: nothing is packed"
+    rates |= {name: Rates(100.0, packed=100.0) for name in BF16_SHAPES}
+    for path in tmp_path.rglob("*.json"):
+        path.unlink()
+    assert select("auto", CPU, NARROW, engine=NARROW) == NOTHING
 
 
 @pytest.mark.parametrize("name", ["mkl", "onednn"])
@@ -469,13 +526,32 @@ def test_what_a_build_lacks_is_refused(monkeypatch: pytest.MonkeyPatch, counted:
     assert not counted
 
 
-@pytest.mark.parametrize("stored", ["mkl", "onednn", "onednn for forward large, head"])
+@pytest.mark.parametrize(
+    "stored",
+    [
+        "mkl",
+        "onednn",
+        "onednn for forward large, head",
+        "mkl; packed for few rows small, some rows deep",
+        "onednn for head; packed for few rows large",
+    ],
+)
 def test_a_resumed_run_takes_the_stored_choice_unmeasured(stored: str, counted: list[int]) -> None:
     assert select("auto", CPU, torch.float32, stored) == Products(stored, "that of the checkpoint")
     assert not counted
 
 
-@pytest.mark.parametrize("stored", ["torch", "onednn for squares", "blas", "onednn "])
+@pytest.mark.parametrize(
+    "stored",
+    [
+        "torch",
+        "onednn for squares",
+        "blas",
+        "onednn ",
+        "mkl; packed for squares",
+        "packed for head",
+    ],
+)
 def test_a_stored_choice_that_is_not_available_is_measured_and_told(
     stored: str, counted: list[int]
 ) -> None:

@@ -18,11 +18,13 @@ from taut.config import from_mapping
 from taut.data.packing import ALONE, pack
 from taut.losses.supervised import CrossEntropy
 from taut.methods.method import RunConfig
+from taut.models import products, scorer
+from taut.models.lora import LoraConfig
 from taut.models.scorer import LinearHead
 from taut.plan import tracing
 from taut.plan.ledger import PARTS, History, Ledger
 from taut.plan.memory import footprint, measure, measured_parts, predict, predict_steps, stages
-from taut.plan.rates import GPUS, Rates, Work, from_data_sheet
+from taut.plan.rates import GPUS, REPEATS, Rates, Work, calibrate, from_data_sheet
 from taut.plan.steps import without_data, workload
 from taut.plan.tracing import FUSED, Kernels, Traced, trace
 from taut.train.checkpoint import CheckpointConfig
@@ -168,6 +170,40 @@ def test_attention_repeats_no_heads_here_nor_on_an_absent_gpu(tmp_path: Path) ->
     assert abs(there - here) < repeated / 8
 
 
+@pytest.mark.parametrize("keys", [{}, {"lora.rank": 2}], ids=str)
+def test_a_gpu_has_more_logits_at_a_time(
+    keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config("llama")
+    run, row = saved(config, tmp_path, **keys), 4 * config.vocab_size
+    monkeypatch.setattr(scorer, "MIN_CHUNK_ROWS", 8)
+    monkeypatch.setattr(scorer, "CHUNK_ELEMENTS", 8 * config.vocab_size)
+    found = {}
+    for rows in (None, 24):
+        kernels = REFERENCE._replace(gpu_memory=rows and scorer.CHUNK_SHARE * rows * row)
+        peaks = trace(run, config, kernels, packed_of(97), is_first=True).histories[0].peaks()
+        found[rows] = max(peak["logits"] for peak in peaks)
+    assert found[24] - found[None] == (24 - 8) * row
+    assert scorer.chunk_elements(torch.device("cpu"), torch.float32) == 8 * config.vocab_size
+
+
+def test_rates_are_measured_on_the_layers_of_a_run_and_on_all_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, linear, rows = tiny_config("llama"), products.linear, list[int]()
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows.append(x.shape[1])
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(products, "linear", counted)
+    packed = packed_of(40, 24)
+    rates = calibrate(saved(config, tmp_path), config, REFERENCE, packed, torch.device("cpu"))
+    assert rates.per_flop > 0 and rates.per_parameter > 0
+    steps = 1 + REPEATS
+    assert rows == [packed.num_tokens] * (7 * config.num_hidden_layers * steps)
+
+
 def traced(tmp_path: Path) -> tuple[Traced, RunConfig]:
     config = tiny_config("llama")
     run = saved(config, tmp_path)
@@ -181,7 +217,22 @@ def test_ranks_divide_what_is_sharded_and_nothing_else(tmp_path: Path) -> None:
     assert alone.parts["optimizer"] == 4 * four.parts["optimizer"] == 2 * one.trained.all
     assert four.parts["weights"] == alone.parts["weights"] // 4 + min(whole, one.weights.all)
     assert four.parts["activations"] == alone.parts["activations"]
-    assert four.loading == one.weights.all
+    assert four.loading == one.weights.rest + (one.weights.all - one.weights.rest) // 4
+    assert alone.loading == one.weights.all
+
+
+def test_adapters_are_whole_on_every_rank(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    run = replace(saved(config, tmp_path), lora=LoraConfig(rank=4))
+    one = trace(run, config, REFERENCE, packed_of(16), is_first=False)
+    alone, four = footprint(one, 1), footprint(one, 4)
+    assert one.adapters == one.trained.all > 0
+    assert four.parts["optimizer"] == alone.parts["optimizer"] == 2 * one.adapters
+    base = alone.parts["weights"] - one.adapters
+    gathered = min(one.weights.rest + 2 * one.weights.layer, one.weights.all)
+    assert four.parts["weights"] == pytest.approx(
+        base / 4 + one.adapters + gathered, abs=8
+    )  # buffers
 
 
 def test_checkpoints_are_staged_where_there_are_some(tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ def test_collectives_of_one_are_the_values() -> None:
     assert ONE.gather({"a"}) == [{"a"}]
     ONE.barrier()
     model = nn.Linear(2, 2)
-    distributed.shard(model, [], ONE)
+    distributed.shard(model, ONE)
+    assert distributed.layer_sharding(ONE) is None
     assert type(model) is nn.Linear
     assert distributed.full_state_dict(model, ONE).keys() == {"weight", "bias"}  # type: ignore[union-attr]
 
@@ -71,9 +72,17 @@ def test_a_device_that_would_not_be_used_is_refused(
 def test_ranks_wait_for_the_one_that_works_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     joined: list[dict[str, object]] = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: joined.append(how))
+    monkeypatch.setattr(distributed, "_mesh", lambda device, size, replicas: None)
     monkeypatch.setenv("WORLD_SIZE", "2")
     distributed.start("cpu")
     assert joined == [{"timeout": distributed.PATIENCE}]
+
+
+@pytest.mark.parametrize(("ranks", "found"), [(1, "there is 1 rank"), (4, "there are 4 ranks")])
+def test_replicas_divide_the_ranks(ranks: int, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    with pytest.raises(ConfigError, match=f"parallel.replicas=3, and {found}; expected a divisor"):
+        distributed.start("cpu", replicas=3)
 
 
 def parameters(scale: float) -> list[nn.Parameter]:

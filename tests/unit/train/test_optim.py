@@ -164,6 +164,18 @@ def test_the_gradient_of_such_a_part_is_clipped_apart() -> None:
     assert left == pytest.approx([2**0.5, 0.0, 0.0, 2**0.5], rel=1e-5)
 
 
+def test_a_part_without_gradients_has_its_norm_on_the_device() -> None:
+    model = nn.ModuleDict({"critic": nn.Linear(1, 1), "rest": nn.Linear(1, 1)}).to("meta")
+    optimizer = optim.build_optimizer(model, OptimConfig(learning_rate=1e-5), Pace("critic"))
+    for parameter in model["rest"].parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    found = optim.clip(optimizer, None)
+    assert {name: norm.device.type for name, norm in found.items()} == {
+        "grad_norm": "meta",
+        "grad_norm/critic": "meta",
+    }
+
+
 def test_what_has_a_rate_of_its_own_keeps_its_part_of_the_schedule() -> None:
     model = nn.ModuleDict({"tower": nn.Linear(2, 2), "rest": nn.Linear(2, 2)})
     config = from_mapping(

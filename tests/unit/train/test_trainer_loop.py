@@ -16,6 +16,7 @@ from tests.tiny_samples import nested_family
 from tests.tiny_trainers import Fixed, make, singles
 from torch import Tensor
 
+from taut.data.packing import pack
 from taut.errors import NonFiniteError
 from taut.evals.during import HeldOut
 from taut.losses import Loss, Unit
@@ -24,10 +25,13 @@ from taut.train import trainer as loop
 from taut.train.distributed import Ranks
 from taut.train.signals import Interrupt
 from taut.train.trainer import (
+    Scored,
+    StepReport,
     Trainer,
     _gpu_memory,
     denominators,
     plan_microbatches,
+    require_finite,
     run_steps,
     train_step,
 )
@@ -210,6 +214,16 @@ def test_a_loss_that_is_not_finite_stops_before_the_update_and_names_the_sample(
     for name, value in parameters_of(trainer.scorer).items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0, equal_nan=True)
     assert not any(state["step"] for state in trainer.optimizer.state.values())
+
+
+def test_a_divergence_that_is_not_finite_names_the_sample(tmp_path: Path) -> None:
+    """A teacher's number may be the cause, where the student's are finite."""
+    packed = pack(SAMPLES)
+    logp_N, is_last_N = torch.zeros(packed.num_targets), packed.row_N == packed.num_samples - 1
+    scores = Scores(logp_N, divergence_N=logp_N.masked_fill(is_last_N, torch.inf))
+    report = StepReport(4, torch.inf, {}, 1, 1, 1, ["others"], [Scored(packed, scores)])
+    with pytest.raises(NonFiniteError, match=f"not finite: {packed.sample_ids[-1]}; "):
+        require_finite(report.loss, "loss", report, prepared(tmp_path))
 
 
 def test_a_gradient_that_is_not_finite_stops_before_the_update(tmp_path: Path) -> None:
