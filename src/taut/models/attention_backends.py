@@ -127,8 +127,9 @@ def make_ahead(model: nn.Module, layout: Layout) -> None:
     _ = layout.row_index
     config = text_config(model)
     make = AHEAD.get(config._attn_implementation.removeprefix(PREFIX))
-    kinds = {kind for kind in layer_types(model) if kind not in STATEFUL_TYPES}
-    for kind in sorted(kinds) if make is not None else ():
+    if make is None:
+        return
+    for kind in sorted(set(layer_types(model)) - STATEFUL_TYPES):
         make(layout, config.sliding_window if kind == "sliding_attention" else None)
 
 

@@ -110,7 +110,7 @@ class Planned(NamedTuple):
     """Each with whether it counts."""
     observed: Planned | None = None
     """What the loss's statistics are taken over, if not these trees."""
-    counts: dict[str, float] | None = None
+    counts: Mapping[str, float] | None = None
     """Each term's denominator, where the ranks have told each other theirs already."""
 
 
