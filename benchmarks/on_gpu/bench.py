@@ -47,6 +47,7 @@ class Case:
 
 TAUT_LABEL = "taut"
 PLAIN = {"plain sdpa": "sdpa", "plain flash": "flash_attention_2"}
+COMPILED = "taut compile"
 TRL = "trl padded"
 
 
@@ -57,7 +58,7 @@ def train(
     from on_gpu.rows import steps_of, work_of
 
     size = SIZES[size_name]
-    is_lora, is_ours = tuning == "lora", contender == TAUT_LABEL
+    is_lora, is_ours = tuning == "lora", contender in (TAUT_LABEL, COMPILED)
     fits = fit(size, device, is_lora=is_lora, is_chunked=is_ours)
     rows = 8 if is_tiny else 32 if size_name == "8B" else 64
     steps = steps_of(kind, rows, size.vocab)
@@ -73,7 +74,9 @@ def train(
     if is_ours:
         from on_gpu import ours
 
-        scorer, found["attention"] = ours.scorer_of(size, device, is_lora=is_lora)
+        scorer, found["attention"] = ours.scorer_of(
+            size, device, is_lora=is_lora, is_compiled=contender == COMPILED
+        )
         trainer = ours.trainer_of(scorer, steps, device, fits.tokens, kind)
         take, model = partial(ours.train_step, trainer), scorer.model
     else:
@@ -181,6 +184,7 @@ def training(size: str, tuning: str, kind: str, *contenders: str) -> list[Case]:
     """A case for each contender."""
     needs = {
         TAUT_LABEL: TAUT,
+        COMPILED: TAUT,
         "plain sdpa": LIBRARY,
         "plain flash": (*LIBRARY, "flash_attn"),
         TRL: (*LIBRARY, "trl", "datasets"),
@@ -198,8 +202,8 @@ def training(size: str, tuning: str, kind: str, *contenders: str) -> list[Case]:
 
 def cases(*, is_tiny: bool) -> list[Case]:
     """In the order of what is missed most where time runs out."""
-    every = (TAUT_LABEL, *PLAIN, TRL)
-    pair = every[:3]
+    every = (TAUT_LABEL, *PLAIN, COMPILED, TRL)
+    pair = every[:4]
     small, middle, large, huge = ("tiny",) * 4 if is_tiny else ("0.1B", "0.5B", "1.5B", "8B")
     listed = [
         Case("rates", rates),

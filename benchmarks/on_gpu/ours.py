@@ -25,6 +25,7 @@ from taut.losses import LOSSES, Loss
 from taut.losses.supervised import CrossEntropy
 from taut.models import faster_layers
 from taut.models.attention_backends import select
+from taut.models.compiled_layers import compile_layers, require_compiler
 from taut.models.lora import LoraConfig, apply_lora
 from taut.models.precision import backward_context, compute_context
 from taut.models.scorer import Scorer
@@ -61,6 +62,7 @@ def scorer_of(
     device: torch.device,
     *,
     is_lora: bool = False,
+    is_compiled: bool = False,
     parameters: torch.dtype = torch.float32,
 ) -> tuple[Scorer, str]:
     """A model as taut loads it, with the name of its attention and why it was chosen."""
@@ -72,7 +74,11 @@ def scorer_of(
     model = build(size, device, chosen.implementation, parameters)
     faster_layers.install(model)
     lora = LoraConfig(rank=RANK if is_lora else 0, train_token_rows="never" if is_lora else "auto")
-    return Scorer(apply_lora(model, lora)), f"{chosen.name}: {chosen.reason}"
+    adapted = apply_lora(model, lora)
+    if is_compiled:
+        require_compiler(device)
+        compile_layers(adapted, DTYPE)
+    return Scorer(adapted), f"{chosen.name}: {chosen.reason}"
 
 
 def trainer_of(

@@ -248,7 +248,7 @@ INSTEAD = {
             "group_by_length neat_packing pack_dataset packing packing_samples packing_strategy pad_to_max_length "
             "padding padding_free sample_packing use_dynamic_bsz use_remove_padding"
         ),
-        "a quantised base model (QLoRA) cannot be trained; lora.rank trains an adapter over the model as it is": (
+        "quantise=nf4 or int8 quantises the base under adapters (QLoRA: lora.rank and quantise)": (
             "bnb_4bit_compute_dtype bnb_4bit_quant_type load_in_4bit load_in_8bit quant_bits quant_method "
             "quantization quantization_bit quantization_config"
         ),
@@ -296,7 +296,7 @@ INSTEAD = {
         "the end tokens are derived from the chat template; 'taut show' prints them": "eos_token pad_token",
         "rollouts are drawn from the whole distribution (rollout.temperature); eval.answers.sampling has the keys of "
         "held-out answers": "min_p top_k top_p",
-        "torch.compile is not used": "compile torch_compile",
+        "compile=true compiles the decoder layers": "torch_compile",
     }.items()
     for name in names.split()
 }

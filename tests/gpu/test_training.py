@@ -34,7 +34,7 @@ import taut
 from taut.data.packing import PackPolicy
 from taut.losses import LOSSES, Loss
 from taut.methods import METHODS
-from taut.models import architecture
+from taut.models import architecture, compiled_layers
 from taut.models.attention_backends import select
 from taut.models.load import set_attention
 from taut.models.precision import backward_context, compute_context
@@ -202,3 +202,25 @@ def test_a_run_that_is_continued_is_the_run(
     limit = 1e-4 if device.type == "cuda" else 0
     expected = column(whole.out, "loss")
     assert column(begun.out, "loss") == pytest.approx(expected, rel=limit, abs=0)
+
+
+# Compiled layers
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not")
+def test_compiled_layers_train_as_eager_ones_on_the_cpu(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check ``model.compiled`` is among those that run before the first step. On the CPU the graphs are made, and
+    not compiled, which would take a minute.
+    """
+    torch._dynamo.reset()
+    if device.type == "cpu":
+        monkeypatch.setattr(compiled_layers, "BACKEND", "aot_eager")
+    model, train = train_rows(tmp_path)
+    keys: dict[str, Any] = {"contract__prompts": 0, "steps": 4, "dtype": "float32"}
+    eager = sft(model, train, tmp_path / "eager", **keys, check="off")
+    there = sft(model, train, tmp_path / "there", **keys, device=device.type, compile=True)
+    assert column(there.out, "loss") == pytest.approx(column(eager.out, "loss"), rel=2e-3)
+    found = {event["name"]: event["outcome"] for event in events(there.out, "check")}
+    assert found["model.compiled"] == "passed"

@@ -36,7 +36,7 @@ from taut.vision import tower
 KERNEL = re.compile(r"_(?:flash|efficient|cudnn)_attention|flash|fmha|flex|aten::_softmax")
 
 
-@check("attention.calls", after=["model.noise", "model.head"])
+@check("attention.calls", after=["model.noise", "model.head", "model.compiled"])
 def every_layer_calls_the_attention(session: Session) -> Finding:
     """Does every attention layer call the attention that was chosen, once?
 

@@ -11,11 +11,21 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.utils.hub import cached_file
 
-from taut.checks.measure import first_step, gap, largest_gap, target_name
+from taut.checks.measure import (
+    GRADIENT_ROUNDING,
+    drift,
+    first_step,
+    gap,
+    gradients_of,
+    largest_gap,
+    most_different_gradient,
+    target_name,
+)
 from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import Session
 from taut.data.packing import ALONE, pack
 from taut.models import architecture
+from taut.models.compiled_layers import compiled_layers, eagerly, graphs_made
 from taut.models.heads import check_head
 from taut.models.quantised import error_of, format_of, quantised_layers
 from taut.train import distributed
@@ -228,3 +238,53 @@ def the_chunked_head_gives_plain_log_probs(session: Session) -> Finding:
             remedy="the head does more, or less, than taut computes; train another model, and please report this one",
         )
     return passed(f"both ways through the head, {number} targets", worst, "nats")
+
+
+@check("model.compiled", after=["model.finite"])
+def compiled_layers_compute_what_eager_ones_do(session: Session) -> Finding:
+    """Do the compiled layers give the numbers and the gradients that they give without torch's compiler?
+
+    The pair, packed, forward and backward in training mode, with the graphs and without.
+    """
+    skip_if(not session.run.compile, "nothing is compiled in this run")
+    before = graphs_made()
+    numbers, gradients = _of_the_pair(session)
+    made = graphs_made().since(before)
+    with eagerly():
+        expected, expected_gradients = _of_the_pair(session)
+    quantity, moved = session.quantity, drift(numbers, expected)
+    tensor, error = most_different_gradient(expected_gradients, gradients)
+    limit = GRADIENT_ROUNDING[session.dtype]
+    if moved > session.tolerance or error > limit:
+        return failed(
+            f"compiled layers differ from the same layers without torch's compiler by {moved:.3g} {quantity.unit}, and "
+            f"by {error:.3g} of the gradient",
+            measured=(moved, quantity.unit),
+            evidence=[f"the gradient of {tensor} differs most"],
+            remedy="torch's compiler makes a mistake with this model; leave compile out, and please report the model",
+        )
+    number = len(compiled_layers(session.scorer.model))
+    notes = [
+        f"{made.graphs} graphs for {number} layers, {made.breaks} breaks for attention and what else is eager",
+        f"gradients differ by {error:.3g} at most, in {tensor}; {limit:g} is rounding",
+    ]
+    return passed(f"{number} compiled layers do", moved, quantity.unit, notes)
+
+
+def _of_the_pair(session: Session) -> tuple[Tensor, dict[str, Tensor]]:
+    """The numbers of the pair, packed, in training mode, and the gradient of their sum, in host memory."""
+    packed, trainer = pack(list(session.pair), ALONE), session.trainer
+    values = list[Tensor]()
+
+    def backward() -> None:
+        session.scorer.train()
+        if trainer.noise is not None:
+            trainer.noise.set(0, packed)
+        with trainer.compute():
+            values.append(session.forward(packed))
+        if values[0].requires_grad:
+            with trainer.compute_backward():
+                values[0].sum().backward()  # type: ignore[no-untyped-call]
+
+    gradients = gradients_of(session, backward)
+    return values[0].detach().cpu(), {name: grad.cpu() for name, grad in gradients.items()}

@@ -34,6 +34,7 @@ from taut.io.files import read_json
 from taut.io.temporary import TemporaryFolder
 from taut.methods.method import Offline
 from taut.models import architecture
+from taut.models.compiled_layers import compiled_layers, layers_to_compile
 from taut.models.load import load_config, load_tokenizer
 from taut.models.lora import is_adapted
 from taut.models.noise import KeyedDropout
@@ -108,6 +109,10 @@ def _computation(session: Session) -> Iterator[Setting]:
     if run.deterministic:
         is_set = torch.are_deterministic_algorithms_enabled()
         yield Setting("deterministic", "True", str(is_set))
+    compiled = len(compiled_layers(model))
+    if run.compile or compiled:
+        wanted = len(layers_to_compile(model)) if run.compile else 0
+        yield Setting("compile", f"in {wanted} layers", f"in {compiled} layers")
     modules = architecture.language_model(model).modules()
     configs = {id(m.config): m.config for m in modules if hasattr(m, "config")}
     names = [str(getattr(config, "_attn_implementation", None)) for config in configs.values()]

@@ -141,7 +141,7 @@ def merge(config: Merge) -> Merged:
     quantise = quantisation_of(adapter)
     if quantise is not None:
         whole = tuple(settings.get("modules_to_save") or ())
-        storage = Storage(dtype, torch.float32, quantise, whole)
+        storage = Storage(torch.float32, torch.float32, quantise, whole)
     model = load_model(
         config.model,
         dtype=torch.float32,

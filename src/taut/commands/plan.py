@@ -51,6 +51,7 @@ from taut.plan.rates import GPUS, Rates, Seconds, calibrate, from_data_sheet
 from taut.plan.steps import Workload, without_data, workload
 from taut.plan.tracing import FUSED, Kernels, require_predictable, skeleton
 from taut.run.inputs import load_inputs
+from taut.run.setup import require_shardable
 from taut.train import distributed
 from taut.train.distributed import Ranks
 from taut.types import Packed
@@ -183,6 +184,7 @@ def plan(config: Plan) -> Planned:
     distributed.require_replicas(config.gpus, config.parallel.replicas)
     model = load_config(config.model, config.trust_remote_code, needs_weights=False)
     require_predictable(config, model)
+    require_shardable(config, model, config.gpus)
     machine = _machine(config, model)
     if config.data.train is not None:
         with told_when_slow("reading the data and laying out the first steps"):
@@ -198,7 +200,7 @@ def plan(config: Plan) -> Planned:
     lora = lora if is_lora else LoraConfig(rank=LORA_RANK)
     bases: list[tuple[bool, Quantise | None]] = [(False, None), (True, None)]
     is_dense = not architecture.num_experts(model.get_text_config())
-    if is_dense and not lora.dora and format_of(model) is None:
+    if is_dense and not lora.dora and format_of(model) is None and config.gpus == 1:
         bases.append((True, config.quantise or "nf4"))
     choices = list(product(bases, (False, True)))
     configured = ((is_lora, config.quantise), config.activation_checkpointing)

@@ -187,6 +187,7 @@ class RunConfig:
             "attention",
             "tf32",
             "deterministic",
+            "compile",
             "parallel.replicas",
             "activation_checkpointing",
             "batch.tokens_per_microbatch",
@@ -246,6 +247,9 @@ class RunConfig:
     deterministic: bool = False
     """Use only algorithms that give the same bits each time (torch.use_deterministic_algorithms); an operation without
     one is refused with its name. On a CPU a run repeats itself without it."""
+    compile: bool = False
+    """Compile each decoder layer with torch.compile, attention outside. Needs Triton on a GPU, a C++ compiler on a CPU;
+    the first steps wait for it."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""

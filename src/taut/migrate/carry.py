@@ -120,6 +120,7 @@ def carry(recipe: Recipe, facts: Facts, requested_processes: int | None = None) 
     draft.carry_duration()
     draft.carry_schedule()
     draft.carry_adapters()
+    draft.carry_quantisation()
     draft.carry_tokens()
     draft.carry_parts()
     draft.carry_precision()
@@ -828,6 +829,37 @@ class _Draft:
             else:
                 self._needless("off", key)
         self._carry_modules(targets, saved)
+
+    def carry_quantisation(self) -> None:
+        """A base in 4 or 8 bits under adapters, by bitsandbytes; the table has why the rest is lacking."""
+        has = any(
+            key in self.settings or key in self.unfilled for key in ("lora.rank", "lora.adapter")
+        )
+        method, kind = self._value("quant_method"), self._value("bnb_4bit_quant_type")
+        if not has or self.settings.get("lora.dora"):
+            return
+        if not is_off(method) and method not in ("bnb", "bitsandbytes"):
+            return
+        bits = self._value("quant_bits", 0)
+        in_4bit = (
+            "load_in_4bit",
+            "ds.load_in_4bit",
+            *(("quant_bits",) if str(bits) == "4" else ()),
+        )
+        in_8bit = ("load_in_8bit", *(("quant_bits",) if str(bits) == "8" else ()))
+        chosen = [key for key in in_4bit if self._value(key)]
+        if chosen and kind in (None, "nf4"):
+            for key in chosen:
+                self._set(key, "quantise", "nf4")
+            text = "quantise=nf4 quantises the maxima of blocks too"
+            self._needless(text, "bnb_4bit_use_double_quant", "use_bnb_nested_quant")
+            self._needless("quantise=nf4", "bnb_4bit_quant_type", "quant_method")
+            text = "products are in the run's dtype"
+            self._needless(text, "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")
+        elif not chosen and (chosen := [key for key in in_8bit if self._value(key)]):
+            for key in chosen:
+                self._set(key, "quantise", "int8")
+            self._needless("quantise=int8", "quant_method")
 
     def _carry_modules(self, targets: str, saved: str) -> None:
         """The modules with adapters, and those trained in full."""

@@ -321,7 +321,7 @@ def flops(model: nn.Module) -> Flops:
     blocks = layers(model)
     linear = linear_sizes(blocks)
     for name, p in blocks.named_parameters():
-        if p.ndim >= 2:
+        if p.ndim >= 2 or name in linear:  # quantised weights may be a row of codes
             is_stacked = p.ndim == 3 and p.shape[0] == experts
             is_routed = "experts" in name and "shared" not in name
             is_expert = experts and is_routed and (is_stacked or ".experts." in name)

@@ -245,5 +245,13 @@ def window_of(mask_function: Callable[..., Any], config: Any) -> int | None:
     )
 
 
+def leave_out_of_graphs() -> None:
+    """Keep attention out of the graphs that torch's compiler makes of a layer (models/compiled_layers.py)."""
+    for name in BACKENDS:
+        leave_out: Any = torch.compiler.disable  # it has no types
+        function = leave_out(partial(_attention, name), reason="attention is eager")
+        AttentionInterface.register(PREFIX + name, function)
+
+
 for _name in BACKENDS:
     AttentionInterface.register(PREFIX + _name, partial(_attention, _name))

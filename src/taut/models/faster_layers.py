@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
@@ -61,6 +62,16 @@ def install(model: PreTrainedModel) -> None:
         ) is not None:
             module.forward = MethodType(forward, module)
     _read_some_rows(model)
+
+
+def restore_rotation(layer: nn.Module) -> None:
+    """Give the attention of a layer the library's forward again. torch's compiler knows code by its function, and what
+    ``install`` made of it has globals of its own in each module.
+    """
+    for module in layer.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, MethodType) and ROTATION in forward.__func__.__code__.co_names:
+            del module.forward
 
 
 # -- the norm --------------------------------------------------------------------------------------
@@ -95,10 +106,8 @@ def _norm_forward(library: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
         weight: Any = self.weight
-        if hidden_states.dtype != weight.dtype or weight.dtype not in (
-            torch.float32,
-            torch.float64,
-        ):
+        is_wide = weight.dtype in (torch.float32, torch.float64)
+        if is_compiling() or hidden_states.dtype != weight.dtype or not is_wide:
             return library(self, hidden_states)  # which widens what is narrow
         eps = _eps(self)
         assert eps is not None, "a norm without it is not replaced"
@@ -159,7 +168,7 @@ def _with_faster_rotation(module: nn.Module) -> Callable[..., Any] | None:
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
         is_plain = q.dtype == k.dtype == cos.dtype == sin.dtype and q.ndim == cos.ndim + 1
-        if not is_plain or q.shape[-1] != cos.shape[-1]:
+        if is_compiling() or not is_plain or q.shape[-1] != cos.shape[-1]:
             both: tuple[Tensor, Tensor] = library(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
             return both
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
@@ -271,7 +280,7 @@ def _is_gated(module: nn.Module) -> bool:
 
 def _gated_forward(self: Any, x: Tensor) -> Tensor:
     gate, up = self.gate_proj(x), self.up_proj(x)
-    if gate.dtype != up.dtype:
+    if is_compiling() or gate.dtype != up.dtype:
         gated = self.act_fn(gate) * up
     elif torch.is_grad_enabled():
         gated = _Gate.apply(gate, up)  # type: ignore[no-untyped-call]
@@ -478,6 +487,8 @@ class _SomeRows:
         return args, keywords | {"taut_layout": layout.of_last_layer}
 
     def take(self, mlp: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if is_compiling():
+            return None
         if any(isinstance(module, KeyedDropout) for module in mlp.modules()):
             self.rows = None  # it draws by the token's place in the micro-batch
         if len(args) != 1:
@@ -488,7 +499,7 @@ class _SomeRows:
         return (args[0].index_select(1, self.rows),)
 
     def put_back(self, mlp: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor | None:
-        if self.rows is None:
+        if is_compiling() or self.rows is None:
             return None
         everywhere = out.new_zeros(out.shape[0], self.num_tokens, out.shape[2])
         return everywhere.index_copy(1, self.rows, out)

@@ -61,6 +61,9 @@ def storage_of(
     """How to store the frozen weights of a run that computes in ``compute`` (not float64)."""
     if wanted == "float32":
         return Storage(torch.float32, torch.float32)
+    checkpoint = (
+        checkpoint if checkpoint in NARROW else torch.float32
+    )  # never wider than what trains
     layers = compute if compute == torch.bfloat16 else checkpoint
     measures = wanted == "auto" and device.type == "cpu" and compute == torch.float32
     return Storage(layers, checkpoint, host_share=HOST_SHARE if measures else None)

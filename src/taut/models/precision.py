@@ -27,7 +27,8 @@ from taut.errors import ConfigError, ModelError
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _CPU_BF16 = ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16")
 """CPU capabilities for bf16 arithmetic, as torch names them."""
-_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes that ``Wide`` turns into float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,13 @@ def cast_once(model: nn.Module) -> Iterator[None]:
 
 
 class Wide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: no types
-    """Turns every request for a narrower float dtype into float64."""
+    """Turns every request for a narrower float dtype into float64. Graphs of compiled layers are widened when they are
+    made (``compiled_layers``).
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     def __torch_dispatch__(
         self,
@@ -151,6 +158,6 @@ class Wide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: no typ
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if kwargs.get("dtype") in _NARROW:
+        if kwargs.get("dtype") in NARROW:
             kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)

@@ -55,6 +55,7 @@ import pydantic
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional
 from typing_extensions import TypedDict
 
@@ -562,8 +563,11 @@ def _forward(self: nn.Linear, input: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, and the products of its backward pass, each by its library. A frozen weight may be stored in fewer
-    bits than x.
+    bits than x. Where it is compiled, all products are PyTorch's.
     """
+    if is_compiling():
+        is_stored = weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type)
+        return functional.linear(x, weight.to(x.dtype) if is_stored else weight, bias)
     if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
         return linear_from_stored(x, weight, bias, Tensor.to)
     packed = _decodes.get()

@@ -23,6 +23,7 @@ from taut.methods.inputs import Inputs, Loaded, Models, Plan, engine_of
 from taut.methods.method import RunConfig
 from taut.models import architecture, products
 from taut.models.attention_backends import Chosen, select
+from taut.models.compiled_layers import compile_layers, require_compiler
 from taut.models.flash_attention import activate
 from taut.models.frozen import Storage, described, storage_of
 from taut.models.heads import OwnCritic
@@ -112,16 +113,21 @@ def use_products(run: RunConfig, ranks: Ranks, stored: str | None = None) -> Non
     products.use(chosen)
 
 
+def require_shardable(run: RunConfig, config: PreTrainedConfig, num_ranks: int) -> None:
+    """Raise ConfigError for a quantised base on several ranks."""
+    if num_ranks > 1 and (run.quantise is not None or format_of(config) is not None):
+        raise ConfigError(
+            f"found {num_ranks} ranks and a quantised base, which is not sharded; expected one rank; start one "
+            "process, or take quantise out: frozen weights are then stored in bfloat16"
+        )
+
+
 def load(run: RunConfig, inputs: Inputs, ranks: Ranks) -> Loaded:
     """The model, with the attention and dtype of the run."""
     dtype, chosen, decisions = choose(run, inputs, ranks.device)
     head = run.new_head()
     storage = storage_for(run, inputs.config, dtype.dtype, ranks.device, inputs.new_ids)
-    if ranks.size > 1 and (run.quantise is not None or format_of(inputs.config) is not None):
-        raise ConfigError(
-            f"found {ranks.size} ranks and a quantised base, which is not sharded; expected one rank; start one "
-            "process, or take quantise out: frozen weights are then stored in bfloat16"
-        )
+    require_shardable(run, inputs.config, ranks.size)
     read = load_model if head is None else partial(load_reward_model, head=head)
     model = read(
         run.model,
@@ -174,6 +180,8 @@ def choose(
     """
     dtype = resolve_dtype(run.dtype, device)
     chosen = select(run.attention, device, dtype.dtype, inputs.config)
+    if run.compile:
+        require_compiler(device)
     name = str(dtype.dtype).removeprefix("torch.")
     switches = use_arithmetic(dtype.dtype, device, tf32=run.tf32, deterministic=run.deterministic)
     decisions = [
@@ -252,6 +260,8 @@ def join_models(
     decisions.extend(reasons)
     if run.activation_checkpointing:
         architecture.recompute_activations(model)
+    if run.compile:
+        decisions.extend(compile_layers(model, dtype))
     if one_sample and "pair" in run.loss().units.values():
         raise ModelError(
             f"model={run.model}: it runs one sample at a time ({one_sample}), and "

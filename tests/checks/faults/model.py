@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import operator
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from tests.checks.planting import Place, fault
+from torch import Tensor
+from torch.fx import GraphModule, Node
 
 from taut.checks.session import Session
-from taut.models import quantised
+from taut.models import compiled_layers, quantised
 
 
 @fault("model.loads", says="lacks 1 weight")
@@ -68,3 +74,22 @@ def a_freeze_pattern_that_matches_nothing(place: Place, is_faulty: bool) -> Sess
     return place.session(
         freeze=["model.embed_token.weight" if is_faulty else "model.embed_tokens.weight"]
     )
+
+
+@fault("model.compiled", says="torch's compiler makes a mistake", part="quick")
+def a_compiler_that_drops_a_residual(place: Place, is_faulty: bool) -> Session:
+    """The first sum of each graph is its left side alone."""
+
+    def compile_wrongly(graph: GraphModule, inputs: Sequence[Tensor]) -> Any:
+        sums = [node for node in graph.graph.nodes if node.target in (operator.add, torch.add)]
+        for node in sums:
+            if all(isinstance(arg, Node) for arg in node.args):
+                node.replace_all_uses_with(node.args[0])
+                break
+        graph.recompile()
+        return graph.forward
+
+    torch._dynamo.reset()
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")
+    place.patch.setattr(compiled_layers, "BACKEND", compile_wrongly if is_faulty else "eager")
+    return place.session(compile=True)

@@ -243,6 +243,25 @@ def test_a_file_for_another_program_has_no_command(key: str, tmp_path: Path) -> 
     assert read(tmp_path, "swift", text, "a.yaml")["carried"]["command"] is None
 
 
+@pytest.mark.parametrize(
+    ("framework", "options", "value"),
+    [
+        ("swift", "--quant_bits 4 --quant_method bnb --bnb_4bit_compute_dtype bfloat16", "nf4"),
+        ("swift", "--quant_bits 8", "int8"),
+        ("trl", "--use_peft --lora_target_modules all-linear --load_in_4bit", "nf4"),
+        ("trl", "--use_peft --lora_target_modules all-linear --load_in_8bit", "int8"),
+        ("openrlhf", "--ds.lora.rank 8 --ds.load_in_4bit", "nf4"),
+    ],
+)
+def test_a_quantised_base_under_adapters(
+    framework: str, options: str, value: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    offer = carried(tmp_path, framework, options)
+    assert not lacking(offer)
+    assert f"quantise={value}" in json.dumps(offer)
+
+
 # what is lacking
 
 
@@ -251,10 +270,10 @@ def test_a_file_for_another_program_has_no_command(key: str, tmp_path: Path) -> 
     [
         ("swift", "--router_aux_loss_coef 1e-3", "router_aux_loss_coef"),
         ("openrlhf", "--model.aux_loss_coef 0.001", "model.aux_loss_coef"),
-        ("swift", "--quant_bits 4", "quant_bits"),
-        ("swift", "--quant_method bnb", "quant_method"),
-        ("trl", "--use_peft --lora_target_modules all-linear --load_in_4bit", "load_in_4bit"),
-        ("openrlhf", "--ds.lora.rank 8 --ds.load_in_4bit", "ds.load_in_4bit"),
+        ("swift", "--quant_bits 3", "quant_bits"),
+        ("swift", "--quant_method hqq", "quant_method"),
+        ("trl", "--load_in_4bit", "load_in_4bit"),
+        ("openrlhf", "--ds.load_in_4bit", "ds.load_in_4bit"),
         ("swift", "--init_weights pissa", "init_weights"),
         ("swift", "--split_dataset_ratio 0.01", "split_dataset_ratio"),
         ("swift", "--system 'Be brief.'", "system"),

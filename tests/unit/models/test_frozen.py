@@ -184,6 +184,7 @@ def test_storage_by_compute_dtype_and_checkpoint() -> None:
     assert frozen.storage_of(f32, bf16, cuda, "auto") == Storage(bf16, f32)
     assert frozen.storage_of(f16, f32, cuda, "auto") == Storage(f16, f16)
     assert frozen.storage_of(bf16, f32, CPU, "checkpoint") == Storage(bf16, bf16)
+    assert frozen.storage_of(torch.float64, f32, CPU, "checkpoint") == Storage(f32, f32)
     assert frozen.storage_of(bf16, bf16, CPU, "auto") == Storage(bf16, bf16)
 
 

@@ -256,6 +256,7 @@ def test_a_plan_has_the_bytes_of_the_loaded_model(
     loaded = apply_lora(load(path, how), run.lora)
     assert frozen.stored_bytes(planned) == frozen.stored_bytes(loaded)
     assert architecture.num_weights(planned) == architecture.num_weights(loaded)
+    assert architecture.flops(planned) == architecture.flops(loaded)
 
 
 def test_what_is_refused_before_anything_is_read() -> None:

@@ -1,0 +1,61 @@
+"""Whole runs on a quantised base: preferences with the adapter off as the reference, generation in this process, and
+saving, which a fault leaves undone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.chat_runs import column, events, largest_difference, save_model, sft, weights
+from tests.online_runs import keys_of
+from tests.online_runs import train as run_online
+
+from taut.errors import CheckFailed, ConfigError
+from taut.run import save
+
+pytest.importorskip("bitsandbytes")
+SMALL: dict[str, Any] = {"lora.rank": 4, "quantise": "nf4", "dtype": "float32"}
+
+
+def test_grpo_generates_scores_and_learns_on_a_quantised_base(tmp_path: Path) -> None:
+    """Its reference is the same model without the adapter."""
+    model = save_model(tmp_path / "model", dtype=torch.bfloat16)
+    keys = keys_of(
+        "grpo", model, tmp_path / "run", **SMALL, **{"check": "quick", "grpo.kl_coef": 0.1}
+    )
+    out = run_online(keys).out
+    failed = [event["name"] for event in events(out, "check") if event["outcome"] == "failed"]
+    assert not failed
+    assert len(column(out, "loss")) == 3
+
+
+def test_a_fault_while_saving_leaves_the_former_model(
+    train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = save_model(tmp_path / "base", "llama", dtype=torch.bfloat16)
+    keys: dict[str, Any] = {key.replace(".", "__"): value for key, value in SMALL.items()}
+    keys |= {
+        "check": "off",
+        "checkpoint__every": 1,
+        "contract__prompts": 0,
+        "optim__learning_rate": 1e-2,
+    }
+    out = sft(base, train, tmp_path / "out", steps=2, **keys).out
+    former = weights(out / "model")
+
+    def fails(*_: object, **__: object) -> None:
+        raise CheckFailed("planted")
+
+    monkeypatch.setattr(save, "require_sound", fails)
+    monkeypatch.setattr(save, "seal", fails)
+    with pytest.raises(CheckFailed, match="planted"):
+        sft(base, train, out, steps=3, resume=True, **keys)
+    assert largest_difference(weights(out / "model"), former) == 0
+
+
+def test_float64_is_refused(train: Path, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", "llama")
+    with pytest.raises(ConfigError, match="dtype=float64 with a quantised base"):
+        sft(base, train, tmp_path / "out", steps=1, lora__rank=4, quantise="int8", dtype="float64")
