@@ -196,6 +196,9 @@ class Packed:
     """Of a micro-batch on an accelerator: the same one in host memory. What is decided from the layout is decided from
     it, so that nothing is read back."""
 
+    layout: object | None = None
+    """Of a micro-batch that is ready for a forward: its visibility structure (taut/attention/layout.py)."""
+
     @property
     def on_host(self) -> Packed:
         """The micro-batch in host memory. Streams that a model computed stay on the model's device."""

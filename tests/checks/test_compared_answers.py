@@ -10,6 +10,7 @@ from tests.chat_runs import chats
 from tests.checks.faults.judged import compared, labelled
 from tests.checks.planting import Place
 from tests.checks.test_planted import told
+from tests.slow_cases import slow_except
 
 from taut.checks.data_quality import length_bias
 from taut.checks.examine import Examination, examine
@@ -73,7 +74,10 @@ def answers(found: Examination) -> dict[str, Finding]:
     return {one.name: one.finding for one in found.answered}
 
 
-@pytest.mark.parametrize("name", RUNS)
+QUICK = ("adapters", "kto", "simpo", "comparisons", "steps")
+
+
+@pytest.mark.parametrize("name", slow_except(QUICK, RUNS))
 def test_no_method_raises_a_false_alarm(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from tests.checks.planting import Place
 from tests.checks.test_compared_answers import answers
 from tests.checks.test_planted import told
 from tests.fake_executors import serving
+from tests.slow_cases import slow_except
 from tests.tiny_models import save_tiny
 from tests.tiny_tokenizers import tiny_tokenizer
 
@@ -37,7 +38,7 @@ FULL = {"grpo in bfloat16", "ppo", "online dpo"}
 NOT_ASKED = ("template.targets", "data.targets", "stop.targets", "template.parts")
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", slow_except(["grpo", "ppo", "gkd"], RUNS))
 def test_no_method_raises_a_false_alarm(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.chat_runs import chats, column, events, save_model, sft, weights, write_rows
+from tests.slow_cases import slow_except
 from torch import nn
 from transformers import AutoTokenizer
 
@@ -208,8 +209,16 @@ def test_text_and_held_out_rows_are_asked_as_text(model: Path, train: Path, tmp_
     assert failed(found) == set()
 
 
-@pytest.mark.parametrize("name", ["qwen2", "llama"])
-@pytest.mark.parametrize("keys", [{}, {"tokens__add": NEW}, {"tokens__add": NEW, "whole": True}])
+ROWS: dict[str, Any] = {"tokens__add": NEW}
+ADAPTED: list[tuple[str, dict[str, Any]]] = [
+    (name, keys) for name in ("qwen2", "llama") for keys in ({}, ROWS, {**ROWS, "whole": True})
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    slow_except([("qwen2", ROWS), ("llama", ROWS), ("llama", {**ROWS, "whole": True})], ADAPTED),
+)
 def test_adapter_merged_and_reloaded_are_one_model(
     name: str, keys: dict[str, Any], train: Path, tmp_path: Path
 ) -> None:

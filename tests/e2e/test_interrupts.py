@@ -23,6 +23,7 @@ from tests.chat_runs import (
     write_rows,
 )
 from tests.forked_processes import run
+from tests.slow_cases import slow_except
 
 import taut
 from taut.errors import Interrupted
@@ -92,7 +93,10 @@ def require_equal(resumed: Path, whole: Path) -> None:
         assert largest_difference(weights(resumed / folder), weights(whole / folder)) == 0.0
 
 
-@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
+
+
+@pytest.mark.parametrize("which", slow_except([signal.SIGTERM, signal.SIGINT], SIGNALS))
 def test_the_open_step_is_abandoned_and_taken_again(
     which: signal.Signals,
     go: Go,
@@ -122,16 +126,16 @@ def test_the_open_step_is_abandoned_and_taken_again(
     require_equal(out, whole)
 
 
-@pytest.mark.parametrize(
-    ("target", "number", "step"),
-    [
-        ("taut.evals.during.prepare_microbatches", 2, 4),  # the evaluation after step 4
-        ("taut.evals.during._write", 2, 4),  # while out/best is written
-        ("taut.evals.during.prepare_microbatches", 3, 6),  # the one at the end
-        ("taut.run.save.score", 1, 6),  # the final export
-        ("taut.evals.contract.answer", 1, 6),
-    ],
-)
+AFTER = [
+    ("taut.evals.during._write", 2, 4),  # while out/best is written
+    ("taut.run.save.score", 1, 6),  # the final export
+    ("taut.evals.during.prepare_microbatches", 2, 4),  # the evaluation after step 4
+    ("taut.evals.during.prepare_microbatches", 3, 6),  # the one at the end
+    ("taut.evals.contract.answer", 1, 6),
+]
+
+
+@pytest.mark.parametrize(("target", "number", "step"), slow_except(AFTER[:2], AFTER))
 def test_what_follows_a_step_is_ended_at_once_and_done_again(
     target: str,
     number: int,

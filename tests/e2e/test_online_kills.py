@@ -13,6 +13,7 @@ from tests.kill_points import Operation, Point
 from tests.killed_runs import kill, resume, whole
 from tests.online_runs import keys_of, save_models
 from tests.run_directories import Left, left, require_equal
+from tests.slow_cases import slow_except
 
 COMMON = {"dtype": "float32", "checkpoint__background": False}
 KINDS: dict[str, dict[str, Any]] = {
@@ -60,7 +61,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=slow_except(["grpo"], KINDS))
 def run(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Whole:

@@ -15,6 +15,7 @@ import torch
 from tests.chat_runs import column, decisions, events, largest_difference, save_model, weights
 from tests.judged_runs import keys_of, make, train
 from tests.run_directories import is_same, read_checkpoint
+from tests.slow_cases import slow_except
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -49,7 +50,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("judged")
 
 
-@pytest.fixture(scope="module", params=BEST)
+@pytest.fixture(scope="module", params=slow_except(["dpo", "kto", "reward", "process"], BEST))
 def done(request: pytest.FixtureRequest, model: Path, place: Path) -> dict[str, Any]:
     """The keys of a finished run of each method."""
     best = BEST[request.param]

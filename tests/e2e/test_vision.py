@@ -14,6 +14,7 @@ from tests.kill_points import point
 from tests.killed_runs import kill, resume, whole
 from tests.picture_runs import QUESTIONS, keys_of, train
 from tests.run_directories import left, require_equal
+from tests.slow_cases import slow_except
 from tests.vision_models import tiny_vlm
 from tests.vision_templates import LLAVA_ONEVISION
 
@@ -49,7 +50,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("method", "keys"), LAYOUTS)
+@pytest.mark.parametrize(("method", "keys"), slow_except(LAYOUTS[:3], LAYOUTS))
 def test_the_layout_changes_nothing(
     method: str, keys: dict[str, Any], model: Path, place: Path, trained: Path, tmp_path: Path
 ) -> None:
@@ -109,7 +110,7 @@ KILLED: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", KILLED)
+@pytest.mark.parametrize("name", slow_except(["sft"], KILLED))
 def test_killed_and_resumed_equals_uninterrupted(
     name: str, model: Path, place: Path, tmp_path: Path
 ) -> None:

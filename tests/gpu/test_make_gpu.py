@@ -60,6 +60,7 @@ def test_a_part_of_each(tmp_path: Path) -> None:
     assert "Tests: 2 passed, 0 failed" in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_what_is_not_reached_in_time_is_named(tmp_path: Path) -> None:
     words = ("--cases", "tiny", "--seconds", str(gpu.GRACE + 1))
     status, printed, found = make_gpu(tmp_path, "bench", "report", *words)

@@ -167,7 +167,10 @@ def train_rows(place: Path) -> tuple[Path, Path]:
     )
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [("float32", 2e-3), ("bfloat16", 5e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "limit"),
+    slow_except([("float32", 2e-3)], [("float32", 2e-3), ("bfloat16", 5e-2)]),
+)
 def test_adapters_train_as_on_the_cpu(
     device: torch.device, dtype: str, limit: float, tmp_path: Path
 ) -> None:
@@ -180,7 +183,7 @@ def test_adapters_train_as_on_the_cpu(
 
 @pytest.mark.parametrize(
     "keys",
-    [{}, {"lora__rank": 4}, {"activation_checkpointing": True}],
+    slow_except([{"lora__rank": 4}], [{}, {"lora__rank": 4}, {"activation_checkpointing": True}]),
     ids=["full", "lora", "recomputed"],
 )
 def test_a_run_that_is_continued_is_the_run(

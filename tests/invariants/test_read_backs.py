@@ -19,6 +19,7 @@ from tests import judged_runs, online_runs
 from tests.chat_runs import QUIET, chats, write_rows
 from tests.meta_device import META, Watch, watched
 from tests.preference_rows import answers_for, groups_of, packs, random_scores, ready
+from tests.slow_cases import slow_except
 from tests.tiny_models import EIGHT, tiny_model
 from tests.tiny_samples import nested_family
 from torch import Tensor, nn
@@ -67,7 +68,7 @@ def reads(watch: Watch) -> Counter[str]:
 # -- the scorer and the losses
 
 
-@pytest.mark.parametrize("policy", [ALONE, SHARED], ids=["packed", "shared"])
+@pytest.mark.parametrize("policy", slow_except([SHARED], [ALONE, SHARED]), ids=["packed", "shared"])
 @pytest.mark.parametrize("name", EIGHT)
 def test_a_forward_and_a_backward_read_nothing(name: str, policy: PackPolicy) -> None:
     scorer = Scorer(model_on_meta(name))
@@ -198,14 +199,14 @@ STATISTICS = {"kto": {"step_statistics.compute_statistics": 1}}
 """Losses that need numbers of the whole step before the first backward."""
 
 
-@pytest.mark.parametrize("name", judged_runs.METHODS)
+@pytest.mark.parametrize("name", slow_except(["dpo", "kto", "reward"], judged_runs.METHODS))
 def test_a_step_on_judged_answers_reads_once(name: str, model: Path, tmp_path: Path) -> None:
     keys = judged_runs.keys_of(name, model, tmp_path)
     found = step_of(from_mapping(METHODS[keys["method"]], {**keys, **SMALL}))
     assert found == {**ONE_READ, **STATISTICS.get(name, {})}
 
 
-@pytest.mark.parametrize("name", online_runs.METHODS_KEYS)
+@pytest.mark.parametrize("name", slow_except(["grpo", "ppo"], online_runs.METHODS_KEYS))
 def test_a_step_on_own_answers_reads_once_a_token(
     name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,7 +83,7 @@ class HeldOut:
             plan = plan_trees(trainer, trees, observed)
             planned = prepare_microbatches(trainer, plan, where)
             # All ranks run equally many forwards.
-            for packed, is_real in on_device(planned, ranks.device):
+            for packed, is_real in on_device(trainer, planned):
                 with torch.no_grad(), trainer.compute():
                     score = partial(trainer.scorer, packed, wants=loss.wants)
                     scores = trainer.fit.attempt(score, packed, trees, where)

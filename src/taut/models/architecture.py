@@ -23,7 +23,7 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
@@ -485,16 +485,25 @@ def recompute_activations(model: nn.Module) -> None:
     enable({"use_reentrant": False})
 
 
-def run_backbone(model: nn.Module, packed: Packed) -> tuple[Packed, Tensor]:
-    """The micro-batch on the model's device, and the backbone's last hidden states [T, D]: right at the tokens that are
-    read (``predictor_N``, ``read_R``); where few are, the last layer leaves the others unfinished.
-    """
+def ready(model: nn.Module, packed: Packed) -> Packed:
+    """The micro-batch on the model's device with its layout: what a forward needs of the host."""
     device = next(model.parameters()).device
-    host, packed = packed.on_host, packed.to(device)
+    host = packed.on_host
     last_T = None if host.last_T is None else host.last_T.numpy()
     rows = np.union1d(host.predictor_N.numpy(), host.read_R.numpy())
     rows_read = rows if rows.size <= MOST_ROWS * packed.num_tokens else None
     layout = Layout(host.reach_T.numpy(), last_T, device, rows_read)
+    return replace(packed.to(device), layout=layout, host=host)
+
+
+def run_backbone(model: nn.Module, packed: Packed) -> tuple[Packed, Tensor]:
+    """The micro-batch on the model's device, and the backbone's last hidden states [T, D]: right at the tokens that are
+    read (``predictor_N``, ``read_R``); where few are, the last layer leaves the others unfinished.
+    """
+    if packed.layout is None:
+        packed = ready(model, packed)
+    layout = packed.layout
+    assert isinstance(layout, Layout)
     return packed, hidden_states(model, packed.ids_T, packed.position_ids, layout, packed.media)
 
 

@@ -25,7 +25,8 @@ from taut.attention import flex, reference, varlen
 from taut.attention.decode import Decoding
 from taut.attention.layout import Call, Layout, read_call
 from taut.errors import AttentionError
-from taut.models.architecture import head_sizes
+from taut.models.architecture import head_sizes, layer_types, text_config
+from taut.models.stateful_types import STATEFUL_TYPES
 
 Attend = Callable[[Tensor, Tensor, Tensor, Layout, Call], Tensor]
 
@@ -35,6 +36,13 @@ BACKENDS: dict[str, Attend] = {
     "flex": flex.attend,
 }
 """name -> function. Every entry is held to the invariants in tests/invariants."""
+
+AHEAD: dict[str, Callable[[Layout, int | None], object]] = {
+    "varlen": varlen.kernel_calls,
+    "flex": flex.mask_of,
+}
+"""name -> what makes the tensors that a layer with a window reads of a layout, where a backend has some on the device.
+"""
 
 PREFIX = "taut_"
 
@@ -112,6 +120,17 @@ def _obstacle(
     if config.model_type.startswith("gpt_oss"):
         return "the model has attention sinks"
     return None
+
+
+def make_ahead(model: nn.Module, layout: Layout) -> None:
+    """Make the tensors that the model's layers will read of a layout, so that a forward copies none."""
+    _ = layout.row_index
+    config = text_config(model)
+    make = AHEAD.get(config._attn_implementation.removeprefix(PREFIX))
+    if make is None:
+        return
+    for kind in sorted(set(layer_types(model)) - STATEFUL_TYPES):
+        make(layout, config.sliding_window if kind == "sliding_attention" else None)
 
 
 @dataclass

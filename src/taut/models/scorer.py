@@ -38,7 +38,8 @@ from torch import Tensor, nn
 
 from taut.attention.decode import Decoding
 from taut.attention.layout import Layout
-from taut.models.architecture import HeadSpec, head, hidden_states, run_backbone
+from taut.models.architecture import HeadSpec, head, hidden_states, ready, run_backbone
+from taut.models.attention_backends import make_ahead
 from taut.models.heads import Critic, OwnCritic, scalar, scalar_head
 from taut.models.products import product_into
 from taut.types import Divergence, Media, Packed, Scores, Wants, to_device
@@ -106,6 +107,15 @@ class Scorer(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    def ready(self, packed: Packed) -> Packed:
+        """The micro-batch with all that the host does for a forward, which may be done before the one in front of it
+        has run.
+        """
+        packed = ready(self.model, packed)
+        assert isinstance(packed.layout, Layout)
+        make_ahead(self.model, packed.layout)
+        return packed
 
     def forward(
         self,

@@ -402,7 +402,7 @@ def score_trees(
 
     planned = plan_microbatches(trees, trainer)
     if wants.logp or wants.scalar:
-        for packed, is_real in on_device(planned, trainer.ranks.device):
+        for packed, is_real in on_device(trainer, planned):
             scores, host = attempt(policy_and_critic, packed), packed.on_host
             if is_real and wants.logp:
                 kept.append((POLICY, host, scores.logp_N, host.row_N))
@@ -410,7 +410,7 @@ def score_trees(
                 kept.append((VALUE, host, scores.scalar_R, host.row_R))
     for role in roles:
         with trainer.interrupts.held(), role.active(), trainer.compute():
-            for packed, is_real in on_device(planned, trainer.ranks.device):
+            for packed, is_real in on_device(trainer, planned):
                 streams, host = attempt(role.streams, packed), packed.on_host
                 for name, value_N in streams.items() if is_real else ():
                     kept.append((name, host, value_N, host.row_N))

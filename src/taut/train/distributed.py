@@ -351,9 +351,17 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -
     lists = by_placement(parameters)
     norms: list[Tensor] = []
     for some in lists:
-        norm = torch.nn.utils.get_total_norm([p.grad for p in some if p.grad is not None])
-        whole_norm: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        norms.append(whole_norm.to(some[0].device))  # without any gradient it is on the CPU
+        gradients: list[Any] = [p.grad for p in some if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([local(gradient) for gradient in gradients])
+        norm = norm.to(some[0].device)  # without any gradient it is on the CPU
+        for axis, placement in enumerate(
+            getattr(gradients[0], "placements", ()) if gradients else ()
+        ):
+            if placement.is_shard():  # torch's own way makes two collectives
+                square = norm.double().square()
+                dist.all_reduce(square, group=gradients[0].device_mesh.get_group(axis))
+                norm = square.sqrt().to(norm.dtype)
+        norms.append(norm)
     whole = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     if max_norm is not None:
         usable = whole.nan_to_num(nan=0.0, posinf=0.0)  # of which none is above max_norm

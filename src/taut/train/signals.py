@@ -92,9 +92,10 @@ class Interrupts:
 
     def agree(self, ranks: Ranks) -> None:
         """Raise Interrupt on all ranks if one received a signal. Every rank calls it."""
-        names = [self.received] if ranks.size == 1 else []
-        if ranks.size > 1 and ranks.max([float(self.received is not None)])[0]:
-            names = ranks.gather(self.received)
+        self.obey(ranks.gather(self.received))
+
+    def obey(self, names: Sequence[str | None]) -> None:
+        """Raise Interrupt for the first of the signals that the ranks have received, if there is one."""
         received = [name for name in names if name is not None]
         if received:
             raise Interrupt(received[0])

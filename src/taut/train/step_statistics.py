@@ -8,9 +8,9 @@ micro-batch gets its own entries.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,14 +39,10 @@ def attach_statistics(
     planned: Planned, stats: Mapping[str, Tensor], ranks: Ranks
 ) -> list[tuple[Packed, bool]]:
     """The micro-batches, each with its entries of the statistics; zeros where one does not count."""
-    sizes = {
-        "_S": [packed.num_samples for packed, is_real in planned if is_real],
-        "_P": [packed.num_pairs for packed, is_real in planned if is_real],
-    }
-    begins = {
-        suffix: sum(map(sum, ranks.gather(counts)[: ranks.rank]))
-        for suffix, counts in sizes.items()
-    }
+    counted = [packed for packed, is_real in planned if is_real]
+    num_mine = [sum(p.num_samples for p in counted), sum(p.num_pairs for p in counted)]
+    before = ranks.gather(num_mine)[: ranks.rank]
+    begins = {suffix: sum(num[i] for num in before) for i, suffix in enumerate(("_S", "_P"))}
     result: list[tuple[Packed, bool]] = []
     for packed, is_real in planned:
         stats_here = {}
@@ -81,6 +77,8 @@ class Totals(NamedTuple):
     largest: dict[str, float]
     others: list[float]
     """Numbers that are the same on every rank, read together with the sums."""
+    notes: list[Any]
+    """What each rank says besides."""
 
 
 class Sums:
@@ -104,30 +102,43 @@ class Sums:
         elif isinstance(number, Tensor) and isinstance(before, Tensor):
             self._largest[name] = torch.maximum(before, number)
         else:
-            self._largest[name] = max(float(before), float(number))
+            self._largest[name] = _larger(float(before), float(number))
 
-    def totals(self, ranks: Ranks, others: Sequence[Tensor] = ()) -> Totals:
+    def totals(
+        self,
+        ranks: Ranks,
+        others: Sequence[Tensor] = (),
+        note: Callable[[], Any] = lambda: None,
+    ) -> Totals:
         """The numbers over all ranks, of every name that any rank has; every rank calls it. ``others``: numbers that
-        are the same on every rank.
+        are the same on every rank; ``note``: what this rank says besides, once its numbers are read.
         """
         flat = [value for pair in self._sums.values() for value in pair]
         numbers = iter(_read([*flat, *self._largest.values(), *others]))
         mine = {name: Sum(next(numbers), next(numbers)) for name in self._sums}
         my_largest = {name: next(numbers) for name in self._largest}
-        gathered = ranks.gather((set(mine), set(my_largest)))
-        names, names_of_largest = (
-            sorted(set().union(*every)) for every in zip(*gathered, strict=True)
+        sums: dict[str, Sum] = {}
+        largest: dict[str, float] = {}
+        notes = []
+        for of_sums, of_largest, said in ranks.gather((mine, my_largest, note())):
+            for name, (total, count) in of_sums.items():
+                before = sums.get(name, Sum(0.0, 0.0))
+                sums[name] = Sum(before.total + total, before.over + count)
+            for name, value in of_largest.items():
+                largest[name] = _larger(largest.get(name, -math.inf), value)
+            notes.append(said)
+        return Totals(
+            dict(sorted(sums.items())), dict(sorted(largest.items())), list(numbers), notes
         )
-        summed = ranks.sum([value for name in names for value in mine.get(name, Sum(0.0, 0.0))])
-        pairs = zip(names, summed[::2], summed[1::2], strict=True)
-        sums = {name: Sum(total, count) for name, total, count in pairs}
-        largest = [my_largest.get(name, -math.inf) for name in names_of_largest]
-        of_ranks = ranks.max(largest) if largest else []
-        return Totals(sums, dict(zip(names_of_largest, of_ranks, strict=True)), list(numbers))
 
     def means(self, ranks: Ranks) -> dict[str, float]:
         """The means over all ranks, of the names with a count above 0."""
         return {name: part.mean for name, part in self.totals(ranks).sums.items() if part.over}
+
+
+def _larger(one: float, other: float) -> float:
+    """The larger of two numbers; one that is none stays so."""
+    return one if one > other or math.isnan(one) else other
 
 
 def _number(value: Tensor | float) -> Tensor | float:

@@ -110,6 +110,8 @@ class Planned(NamedTuple):
     """Each with whether it counts."""
     observed: Planned | None = None
     """What the loss's statistics are taken over, if not these trees."""
+    counts: Mapping[str, float] | None = None
+    """Each term's denominator, where the ranks have told each other theirs already."""
 
 
 class Scored(NamedTuple):
@@ -142,6 +144,8 @@ class StepReport:
     sample_ids: list[str]
     scored: list[Scored]
     grad_norm: float = float("nan")
+    signals: Sequence[str | None] = ()
+    """What each rank has received."""
 
 
 class Monitor(Protocol):
@@ -286,7 +290,10 @@ def train_step(trainer: Trainer, step: int) -> StepReport:
     else:
         report = StepReport(step, 0.0, {"skipped": 1.0}, 0, 0, 0, [], [], grad_norm=0.0)
     # Before the monitors, which remember the steps they have seen.
-    trainer.interrupts.agree(trainer.ranks)
+    if trees:
+        trainer.interrupts.obey(report.signals)
+    else:
+        trainer.interrupts.agree(trainer.ranks)
     for monitor in trainer.monitors if trees else ():
         monitor(report, trainer)
     optim.set_learning_rate(trainer.optimizer, trainer.learning_rate(step), step)
@@ -360,12 +367,12 @@ def compute_gradients(trainer: Trainer, plan: Planned, step: int) -> Gradients:
     trainer.scorer.train()
     planned = prepare_microbatches(trainer, plan, f"step {step}")
     microbatches = [packed for packed, is_real in planned if is_real]
-    counts = denominators(trainer.source.loss, microbatches, trainer.ranks)
+    counts = plan.counts or denominators(trainer.source.loss, microbatches, trainer.ranks)
     scales = {term: 1.0 / count for term, count in counts.items()}
     nothing = dict.fromkeys(scales, 0.0)
     scored, sums = [], []
     with distributed.summing_gradients(trainer.trained, trainer.ranks):
-        for packed, is_real in on_device(planned, trainer.ranks.device):
+        for packed, is_real in on_device(trainer, planned):
             if trainer.ranks.size == 1:
                 trainer.interrupts.check()
             act = partial(backward, trainer, packed, scales if is_real else nothing, step)
@@ -377,15 +384,16 @@ def compute_gradients(trainer: Trainer, plan: Planned, step: int) -> Gradients:
 
 
 def on_device(
-    planned: Sequence[tuple[Packed, bool]], device: torch.device
+    trainer: Trainer, planned: Sequence[tuple[Packed, bool]]
 ) -> Iterator[tuple[Packed, bool]]:
-    """The micro-batches on ``device``; each is copied before the one in front of it runs."""
+    """The micro-batches, ready for a forward; each is made so before the one in front of it runs."""
+    scorer: Any = trainer.scorer
     ahead: tuple[Packed, bool] | None = None
     for packed, is_real in planned:
-        copied = packed.to(device), is_real
+        next_one = scorer.ready(packed), is_real
         if ahead is not None:
             yield ahead
-        ahead = copied
+        ahead = next_one
     if ahead is not None:
         yield ahead
 
@@ -426,7 +434,7 @@ def prepare_microbatches(trainer: Trainer, plan: Planned, where: str) -> list[tu
     planned_observed = planned if observed is plan else fill_streams(trainer, observed, where)
     observations = []
     with torch.no_grad(), trainer.compute():
-        for packed, _ in on_device(planned_observed, trainer.ranks.device):
+        for packed, _ in on_device(trainer, planned_observed):
             score = partial(trainer.scorer, packed, wants=loss.wants)
             scores = trainer.fit.attempt(score, packed, observed.trees, where)
             observations.append(loss.observe(scores, packed))
@@ -445,7 +453,7 @@ def fill_streams(trainer: Trainer, plan: Planned, where: str) -> list[tuple[Pack
     for role in (role for role in trainer.roles if role.gives in missing):
         with trainer.interrupts.held(), role.active(), torch.no_grad(), trainer.compute():
             streams = []
-            for packed, _ in on_device(planned, trainer.ranks.device):
+            for packed, _ in on_device(trainer, planned):
                 if trainer.ranks.size == 1:
                     trainer.interrupts.check()
                 compute_streams = partial(role.streams, packed)
@@ -473,11 +481,16 @@ def plan_microbatches(trees: Sequence[Tree], trainer: Trainer) -> list[tuple[Pac
     return found
 
 
+def counts_of(loss: Loss, microbatches: Sequence[Packed]) -> list[float]:
+    """This rank's share of each term's count."""
+    return [
+        sum(losses.count(unit, packed) for packed in microbatches) for unit in loss.units.values()
+    ]
+
+
 def denominators(loss: Loss, microbatches: Sequence[Packed], ranks: Ranks) -> dict[str, float]:
     """Each term's count over all micro-batches and ranks, before any forward."""
-    units = loss.units
-    counts = [sum(losses.count(unit, packed) for packed in microbatches) for unit in units.values()]
-    totals = dict(zip(units, ranks.sum(counts), strict=True))
+    totals = dict(zip(loss.units, ranks.sum(counts_of(loss, microbatches)), strict=True))
     assert all(count > 0 for count in totals.values()), (
         f"a step without anything to learn: {totals}"
     )
@@ -504,7 +517,13 @@ def summarise(
             sums.add_largest(name, value)
         for name in SIZES:
             sums.add(name, getattr(packed, name))
-    totals, largest, read = sums.totals(trainer.ranks, list(norms.values()))
+
+    def note() -> tuple[str | None, list[float] | None]:
+        return trainer.interrupts.received, _counts_ahead(trainer, step + 1)
+
+    totals, largest, read, notes = sums.totals(trainer.ranks, list(norms.values()), note)
+    signals, counts = zip(*notes, strict=True)
+    _agree_on_counts(trainer, step + 1, counts)
     terms = {term: totals.pop(f"term {term}").total for term in gradients.scales}
     sizes = {name: int(totals.pop(name).total) for name in SIZES}
     metrics = {name: part.mean for name, part in totals.items() if part.over}
@@ -516,8 +535,28 @@ def summarise(
         metrics=metrics | trainer.source.loss.derived(metrics) | norm_of | largest,
         sample_ids=[sample.id for tree in trees for sample in tree.samples],
         scored=gradients.scored,
+        signals=signals,
         **sizes,
     )
+
+
+def _counts_ahead(trainer: Trainer, step: int) -> list[float] | None:
+    """This rank's counts of a step, if it is planned."""
+    plan = trainer.plans.get((step, trainer.budget))
+    if not isinstance(plan, Planned) or not plan.microbatches:
+        return None
+    counted = [packed for packed, is_real in plan.microbatches if is_real]
+    return counts_of(trainer.source.loss, counted)
+
+
+def _agree_on_counts(trainer: Trainer, step: int, of_ranks: Sequence[list[float] | None]) -> None:
+    """Keep a step's denominators with its plan, if every rank has planned it."""
+    known = [counts for counts in of_ranks if counts is not None]
+    plan = trainer.plans.get((step, trainer.budget))
+    if len(known) < len(of_ranks) or not isinstance(plan, Planned):
+        return
+    counts = dict(zip(trainer.source.loss.units, map(sum, zip(*known, strict=True)), strict=True))
+    trainer.plans[step, trainer.budget] = plan._replace(counts=counts)
 
 
 def require_finite(value: float, what: str, report: StepReport, trainer: Trainer) -> None:

@@ -12,8 +12,9 @@ from tests.tiny_models import tiny_model
 from tests.tiny_samples import nested_family
 from torch import Tensor, nn
 
-from taut.data.packing import PackPolicy, pack
-from taut.models import scorer
+from taut.attention.layout import Call, Layout
+from taut.data.packing import ALONE, PackPolicy, pack
+from taut.models import attention_backends, scorer
 from taut.models.architecture import HeadSpec, Rows, head
 from taut.models.attention_backends import PREFIX
 from taut.models.scorer import CHUNK_ELEMENTS, Scorer, chunk_elements, score_hidden
@@ -271,3 +272,28 @@ def test_chunks_of_a_gpu_follow_its_memory(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, memory=memory: memory)
         assert chunk_elements(torch.device("cuda"), torch.float32) == expected
     assert chunk_elements(torch.device("cpu"), torch.float32) == CHUNK_ELEMENTS
+
+
+@pytest.mark.parametrize("backend", attention_backends.AHEAD)
+def test_the_layers_find_what_they_read_of_a_layout_made(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for a window that bites, and the rows that the last layer computes."""
+    model = Scorer(tiny_model("gemma3", attention=PREFIX + backend))
+    windows: list[int | None] = []
+
+    def looks(q: Tensor, k: Tensor, v: Tensor, layout: Layout, call: Call) -> Tensor:
+        made = set(layout.cache)
+        attention_backends.AHEAD[backend](layout, call.window)
+        assert set(layout.cache) == made
+        windows.append(call.window)
+        return q
+
+    monkeypatch.setitem(attention_backends.BACKENDS, backend, looks)
+    packed = pack(nested_family(64), ALONE)
+    there = model.ready(packed)
+    assert there.on_host is packed
+    assert packed.layout is None
+    assert "row_index" in vars(there.layout)
+    model(there)
+    assert len(set(windows)) == 2

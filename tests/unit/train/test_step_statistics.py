@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -71,12 +72,11 @@ def test_what_is_observed_is_joined_in_the_order_of_ranks_and_microbatches() -> 
 @pytest.mark.parametrize(("rank", "begin"), [(0, 0), (1, 1), (2, 3)])
 def test_each_microbatch_is_given_its_own_pairs_and_samples(rank: int, begin: int) -> None:
     """Ranks before this one have 1 and then 2 pairs; a micro-batch that does not count lies between."""
-    others = [[1], [2], [1]]
-    pairs = others[:rank] + others[rank + 1 :]
-    samples = [[2 * count for count in one] for one in pairs]
+    others = [1, 2, 1]
+    sizes = [[2 * count, count] for count in others[:rank] + others[rank + 1 :]]
     stats = {"all": torch.tensor(5.0), "at_P": torch.arange(10), "at_S": torch.arange(20)}
     planned = [(FIRST, True), (THIRD, False), (SECOND, True)]
-    given = attach_statistics(planned, stats, ranks(rank, samples, pairs))
+    given = attach_statistics(planned, stats, ranks(rank, sizes))
     assert [is_real for _, is_real in given] == [True, False, True]
     found = [(p.stats["at_P"].tolist(), p.stats["at_S"].tolist()) for p, _ in given]
     assert found == [
@@ -92,10 +92,11 @@ def test_sums_and_means_over_ranks_have_every_name_that_any_rank_has() -> None:
     sums.add("loss", torch.tensor(3.0), 2)
     sums.add("loss", 1.0, torch.tensor(2.0))
     assert sums.means(ONE) == {"loss": 1.0}
-    theirs = [({"loss", "other"}, set())], [[6.0, 1.0, 4.0, 0.0]]
-    found = sums.totals(ranks(0, *theirs)).sums
-    assert found == {"loss": (10.0, 5.0), "other": (4.0, 0.0)}
-    assert sums.means(ranks(0, *theirs)) == {"loss": 2.0}, "nothing was counted of the other"
+    theirs = [({"loss": (6.0, 1.0), "other": (4.0, 0.0)}, {}, "theirs")]
+    totals = sums.totals(ranks(0, theirs), note=lambda: "mine")
+    assert totals.sums == {"loss": (10.0, 5.0), "other": (4.0, 0.0)}
+    assert totals.notes == ["mine", "theirs"]
+    assert sums.means(ranks(0, theirs)) == {"loss": 2.0}, "nothing was counted of the other"
 
 
 def test_the_largest_of_all_microbatches_and_numbers_that_all_ranks_have() -> None:
@@ -103,4 +104,7 @@ def test_the_largest_of_all_microbatches_and_numbers_that_all_ranks_have() -> No
     for value in (1.0, 3.0, 2.0):
         sums.add_largest("gap", torch.tensor(value))
     totals = sums.totals(ONE, [torch.tensor(0.5)])
-    assert totals == ({}, {"gap": 3.0}, [0.5])
+    assert totals == ({}, {"gap": 3.0}, [0.5], [None])
+    theirs = {"gap": 2.0, "other": math.nan}
+    assert sums.totals(ranks(0, [({}, theirs, None)])).largest["gap"] == 3.0
+    assert math.isnan(sums.totals(ranks(1, [({}, {"gap": math.nan}, None)])).largest["gap"])
