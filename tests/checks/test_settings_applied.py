@@ -65,3 +65,13 @@ def test_an_adapter_that_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.Mon
     session = place.session(model, data, lora__adapter=str(tmp_path / "out" / "adapter"))
     found = examine(session, only=ASKED)
     assert not found.failures, found.failures
+
+
+@pytest.mark.parametrize("settings", [{"optim__name": "muon"}, {"optim__state": "int8"}])
+def test_one_update_of_another_optimizer_is_downhill(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(tmp_path, monkeypatch)
+    session = place.session(place.model("llama"), **settings)
+    found = examine(session, part="full", only=["fit.update"])
+    assert [one.finding.outcome for one in found.answered] == ["passed"], found
