@@ -200,7 +200,8 @@ def plan(config: Plan) -> Planned:
     lora = lora if is_lora else LoraConfig(rank=LORA_RANK)
     bases: list[tuple[bool, Quantise | None]] = [(False, None), (True, None)]
     is_dense = not architecture.num_experts(model.get_text_config())
-    if is_dense and not lora.dora and format_of(model) is None and config.gpus == 1:
+    may_round = machine.kernels.dtype != torch.float64 and format_of(model) is None
+    if is_dense and may_round and not lora.dora and config.gpus == 1:
         bases.append((True, config.quantise or "nf4"))
     choices = list(product(bases, (False, True)))
     configured = ((is_lora, config.quantise), config.activation_checkpointing)

@@ -81,6 +81,8 @@ def test_what_is_asked_comes_first_and_each_way_has_its_keys(bare: Path) -> None
         ("all weights", ("lora.rank=0", "activation_checkpointing=false")),
         ("all weights, checkpointing", ("lora.rank=0",)),
         ("LoRA, rank 4", ("activation_checkpointing=false",)),
+        ("LoRA, rank 4, nf4", ("quantise=nf4", "activation_checkpointing=false")),
+        ("LoRA, rank 4, nf4, checkpointing", ("quantise=nf4",)),
     ]
 
 

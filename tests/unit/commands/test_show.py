@@ -97,7 +97,7 @@ def test_what_was_set_stands_apart_from_the_defaults(model: Path) -> None:
     assert "learning_rate" not in given
     assert "step_separator" not in given
     assert "samples_per_step" not in defaults
-    assert re.search(r"optim +learning_rate=none", defaults)
+    assert re.search(r"optim +name=adamw +learning_rate=none", defaults)
 
 
 def test_what_was_decided_has_its_reason(model: Path) -> None:
