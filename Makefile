@@ -68,6 +68,8 @@ docs: $(STAMP) ## write the generated pages, and the keys that taut COMMAND --he
 	$(RUN)/python tests/docs/pages.py
 
 # Needs no .venv and no network: run by the Python that has torch.
+# The python that has the machine's torch.
+gpu: PYTHON = python3
 gpu: ## taut on this machine's GPU: tests, speed, a report (PYTHON=... that has torch; ARGS=tests, bench, report, docs)
 	$(PYTHON) benchmarks/gpu.py $(ARGS)
 

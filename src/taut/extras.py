@@ -109,12 +109,20 @@ def explained_imports() -> Iterator[None]:
         library = (error.name or "").partition(".")[0]
         if library not in NEWEST or find_spec(library) is None:
             raise
-        from importlib import metadata
-
         raise ConfigError(
-            f"{library} {metadata.version(library)} lacks a name that taut uses ({error}); expected at most "
+            f"{library} {_version(library)} lacks a name that taut uses ({error}); expected at most "
             f"{NEWEST[library]}, the newest tested; run: pip install '{library}=={NEWEST[library]}.*'"
         ) from error
+
+
+def _version(library: str) -> str:
+    """As it is shown: a package that was put there without its metadata has none."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return "without a version"
 
 
 def requires_training(function: Callable[P, R]) -> Callable[P, R]:
@@ -146,4 +154,6 @@ def install_command(extra: str) -> str:
         return f"pip install -e {shlex.quote(f'{unquote(urlsplit(url).path)}[{extra}]')}"
     if repository := origin.get("vcs_info"):
         url = f"{repository['vcs']}+{url}@{repository['commit_id']}"
+    if folder := origin.get("subdirectory"):
+        url += f"#subdirectory={folder}"
     return f"pip install {shlex.quote(f'taut[{extra}] @ {url}')}"

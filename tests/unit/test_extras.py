@@ -163,6 +163,15 @@ def test_a_version_below_the_range_is_refused(
     )
 
 
+def test_extras_come_from_the_folder_of_a_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"url": "https://host/x.git", "subdirectory": "tools/taut"}
+    origin = {**place, "vcs_info": {"vcs": "git", "commit_id": "abc"}}
+    found = SimpleNamespace(read_text=lambda _: json.dumps(origin))
+    monkeypatch.setattr(metadata, "distribution", lambda _: found)
+    url = "git+https://host/x.git@abc#subdirectory=tools/taut"
+    assert install_command("train") == f"pip install 'taut[train] @ {url}'"
+
+
 def test_extras_of_taut_run_from_its_source_are_installed_from_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -173,15 +182,23 @@ def test_extras_of_taut_run_from_its_source_are_installed_from_there(
     assert install_command("train") == f"pip install -e '{ROOT}[train]'"
 
 
+@pytest.mark.parametrize("has_metadata", [True, False])
 def test_a_name_that_a_newer_version_no_longer_has_is_said(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    has_metadata: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    version = metadata.version("torch") if has_metadata else "without a version"
+    if not has_metadata:
+
+        def missing(name: str) -> str:
+            raise metadata.PackageNotFoundError(name)
+
+        monkeypatch.setattr(metadata, "version", missing)
     monkeypatch.delattr("torch.distributed.checkpoint.state_dict_saver._save_state_dict")
     monkeypatch.delitem(sys.modules, "taut.train.sharded", raising=False)
     monkeypatch.setattr("taut.cli.import_module", lambda _: import_module("taut.train.sharded"))
     assert main(["show", "model=DIR"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"taut: error: torch {metadata.version('torch')} lacks a name")
+    assert said.startswith(f"taut: error: torch {version} lacks a name")
     assert "_save_state_dict" in said
     assert said.endswith(f"run: pip install 'torch=={NEWEST['torch']}.*'\n")
 
