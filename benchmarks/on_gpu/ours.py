@@ -47,6 +47,9 @@ class Fixed:
     loss: Loss
     state: None = None
 
+    def is_known(self, step: int) -> bool:
+        return True
+
     def prepare(self, step: int) -> list[Tree]:
         return list(self.steps[step % len(self.steps)])
 

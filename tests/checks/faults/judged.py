@@ -174,7 +174,7 @@ def _read(place: Place, move: Callable[[Packed], Tensor]) -> None:
 
     def moved(self: Any, packed: Packed, *args: Any, **keywords: Any) -> Any:
         if packed.num_reads == packed.num_samples:
-            packed = replace(packed, read_R=move(packed))
+            packed = replace(packed, read_R=move(packed), layout=None, host=None)
         return forward(self, packed, *args, **keywords)
 
     place.patch.setattr(Scorer, "forward", moved)
