@@ -36,10 +36,7 @@ GRAPHS = {"gemma4_text": 6, "gpt_oss": 4, "qwen3_moe": 3, "qwen2_moe": 3}
 """Two for layers of one kind; more where layers differ or a part besides attention is eager. Three at most for others.
 """
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated"),  # by inductor
-]
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not")
 
 
 @pytest.fixture(autouse=True)
