@@ -9,8 +9,8 @@ torch, so it is removed when its tests have run (``--keep`` leaves it). TORCH na
 then its own version of it: ``TORCH='torch --index-url ADDRESS'``.
 
 ``CHOSEN`` is what a version can break: the numbers of each method against the recorded ones, to 1e-6; packing and
-generation in float64; attention and adapters; sharded reading, compiled layers, four bits; checkpoints and resuming; and
-that each capability is refused by name.
+generation in float64; attention and adapters; sharded reading, compiled layers, four bits; checkpoints, resuming;
+and that each capability is refused by name.
 """
 
 from __future__ import annotations
