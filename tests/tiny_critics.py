@@ -107,20 +107,22 @@ def gradients(scorer: Scorer) -> dict[str, Tensor]:
 
 def steps(place: Path, kind: str, ranks: Ranks, num_steps: int = 3) -> list[list[float]]:
     """What some updates come to. Each rank has its share of two micro-batches."""
-    shard = distributed.layer_sharding(ranks)
+    shard = distributed.layer_sharding(ranks, torch.float64)
     scorer, config = make(place, KINDS[kind], shard=shard), OptimConfig(learning_rate=RATE)
     assert scorer.critic is not None
     if isinstance(scorer.critic, OwnCritic):
-        distributed.shard(scorer.critic, ranks)
-    distributed.shard(scorer, ranks)
+        distributed.shard(scorer.critic, ranks, torch.float64)
+    distributed.shard(scorer, ranks, torch.float64)
     pace = CriticConfig(learning_rate=2 * RATE, warmup_steps=1).pace(config, RATE)
     optimizer = optim.build_optimizer(scorer, config, pace)
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     layouts = [pack(judged()[::2], SHARE_ALL), pack(judged()[1::2], SHARE_ALL)]
     seen = []
     for step in range(1, num_steps + 1):
         mine = layouts[ranks.rank :: ranks.size]
         said = [before_the_step(scorer, packed) for packed in mine]
-        loss = add_gradient(scorer, mine, 1 / 100)
+        with distributed.summing_gradients(trained, ranks):
+            loss = add_gradient(scorer, mine, 1 / 100)
         norms = {name: float(norm) for name, norm in optim.clip(optimizer, 1.0).items()}
         optim.set_learning_rate(optimizer, RATE, step)
         optimizer.step()

@@ -171,6 +171,9 @@ class TreeVarlen(torch.autograd.Function):
         out, lse = _forward(q, k, v, calls[0], scale)
         if len(calls) > 1:
             out = out.to(torch.promote_types(q.dtype, torch.float32))
+            lse = (
+                lse.clone()
+            )  # the kernel's own may be kept for the backward pass (models/recompute.py)
         for call in calls[1:]:
             rows = call.queries
             assert rows is not None, "the first token is below no other"

@@ -31,10 +31,10 @@ import shutil
 import stat
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -42,9 +42,8 @@ import numpy as np
 import torch
 from pydantic import Field
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers.core_model_loading import revert_weight_conversion
 
 from taut.config import configclass, home_path
 from taut.data.packing import pack
@@ -53,9 +52,10 @@ from taut.inference import worker as worker_package
 from taut.inference.vllm_client import PUSHED, TOLERANCE, ParameterReport, VllmServer, WorkerState
 from taut.inference.worker.taut_worker import checksum
 from taut.io.temporary import MEMORY, PRIVATE, TemporaryFolder
-from taut.models.lora import is_adapted, plain_model, save_adapter
+from taut.models.lora import Whole, is_adapted, plain_groups, plain_skeleton, save_adapter
 from taut.models.quantised import quantised_layers
 from taut.models.scorer import Scorer, evaluating
+from taut.models.weight_files import converted
 from taut.train import distributed
 from taut.train.distributed import Ranks
 from taut.types import FloatArray, IntArray, Sample
@@ -112,10 +112,6 @@ class Trained:
     dtype: torch.dtype
     """The dtype of its forward pass."""
     compute: Callable[[], AbstractContextManager[Any]] = nullcontext
-
-    def state(self) -> dict[str, torch.Tensor] | None:
-        """Every tensor under the model's own names; None except on the writer."""
-        return distributed.full_state_dict(self.scorer.model, self.ranks)
 
     def log_probs(self, ids_T: IntArray) -> FloatArray:
         """The logprob of every id but the first, [T - 1]."""
@@ -178,12 +174,14 @@ class Sync:
 
     def push(self, version: int) -> Proof:
         """Send the weights in training to the server and prove it. Raises EngineError where they did not arrive."""
-        state, expected_N = self.trained.state(), self.trained.log_probs(self.probe_T)
+        expected_N, ranks = self.trained.log_probs(self.probe_T), self.trained.ranks
         self._count += 1
+        outcome: tuple[Proof, str] | TautError | None = None
+        with distributed.whole_tensors(self.trained.scorer.model, ranks) as whole:
+            if whole is not None:
+                outcome = _outcome(partial(self._push, version, whole, expected_N))
         try:
-            proof, self.name = _together(
-                self.trained.ranks, lambda: self._push(version, state or {}, expected_N)
-            )
+            proof, self.name = _shared(ranks, outcome)
         except EngineError as error:
             raise EngineError(f"weights after step {version}: {error}") from None
         self.proof = proof
@@ -244,9 +242,7 @@ class Sync:
             f"or for a LoRA adapter with runtime loading; {how_to_start(server.base)}"
         )
 
-    def _push(
-        self, version: int, state: Mapping[str, Tensor], expected_N: FloatArray
-    ) -> tuple[Proof, str]:
+    def _push(self, version: int, whole: Whole, expected_N: FloatArray) -> tuple[Proof, str]:
         """Push as the writer; the proof, and the model name for requests."""
         assert self._folder is not None
         start = time.monotonic()
@@ -260,13 +256,13 @@ class Sync:
             self._folder.keep_only(folder)  # the folder needs room for one push only
             workers = server.workers()
             dtype = workers[0].dtype
-            tensors = checkpoint_tensors(model, state)
+            tensors = checkpoint_tensors(model, whole)
             num_bytes = write(tensors, getattr(torch, dtype), folder)
             self._folder.share(folder)
             workers, checksums = self._load(version, folder, workers)
-            num_equal, unread = require_arrived(tensors, getattr(torch, dtype), checksums)
+            num_equal, unread = require_arrived(written(folder), checksums)
         else:  # under a new name and path, so that nothing cached of another version is used
-            save_adapter(model, folder, dict(state))
+            save_adapter(model, folder, whole)
             self._folder.share(folder)
             num_bytes = sum(file.stat().st_size for file in folder.iterdir())
             name = f"{server.base}{PUSHED}{folder.parent.name.rpartition('-')[2]}-{folder.name}"
@@ -362,12 +358,18 @@ class Sync:
 
 def _together(ranks: Ranks, work: Callable[[], T]) -> T:
     """The result of ``work`` on the writer, returned or raised on every rank."""
-    outcome: T | TautError | None = None
-    if ranks.is_writer:
-        try:
-            outcome = work()
-        except TautError as error:
-            outcome = error
+    return _shared(ranks, _outcome(work) if ranks.is_writer else None)
+
+
+def _outcome(work: Callable[[], T]) -> T | TautError:
+    try:
+        return work()
+    except TautError as error:
+        return error
+
+
+def _shared(ranks: Ranks, outcome: T | TautError | None) -> T:
+    """The writer's outcome, returned or raised on every rank."""
     shared = ranks.gather(outcome)[0]
     if isinstance(shared, TautError):
         raise shared
@@ -440,33 +442,30 @@ class Folder:
 
 
 def checkpoint_tensors(
-    model: nn.Module, state: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
+    model: nn.Module, whole: Whole | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """The model's weights by their names in a checkpoint, adapters merged, tied tensors once.
 
-    ``state``: the whole weights under ``model``'s own names, where ``model`` holds shards.
+    ``whole``: gives the weights of ``model``, where it holds shards.
     """
-    with torch.no_grad():
-        plain = plain_model(model, state)
-        once = {name for name, _ in plain.named_parameters()}
-        tied = {name for name, _ in plain.named_parameters(remove_duplicate=False)} - once
-        every = plain.state_dict()
-        untied = {name: tensor for name, tensor in every.items() if name not in tied}
-        return dict(revert_weight_conversion(plain, untied))
+    return converted(plain_skeleton(model), plain_groups(model, whole))
 
 
-def write(tensors: Mapping[str, Tensor], dtype: torch.dtype, folder: Path) -> int:
+def write(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, folder: Path) -> int:
     """Write tensors into files of about ``FILE_BYTES``; the number of bytes. Raises OutputError without room."""
-    waiting = deque(tensors.items())
+    waiting = iter(tensors)
     num_files = num_bytes = 0
     try:
-        while waiting:
+        while True:
             batch: dict[str, Tensor] = {}
             batch_bytes = 0
-            while waiting and batch_bytes < FILE_BYTES:
-                name, tensor = waiting.popleft()
+            for name, tensor in waiting:
                 batch[name] = served(tensor, dtype)
                 batch_bytes += batch[name].nbytes
+                if batch_bytes >= FILE_BYTES:
+                    break
+            if not batch:
+                return num_bytes
             save_file(batch, folder / f"weights-{num_files:04}.safetensors")
             num_files, num_bytes = num_files + 1, num_bytes + batch_bytes
     except (OSError, SafetensorError) as error:
@@ -474,7 +473,15 @@ def write(tensors: Mapping[str, Tensor], dtype: torch.dtype, folder: Path) -> in
             f"rollout.server.sync.folder: {folder} cannot be written: {error}; expected room for the model's weights; "
             "set it to a folder with room"
         ) from None
-    return num_bytes
+
+
+def written(folder: Path) -> dict[str, Tensor]:
+    """The tensors in the files of ``write``, mapped into memory."""
+    return {
+        name: tensor
+        for file in sorted(folder.iterdir())
+        for name, tensor in load_file(file).items()
+    }
 
 
 def served(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -485,13 +492,13 @@ def served(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def require_arrived(
     tensors: Mapping[str, Tensor],
-    dtype: torch.dtype,
     workers: Sequence[Sequence[ParameterReport]],
 ) -> tuple[int, list[str]]:
     """How many tensors the server has bit for bit, and the names of those it cannot read.
 
-    ``workers``: the reports of each worker. A parameter is whole on every worker, or in shards whose checksums add up.
-    Raises EngineError for a parameter that is neither, and where the server reports no checksum at all.
+    ``tensors``: what was sent; ``workers``: the reports of each worker. A parameter is whole on every worker, or in
+    shards whose checksums add up. Raises EngineError for a parameter that is neither, and where the server reports
+    no checksum at all.
     """
     by_name: dict[str, list[ParameterReport]] = {}
     for report in (report for reports in workers for report in reports):
@@ -503,7 +510,7 @@ def require_arrived(
         if not parts or len(sums) < len(reports):
             continue
         sent = [tensors[part] if columns is None else tensors[part][:, columns] for part in parts]
-        expected = sum(checksum(served(tensor, dtype)) for tensor in sent) % 2**64
+        expected = sum(checksum(tensor.contiguous()) for tensor in sent) % 2**64
         if sum(sums) % 2**64 != expected and any(value != expected for value in sums):
             raise EngineError(
                 f"server: {name} ({', '.join(parts)}) has checksum {sums[0]:016x}; expected {expected:016x}, that of "

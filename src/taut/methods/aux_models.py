@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig
 
 from taut.config import Decision
@@ -26,7 +26,6 @@ from taut.models.load import (
     context_length,
     load_config,
     load_model,
-    load_skeleton,
     require_language_model,
 )
 from taut.models.scorer import Scorer, Teacher
@@ -92,24 +91,6 @@ class AuxModels:
             return "the loss has no reference"
         return "reference.model names another model" if self.reference.model is not None else None
 
-    @property
-    def unpredicted(self) -> str | None:
-        """The model whose memory cannot be predicted; None: there is none."""
-        if self.teacher is not None:
-            return "teacher"
-        return "critic" if self.critic is not None else None
-
-    def reference_bytes(self, run: RunConfig, trained: Sequence[Tensor]) -> int:
-        """Memory of the reference: of another model, or of a copy of the ``trained`` tensors; of a file, 0."""
-        if self.reference is None or self.reference.file is not None:
-            return 0
-        if self.reference.model is None:
-            return sum(tensor.nbytes for tensor in trained)
-        path, trust = self.reference.model, run.trust_remote_code
-        other = load_skeleton(path, load_config(path, trust, needs_weights=False), trust)
-        itemsize = max((tensor.element_size() for tensor in trained), default=4)
-        return itemsize * sum(parameter.numel() for parameter in other.parameters())
-
     # -- loading
 
     def load_teacher(
@@ -127,7 +108,7 @@ class AuxModels:
             num_rows=architecture.head(policy).weight.shape[0],
             longest=inputs.longest,
             dtype=loaded.dtype.dtype,
-            device=ranks.device,
+            ranks=ranks,
             attention=run.attention,
             trust_remote_code=run.trust_remote_code,
         )
@@ -150,15 +131,15 @@ class AuxModels:
             policy,
             run.model,
             dtype=loaded.dtype.dtype,
-            device=ranks.device,
+            device=ranks.weights_device,
             attention=loaded.attention.implementation,
             longest=inputs.longest,
             new_ids=new_ids,
             one_sample=loaded.one_sample,
-            recomputes=run.activation_checkpointing,
+            checkpointing=run.activation_checkpointing,
             seed=run.seed,
             trust_remote_code=run.trust_remote_code,
-            shard=distributed.layer_sharding(ranks),
+            shard=distributed.layer_sharding(ranks, loaded.dtype.dtype),
         )
 
     def critic_pace(self, run: RunConfig) -> Pace | None:
@@ -215,10 +196,10 @@ def _load_reference(
     model = load_model(
         path,
         dtype=loaded.dtype.dtype,
-        device=ranks.device,
+        device=ranks.weights_device,
         attention=loaded.attention.implementation,
         trust_remote_code=run.trust_remote_code,
-        shard=distributed.layer_sharding(ranks),
+        shard=distributed.layer_sharding(ranks, loaded.dtype.dtype),
     )
     alone = "; ".join(one_sample_reasons(model, inputs.longest))
     if alone and not loaded.one_sample:
@@ -227,7 +208,7 @@ def _load_reference(
             "reference that packs as it does; name another"
         )
     scorer = Scorer(model)
-    distributed.shard(scorer, ranks)
+    distributed.shard(scorer, ranks, loaded.dtype.dtype)
     return scorer
 
 

@@ -48,6 +48,7 @@ from taut.models.lora import LoraConfig
 from taut.models.noise import NoiseConfig
 from taut.models.products import ProductsSetting
 from taut.models.quantised import Quantise
+from taut.models.recompute import ActivationCheckpointing
 from taut.models.reward_model import NewHead
 from taut.models.tokens import TokensConfig
 from taut.rewards import files_of
@@ -189,6 +190,7 @@ class RunConfig:
             "deterministic",
             "compile",
             "parallel.replicas",
+            "parallel.cpu_offload",
             "activation_checkpointing",
             "batch.tokens_per_microbatch",
             "batch.share_prefixes",
@@ -226,12 +228,14 @@ class RunConfig:
     """Compute dtype; bfloat16 keeps float32 weights. By default bfloat16 where the hardware has it, else float32. bf16,
     fp32 and fp64 are accepted as names of these."""
     frozen_dtype: FrozenDtype = "auto"
-    """How weights that do not train are stored next to adapters. checkpoint: in the checkpoint's dtype (linear layers
-    in bfloat16 where that is the compute dtype); products are those of float32, to the bit. auto: checkpoint, but
-    float32 on a CPU that computes in float32 and has the memory, where it is faster."""
+    """How weights that do not train are stored next to adapters; products are those of float32, to the bit. auto: in
+    the checkpoint's dtype, but in float32 on a CPU that computes in float32 and has the memory, where it is faster.
+    checkpoint: in the checkpoint's dtype, but linear layers in bfloat16 where that is the compute dtype; those of a
+    wider checkpoint are then rounded in the saved model."""
     quantise: Quantise | None = None
-    """Quantise the linear layers of the base under adapters (QLoRA): nf4 (4.13 bits a weight, double quantisation) or
-    int8 (8 bits). The products widen them to the compute dtype. A base that comes quantised is used as it is."""
+    """Quantise the linear layers and experts of the base under adapters (QLoRA): nf4 (4.13 bits a weight, double
+    quantisation) or int8 (8 bits). The products widen them to the compute dtype. A base that comes quantised is used as
+    it is."""
     check: Literal["quick", "off"] = "quick"
     """Which part of ``taut check`` runs before training: quick (seconds), or off, which is logged. checks.skip leaves
     out single checks."""
@@ -252,8 +256,10 @@ class RunConfig:
     """Compile each decoder layer with torch.compile, attention outside. Needs Triton on a GPU, a C++ compiler on a CPU;
     the first steps wait for it."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass instead of keeping its activations."""
+    activation_checkpointing: ActivationCheckpointing = False
+    """What the backward pass computes again instead of keeping it. true: each layer, from its inputs; selective: each
+    layer but its matrix products and attention, which are kept; offload: as true, with the inputs in the host's
+    memory."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     freeze: list[str] = field(default_factory=list)
@@ -304,6 +310,11 @@ class RunConfig:
             raise ConfigError(
                 f"quantise={self.quantise} with lora.dora=true: DoRA reads the weights themselves; expected one of the "
                 "two; take one out"
+            )
+        if self.parallel.cpu_offload and self.optim.name == "muon":
+            raise ConfigError(
+                "parallel.cpu_offload=true with optim.name=muon: its iteration would run on the host's processor, for "
+                "minutes a step; expected optim.name=adamw; take one out"
             )
         if not self.has_rewards:
             self.eval.answers.require_rewards()

@@ -3,13 +3,14 @@
 The divergences and their papers are in models/teacher.py.
 
     teacher         a model that gives its full distribution: any architecture and width, the student's tokenizer.
-                    Every rank holds the whole model in the compute dtype; it runs just before the student
+                    It is in the compute dtype, sharded as the student is, and runs just before the student
     top_logprobs    a file of its likeliest tokens at each target, made with ``taut teach``: no teacher is held while
                     training; forward divergence only
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Literal
 
 import torch
@@ -32,6 +33,8 @@ from taut.models.scorer import Teacher
 from taut.models.self_test import one_sample_reasons
 from taut.models.teacher import ListedTeacher, ModelTeacher
 from taut.models.tokens import require_same_tokenizer
+from taut.train import distributed
+from taut.train.distributed import Ranks
 from taut.types import Divergence
 
 
@@ -130,7 +133,7 @@ def load_teacher(
     num_rows: int,
     longest: int,
     dtype: torch.dtype,
-    device: torch.device,
+    ranks: Ranks,
     attention: str,
     trust_remote_code: bool = False,
 ) -> tuple[Teacher, list[Decision]]:
@@ -150,14 +153,15 @@ def load_teacher(
     settings = load_config(path, trust_remote_code)
     require_language_model(path, settings, "distill.teacher")
     require_context(f"distill.teacher={path}", context_length(settings), longest)
-    chosen = select(attention, device, dtype, settings)
+    chosen = select(attention, ranks.device, dtype, settings)
     model = load_model(
         path,
         dtype=dtype,
-        device=device,
+        device=ranks.weights_device,
         attention=chosen.implementation,
         trust_remote_code=trust_remote_code,
         is_narrow=True,
+        shard=distributed.layer_sharding(ranks, dtype),
     )
     alone = one_sample_reasons(model, longest)
     if alone:
@@ -165,7 +169,8 @@ def load_teacher(
             f"distill.teacher={path} runs one sample at a time ({'; '.join(alone)}); expected a model that packs; use "
             "it once with taut teach, and set distill.top_logprobs"
         )
-    reason = f"frozen, {chosen.name} attention ({chosen.reason})"
+    parts = f"sharded over {ranks.size} ranks, " if ranks.size > 1 else ""
+    reason = f"frozen, {parts}{chosen.name} attention ({chosen.reason})"
     decisions = [Decision("distill.teacher", path, reason)]
     num_theirs = head(model).weight.shape[0]
     if min(num_theirs, num_rows) < num_ids:
@@ -173,11 +178,13 @@ def load_teacher(
             f"distill.teacher={path} has {num_theirs:,} rows, the student {num_rows:,} and their tokenizer "
             f"{num_ids:,} ids; expected a row for each id; name another teacher"
         )
-    if num_theirs == num_rows:
-        return ModelTeacher(model), decisions
-    sizes = f"the teacher has {num_theirs:,} rows and the student {num_rows:,}"
-    decisions.append(Decision("distill.rows", f"the tokenizer's {num_ids:,}", sizes))
-    return ModelTeacher(model, num_ids), decisions
+    shared = None
+    if num_theirs != num_rows:
+        shared = num_ids
+        sizes = f"the teacher has {num_theirs:,} rows and the student {num_rows:,}"
+        decisions.append(Decision("distill.rows", f"the tokenizer's {num_ids:,}", sizes))
+    shard = partial(distributed.shard, ranks=ranks, dtype=dtype)
+    return ModelTeacher(model, shared, shard, distributed.reshard), decisions
 
 
 def require_context(named: str, context: int | None, longest: int) -> None:

@@ -45,6 +45,7 @@ _STATEFUL_CLASS = re.compile(
 )
 MOST_ROWS = 0.9
 """Share of tokens that are read from which the last layer computes all of them."""
+_ROUTERS = ("router", "gate")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _MULTIPLIES = ("logit_scale", "lm_head_multiplier")
 _DIVIDES = ("logits_scaling",)
@@ -160,11 +161,62 @@ def is_tied(model: nn.Module) -> bool:
     return has_head(model) and stored_table(embedding(model)) is head(model).weight
 
 
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Name of a parameter -> the first name that the same parameter has; not the same where tensors are tied."""
+    first: dict[int, str] = {}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(parameter), name) for name, parameter in every}
+
+
 def table_names(model: nn.Module) -> list[str]:
     """The names of the embedding's and the head's module; one name where they are tied or there is no head."""
     names = {id(module): name for name, module in unwrap(model).named_modules()}
     modules = list(tables(model).values())
     return [names[id(module)] for module in (modules[:1] if is_tied(model) else modules)]
+
+
+def routers(layer: nn.Module) -> list[nn.Module]:
+    """The modules of a decoder layer that choose each token's experts."""
+    found: dict[str, nn.Module] = {}
+    modules = dict(layer.named_modules())
+    if not any(name.split(".")[-1] == "experts" for name in modules):
+        return []
+    for name, module in modules.items():
+        is_router = name.split(".")[-1] in _ROUTERS or type(module).__name__.endswith("Router")
+        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        if is_router and not is_inside and any(True for _ in module.parameters()):
+            found[name] = module
+    return list(found.values())
+
+
+def wide_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
+    """The parameters in the layers that stay in float32 where a model computes in bfloat16: those of routers, and those
+    that the library names.
+    """
+    routed = {
+        p for layer in layers(model) for module in routers(layer) for p in module.parameters()
+    }
+    named = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return [
+        parameter
+        for name, parameter in layers(model).named_parameters()
+        if parameter in routed or any(re.search(pattern, name) for pattern in named)
+    ]
+
+
+def scalar_parameters(root: nn.Module) -> list[nn.Parameter]:
+    """The parameters of scalar heads, the copies that adapters train included."""
+    return [p for name, p in root.named_parameters() if _SCALAR in name.split(".")]
+
+
+def device_of(parameter: Tensor) -> torch.device:
+    """The device that computes with a parameter; a shard of one may be in the host's memory."""
+    mesh: Any = getattr(parameter, "device_mesh", None)
+    if mesh is None or mesh.device_type == parameter.device.type:
+        return parameter.device
+    return torch.device(
+        mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
+    )
 
 
 # -- the output head -------------------------------------------------------------------------------
@@ -344,12 +396,16 @@ def flops(model: nn.Module) -> Flops:
 
 
 def linear_sizes(model: nn.Module) -> dict[str, int]:
-    """Name of a linear layer's weight -> how many numbers it stands for: a quantised one has fewer elements."""
-    return {
-        f"{name}.weight": module.in_features * module.out_features
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-    }
+    """Name of a weight of a linear layer, or of quantised experts -> how many numbers it stands for: what is quantised
+    has other elements.
+    """
+    sizes: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            sizes[f"{name}.weight"] = module.in_features * module.out_features
+        for key, size in getattr(module, "wide_sizes", {}).items():
+            sizes[f"{name}.{key}"] = size
+    return sizes
 
 
 def num_weights(model: nn.Module) -> int:
@@ -477,17 +533,9 @@ def count_by_part(names: Iterable[str]) -> str:
 # -- running the backbone --------------------------------------------------------------------------
 
 
-def recompute_activations(model: nn.Module) -> None:
-    """Keep the inputs of each layer only, and run the layer again in the backward pass."""
-    inner: Any = unwrap(model)
-    method = getattr(inner, "activation_checkpointing_enable", None)
-    enable = method or inner.gradient_checkpointing_enable  # its name before transformers 5.23
-    enable({"use_reentrant": False})
-
-
 def ready(model: nn.Module, packed: Packed) -> Packed:
     """The micro-batch on the model's device with its layout: what a forward needs of the host."""
-    device = next(model.parameters()).device
+    device = device_of(next(model.parameters()))
     host = packed.on_host
     last_T = None if host.last_T is None else host.last_T.numpy()
     rows = np.union1d(host.predictor_N.numpy(), host.read_R.numpy())

@@ -1,6 +1,6 @@
 """How the weights that do not train are stored: in the checkpoint's dtype, where adapters train next to them.
 
-    linear layers of the decoder    in bf16 where products are in bf16; else in the checkpoint's dtype
+    linear layers of the decoder    in the checkpoint's dtype
     embedding and head              in the checkpoint's dtype
     all else                        in the dtype of what trains (float32): norms, biases, routers, scalar heads, vision
                                     towers, experts that are one tensor
@@ -8,7 +8,8 @@
 The arithmetic is that of weights in float32, to the last bit: a product widens its weight for as long as it takes
 (``products.linear_from_stored``; autocast would round it to the same bf16), an embedding widens the rows that it looks
 up, and adapters start at the same numbers (``looking_wide``). So how weights are stored is a matter of memory and time
-alone, and a run may be resumed with another choice.
+alone, and a run may be resumed with another choice. A sharded model that computes in bfloat16 gathers all of it in
+bfloat16, however it is stored, and widens no row (train/distributed.py).
 
 peft keeps frozen weights where the library put them, so nothing else has to know; ``models/products.py`` and the head
 in ``models/scorer.py`` take narrow weights as they come. ``models/quantised.py`` quantises linear layers further.
@@ -53,20 +54,26 @@ class Storage:
     """The ends of names of modules that train whole, and so are not quantised."""
     host_share: float | None = None
     """Widen everything to float32 on the CPU if that takes at most this share of its memory; None: never."""
+    rounds: bool = False
+    """Whether the layers' weights have fewer bits than the checkpoint's."""
 
 
 def storage_of(
     checkpoint: torch.dtype, compute: torch.dtype, device: torch.device, wanted: FrozenDtype
 ) -> Storage:
-    """How to store the frozen weights of a run that computes in ``compute`` (not float64)."""
+    """How to store the frozen weights of a run that computes in ``compute`` (not float64). Layers are in bf16 where the
+    products are and ``wanted`` asks for the checkpoint's dtype by name, else in that dtype itself.
+    """
     if wanted == "float32":
         return Storage(torch.float32, torch.float32)
     checkpoint = (
         checkpoint if checkpoint in NARROW else torch.float32
     )  # never wider than what trains
-    layers = compute if compute == torch.bfloat16 else checkpoint
+    # Products would be the same, but the model is saved from what is stored.
+    rounds = wanted == "checkpoint" and compute == torch.bfloat16 != checkpoint
     measures = wanted == "auto" and device.type == "cpu" and compute == torch.float32
-    return Storage(layers, checkpoint, host_share=HOST_SHARE if measures else None)
+    layers, share = compute if rounds else checkpoint, HOST_SHARE if measures else None
+    return Storage(layers, checkpoint, host_share=share, rounds=rounds)
 
 
 def stored_dtypes(model: PreTrainedModel, storage: Storage) -> dict[str, torch.dtype]:
@@ -109,8 +116,10 @@ def reading(storage: Storage | None) -> Iterator[None]:
         library._get_dtype_plan = plan_of
 
 
-def store(model: PreTrainedModel, storage: Storage) -> None:
-    """Store the weights of a model that was just read. Quantised ones stay as they are."""
+def store(model: PreTrainedModel, storage: Storage, *, widens_rows: bool = True) -> None:
+    """Store the weights of a model that was just read. Quantised ones stay as they are. ``widens_rows``: the rows of a
+    narrow embedding are looked up in float32.
+    """
     dtypes = stored_dtypes(model, storage)
     if stays_wide(model, storage):
         dtypes = dict.fromkeys(dtypes, torch.float32)
@@ -127,7 +136,7 @@ def store(model: PreTrainedModel, storage: Storage) -> None:
             else:
                 parameter.data = parameter.data.to(dtype)
     table = architecture.embedding(model)
-    if isinstance(table, nn.Embedding) and table.weight.dtype in NARROW:
+    if widens_rows and isinstance(table, nn.Embedding) and table.weight.dtype in NARROW:
         table.forward = MethodType(_look_up, table)  # type: ignore[method-assign]
 
 
@@ -145,7 +154,7 @@ def described(model: PreTrainedModel, storage: Storage) -> tuple[str, str]:
     num_wide = 4 * architecture.num_weights(model)
     layers = [module for _, module in quantised.quantised_layers(model)]
     if layers:
-        dtypes |= {"nf4" if hasattr(layers[0], "quant_state") else "int8"}
+        dtypes |= {layers[0].format.kind}
     if not dtypes:
         return "float32", "that of the checkpoint"
     if stays_wide(model, storage):
@@ -154,17 +163,14 @@ def described(model: PreTrainedModel, storage: Storage) -> tuple[str, str]:
     stored = stored_bytes(model)
     size = f"{stored / 2**30:,.1f} GiB instead of {num_wide / 2**30:,.1f}"
     same = "" if layers else ", the same products"
+    if storage.rounds and not layers:
+        same += "; the saved model's layers are rounded to it"
     return " and ".join(sorted(dtypes)), f"nothing of the base trains: {size}{same}"
 
 
 def stored_bytes(model: nn.Module) -> int:
-    """Bytes of a model's parameters, with what quantised ones need next to them."""
-    constants = (
-        tensor
-        for _, layer in quantised.quantised_layers(model)
-        for tensor in quantised.constants_of(layer)
-    )
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *constants))
+    """Bytes of a model's parameters, on all ranks together."""
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def host_memory() -> int:

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -36,6 +36,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.core_model_loading import Transpose
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -43,6 +44,7 @@ from taut.config import user_path
 from taut.errors import ModelError
 from taut.io import files, hub
 from taut.models import architecture, faster_layers, quantised
+from taut.models.experts import narrow_experts, widen_routers
 from taut.models.frozen import Storage, reading, store
 from taut.models.heads import check_head
 from taut.vision import tower
@@ -57,7 +59,7 @@ TOKENIZER_FILES = (
     "tekken.json",
 )
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-ShardLayers = Callable[[Iterable[nn.Module]], None]
+ShardLayers = Callable[[PreTrainedModel], AbstractContextManager[None]]
 """Divides a model's decoder layers among ranks."""
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 _NOISE_KEY = re.compile(r"^(?!classifier).*(dropout|pdrop|layerdrop|jitter_noise)")
@@ -156,7 +158,6 @@ def read_model(
     how = None
     if storage is not None and storage.quantise is not None:
         how = storage.quantise
-        quantised.require_dense(path, config, how)
         quantising = {"quantization_config": quantised.settings_of(how, dtype, storage.whole)}
     comes_quantised = quantised.format_of(config) is not None
     if comes_quantised and storage is None and not is_narrow:
@@ -173,6 +174,7 @@ def read_model(
         explain_load_errors(path, wanted),
         torch.random.fork_rng(devices=[]),
         reading(storage),
+        quantised.reading_rows() if is_quantised else nullcontext(),
         _sharded_before_reading(shard),
     ):
         model, report = auto_class.from_pretrained(
@@ -218,10 +220,13 @@ def read_model(
                 "depend on how samples are packed; set it to 0 in the model's config.json"
             )
     faster_layers.install(model)
+    if dtype == torch.bfloat16 and not is_narrow:
+        widen_routers(model)
+        narrow_experts(model)
     if storage is not None:
         if is_quantised:
-            quantised.install(model)
-        store(model, storage)
+            quantised.require_inside(model)
+        store(model, storage, widens_rows=shard is None or dtype != torch.bfloat16)
     return model, is_new
 
 
@@ -236,17 +241,37 @@ def _sharded_before_reading(shard: ShardLayers | None) -> Iterator[None]:
     library: Any = (
         PreTrainedModel  # tests/unit/models/test_load.py holds that the library still calls it
     )
-    read = library._load_pretrained_model
+    converter: Any = Transpose
+    read, transpose = library._load_pretrained_model, converter.convert
 
     def read_slices(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        shard(architecture.layers(model))
-        return read(model, *args, **kwargs)
+        with shard(model):
+            return read(model, *args, **kwargs)
+
+    def transpose_part(self: Transpose, *args: Any, model: PreTrainedModel, **kwargs: Any) -> Any:
+        return transpose(self, *args, model=_Parts(model), **kwargs)
 
     library._load_pretrained_model = staticmethod(read_slices)
+    converter.convert = transpose_part
     try:
         yield
     finally:
         library._load_pretrained_model = staticmethod(read)
+        converter.convert = transpose
+
+
+class _Parts:
+    """A sharded model, of whose parameters this rank's part is seen: the library transposes what has another shape than
+    the parameter it is for, which a part always has.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def get_parameter(self, name: str) -> Tensor:
+        parameter = self.model.get_parameter(name)
+        part: Tensor = getattr(parameter, "_local_tensor", parameter)
+        return part
 
 
 @torch.no_grad()
@@ -511,7 +536,9 @@ SIZES = re.compile(
 )
 """Sizes of weights."""
 TOKEN_IDS = re.compile(r"(\w+_)?token_(id|ids|index)")
-TABLES = re.compile(r"(text|vision|audio|decoder|encoder)_config|rope_(scaling|parameters)")
+TABLES = re.compile(
+    r"(text|vision|audio|decoder|encoder|quantization)_config|rope_(scaling|parameters)"
+)
 """Keys whose values are tables."""
 
 

@@ -6,7 +6,7 @@ model, ``all-linear`` means the language model's layers, as in other frameworks;
 trained) train on their own next to the frozen tables, through peft's trainable tokens: peft saves, loads and merges
 them. A reward model's scalar head trains whole. The output head takes no adapter: it is scored in chunks, not called.
 
-``plain_model`` returns a model of the library with the adapter merged, separate from the one in training, for saving.
+``plain_groups`` gives the tensors of the library's model with the adapter merged, a layer at a time, for saving.
 ``load_adapter`` loads a LoRA adapter in peft's format, made by taut or elsewhere, with the modules and rows that it
 trained whole and the rows by which it enlarged the vocabulary. An adapter whose tensors are not those that its settings
 call for is refused.
@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -33,7 +35,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from taut.config import configclass, fields_of
+from taut.config import Decision, configclass, fields_of
 from taut.errors import ConfigError, ModelError
 from taut.io import files
 from taut.models import architecture, products
@@ -41,7 +43,7 @@ from taut.models.adapter_patterns import require_bounded_patterns
 from taut.models.frozen import looking_wide, wide_state, widen_trained
 from taut.models.heads import scalar_head
 from taut.models.load import require_file_itself
-from taut.models.quantised import Quantise, quiet_import
+from taut.models.quantised import Quantise, experts_as_numbers, quiet_import
 from taut.models.tokens import add_tokens
 
 ALL: Literal["all-linear"] = "all-linear"
@@ -113,6 +115,13 @@ class LoraConfig:
         return self.rank > 0 or self.adapter is not None
 
 
+class Base(NamedTuple):
+    """The base that an adapter was trained on."""
+
+    model: str
+    quantise: Quantise | None
+
+
 class Adapted(NamedTuple):
     """A model with an adapter."""
 
@@ -144,11 +153,16 @@ def apply_lora(
     from peft import get_peft_model
 
     sharded = {id(p) for p in model.parameters() if hasattr(p, "full_tensor")}
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), _as_if_whole():
+    with (
+        warnings.catch_warnings(),
+        torch.random.fork_rng(devices=[]),
+        _as_if_whole(),
+        experts_as_numbers(model),
+    ):
         warnings.simplefilter("ignore")  # what peft warns of is refused here, or handled
         torch.manual_seed(seed)
         if config.adapter is not None:
-            wrapped: Any = _load_trained(model, config.adapter)
+            wrapped: Any = _load_trained(model, config.adapter, sharded)
         else:
             task = task_of(model)
             saved = _saved_names(model, config.modules_to_save)
@@ -181,10 +195,11 @@ def apply_lora(
                     f"peft puts no such adapters on {type(model).__name__}: {' '.join(str(error).split())}; expected "
                     "settings that each module takes; change lora.dropout, lora.dora or lora.targets"
                 ) from error
-    _make_copies_whole(wrapped, sharded)
+            _prepare_copies(wrapped, sharded)
+    _adapt_quantised_experts(wrapped)
+    _compute_in_base_dtype(wrapped)
     products.install(wrapped)
     _prepare_tables(wrapped)
-    widen_trained(wrapped)
     for parameter in wrapped.parameters():
         is_wide = parameter.dtype in (torch.float32, torch.float64)
         assert is_wide or not parameter.requires_grad, "adapters are trained in full precision"
@@ -203,27 +218,55 @@ def adapter_settings(adapter: Path) -> dict[str, Any]:
     return settings
 
 
+def settings_to_continue(config: LoraConfig) -> dict[str, Any]:
+    """adapter_config.json of ``lora.adapter``; empty without one."""
+    return {} if config.adapter is None else _read_settings(Path(config.adapter), "lora.adapter")
+
+
 def write_base(directory: Path, model: str, quantise: str | None) -> None:
     """Write next to an adapter which base it was trained on, and how that was quantised."""
     record = {"model": model, "quantise": quantise}
     (directory / BASE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def quantisation_of(adapter: Path) -> Quantise | None:
-    """How the base was quantised that an adapter was trained on; None: it was not, or taut did not make the adapter."""
+def base_of(adapter: Path) -> Base | None:
+    """The base that an adapter was trained on; None: taut did not make the adapter."""
     if not (adapter / BASE).is_file():
         return None
     try:
-        how = files.read_json(adapter / BASE)["quantise"]
-        if how not in (None, *get_args(Quantise)):
-            raise ValueError(f"found quantise={how}")
+        record = files.read_json(adapter / BASE)
+        model, how = record["model"], record["quantise"]
+        if not isinstance(model, str) or how not in (None, *get_args(Quantise)):
+            raise ValueError(f"found model={model} and quantise={how}")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ModelError(
             f"{adapter / BASE} cannot be read ({error}); expected the base and its quantisation, as taut wrote them; "
             "copy the adapter's files again"
         ) from error
-    found: Quantise | None = how
-    return found
+    return Base(model, how)
+
+
+def base_decisions(config: LoraConfig, model: str, quantise: Quantise | None) -> list[Decision]:
+    """How the base of a run differs from the one that the adapter it continues was trained on."""
+    base = None if config.adapter is None else base_of(Path(config.adapter))
+    if base is None:
+        return []
+    decisions = []
+    if base.model != model and Path(base.model).resolve() != Path(model).resolve():
+        reason = (
+            f"the adapter was trained on {base.model}; expected the same weights under another name"
+        )
+        decisions.append(Decision("lora.adapter", f"on {model}", reason))
+    if base.quantise != quantise:
+        was = "as it is" if base.quantise is None else f"in {base.quantise}"
+        now = "as it is" if quantise is None else f"in {quantise}"
+        remedy = "take quantise out" if base.quantise is None else f"set quantise={base.quantise}"
+        reason = (
+            f"the adapter was trained on the base {was}, of which it has learned the rounding too; {remedy} to go on "
+            "where it was"
+        )
+        decisions.append(Decision("lora.adapter", f"on the base {now}", reason))
+    return decisions
 
 
 def load_adapter(model: PreTrainedModel, adapter: Path, settings: dict[str, Any]) -> Adapted:
@@ -290,7 +333,7 @@ def is_adapted(model: nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
-def _load_trained(model: PreTrainedModel, adapter: str) -> Any:
+def _load_trained(model: PreTrainedModel, adapter: str, sharded: Collection[int]) -> Any:
     """A peft model with the adapter in a directory, ready to train.
 
     The file must have each tensor that the adapter's settings call for, and no other: peft leaves missing ones at their
@@ -318,7 +361,8 @@ def _load_trained(model: PreTrainedModel, adapter: str) -> Any:
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"lora.adapter={adapter} does not fit this model: {reason}") from error
-    # loaded a second time, since from_pretrained does not return peft's report
+    _prepare_copies(wrapped, sharded)
+    # Loaded a second time: copies of what is stored in 16 bit are wide only now, and peft's report is returned.
     base = architecture.unwrap(wrapped)
     renamed = getattr(base, "_checkpoint_conversion_mapping", None)
     weights = load_peft_weights(adapter, device="cpu", key_mapping=renamed)
@@ -389,9 +433,39 @@ def _as_if_whole() -> Iterator[None]:
         magnitudes.dequantize_module_weight = weight_of
 
 
-def _make_copies_whole(model: nn.Module, sharded: Collection[int]) -> None:
-    """Make whole what peft copied from the layers' shards (``sharded``, by id): like adapters, every rank trains all of
-    it. All ranks call it.
+def _adapt_quantised_experts(model: nn.Module) -> None:
+    """Let adapters of quantised experts be added to the numbers of their weights; peft would add them to codes."""
+    for module in model.modules():
+        wrapper: Any = module
+        if not hasattr(module, "lora_A") or not hasattr(_base_layer(wrapper), "wide_sizes"):
+            continue
+        (adapter,) = wrapper.lora_A
+        wrapper.get_param = partial(getattr, wrapper.lora_A[adapter], "weight")  # for its dtype
+        wrapper._activate_lora = partial(_adding, wrapper)
+
+
+@contextmanager
+def _adding(wrapper: Any, active: Collection[str]) -> Iterator[None]:
+    """peft's ``ParamWrapper._activate_lora`` for quantised experts."""
+    factors = _base_layer(wrapper).factors
+    for adapter in set(active) & set(wrapper.lora_A):
+        factors[wrapper.parameter_name] = wrapper.get_delta_factors(adapter)
+    try:
+        yield
+    finally:
+        factors.pop(wrapper.parameter_name, None)
+
+
+def _base_layer(module: Any) -> Any:
+    """The module that an adapter's modules surround."""
+    while hasattr(module, "base_layer"):
+        module = module.base_layer
+    return module
+
+
+def _prepare_copies(model: nn.Module, sharded: Collection[int]) -> None:
+    """Put what trains in float32, and make whole what peft copied from the layers' shards (``sharded``, by id): like
+    adapters, every rank trains all of it. All ranks call it.
     """
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -399,6 +473,17 @@ def _make_copies_whole(model: nn.Module, sharded: Collection[int]) -> None:
                 assert parameter is not None
                 copy = parameter.detach().full_tensor()  # type: ignore[attr-defined]  # a DTensor
                 module._parameters[name] = nn.Parameter(copy, parameter.requires_grad)
+    widen_trained(model)
+
+
+def _compute_in_base_dtype(model: nn.Module) -> None:
+    """Let adapters compute in the dtype of the layer they adapt, which is bfloat16 in a sharded model that computes in
+    it: peft would widen their input to float32, the dtype of their weights, and keep it for the backward pass.
+    """
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            layer: Any = module
+            layer.cast_input_dtype_enabled = False
 
 
 def _prepare_tables(model: nn.Module) -> None:
@@ -554,15 +639,27 @@ def _head(model: PreTrainedModel) -> nn.Module:
 # -- models without adapters -----------------------------------------------------------------------
 
 
-def plain_model(
-    model: nn.Module, state_dict: Mapping[str, Tensor] | None = None
-) -> PreTrainedModel:
-    """The library's model with ``model``'s weights and any adapter merged, sharing storage where nothing changed.
+Whole = Callable[[Collection[str]], Iterable[tuple[str, Tensor]]]
+"""Gives the tensors of these names whole, one after another, in the order of the model's state dict."""
+_BLOCK = re.compile(r".*?\.\d+(?=\.|$)")
+"""A numbered block: a decoder layer, a layer of a vision tower."""
 
-    ``state_dict``: the full weights under ``model``'s names, where ``model`` holds shards. The result has no buffers
-    that are not saved: it is for saving, not for running. ``model`` itself stays as it is.
-    """
-    weights = wide_state(model, model.state_dict() if state_dict is None else state_dict)
+
+def plain_skeleton(model: nn.Module) -> PreTrainedModel:
+    """The library's model without adapters, whose tensors ``plain_groups`` gives: on the meta device, for saving."""
+    base = architecture.unwrap(model)
+    plain = _made_again(model)
+    plain.tie_weights()
+    if hasattr(base, "generation_config"):  # reward models have none
+        plain.generation_config = copy.deepcopy(base.generation_config)
+    for name in ("_weight_conversions", "_auto_class"):
+        if hasattr(base, name):
+            setattr(plain, name, getattr(base, name))
+    return plain
+
+
+def _made_again(model: nn.Module) -> PreTrainedModel:
+    """The library's model without adapters and contents."""
     base = architecture.unwrap(model)
     kind = next(kind for kind in type(base).__mro__ if not kind.__name__.startswith("FSDP"))
     config = copy.deepcopy(base.config)
@@ -571,8 +668,24 @@ def plain_model(
         del config.quantization_config  # the weights are what the quantised ones stand for
     if architecture.has_head(model):
         config.tie_word_embeddings = architecture.is_tied(model)  # an adapter can separate the two
+    make: Any = kind
     with torch.device("meta"):
-        plain: Any = kind(config)
+        plain = make(config)
+    assert isinstance(plain, PreTrainedModel)
+    return plain
+
+
+@torch.no_grad()
+def plain_groups(model: nn.Module, whole: Whole | None = None) -> Iterator[dict[str, Tensor]]:
+    """The tensors of a model without adapters: those merged, quantised weights as the numbers that they stand for,
+    nothing narrower than float32; a tied tensor under its first name. A group is a numbered block, such as a decoder
+    layer, or one module outside of these. No two are in memory where the caller empties each.
+
+    ``whole``: gives the tensors of ``model``, where it holds shards. The tensors may share storage with those of
+    ``model``, which stay as they are.
+    """
+    skeleton = plain_skeleton(model)
+    wrapped: Any = skeleton
     if is_adapted(model):
         from peft import get_peft_model
 
@@ -580,45 +693,134 @@ def plain_model(
         settings = copy.deepcopy(wrapper.peft_config[wrapper.active_adapter])
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
-            wrapped: Any = get_peft_model(plain, settings, adapter_name=wrapper.active_adapter)
-        _assign(wrapped, weights)
-        embedding, head = _row_adapters(wrapped)
-        if embedding is not None and head is not None and head.tied_adapter is embedding:
-            head.base_layer.weight = embedding.base_layer.weight  # else they would merge separately
-        plain = wrapped.merge_and_unload(safe_merge=True)
-    else:
-        _assign(plain, weights)
+            wrapped = get_peft_model(
+                _made_again(model), settings, adapter_name=wrapper.active_adapter
+            )
+    prefix = "base_model.model." if is_adapted(model) else ""
+    tied = {name for name, first in architecture.first_names(skeleton).items() if name != first}
+    kept = skeleton.state_dict().keys() - tied
+    modules = {name for name, _ in wrapped.named_modules()}
+    adapted = {name for name, module in wrapped.named_modules() if _is_adapter(module)}
+    places = {name: _place(name, modules, adapted) for name in model.state_dict()}
+    needed = {
+        place
+        for place in {*places.values()}
+        if any(name.startswith(f"{place.removeprefix(prefix)}.") for name in kept)
+    }
+    first = architecture.first_names(model)
+    names: dict[str, list[str]] = {}  # a tensor's first name -> those under which it is needed
+    left: dict[str, int] = {}  # group -> number of tensors that it waits for
+    for name, place in places.items():
+        if place in needed:
+            names.setdefault(first.get(name, name), []).append(name)
+            left[_group(place)] = left.get(_group(place), 0) + 1
+    waiting: dict[str, dict[str, Tensor]] = {group: {} for group in left}
+    for arrived, tensor in _own(model, names) if whole is None else whole(names):
+        for name in names.get(arrived, ()):
+            group = _group(places[name])
+            waiting[group][name] = tensor.detach()
+            left[group] -= 1
+        del tensor
+        for group in [group for group in waiting if not left[group]]:
+            found = _merged(wrapped, wide_state(model, waiting.pop(group)), places, adapted)
+            found = {name.removeprefix(prefix): found.pop(name) for name in [*found]}
+            yield {name: found.pop(name) for name in [*found] if name in kept}
+    assert not waiting, f"weights missing: {next(iter(waiting))}"
+
+
+def plain_model(model: nn.Module, whole: Whole | None = None) -> PreTrainedModel:
+    """The library's model without adapters, with all its tensors in memory. It has no buffers that are not saved: it is
+    for saving, not for running. ``whole``: see ``plain_groups``.
+    """
+    plain = plain_skeleton(model)
+    for group in plain_groups(model, whole):  # and keeps all of them
+        plain.load_state_dict(group, strict=False, assign=True)
     plain.tie_weights()
-    if hasattr(base, "generation_config"):  # reward models have none
-        plain.generation_config = copy.deepcopy(base.generation_config)
-    for name in ("_weight_conversions", "_auto_class"):
-        if hasattr(base, name):
-            setattr(plain, name, getattr(base, name))
-    assert isinstance(plain, PreTrainedModel)
     return plain
 
 
-def save_adapter(
-    model: nn.Module, directory: Path, state_dict: Mapping[str, Tensor] | None = None
-) -> None:
-    """Write the adapter (and modules_to_save) in peft's format, safetensors."""
+def _own(model: nn.Module, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """``Whole`` of a model that has its tensors whole."""
+    return ((name, tensor) for name, tensor in model.state_dict().items() if name in names)
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    """Whether peft merges this module."""
+    return hasattr(module, "unload_and_optionally_merge_module") or hasattr(module, "base_layer")
+
+
+def _place(name: str, modules: Collection[str], adapted: Collection[str]) -> str:
+    """The module that a tensor belongs to: the outermost one with an adapter, or the innermost one."""
+    parts = name.split(".")
+    parents = [".".join(parts[:stop]) for stop in range(1, len(parts))]
+    inside = [parent for parent in parents if parent in modules]
+    return next((parent for parent in inside if parent in adapted), inside[-1])
+
+
+def _group(place: str) -> str:
+    """The group that a module belongs to."""
+    block = _BLOCK.match(place)
+    return place if block is None else block[0]
+
+
+def _merged(
+    wrapped: nn.Module,
+    tensors: dict[str, Tensor],
+    places: Mapping[str, str],
+    adapted: Collection[str],
+) -> dict[str, Tensor]:
+    """The tensors of some modules, adapters merged as peft merges them. ``tensors`` is emptied."""
+    plain: dict[str, Tensor] = {}
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name in [*tensors]:
+        if (place := places[name]) in adapted:
+            parts.setdefault(place, {})[name.removeprefix(f"{place}.")] = tensors.pop(name)
+        else:
+            plain[name] = tensors.pop(name)
+    for place in [*parts]:
+        weights = parts.pop(place)
+        module: Any = wrapped.get_submodule(place)
+        missing, unexpected = module.load_state_dict(weights, strict=False, assign=True)
+        assert not missing, f"{place}: weights missing: {missing[:3]}"
+        assert not unexpected, f"{place}: weights unexpected: {unexpected[:3]}"
+        if hasattr(module, "unload_and_optionally_merge_module"):
+            result = module.unload_and_optionally_merge_module(
+                merge=True, safe_merge=True, adapter_names=None
+            )
+        else:
+            module.merge(safe_merge=True)
+            result = module.get_base_layer()
+        plain |= {f"{place}.{name}": tensor for name, tensor in result.state_dict().items()}
+        module.to("meta")  # what it was merged from goes
+    return plain
+
+
+def save_adapter(model: nn.Module, directory: Path, whole: Whole | None = None) -> None:
+    """Write the adapter (and modules_to_save) in peft's format, safetensors. ``whole``: see ``plain_groups``."""
     inner: Any = model
     for config in inner.peft_config.values():
         if isinstance(config.target_modules, set):  # its order differs between processes
             config.target_modules = sorted(config.target_modules)
         if config.modules_to_save:  # peft itself names the head again
             config.modules_to_save = list(dict.fromkeys(config.modules_to_save))
+    state_dict = None
+    if whole is not None:
+        of_base = re.compile(
+            r"\.(base_layer|original_module)\.(?!.*lora_)"
+        )  # not adapters around adapters
+        first = architecture.first_names(model)
+        modules = dict(model.named_modules())
+        adapted = {name for name, module in modules.items() if _is_adapter(module)}
+        names = {
+            name: first.get(name, name)
+            for name in model.state_dict()
+            if _place(name, modules, adapted) in adapted and not of_base.search(name)
+        }
+        found = dict(whole({*names.values()}))
+        state_dict = {name: found[source] for name, source in names.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # embeddings are saved only where they were trained
         inner.save_pretrained(str(directory), state_dict=state_dict, save_embedding_layers=False)
-
-
-def _assign(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Put ``weights`` into a module on the meta device. A missing weight is an error."""
-    detached = {name: tensor.detach() for name, tensor in weights.items()}
-    missing, unexpected = module.load_state_dict(detached, strict=False, assign=True)
-    assert not missing, f"weights missing: {missing[:3]}"
-    assert not unexpected, f"weights unexpected: {unexpected[:3]}"
 
 
 def _row_adapters(model: nn.Module) -> tuple[Any, Any]:

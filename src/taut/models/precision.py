@@ -1,7 +1,8 @@
 """Compute dtypes and the contexts that apply them.
 
     float32    parameters and arithmetic in float32
-    bfloat16   float32 parameters (the masters that the optimizer updates), arithmetic under autocast
+    bfloat16   float32 parameters (the masters that the optimizer updates); arithmetic under autocast on one device, and
+               by weights that are gathered in bfloat16 where they are sharded (train/distributed.py)
     float64    parameters and arithmetic in float64, including the library's hidden casts to float32: RMSNorm, softmax
                and RoPE of most models compute in float32 by name; ``Wide`` turns those casts into float64
 
@@ -14,11 +15,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from taut.config import Decision
@@ -29,6 +31,8 @@ _CPU_BF16 = ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16")
 """CPU capabilities for bf16 arithmetic, as torch names them."""
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that ``Wide`` turns into float64."""
+_casts: ContextVar[dict[Tensor, Tensor] | None] = ContextVar("casts", default=None)
+"""Weight -> its cast, inside ``cast_once``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +107,13 @@ def use_arithmetic(
 # -- contexts --------------------------------------------------------------------------------------
 
 
-def compute_context(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
-    """The context of a forward pass: autocast for bfloat16, ``Wide`` for float64, none for float32."""
-    if dtype == torch.bfloat16:
+def compute_context(
+    dtype: torch.dtype, device: torch.device, *, by_weights: bool = False
+) -> AbstractContextManager[Any]:
+    """The context of a forward pass: autocast for bfloat16, ``Wide`` for float64, none for float32. ``by_weights``: the
+    weights themselves are in ``dtype`` while they are multiplied.
+    """
+    if dtype == torch.bfloat16 and not by_weights:
         return torch.autocast(device.type, dtype=torch.bfloat16)
     return backward_context(dtype)
 
@@ -134,11 +142,23 @@ def cast_once(model: nn.Module) -> Iterator[None]:
     assert not torch.is_grad_enabled(), "the graph would hold what is frozen"
     for parameter in frozen:
         parameter.requires_grad_(True)
+    token = _casts.set({})
     try:
         yield
     finally:
+        _casts.reset(token)
         for parameter in frozen:
             parameter.requires_grad_(False)
+
+
+def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight in another dtype, for operators that autocast does not know; inside ``cast_once`` it is cast once."""
+    casts = _casts.get()
+    if casts is None or not isinstance(weight, nn.Parameter):
+        return weight.to(dtype)
+    if weight not in casts:
+        casts[weight] = weight.to(dtype)
+    return casts[weight]
 
 
 class Wide(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: no types

@@ -563,13 +563,16 @@ def _forward(self: nn.Linear, input: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, and the products of its backward pass, each by its library. A frozen weight may be stored in fewer
-    bits than x. Where it is compiled, all products are PyTorch's.
+    bits than x; an adapter on a sharded model may be in float32 where x is in bfloat16. Where it is compiled, all
+    products are PyTorch's.
     """
-    if is_compiling():
-        is_stored = weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type)
-        return functional.linear(x, weight.to(x.dtype) if is_stored else weight, bias)
     if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
-        return linear_from_stored(x, weight, bias, Tensor.to)
+        is_master = torch.promote_types(weight.dtype, x.dtype) == weight.dtype
+        if not is_compiling() and not is_master:
+            return linear_from_stored(x, weight, bias, Tensor.to)
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    if is_compiling():
+        return functional.linear(x, weight, bias)
     packed = _decodes.get()
     if packed is not None and _active.packed and not torch.is_grad_enabled():
         product = _by_packed(packed, x, weight, bias)

@@ -7,8 +7,8 @@ answer at all, since the library reads its score before the pads. Adapters are m
 pictures are copied from the model that was loaded, less a chat template in them: the library would prefer it to
 chat_template.jinja, where the template in use is saved.
 
-The directory is written next to its final place and renamed, and the tokenizer is read back first. Only the rank that
-writes calls this.
+The directory is written next to its final place and renamed, and the tokenizer is read back first. Weights are merged
+and written a layer at a time (``lora.plain_groups``, ``weight_files``). Only the rank that writes calls this.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from taut.errors import OutputError
 from taut.io import files
-from taut.models import architecture
+from taut.models import architecture, weight_files
 from taut.models.load import quiet_library
-from taut.models.lora import plain_model
+from taut.models.lora import Whole, plain_groups, plain_skeleton
 
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _PADS = (
@@ -61,14 +61,14 @@ def saving(
     stop_ids: Sequence[int],
     template: str | None,
     dtype: torch.dtype,
-    state_dict: Mapping[str, Tensor] | None = None,
+    whole: Whole | None = None,
 ) -> Iterator[Path]:
     """Write model, tokenizer and template, and yield the complete directory before it replaces ``directory``. Files
     that the block writes there belong to the model; where the block raises, nothing is replaced.
 
     ``stop_ids``: the whole stop set, the end of turn first. ``template``: the chat template in use, None for plain
     text. ``dtype``: of the saved weights (``load.checkpoint_dtype`` of the model this one started from).
-    ``state_dict``: the full weights under ``model``'s names, where ``model`` holds shards.
+    ``whole``: gives the weights of ``model``, where it holds shards.
     """
     directory = Path(directory)
     partial = directory.with_name(f".{directory.name}.partial")
@@ -77,7 +77,7 @@ def saving(
         tokenizer, stop_ids, template, has_scalar=not architecture.has_head(model)
     )
     with torch.no_grad(), quiet_library():
-        plain = plain_model(model, state_dict)
+        plain: Any = plain_skeleton(model)
         nn.Module.to(plain, dtype=dtype)
         configs: list[Any] = [
             plain.config
@@ -96,12 +96,11 @@ def saving(
             plain.generation_config = generation_to_save(plain.generation_config, served, stop_ids)
         try:
             partial.mkdir(parents=True)
-            plain.save_pretrained(partial)
+            weight_files.save(plain, plain_groups(model, whole), partial)
             served.save_pretrained(partial)
             copy_processor(model, partial, has_template=template is not None)
             _require_same_ids(served, partial)
             make_readable(partial)
-            del plain  # the block may load the model again
             yield partial
             files.replace_directory(partial, directory)
         except (OSError, SafetensorError) as error:

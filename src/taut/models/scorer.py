@@ -38,7 +38,14 @@ from torch import Tensor, nn
 
 from taut.attention.decode import Decoding
 from taut.attention.layout import Layout
-from taut.models.architecture import HeadSpec, head, hidden_states, ready, run_backbone
+from taut.models.architecture import (
+    HeadSpec,
+    device_of,
+    head,
+    hidden_states,
+    ready,
+    run_backbone,
+)
 from taut.models.attention_backends import make_ahead
 from taut.models.heads import Critic, OwnCritic, scalar, scalar_head
 from taut.models.products import product_into
@@ -70,13 +77,16 @@ class TeacherScores:
         """Limit on the rows of a chunk; None: the student's."""
         return None
 
+    def close(self) -> None:
+        """Free what is needed for comparing only."""
+
     def compare(self, rows: slice, s: Tensor) -> tuple[Tensor, Tensor]:
         """The divergence of each row from ``s`` [rows, V], and its gradient with respect to the logits over T."""
         raise NotImplementedError
 
 
 class Teacher(Protocol):
-    """The distribution that a student is compared with. It is no module, so it is not trained, sharded or saved."""
+    """The distribution that a student is compared with. It is no module, so it is neither trained nor saved."""
 
     def run(self, packed: Packed, how: Divergence) -> TeacherScores:
         """Score a micro-batch, without gradient."""
@@ -106,7 +116,7 @@ class Scorer(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return device_of(next(self.model.parameters()))
 
     def ready(self, packed: Packed) -> Packed:
         """The micro-batch with all that the host does for a forward, which may be done before the one in front of it
@@ -147,6 +157,8 @@ class Scorer(nn.Module):
         scores = score_hidden(
             hidden_ND, packed.target_N, spec, linear_N, wants.entropy, teacher_scores
         )
+        if teacher_scores is not None:
+            teacher_scores.close()
         return scores._replace(scalar_R=scalar_R)
 
     def inside(self, function: Callable[[nn.Module], Tensor]) -> Tensor:

@@ -28,14 +28,16 @@ formed in the forward (as in scorer.LinearHead), of the divergence and of log-pr
     d js      = (1 - b) p_s (s - log m - sum p_s (s - log m))                                              each over T
 
 The teacher has its own backbone and head, of any width, and runs on the same micro-batch in the same layout, just
-before the student: nothing of it is kept between micro-batches. It is no module: each rank holds all of it. Where its
-vocabulary has more or fewer rows, both distributions are over the tokenizer's ids.
+before the student: nothing of it is kept between micro-batches. It is no part of the student, and sharded by itself.
+Where its vocabulary has more or fewer rows, both distributions are over the tokenizer's ids.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -49,19 +51,35 @@ ROUNDING = 8
 
 
 class ModelTeacher:
-    """A frozen model. ``num_rows``: the rows that its vocabulary and the student's have in common; None: all."""
+    """A frozen model. ``num_rows``: the rows that its vocabulary and the student's have in common; None: all.
+    ``shard``: divides it among ranks, ``reshard``: drops what a forward has gathered of it.
+    """
 
-    def __init__(self, model: nn.Module, num_rows: int | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        num_rows: int | None = None,
+        shard: Callable[[nn.Module], None] = lambda _: None,
+        reshard: Callable[[nn.Module], None] = lambda _: None,
+    ) -> None:
         self.scorer = Scorer(model).eval().requires_grad_(requires_grad=False)
         self.num_rows = num_rows
+        shard(self.scorer)
+        self._reshard = partial(reshard, self.scorer)
 
     @torch.no_grad()
     def run(self, packed: Packed, how: Divergence) -> WholeDistribution:
-        packed, hidden_TD = run_backbone(self.scorer.model, packed)
-        hidden_ND = hidden_TD.index_select(0, packed.predictor_N)
-        spec = head(self.scorer.model)
+        specs: list[HeadSpec] = []
+
+        def hidden(model: nn.Module) -> Tensor:
+            ready, hidden_TD = run_backbone(model, packed)
+            specs.append(head(model))  # whole until the distribution is closed
+            return hidden_TD.index_select(0, ready.predictor_N)
+
+        hidden_ND = self.scorer.inside(hidden)
+        (spec,) = specs
         chunks = Chunks(hidden_ND, spec.weight, spec.bias, None, spec)
-        return WholeDistribution(how, chunks, self.num_rows)
+        return WholeDistribution(how, chunks, self.num_rows, self._reshard)
 
 
 class ListedTeacher:
@@ -81,6 +99,8 @@ class WholeDistribution(TeacherScores):
     chunks: Chunks
     vocabulary: int | None = None
     """Rows of the vocabulary that the student's has too; None: all."""
+    reshard: Callable[[], None] = lambda: None
+    """Drops the gathered weights of the head."""
 
     @property
     def num_rows(self) -> int | None:
@@ -89,6 +109,9 @@ class WholeDistribution(TeacherScores):
     @property
     def chunk_rows(self) -> int:
         return self.chunks.num_rows
+
+    def close(self) -> None:
+        self.reshard()
 
     def compare(self, rows: slice, s: Tensor) -> tuple[Tensor, Tensor]:
         z = self.chunks.logits(rows)

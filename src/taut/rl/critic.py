@@ -35,6 +35,7 @@ from taut.models.heads import (
 )
 from taut.models.load import ShardLayers, is_reward_config, load_config
 from taut.models.lora import LoraConfig, apply_lora
+from taut.models.recompute import ActivationCheckpointing, recompute_activations
 from taut.models.reward_model import NewHead, load_reward_model
 from taut.models.save import saving
 from taut.models.self_test import one_sample_reasons
@@ -106,7 +107,7 @@ def build_critic(
     longest: int,
     new_ids: Sequence[int] = (),
     one_sample: str | None = None,
-    recomputes: bool = False,
+    checkpointing: ActivationCheckpointing = False,
     seed: int = 0,
     trust_remote_code: bool = False,
     shard: ShardLayers | None = None,
@@ -116,7 +117,7 @@ def build_critic(
     ``policy``: as it trains, with its adapters and added tokens (``new_ids``), not yet sharded. ``path``: the directory
     or hub name that it was loaded from. ``attention``: the implementation, as registered with the library. ``longest``:
     tokens of the longest sample there can be. ``one_sample``: why the policy runs one sample at a time; None: it packs.
-    ``recomputes``: whether activations are computed again in backward. ``shard``: as for ``load_model``. The
+    ``checkpointing``: what its layers keep for the backward pass. ``shard``: as for ``load_model``. The
     caller checks that ``config.model`` has the policy's tokenizer and its length of context.
     """
     if config.kind == "shared":
@@ -153,8 +154,7 @@ def build_critic(
         initialise(scalar_head(model), seed=None)
     add_tokens(model, list(new_ids))
     adapted = apply_lora(model, LoraConfig(rank=config.lora_rank), seed)
-    if recomputes:
-        architecture.recompute_activations(model)
+    recompute_activations(model, checkpointing)
     named = "the policy's start" if config.model is None else "named by critic.model"
     how = f", adapters of rank {config.lora_rank}" if config.lora_rank else ""
     decisions = [Decision("critic", own_path + how, named), _head(config, has_head=has_head)]
@@ -190,20 +190,20 @@ def save_critic(
     """
     if not isinstance(critic, OwnCritic):
         return None
-    state, failure = distributed.full_state_dict(critic.model, ranks), ""
-    if ranks.is_writer:
-        whole = state if ranks.size > 1 else None
+    failure = ""
+    with distributed.whole_tensors(critic.model, ranks) as whole:
         try:
-            with saving(
-                critic.model,
-                tokenizer,
-                directory,
-                stop_ids=stop_ids,
-                template=template,
-                dtype=dtype,
-                state_dict=whole,
-            ):
-                pass  # there is nothing to add
+            if whole is not None:
+                with saving(
+                    critic.model,
+                    tokenizer,
+                    directory,
+                    stop_ids=stop_ids,
+                    template=template,
+                    dtype=dtype,
+                    whole=whole,
+                ):
+                    pass  # there is nothing to add
         except OutputError as error:
             failure = str(error)
     failure = ranks.gather(failure)[0]

@@ -38,7 +38,7 @@ def report(
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
 def test_names_are_those_of_a_checkpoint(name: str, tmp_path: Path) -> None:
     model = tiny_model(name, dtype=FLOAT)
-    tensors = checkpoint_tensors(model)
+    tensors = dict(checkpoint_tensors(model))
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     assert tensors.keys() == saved.keys()
@@ -49,7 +49,7 @@ def test_an_adapter_is_merged() -> None:
     plain = tiny().state_dict()
     model = apply_lora(tiny(), LoraConfig(rank=2, targets=["q_proj"], train_token_rows="never"))
     change(model)
-    tensors = checkpoint_tensors(model)
+    tensors = dict(checkpoint_tensors(model))
     changed = {name for name in plain if not torch.equal(plain[name], tensors[name])}
     assert tensors.keys() == plain.keys()
     assert changed == {name for name in plain if "q_proj" in name}
@@ -59,8 +59,8 @@ def test_files_hold_them_in_the_server_s_dtype(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_sync, "FILE_BYTES", 4096)
-    tensors = checkpoint_tensors(tiny())
-    num_bytes = write(tensors, torch.bfloat16, tmp_path)
+    tensors = dict(checkpoint_tensors(tiny()))
+    num_bytes = write(tensors.items(), torch.bfloat16, tmp_path)
     files = sorted(tmp_path.iterdir())
     read = {name: value for file in files for name, value in load_file(file).items()}
     assert len(files) > 1 and read.keys() == tensors.keys()
@@ -77,17 +77,17 @@ def test_what_is_fused_or_sharded_adds_up() -> None:
     tensors = {"q": q, "k": k, "o": whole.T.contiguous()}
     left = [report("qk", whole[:3], "q", "k"), report("o", whole.T[:, :2], "o")]
     right = [report("qk", whole[3:], "q", "k"), report("o", whole.T[:, 2:], "o")]
-    assert require_arrived(tensors, FLOAT, [left, right]) == (3, [])
+    assert require_arrived(tensors, [left, right]) == (3, [])
     both = [report("qk", whole, "q", "k"), report("o", whole.T, "o")]
-    assert require_arrived(tensors, FLOAT, [both, both]) == (3, [])
+    assert require_arrived(tensors, [both, both]) == (3, [])
 
 
 def test_columns_are_compared_with_columns() -> None:
     q = torch.randn(4, 6)
     reports = [[report("q", q[:, [0, 3]].T, "q", columns=[0, 3])]]
-    assert require_arrived({"q": q}, FLOAT, reports) == (1, [])
+    assert require_arrived({"q": q}, reports) == (1, [])
     with pytest.raises(EngineError, match=r"q \(q\) has checksum"):
-        require_arrived({"q": q + 1}, FLOAT, reports)
+        require_arrived({"q": q + 1}, reports)
 
 
 def test_one_bit_is_enough_and_its_tensor_is_named() -> None:
@@ -99,13 +99,13 @@ def test_one_bit_is_enough_and_its_tensor_is_named() -> None:
     with pytest.raises(
         EngineError, match=r"server: a\.qk \(a\.q, a\.k\) has checksum [0-9a-f]{16}; expected"
     ):
-        require_arrived({"a.q": q, "a.k": k}, FLOAT, reports)
+        require_arrived({"a.q": q, "a.k": k}, reports)
 
 
 def test_what_cannot_be_read_is_said_to_be_unread() -> None:
     q, k = torch.randn(4, 6), torch.randn(2, 6)
     unread = ParameterReport(name="k", parts=["k"], columns=None, checksum=None)
-    assert require_arrived({"q": q, "k": k}, FLOAT, [[report("q", q, "q"), unread]]) == (1, ["k"])
+    assert require_arrived({"q": q, "k": k}, [[report("q", q, "q"), unread]]) == (1, ["k"])
 
 
 # The folder

@@ -17,6 +17,7 @@ from taut.errors import ConfigError, ModelError
 from taut.losses.supervised import Distill
 from taut.methods.teacher import DistillConfig, load_teacher
 from taut.models.teacher import ListedTeacher, ModelTeacher
+from taut.train.distributed import Ranks
 from taut.types import Divergence
 
 
@@ -31,7 +32,7 @@ def setting(**changes: Any) -> dict[str, Any]:
         "num_rows": len(tokenizer) + 7,
         "longest": 60,
         "dtype": torch.float64,
-        "device": torch.device("cpu"),
+        "ranks": Ranks(0, 1, torch.device("cpu")),
         "attention": "auto",
         **changes,
     }

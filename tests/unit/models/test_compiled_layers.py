@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tests.tiny_models import tiny_model
@@ -17,6 +19,7 @@ from taut.models.compiled_layers import (
 )
 from taut.models.lora import LoraConfig, apply_lora
 from taut.models.noise import NoiseConfig, install_noise
+from taut.models.quantised import QuantisedLinear
 
 CPU = torch.device("cpu")
 
@@ -65,8 +68,9 @@ def test_the_dropout_of_adapters_is_refused() -> None:
 
 def test_a_quantised_base_is_refused() -> None:
     model = tiny_model("llama")
-    projection = model.get_submodule("model.layers.0.mlp.up_proj")
-    projection.weight = torch.nn.Parameter(projection.weight.to(torch.uint8), requires_grad=False)
+    name = "model.layers.0.mlp.up_proj"
+    projection: Any = model.get_submodule(name)
+    model.set_submodule(name, QuantisedLinear(projection, "nf4"))
     with pytest.raises(ModelError, match=r"quantised base .*up_proj"):
         compile_layers(model, torch.float32)
 

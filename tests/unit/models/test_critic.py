@@ -105,8 +105,8 @@ def test_a_detached_head_teaches_the_policy_nothing(is_detached: bool, place: Pa
 
 def test_activations_computed_again_give_the_same_gradients(place: Path) -> None:
     found = []
-    for recomputes in (False, True):
-        scorer = make(place, KINDS["own"], recomputes=recomputes)
+    for checkpointing in (False, True):
+        scorer = make(place, KINDS["own"], checkpointing=checkpointing)
         add_gradient(scorer, [pack(judged(), SHARE_ALL)])
         found.append(gradients(scorer))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)

@@ -24,6 +24,7 @@ from taut.data.packing import PackPolicy, pack
 from taut.models import architecture, faster_layers
 from taut.models.attention_backends import PREFIX
 from taut.models.precision import Wide
+from taut.models.recompute import recompute_activations
 from taut.models.scorer import Scorer
 from taut.types import Packed
 from taut.vision import tower
@@ -152,7 +153,7 @@ def test_a_norm_in_16_bit_is_the_librarys() -> None:
 def test_the_last_mlp_computes_the_rows_that_are_read(*, recomputes: bool) -> None:
     model = tiny_model("llama", attention=PREFIX + "reference")
     if recomputes:
-        architecture.recompute_activations(model)
+        recompute_activations(model, how=True)
     packed = packed_family()
     counts: list[int] = []
     for layer in architecture.layers(model):

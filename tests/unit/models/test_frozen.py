@@ -17,7 +17,13 @@ from taut.data.packing import PackPolicy, pack
 from taut.models import architecture, frozen
 from taut.models.attention_backends import PREFIX
 from taut.models.frozen import Storage
-from taut.models.load import load_config, load_model, quiet_library, set_attention
+from taut.models.load import (
+    checkpoint_dtype,
+    load_config,
+    load_model,
+    quiet_library,
+    set_attention,
+)
 from taut.models.lora import LoraConfig, apply_lora, choose_rows, plain_model
 from taut.models.precision import compute_context
 from taut.models.scorer import Scorer
@@ -108,6 +114,22 @@ def test_merged_weights_are_those_of_float32(tmp_path: Path) -> None:
     assert all(torch.equal(wide[name], narrow[name]) for name in wide)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_fresh_adapter_under_bfloat16_merges_into_the_checkpoint_itself(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Whatever its dtype: nothing of what is saved is rounded to the compute dtype."""
+    with quiet_library():
+        tiny_model("llama", dtype=dtype).save_pretrained(tmp_path)
+    found = checkpoint_dtype(load_config(str(tmp_path)))
+    storage = frozen.storage_of(found, torch.bfloat16, CPU, "auto")
+    model = apply_lora(load(str(tmp_path), storage, torch.bfloat16), LoraConfig(rank=2))
+    merged, expected = plain_model(model).state_dict(), load(str(tmp_path), None).state_dict()
+    for name, weight in expected.items():
+        torch.testing.assert_close(merged[name].float(), weight, rtol=0, atol=0, msg=name)
+    two_steps(model, torch.bfloat16)
+
+
 @pytest.mark.parametrize("saved", ["embed_tokens", "o_proj", "mlp"])
 def test_modules_trained_whole_are_in_float32_with_the_contents_of_the_base(
     saved: str, tmp_path: Path
@@ -122,6 +144,25 @@ def test_modules_trained_whole_are_in_float32_with_the_contents_of_the_base(
     (losses, weights), (narrow_losses, narrow_weights) = results
     assert all(map(torch.equal, losses, narrow_losses))
     assert all(torch.equal(weights[key], narrow_weights[key]) for key in weights)
+
+
+@pytest.mark.parametrize("saved", ["embed_tokens", "lm_head", "o_proj"])
+def test_a_module_trained_whole_goes_on_with_the_numbers_it_was_saved_with(
+    saved: str, tmp_path: Path
+) -> None:
+    base = load(save("llama", tmp_path / "base"), NARROW)
+    model = apply_lora(base, LoraConfig(rank=2, modules_to_save=[saved]))
+    expected = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for p in expected.values():
+            p += 0.01 * torch.rand_like(p)
+    model.save_pretrained(tmp_path / "adapter")
+    again = load(str(tmp_path / "base"), NARROW)
+    model = apply_lora(again, LoraConfig(adapter=str(tmp_path / "adapter")))
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert found.keys() == expected.keys()
+    for name, p in found.items():
+        torch.testing.assert_close(p, expected[name], rtol=0, atol=0, msg=name)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -155,8 +196,8 @@ def test_the_library_reads_each_weight_in_its_dtype(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a model would be read in float32, and narrowed only afterwards."""
-    monkeypatch.setattr(frozen, "store", lambda *_: None)
-    monkeypatch.setattr("taut.models.load.store", lambda *_: None)
+    monkeypatch.setattr(frozen, "store", lambda *_, **__: None)
+    monkeypatch.setattr("taut.models.load.store", lambda *_, **__: None)
     model = load(save("llama", tmp_path / "base"), NARROW)
     wanted = frozen.stored_dtypes(model, NARROW)
     assert {n: p.dtype for n, p in model.named_parameters() if n in wanted} == wanted
@@ -181,7 +222,10 @@ def test_storage_by_compute_dtype_and_checkpoint() -> None:
     bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
     cuda = torch.device("cuda")
     assert frozen.storage_of(bf16, bf16, cuda, "auto") == Storage(bf16, bf16)
-    assert frozen.storage_of(f32, bf16, cuda, "auto") == Storage(bf16, f32)
+    assert frozen.storage_of(f32, bf16, cuda, "auto") == Storage(f32, f32)
+    assert frozen.storage_of(f16, bf16, cuda, "auto") == Storage(f16, f16)
+    assert frozen.storage_of(f32, bf16, cuda, "checkpoint") == Storage(bf16, f32, rounds=True)
+    assert frozen.storage_of(bf16, bf16, cuda, "checkpoint") == Storage(bf16, bf16)
     assert frozen.storage_of(f16, f32, cuda, "auto") == Storage(f16, f16)
     assert frozen.storage_of(bf16, f32, CPU, "checkpoint") == Storage(bf16, bf16)
     assert frozen.storage_of(torch.float64, f32, CPU, "checkpoint") == Storage(f32, f32)

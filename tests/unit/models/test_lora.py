@@ -144,7 +144,7 @@ def test_merging_reads_a_state_dict_that_is_given() -> None:
     whole = {name: value.clone() for name, value in model.state_dict().items()}
     expected = plain_model(model).state_dict()
     shake(model)
-    found = plain_model(model, whole).state_dict()
+    found = plain_model(model, lambda _: whole.items()).state_dict()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 

@@ -24,6 +24,7 @@ from taut.models.precision import (
     Wide,
     backward_context,
     cast_once,
+    cast_weight,
     compute_context,
     resolve_dtype,
     use_arithmetic,
@@ -162,6 +163,14 @@ def test_a_frozen_weight_is_cast_once() -> None:
     assert [p.requires_grad for p in model.parameters()] == [False, False, True, True]
     with pytest.raises(AssertionError, match="graph"), cast_once(model):
         pass
+
+
+def test_a_weight_that_autocast_does_not_know_is_cast_once_in_an_engine() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    with torch.no_grad(), cast_once(nn.Module()):
+        assert cast_weight(weight, torch.bfloat16) is cast_weight(weight, torch.bfloat16)
+    assert cast_weight(weight, torch.bfloat16).requires_grad, "a cast with gradient is not kept"
+    assert cast_weight(weight, torch.bfloat16) is not cast_weight(weight, torch.bfloat16)
 
 
 @pytest.fixture

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +25,20 @@ from taut.models import architecture, frozen, quantised
 from taut.models.attention_backends import PREFIX
 from taut.models.frozen import Storage
 from taut.models.load import load_config, load_model, quiet_library
-from taut.models.lora import LoraConfig, apply_lora, plain_model
+from taut.models.lora import (
+    LoraConfig,
+    apply_lora,
+    base_decisions,
+    plain_model,
+    save_adapter,
+    write_base,
+)
 from taut.models.precision import compute_context
 from taut.models.quantised import Quantise, quantised_layers
+from taut.models.recompute import ActivationCheckpointing, recompute_activations
 from taut.models.scorer import Scorer, evaluating
-from taut.plan.tracing import Kernels, planned_model
+from taut.plan.models import Kernels, planned_model
+from taut.run.setup import storage_for
 
 pytest.importorskip("bitsandbytes")
 CPU = torch.device("cpu")
@@ -48,15 +60,12 @@ def load(path: str, how: Quantise | None, dtype: torch.dtype = torch.float32) ->
 
 
 def digest(model: nn.Module) -> str:
-    """Of all that is frozen, what stands next to quantised weights included."""
+    """Of all that is frozen."""
     found = hashlib.sha256()
     for name, p in sorted(model.named_parameters()):
         if not p.requires_grad:
             found.update(name.encode())
             found.update(p.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    for _, layer in quantised_layers(model):
-        for tensor in quantised.constants_of(layer):
-            found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
@@ -204,18 +213,99 @@ def test_what_trains_whole_is_not_quantised(how: Quantise, tmp_path: Path) -> No
     assert any("o_proj" in name for name in trained)
 
 
-def test_a_base_that_comes_quantised(tmp_path: Path) -> None:
-    settings: Any = BitsAndBytesConfig
+def test_an_adapter_that_goes_on_keeps_what_it_trains_whole(tmp_path: Path) -> None:
+    path, adapter = save("llama", tmp_path / "base"), tmp_path / "adapter"
+    config = LoraConfig(rank=2, targets=["q_proj"], modules_to_save=["o_proj"])
+    apply_lora(tiny_model("llama", **SIZES), config).save_pretrained(adapter)
+    keys = {"lora.adapter": str(adapter), "quantise": "nf4", "data.train": "rows.jsonl"}
+    run = from_mapping(RunConfig, {"model": path, **keys})
+    storage = storage_for(run, load_config(path), torch.float32, CPU)
+    assert storage is not None and storage.whole == ("o_proj",)
+
+
+@pytest.mark.parametrize("key", ["quantise", "frozen_dtype"])
+def test_a_dora_adapter_that_goes_on_reads_the_weights(key: str, tmp_path: Path) -> None:
+    path, adapter = save("llama", tmp_path / "base"), tmp_path / "adapter"
+    apply_lora(tiny_model("llama", **SIZES), LoraConfig(rank=2, dora=True)).save_pretrained(adapter)
+    plain = {"model": path, "lora.adapter": str(adapter), "data.train": "rows.jsonl"}
+    config, bf16 = load_config(path), torch.bfloat16
+    assert storage_for(from_mapping(RunConfig, plain), config, bf16, CPU) is None
+    value = {"quantise": "nf4", "frozen_dtype": "checkpoint"}[key]
+    with pytest.raises(ConfigError, match=r"is a DoRA adapter, and .*: DoRA reads the weights"):
+        storage_for(from_mapping(RunConfig, {**plain, key: value}), config, bf16, CPU)
+
+
+def test_an_adapter_goes_on_with_what_it_trained_whole(tmp_path: Path) -> None:
     path = save("llama", tmp_path / "base")
+    config = LoraConfig(rank=2, targets=["q_proj"], modules_to_save=["o_proj"])
+    whole = Storage(torch.bfloat16, torch.bfloat16, "nf4", whole=("o_proj",))
+    read = partial(load_model, dtype=torch.float32, device=CPU, attention=PREFIX + "reference")
+    adapted = apply_lora(read(path, storage=whole), config)
+    save_adapter(adapted, tmp_path / "adapter")
+    write_base(tmp_path / "adapter", path, "nf4")
+    again = LoraConfig(adapter=str(tmp_path / "adapter"))
+    model = apply_lora(read(path, storage=whole), again)
+    packed = pack(nested_family(97), ALONE)
+    with torch.no_grad():
+        assert torch.equal(Scorer(model)(packed).logp_N, Scorer(adapted)(packed).logp_N)
+    assert not base_decisions(again, path, "nf4")
+    (changed,) = base_decisions(again, path, None)
+    assert changed.value == "on the base as it is" and "set quantise=nf4" in changed.reason
+    (moved,) = base_decisions(again, "org/base", "nf4")
+    assert moved.value == "on org/base" and path in moved.reason
+
+
+def save_quantised(path: str, directory: Path, **settings: Any) -> Any:
+    """The library's own model of the quantised weights that it saves."""
+    make: Any = BitsAndBytesConfig
     with quiet_library():
         made = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=torch.bfloat16,
-            quantization_config=settings(
-                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
-            ),
+            path, dtype=torch.bfloat16, quantization_config=make(**settings)
         )
-        made.save_pretrained(tmp_path / "nf4")
+        made.save_pretrained(directory)
+    return made
+
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bnb_4bit_use_double_quant": False},
+        {"bnb_4bit_quant_type": "fp4"},
+        {"bnb_4bit_quant_storage": "bfloat16"},
+        {"load_in_4bit": False, "load_in_8bit": True},
+    ],
+    ids=str,
+)
+def test_a_base_that_comes_quantised_has_its_numbers(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    from transformers.integrations.bitsandbytes import dequantize_bnb_weight
+
+    made = save_quantised(save("llama", tmp_path / "base"), tmp_path / "there", **NF4 | changes)
+    layers = list(quantised_layers(load(str(tmp_path / "there"), None)))
+    assert len(layers) == 14
+    for name, layer in layers:
+        theirs = made.get_submodule(name)
+        expected = dequantize_bnb_weight(theirs.weight, getattr(theirs, "state", None))  # type: ignore[no-untyped-call]
+        found = layer.format.widen(layer.weight.detach(), expected.dtype)
+        assert torch.allclose(found, expected, rtol=1e-6, atol=0), name
+
+
+def test_a_base_that_comes_quantised_otherwise_than_it_says(tmp_path: Path) -> None:
+    save_quantised(save("llama", tmp_path / "base"), tmp_path / "there", **NF4)
+    settings = json.loads((tmp_path / "there" / "config.json").read_text())
+    settings["quantization_config"]["bnb_4bit_use_double_quant"] = False
+    (tmp_path / "there" / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=r"nested=True, block=64, .*expected .*nested=False"):
+        load(str(tmp_path / "there"), None)
+
+
+def test_a_base_that_comes_quantised(tmp_path: Path) -> None:
+    path = save("llama", tmp_path / "base")
+    save_quantised(path, tmp_path / "nf4", **NF4)
     there = str(tmp_path / "nf4")
     assert quantised.require_trainable(there, load_config(there), None, adapts=True)
     model = load(there, None)
@@ -230,25 +320,92 @@ def test_a_base_that_comes_quantised(tmp_path: Path) -> None:
         quantised.require_trainable(there, load_config(there), "nf4", adapts=True)
 
 
-def test_other_formats_are_refused_by_name(tmp_path: Path) -> None:
-    config = load_config(save("llama", tmp_path / "base"))
-    for method in ("gptq", "awq", "fp8", "compressed-tensors", "mxfp4"):
-        config.quantization_config = {"quant_method": method, "bits": 4}
-        with pytest.raises(ModelError, match=f"comes quantised as {method}; expected"):
-            quantised.require_trainable("m", config, None, adapts=True)
+OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gptq": ("llama", {"bits": 4, "group_size": 128, "desc_act": False}, "the model it was made"),
+    "awq": ("qwen2", {"bits": 4, "zero_point": True, "version": "gemm"}, "the model it was made"),
+    "fp8": ("qwen3_moe", {"weight_block_size": [128, 128]}, r"FineGrainedFP8Config\(dequantize"),
+    "mxfp4": ("gpt_oss", {"modules_to_not_convert": ["lm_head"]}, r"Mxfp4Config\(dequantize"),
+    "compressed-tensors": ("llama", {"format": "pack-quantized"}, "the model it was made from"),
+    "torchao": ("llama", {"quant_type": {"default": "int8wo"}}, "the model it was made from"),
+    "hqq": ("llama", {"quant_config": {"nbits": 4}}, "the model it was made from"),
+}
+"""A format -> a model that has it in config.json, and what to do."""
 
 
-def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="mixture of experts"):
-        load(save("qwen3_moe", tmp_path / "base"), "nf4")
+@pytest.mark.parametrize("adapts", [True, False])
+@pytest.mark.parametrize("method", OTHERS)
+def test_other_formats_are_refused_by_name(method: str, adapts: bool, tmp_path: Path) -> None:
+    name, values, remedy = OTHERS[method]
+    settings = tiny_model(name).config.to_dict()
+    settings["quantization_config"] = {"quant_method": method, **values}
+    settings["dtype"] = "bfloat16"
+    (tmp_path / "config.json").write_text(json.dumps(settings, default=str))
+    config = load_config(str(tmp_path), needs_weights=False)
+    with pytest.raises(ModelError, match=f"comes quantised as {method}, .* expected .*{remedy}"):
+        quantised.require_trainable("m", config, None, adapts=adapts)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+def test_settings_that_are_no_table_are_refused(tmp_path: Path) -> None:
+    settings = tiny_model("llama").config.to_dict() | {"quantization_config": "gptq"}
+    (tmp_path / "config.json").write_text(json.dumps(settings, default=str))
+    with pytest.raises(ModelError, match="found quantization_config=gptq; expected a table"):
+        load_config(str(tmp_path), needs_weights=False)
+
+
+@pytest.mark.parametrize("how", ["nf4", "int8"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_quantised_experts_compute_and_learn_as_their_numbers_do(
+    name: str, how: Quantise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no number outlives the forward pass."""
+    held: list[weakref.ref[Any]] = []
+    widen = quantised._adapted
+
+    def seen(*given: Any) -> Tensor:
+        wide = widen(*given)
+        held.append(weakref.ref(wide))
+        return wide
+
+    model = load(save(name, tmp_path / "base"), how)
+    wide = tiny_model(name, dtype=torch.float32, attention=PREFIX + "reference", **SIZES)
+    wide.load_state_dict(plain_model(model).state_dict())
+    router = model.model.layers[0].mlp.get_submodule("gate" if name == "qwen3_moe" else "router")
+    assert router.weight.dtype == torch.float32
+    monkeypatch.setattr(quantised, "_adapted", seen)
+    found = []
+    ways: list[tuple[Any, ActivationCheckpointing]] = [(wide, False), (model, False), (model, True)]
+    if name != "gpt_oss":  # which changes a product in place
+        ways.append((model, "selective"))
+    for base, recomputes in ways:
+        adapted = apply_lora(base, LoraConfig(rank=2), seed=1)
+        for key, parameter in adapted.named_parameters():
+            if "lora_B" in key:
+                nn.init.normal_(
+                    parameter, 0, 0.01, torch.Generator().manual_seed(parameter.numel())
+                )
+        if recomputes:
+            recompute_activations(adapted, recomputes)
+        logp_N = Scorer(adapted)(pack(nested_family(97), ALONE)).logp_N
+        assert not any(ref() is not None for ref in held)
+        logp_N.sum().backward()
+        gradients = [p.grad for p in adapted.parameters() if p.grad is not None]
+        found.append((logp_N.detach(), torch.cat([g.flatten() for g in gradients])))
+        base = architecture.unwrap(adapted)
+        adapted.unload()
+    assert held
+    for logp_N, gradient in found[1:]:
+        assert torch.allclose(logp_N, found[0][0], atol=1e-5)
+        assert torch.allclose(gradient, found[0][1], rtol=1e-3, atol=1e-4)
+    for logp_N, gradient in found[2:]:
+        assert torch.equal(logp_N, found[1][0]) and torch.equal(gradient, found[1][1])
+
+
+@pytest.mark.parametrize(("name", "tied"), [("qwen2", True), ("qwen2", False), ("gpt_oss", False)])
 @pytest.mark.parametrize("how", ["nf4", "int8", None])
 def test_a_plan_has_the_bytes_of_the_loaded_model(
-    how: Quantise | None, tied: bool, tmp_path: Path
+    how: Quantise | None, name: str, tied: bool, tmp_path: Path
 ) -> None:
-    path = save("qwen2", tmp_path / "base", tie_word_embeddings=tied, vocab_size=301)
+    path = save(name, tmp_path / "base", tie_word_embeddings=tied, vocab_size=301)
     config = load_config(path)
     keys = {"lora.rank": 2, "quantise": how, "frozen_dtype": "checkpoint"}
     run = from_mapping(RunConfig, {"model": path, "data.train": "rows.jsonl", **keys})
@@ -290,10 +447,11 @@ def test_codes_stand_for_the_checkpoints_weights(
     model = load(str(tmp_path / "base"), how)
     source = whole.state_dict()
     for name, layer in quantised_layers(model):
-        assert quantised.error_of(layer, source[f"{name}.weight"]) <= 1
-        wide = layer.widen(layer.weight, torch.float32)
+        row, weight = layer.weight.detach(), source[f"{name}.weight"]
+        assert quantised.error_of(layer, row, weight) <= 1
+        wide = layer.format.widen(row, torch.float32)
         x = torch.randn(3, layer.in_features)
         assert torch.allclose(layer(x), nn.functional.linear(x, wide, layer.bias), atol=1e-5)
-        codes = layer.weight.data
-        layer.weight.data = codes.flatten().roll(7).view_as(codes)
-        assert quantised.error_of(layer, source[f"{name}.weight"]) > 1
+        parts = layer.format.unpack(row)
+        shifted = parts | {"weight": parts["weight"].roll(7)}
+        assert quantised.error_of(layer, layer.format.pack(shifted), weight) > 1

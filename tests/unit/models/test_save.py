@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Iterator
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,10 @@ from transformers import (
 )
 
 from taut.errors import OutputError
-from taut.models import save
+from taut.models import save, weight_files
 from taut.models.attention_backends import PREFIX
-from taut.models.lora import LoraConfig, apply_lora
+from taut.models.load import quiet_library
+from taut.models.lora import LoraConfig, apply_lora, plain_groups, plain_model, plain_skeleton
 from taut.models.save import copy_processor, saving
 from taut.models.tokens import TokensConfig, add_tokens, add_tokens_to_tokenizer
 
@@ -182,13 +185,61 @@ def test_adapter_and_added_tokens_are_merged(name: str, tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "model").encode("<|new|>") == new
 
 
-def test_a_gathered_state_dict_is_what_is_saved(tmp_path: Path) -> None:
+def test_gathered_weights_are_what_is_saved(tmp_path: Path) -> None:
     model = tiny_model("gemma2", vocab_size=ROWS)
-    whole = {name: value.detach() + 1.0 for name, value in model.state_dict().items()}
-    whole["lm_head.weight"] = whole["model.embed_tokens.weight"]
-    loaded = saved(model, tmp_path / "model", state_dict=whole)
+    weights = {name: value.detach() + 1.0 for name, value in model.state_dict().items()}
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    loaded = saved(model, tmp_path / "model", whole=lambda _: weights.items())
     read = loaded.state_dict()
-    assert all(torch.equal(read[name], value) for name, value in whole.items())
+    assert all(torch.equal(read[name], value) for name, value in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("qwen2", "50GB"), ("qwen2", "20KB"), ("qwen3_moe", "50GB"), ("gpt_oss", "20KB")],
+)
+def test_the_files_are_those_of_the_library(
+    name: str, size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written a layer at a time, in one file and in shards with their index."""
+    model = tiny_model(name, dtype=torch.float32)
+    plain, skeleton = (
+        made.to(torch.bfloat16) for made in (plain_model(model), plain_skeleton(model))
+    )
+    by_library = type(skeleton).save_pretrained
+    monkeypatch.setattr(
+        type(skeleton), "save_pretrained", partialmethod(by_library, max_shard_size=size)
+    )
+    with quiet_library():
+        plain.save_pretrained(tmp_path / "library")
+        weight_files.save(skeleton, plain_groups(model), tmp_path / "own")
+    files = {file.name: file.read_bytes() for file in (tmp_path / "library").iterdir()}
+    assert any("-of-" in file for file in files) == (size == "20KB")
+    assert files == {file.name: file.read_bytes() for file in (tmp_path / "own").iterdir()}
+
+
+def test_one_group_of_weights_is_merged_at_a_time() -> None:
+    model = apply_lora(tiny_model("llama"), LoraConfig(rank=2))
+    asked: list[str] = []
+
+    def whole(names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in model.state_dict().items():
+            if name in names:
+                asked.append(name)
+                yield name, tensor
+
+    for group in plain_groups(model, whole):
+        places = {name.split(".layers.")[-1].split(".")[0] for name in group}
+        assert len(places) == 1
+        assert asked[-1].split("base_model.model.")[1].startswith(next(iter(group))[:14])
+
+
+def test_a_tensor_that_the_library_does_not_list_is_refused(tmp_path: Path) -> None:
+    skeleton = plain_skeleton(tiny_model("llama"))
+    with quiet_library(), pytest.raises(OutputError, match="saves no tensor extra of Llama"):
+        weight_files.save(skeleton, [{"extra": torch.zeros(2)}], tmp_path / "first")
+    with quiet_library(), pytest.raises(OutputError, match="tensors were not written, lm_head"):
+        weight_files.save(skeleton, [], tmp_path / "second")
 
 
 def test_a_tokenizer_that_reads_back_otherwise_is_refused(
