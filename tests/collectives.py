@@ -71,11 +71,12 @@ def main() -> None:
         return report
 
     loop.train_step = counted
-    distributed.stop = lambda ranks: ranks.barrier()  # the group is joined once
+    leave, distributed.stop = distributed.stop, lambda ranks: None  # the group is joined once
     found = []
     for keys in json.loads(file.read_text()):
         getattr(taut, keys["method"])(**keys)
         found.append(dict(counts))
+    leave(distributed.start("cpu"))
     if os.environ["RANK"] == "0":
         file.with_name(f"{file.name}.counted").write_text(json.dumps(found))
 

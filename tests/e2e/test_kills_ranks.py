@@ -9,6 +9,7 @@ import pytest
 from tests.chat_runs import column, events, largest_difference, weights
 from tests.kill_points import Operation, Point, point
 from tests.killed_runs import kill, resume, shuffled_mixture, whole
+from tests.online_runs import keys_of as online_keys
 from tests.run_directories import Left, left, require_equal
 from tests.slow_cases import slow_except
 
@@ -72,3 +73,38 @@ def test_ranks_killed_and_resumed_equal_uninterrupted_ranks(wholes: Wholes, tmp_
     kill(out, wholes.keys, Point("update", 2, rank=1), num_ranks=2)
     resume(out, wholes.keys, num_ranks=2)
     require_equal(out, wholes.left[2])
+
+
+CHAINS: dict[str, dict[str, Any]] = {
+    "sft, full": {"dtype": "float32"},
+    "sft, lora": {"dtype": "float64", "lora.rank": 4},
+    "grpo": {"dtype": "float64", "rollout.minibatches": 2},
+}
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize("chain", CHAINS)
+def test_killed_on_two_ranks_then_on_one_and_ended_on_two_replicas_of_two(
+    chain: str, model: Path, tmp_path: Path
+) -> None:
+    """The same samples; losses and gradient norms within the tolerance that a resume tells of, in each step."""
+    place, out, limit = tmp_path, tmp_path / "out", TOLERANCE[CHAINS[chain]["dtype"]]
+    keys = shuffled_mixture(place, model)
+    if chain == "grpo":
+        keys = {**online_keys("grpo", model, place), "method": "grpo", "steps": 7}
+    keys |= {**CHAINS[chain], "checkpoint.every": 2, "checkpoint.background": False}
+    keys |= {"check": "off", "contract.prompts": 0}
+    whole(place / "whole", keys)
+    kill(out, keys, Point("update", 4, rank=1), num_ranks=2)
+    kill(out, keys, Point("update", 4))
+    resume(out, keys | {"parallel.replicas": 2}, num_ranks=4)
+    assert [event["num_ranks"] for event in events(out, "start")] == [2, 1, 4]
+    assert [event["from_step"] for event in events(out, "resume")] == [0, 2, 4]
+    for name in ("step", "sample_ids"):
+        assert column(out, name) == column(place / "whole", name)
+    for name in ("loss", "grad_norm"):
+        expected = column(place / "whole", name)
+        assert column(out, name) == pytest.approx(expected, rel=limit, abs=limit)
+    folder = "adapter" if "lora" in chain else "model"
+    found = [weights(run / folder) for run in (out, place / "whole")]
+    assert largest_difference(*found) < limit

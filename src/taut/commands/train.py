@@ -26,6 +26,7 @@ from typing_extensions import TypedDict
 from taut.checks.examine import Examination, before_training, require_known
 from taut.config import first_problem, to_dict, user_path
 from taut.data.batching import Cursor
+from taut.data.token_bytes import token_bytes
 from taut.errors import (
     CheckFailed,
     ConfigError,
@@ -33,6 +34,7 @@ from taut.errors import (
     DivergenceError,
     EngineError,
     Interrupted,
+    ModelError,
     OutOfMemory,
     OutputError,
     TautError,
@@ -52,6 +54,7 @@ from taut.io import temporary
 from taut.io.allocator import keep_freed_memory
 from taut.methods.inputs import Inputs, Plan, engine_of
 from taut.methods.method import RunConfig
+from taut.plan.ways import memory_of, settings_that_help
 from taut.rewards.registry import require_judgeable
 from taut.run.fingerprint import TOLERANCE, identity_of, moved_servers, products_in, require_same
 from taut.run.inputs import load_inputs
@@ -64,6 +67,7 @@ from taut.train.distributed import Ranks
 from taut.train.log import RunLog, all_events
 from taut.train.log.events import newest_first
 from taut.train.monitors import ChangedSources, Divergence, Spikes, Untouched
+from taut.train.oom import require_room
 from taut.train.run_dir import (
     ADAPTER,
     BEST,
@@ -130,19 +134,24 @@ def train(run: RunConfig) -> Result:
     out = user_path(run.out, "out")
     with Interrupts.watching() as interrupts, ExitStack() as preparation:
         preparation.enter_context(interrupts.before_training())
-        ranks = distributed.start(run.device, run.parallel.replicas)
+        ranks = distributed.start(
+            run.device, run.parallel.replicas, offloads=run.parallel.cpu_offload
+        )
         require_usable(out, resume=run.resume, overwrite=run.overwrite, inputs=run.input_files())
         with Lock(out) as lock:
             if ranks.is_writer and (out / MARK).is_file():
                 lock.take()
             before = read_resolved(out) if run.resume and (out / MARK).is_file() else None
             day = None if before is None else before.get("day")
+            ranks.doing("reading the data")
             inputs = load_inputs(run, ranks, None if day is None else date.fromisoformat(day))
             start = look(run, out, before, inputs, ranks)
             if start.finished is None:
                 log = RunLog()
-                built = build(run, inputs, start.plan, ranks, log.emit, interrupts)
+                ranks.doing("loading the model")
+                built = _build(run, inputs, start.plan, ranks, log, interrupts)
                 with closing(built.trainer.source) as source:
+                    ranks.doing("checking the run")
                     built.opened.extend(source.open())
                     evaluations, stop_check = _evaluations(built, out), _stop_check(built)
                     examination = before_training(built)
@@ -150,8 +159,14 @@ def train(run: RunConfig) -> Result:
                     preparation.close()  # from here on a signal saves the state
                     on_cpu = ranks.device.type == "cpu"
                     with keep_freed_memory() if on_cpu else nullcontext():
-                        result = execute(
-                            built, start, lock, log, examination, evaluations, stop_check
+                        work = built, start, lock, log, examination, evaluations, stop_check
+                        result = require_room(
+                            partial(execute, *work),
+                            f"rank {ranks.rank}, outside the forward and backward of a micro-batch",
+                            lambda: (
+                                f"{_settings_that_help(run, inputs, ranks, None)}; resume=true "
+                                "goes on from the newest checkpoint"
+                            ),
                         )
             else:
                 end, model = start.finished, out / run.save.result
@@ -201,6 +216,33 @@ class Start:
     @property
     def from_step(self) -> int:
         return 0 if self.saved is None else self.saved.step
+
+
+def _build(
+    run: RunConfig,
+    inputs: Inputs,
+    plan: Plan,
+    ranks: Ranks,
+    log: RunLog,
+    interrupts: Interrupts,
+) -> Built:
+    """The models and the trainer of a run. Raises OutOfMemory where there is no room for them, on that rank alone: the
+    others wait in no collective.
+    """
+    make = partial(build, run, inputs, plan, ranks, log.emit, interrupts)
+    ways = partial(_settings_that_help, run, inputs, ranks, None)
+    built = require_room(make, f"loading {run.model} on rank {ranks.rank}", ways)
+    ranks.barrier()
+    return built
+
+
+def _settings_that_help(
+    run: RunConfig, inputs: Inputs, ranks: Ranks, num_tokens: int | None
+) -> str:
+    try:
+        return settings_that_help(run, memory_of(run, inputs, ranks, num_tokens))
+    except ModelError as error:
+        return f"what its settings take is not known: {error}"
 
 
 def look(
@@ -347,12 +389,16 @@ def execute(
     if trainer.ranks.is_writer:
         _claim(built, start, lock)
     trainer.ranks.barrier()
-    with log.open(out, run.log, is_writer=trainer.ranks.is_writer):
+    recorder = trainer.recorder
+    with log.open(out, run.log, is_writer=trainer.ranks.is_writer, listener=recorder):
         checkpoints = _checkpoints(built, out, start, evaluations)
         try:
             _emit_start(built, examination)
+            vocabulary = token_bytes(built.inputs.renderer.tokenizer)
+            recorder.open(out, vocabulary, start.from_step if run.resume else None)
             _begin(built, start, lock, checkpoints)
-            return _run(built, out, checkpoints, evaluations, stop_check)
+            with distributed.explaining():
+                return _run(built, out, checkpoints, evaluations, stop_check)
         except Interrupt as interrupt:
             raise _interrupted(trainer, str(interrupt), checkpoints) from None
         except TautError as error:
@@ -414,6 +460,7 @@ def _checkpoints(built: Built, out: Path, start: Start, evaluations: Evaluations
         },
         memories=memories if best is None else {**memories, "best": best},
         best_step=lambda: None if best is None else best.step,
+        sync_records=trainer.recorder.sync,
         is_sound=lambda: not _divergence(trainer).is_suspected,
     )
 
@@ -511,12 +558,14 @@ def _run(
     began = time.perf_counter()
 
     def measure(step: int) -> None:
+        trainer.ranks.doing(f"evaluating after step {step}")
         with trainer.interrupts.at_once(trainer.ranks):
             evaluations(step)
 
     data = [built.inputs.train, *([built.inputs.eval] if built.inputs.eval is not None else [])]
     watch = ChangedSources(data, trainer)
     run_steps(trainer, after_step=[measure, watch, checkpoints])
+    trainer.ranks.doing("evaluating at the end")
     with trainer.interrupts.at_once(trainer.ranks):
         try:
             metrics, stops = evaluations.at_end(), stop_check()
@@ -531,6 +580,7 @@ def _run(
         if run.stop_check.required and stops is not None and not stops.is_enough:
             state = checkpoints.rescue(trainer.done, trainer.random)
             raise CheckFailed(f"{stops}; stop_check.required=true, so no model is written; {state}")
+        trainer.ranks.doing("writing the model")
         model = save_model(built, out / run.save.result, questions, checkpoints)
         if run.eval.best is not None:
             answer_for_best(built, out / BEST, questions)
@@ -586,6 +636,9 @@ def _stopped(built: Built, error: TautError, checkpoints: Checkpoints) -> TautEr
         ranks.barrier()
         kept = _newest(checkpoints)
     elif isinstance(error, OutOfMemory):
+        if error.num_tokens is not None:
+            ways = _settings_that_help(built.run, built.inputs, ranks, error.num_tokens)
+            error = OutOfMemory(f"{error}; {ways}")
         if ranks.size > 1:  # the others are in the middle of the step, and would not save
             kept = f"{_newest(checkpoints)}; resume=true goes on from there"
         elif trainer.done:

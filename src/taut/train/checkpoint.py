@@ -143,6 +143,8 @@ class Checkpoints:
     """The method's part of meta.json after a step: cursor and identity."""
     memories: Mapping[str, Memory] = field(default_factory=dict)
     best_step: Callable[[], int | None] = lambda: None
+    sync_records: Callable[[], None] = lambda: None
+    """Called before a checkpoint is written: forces to the disk what goes on from it."""
     is_sound: Callable[[], bool] = lambda: True
     """Whether the state is worth keeping. If not, no checkpoint is saved before the end."""
     saved_step: int | None = None
@@ -214,6 +216,8 @@ class Checkpoints:
         final = self.folder / f"step-{step:06d}"
         if self.saved_step == step:
             return final
+        self.ranks.doing(f"saving {final.name}")
+        self.sync_records()
         state = sharded.training_state(self.scorer, self.optimizer)
         if self._room is not None:
             ready, self._room = self._room, None

@@ -2,22 +2,29 @@
 
 A single process, the default, uses no process group. Under torchrun a model's decoder layers are sharded with
 ``fully_shard`` before its weights are read (``layer_sharding``), and the rest at the root, the Scorer, once adapters,
-added tokens and a critic are in place (``shard``). Adapters inside the layers are small and stay whole on every rank.
-Gradients are summed over ranks, by FSDP or by ``summing_gradients``: the loop divides them by the step's one
-denominator, and nothing else does.
+added tokens and a critic are in place (``shard``). Routers, scalar heads and adapters inside the layers are small and
+stay whole on every rank. Gradients are summed over ranks, by FSDP or by ``summing_gradients``: the loop divides them by
+the step's one denominator, and nothing else does.
 
-torch.distributed is imported here and in sharded.py only.
+A sharded model that computes in bfloat16 does so by its weights (``precision.compute_context``), not under autocast:
+
+    gathered            in bfloat16, each layer for as long as it runs; what passes between layers is bfloat16 too
+    shards, optimizer   as they were read: float32 of what trains
+    gradients           bfloat16 of a layer, widened to float32 before they are summed over ranks
+    routers             in float32, on widened hidden states (``experts.widen_routers``)
+    scalar heads        in float32, on widened hidden states (``heads.scalar``)
+    adapters            float32 masters, cast where they are multiplied (``products.linear``)
+
+Ranks watch each other (watch.py). torch.distributed is imported here, there and in sharded.py only.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,21 +34,19 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from taut.config import Decision, configclass
-from taut.errors import ConfigError, Interrupted
+from taut.errors import ConfigError, Interrupted, RankFailed
 from taut.io import threads
 from taut.io.console import is_first_on_host
+from taut.models import architecture
+from taut.train.watch import RECORDED, TIMEOUT, Watch
+from taut.types import to_device
 
-if TYPE_CHECKING:  # it takes long to import
+if TYPE_CHECKING:  # they take long to import
     from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
 
-PATIENCE = timedelta(hours=12)
-"""How long ranks wait for each other: one may tokenise, or write a model, for all; torch's default for GPUs is ten
-minutes. A rank that fails ends the others immediately through torchrun."""
-FAILED, EXIT_CODE = "taut/failed", "taut/exit_code"
-"""Keys in the ranks' shared store: the number of failed ranks, and the exit code of the first one."""
-LINGER = 1.0
-"""Seconds that rank 0, if it holds the store itself, waits so that other failing ranks learn that they are not first.
-"""
+_watch: Watch | None = None
+"""Of this process, from ``start`` to ``stop``."""
 
 
 @configclass
@@ -51,6 +56,9 @@ class ParallelConfig:
     replicas: Annotated[int, Field(ge=1)] = 1
     """Copies of the sharded weights: each is divided among ranks / replicas ranks, which exchange weights only with
     each other (hybrid sharding, HSDP): as many as nodes, where nodes are connected slowly. A divisor of the ranks."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and moments in the host's memory (FSDP's CPU offload), on one GPU too: a layer's weights
+    go to the GPU where it runs, and the host's processor updates them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +71,20 @@ class Ranks:
     group: dist.ProcessGroup | None = None
     """The group of the collectives; None: the default group."""
     mesh: DeviceMesh | None = None
-    """The ranks that weights are sharded over; with replicas [replicas, ranks of each]. None: one rank."""
+    """The ranks that weights are sharded over; with replicas [replicas, ranks of each]. None: weights are whole, on one
+    rank."""
+    offloads: bool = False
+    """Whether shards, their gradients and moments are in the host's memory."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the weights are sharded; on one rank only in order to be offloaded."""
+        return self.mesh is not None
+
+    @property
+    def weights_device(self) -> torch.device:
+        """Where weights are read to."""
+        return torch.device("cpu") if self.offloads else self.device
 
     @property
     def is_writer(self) -> bool:
@@ -81,13 +102,20 @@ class Ranks:
     def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
         if self.size == 1:
             return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, operation, group=self.group)
         result: list[float] = tensor.tolist()
         return result
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's small Python object, in rank order."""
+        """Every rank's small Python object, in rank order; waits for all, however long one works for the others."""
+        if self.size == 1:
+            return [value]
+        self.barrier()
+        return self.gather_in_step(value)
+
+    def gather_in_step(self, value: Any) -> list[Any]:
+        """The same where all ranks come at about the same time."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -95,15 +123,21 @@ class Ranks:
         return values
 
     def barrier(self) -> None:
-        """Wait for every rank."""
+        """Wait for every rank, however long one has worked for the others."""
         if self.size > 1:
-            dist.barrier(group=self.group)
+            assert _watch is not None, "ranks that have not met"
+            _watch.meet("all" if self.group is None else self.group.group_name)
+
+    def doing(self, what: str) -> None:
+        """Note what this rank does from now on, e.g. ``taking step 3``: if it dies, the others tell."""
+        if _watch is not None:
+            _watch.doing(what)
 
     def on_cpu(self) -> Ranks:
         """The same ranks on the CPU with a separate group: for a thread next to the training thread."""
         if self.size == 1:
             return self
-        group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         return replace(self, device=torch.device("cpu"), group=group)
 
 
@@ -112,9 +146,9 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def start(device: str = "auto", replicas: int = 1) -> Ranks:
+def start(device: str = "auto", replicas: int = 1, *, offloads: bool = False) -> Ranks:
     """Join torchrun's process group, if there is one. ``device``: auto, cpu, cuda or cuda:N; ``replicas``: of the
-    weights.
+    weights; ``offloads``: whether these are in the host's memory.
     """
     size = world_size()
     require_replicas(size, replicas)
@@ -145,9 +179,35 @@ def start(device: str = "auto", replicas: int = 1) -> Ranks:
                 "no more ranks on a machine than it has devices"
             )
         torch.cuda.set_device(chosen)
-    if size > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=PATIENCE)
-    return Ranks(rank, size, chosen, mesh=_mesh(chosen, size, replicas))
+    if offloads:
+        require_offloadable(chosen)
+    if (size > 1 or offloads) and not dist.is_initialized():
+        _join(rank, size, chosen)
+    mesh = _mesh(chosen, size, replicas) if size > 1 or offloads else None
+    return Ranks(rank, size, chosen, mesh=mesh, offloads=offloads)
+
+
+def require_offloadable(device: torch.device) -> None:
+    """Raise ConfigError where offloading would do nothing."""
+    if device.type == "cpu":
+        raise ConfigError(
+            "parallel.cpu_offload=true on a CPU: weights are in the host's memory already; expected a GPU; take the "
+            "key out"
+        )
+
+
+def _join(rank: int, size: int, device: torch.device) -> None:
+    """Join the process group, and begin to watch the others. A process whose shards are offloaded has one alone."""
+    global _watch
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
+    library: Any = dist  # its stores have no types
+    alone = {"store": library.HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
+    if device.type == "cuda":  # what is in the host's memory goes by gloo, and waits for no device
+        library.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT, device_id=device, **alone)
+    else:
+        library.init_process_group("gloo", timeout=TIMEOUT, **alone)
+    if size > 1:
+        _watch = Watch(dist.distributed_c10d._get_default_store(), rank, size)
 
 
 def require_replicas(num_ranks: int, replicas: int) -> None:
@@ -160,9 +220,7 @@ def require_replicas(num_ranks: int, replicas: int) -> None:
         )
 
 
-def _mesh(device: torch.device, size: int, replicas: int) -> DeviceMesh | None:
-    if size == 1:
-        return None
+def _mesh(device: torch.device, size: int, replicas: int) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
     if replicas == 1:
@@ -180,71 +238,170 @@ def thread_decisions(device: torch.device) -> list[Decision]:
 
 def stop(ranks: Ranks) -> None:
     """Leave the process group, all ranks together."""
-    if ranks.size > 1 and dist.is_initialized():
+    global _watch
+    if ranks.is_sharded and dist.is_initialized():
         ranks.barrier()
+        if _watch is not None:
+            _watch.stop()
+            _watch = None
+            dist.barrier()  # no process ends that another still watches
         dist.destroy_process_group()
 
 
-def is_first_to_fail(exit_code: int) -> bool:
-    """Whether this is the first rank to fail: that rank prints the error that ends all.
+def failure_of_others() -> RankFailed | None:
+    """The failure of another rank, if there is one: it may be the cause of the signal or error that ends this one."""
+    return None if _watch is None else _watch.wait_for_failure()
+
+
+def explain(error: Exception) -> RankFailed | None:
+    """What broke the collective of which ``error`` tells; None for an error of another kind."""
+    return None if _watch is None else _watch.explain(error)
+
+
+@contextmanager
+def explaining() -> Iterator[None]:
+    """Raise RankFailed in place of the error of a collective that another rank broke."""
+    try:
+        yield
+    except RuntimeError as error:
+        failure = explain(error)
+        if failure is None:
+            raise
+        raise failure from error
+
+
+def is_first_to_fail(exit_code: int, line: str) -> bool:
+    """Whether this is the first rank to fail: that rank prints the line that ends all.
 
     Before the process group exists, the first one of each host prints it.
     """
-    if not dist.is_initialized():
+    if _watch is None:
         return is_first_on_host()
-    store = dist.distributed_c10d._get_default_store()
     try:
-        is_first = int(store.add(FAILED, 1)) == 1
-        if is_first:
-            store.set(EXIT_CODE, str(exit_code))
-        if dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            end = time.monotonic() + LINGER  # the store lives in this process
-            while int(store.add(FAILED, 0)) < dist.get_world_size() and time.monotonic() < end:
-                time.sleep(0.02)
+        return _watch.report(exit_code, line)
     except dist.DistError:
         # Without torchrun the store ends with rank 0, which has printed; the launcher's signal then ends the others.
         return exit_code != Interrupted.exit_code
-    return is_first
 
 
-def exit_code_of_first_to_fail() -> int | None:
-    """The exit code of the rank whose end broke this one's collectives; None where no rank has reported a failure."""
-    if not dist.is_initialized():
-        return None
-    store = dist.distributed_c10d._get_default_store()
-    try:
-        return int(store.get(EXIT_CODE)) if store.check([EXIT_CODE]) else None
-    except dist.DistError:  # without torchrun the store ends with its rank, without a reason
-        return None
+def layer_sharding(
+    ranks: Ranks, dtype: torch.dtype
+) -> Callable[[PreTrainedModel], AbstractContextManager[None]] | None:
+    """What shards each layer of a model, which is on the meta device still, and a context in which its weights are
+    read; None where they are not sharded. ``dtype``: the run computes in.
+    """
+    return partial(_sharded_layers, ranks=ranks, dtype=dtype) if ranks.is_sharded else None
 
 
-def layer_sharding(ranks: Ranks) -> Callable[[Iterable[nn.Module]], None] | None:
-    """What shards each of a model's layers, which may be on the meta device still; None for one rank."""
-    return None if ranks.size == 1 else partial(_shard, ranks=ranks)
-
-
-def shard(root: nn.Module, ranks: Ranks) -> None:
+def shard(root: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
     """Shard what no shard inside the root has. The root's methods ``next_logits`` and ``inside``, if it has them, are
     entry points like ``forward``.
     """
-    if ranks.size == 1:
+    if not ranks.is_sharded:
         return
     from torch.distributed.fsdp import register_fsdp_forward_method
 
-    _shard([root], ranks)
+    for tensor in (*root.parameters(), *root.buffers()):
+        if not hasattr(tensor, "full_tensor"):
+            tensor.data = tensor.data.to(ranks.device)
+    _shard(root, ranks, dtype, set(architecture.scalar_parameters(root)))
     for name in ("next_logits", "inside"):
         if hasattr(root, name):
             register_fsdp_forward_method(root, name)
 
 
-def _shard(modules: Iterable[nn.Module], ranks: Ranks) -> None:
-    """Shard each module over the ranks; gradients are summed."""
-    from torch.distributed.fsdp import fully_shard
+@contextmanager
+def _sharded_layers(model: PreTrainedModel, ranks: Ranks, dtype: torch.dtype) -> Iterator[None]:
+    whole = set(architecture.wide_parameters(model))
+    for layer in architecture.layers(model):
+        _shard(layer, ranks, dtype, whole)
+    if not ranks.offloads:
+        yield
+        return
+    from torch.distributed.tensor import DTensor
 
-    for module in modules:
-        sharded: Any = fully_shard(module, mesh=ranks.mesh)
-        sharded.set_force_sum_reduction_for_comms(True)
-        sharded.set_gradient_divide_factor(1.0)
+    library: Any = DTensor
+    before = library.from_local
+
+    def stay(part: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return _with_part(before(part.to("meta"), *args, **kwargs), part)
+
+    library.from_local = staticmethod(
+        stay
+    )  # it would move each part that is read to the mesh's device
+    try:
+        yield
+    finally:
+        library.from_local = staticmethod(before)
+
+
+def _shard(module: nn.Module, ranks: Ranks, dtype: torch.dtype, whole: set[nn.Parameter]) -> None:
+    """Shard a module over the ranks; gradients are summed. ``dtype``: it computes in; ``whole``: what of it is not
+    sharded.
+    """
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
+
+    policy = MixedPrecisionPolicy()
+    if dtype == torch.bfloat16:  # inputs stay: coefficients of a loss are among the root's
+        policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    place = OffloadPolicy()
+    if ranks.offloads:
+        place = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
+    sharded: Any = fully_shard(
+        module, mesh=ranks.mesh, mp_policy=policy, offload_policy=place, ignored_params=whole
+    )
+    sharded.set_force_sum_reduction_for_comms(True)
+    sharded.set_gradient_divide_factor(1.0)
+
+
+@contextmanager
+def gathered_in(root: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, forwards without gradient gather the weights in ``dtype``, whatever a run computes in."""
+    if not dist.is_initialized():
+        yield
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    reshard(root)
+    handles = []
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            shards = [
+                (part, name, parameter)
+                for part in _with_its_group(module)
+                for name, parameter in part._parameters.items()
+                if hasattr(parameter, "full_tensor")
+            ]
+            # after FSDP's own hook, whose weights these replace until it drops them
+            handles.append(module.register_forward_pre_hook(partial(_gather, shards, dtype)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        reshard(root)
+
+
+def _gather(shards: Iterable[tuple[nn.Module, str, Any]], dtype: torch.dtype, *_: Any) -> None:
+    for module, name, shard in shards:
+        whole = shard.detach().full_tensor().to(architecture.device_of(shard))
+        whole = whole.to(dtype) if whole.is_floating_point() else whole
+        module._parameters[name] = nn.Parameter(whole, requires_grad=False)
+
+
+def _with_its_group(module: nn.Module) -> Iterator[nn.Module]:
+    """A sharded module, and those in it that are gathered with it."""
+    from torch.distributed.fsdp import FSDPModule
+
+    yield module
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _with_its_group(child)
 
 
 def by_placement(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -258,7 +415,7 @@ def by_placement(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]
 @contextmanager
 def summing_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks) -> Iterator[None]:
     """What the block adds to the gradients of whole parameters is summed over ranks, at the end and in one collective a
-    dtype. FSDP sums the gradients of sharded ones.
+    dtype. FSDP sums the gradients of sharded ones. Where no rank has a gradient there is none, as with one process.
     """
     whole = [p for p in parameters if not hasattr(p, "full_tensor")] if ranks.size > 1 else []
     before = [parameter.grad for parameter in whole]
@@ -267,22 +424,37 @@ def summing_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks) -> Itera
     yield
     for dtype in sorted({parameter.dtype for parameter in whole}, key=str):
         mine = [parameter for parameter in whole if parameter.dtype == dtype]
+        has_none = [parameter.grad is None for parameter in mine]
         added = [torch.zeros_like(p) if p.grad is None else p.grad for p in mine]
-        flat = torch.cat([gradient.flatten() for gradient in added])
+        is_given = torch.tensor(has_none).logical_not().to(dtype)
+        flat = torch.cat([*map(torch.flatten, added), *to_device([is_given], ranks.device)])
         dist.all_reduce(flat, group=ranks.group)
-        parts = torch.split(flat, [parameter.numel() for parameter in mine])
-        for parameter, part in zip(mine, parts, strict=True):
-            parameter.grad = part.view_as(parameter)
+        *parts, givers = torch.split(flat, [*(p.numel() for p in mine), len(mine)])
+        num_givers = givers.tolist() if any(has_none) else [1] * len(mine)
+        for parameter, part, number in zip(mine, parts, num_givers, strict=True):
+            parameter.grad = part.view_as(parameter) if number else None
     for parameter, gradient in zip(whole, before, strict=True):
         if gradient is not None:
-            assert parameter.grad is not None
-            parameter.grad += gradient
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
+
+
+def first_row(parameter: Tensor) -> int:
+    """The row of the whole tensor at which this rank's part begins."""
+    tensor: Any = parameter
+    axes = [
+        axis for axis, placed in enumerate(getattr(tensor, "placements", ())) if placed.is_shard()
+    ]
+    if not axes:
+        return 0
+    (axis,), mesh, num_rows = axes, tensor.device_mesh, int(tensor.shape[0])
+    length = -(-num_rows // int(mesh.size(axis)))
+    return min(int(mesh.get_local_rank(axis)) * length, num_rows)
 
 
 def sharded_like(parameter: Tensor, part: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -293,14 +465,22 @@ def sharded_like(parameter: Tensor, part: Tensor, shape: tuple[int, ...]) -> Ten
 
     sharded: Any = parameter
     strides = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        part,
+    like = DTensor.from_local(
+        part.to("meta"),
         sharded.device_mesh,
         sharded.placements,
         run_check=False,
         shape=torch.Size(shape),
         stride=strides,
     )
+    return _with_part(like, part)
+
+
+def _with_part(like: Any, part: Tensor) -> Tensor:
+    """A tensor sharded as another one, with this rank's part where it is, which may be in the host's memory."""
+    make: Any = type(like)
+    sharded: Tensor = make(part, like._spec, requires_grad=False)
+    return sharded
 
 
 def whole_of(parameter: Tensor, part: Tensor) -> Tensor:
@@ -319,7 +499,7 @@ def part_of(parameter: Tensor, whole: Tensor) -> Tensor:
     sharded: Any = parameter
     return local(
         distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None)
-    )
+    ).to(whole.device)
 
 
 @torch.no_grad()
@@ -362,7 +542,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -
                 dist.all_reduce(square, group=gradients[0].device_mesh.get_group(axis))
                 norm = square.sqrt().to(norm.dtype)
         norms.append(norm)
-    whole = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    whole = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(stacked(norms))
     if max_norm is not None:
         usable = whole.nan_to_num(nan=0.0, posinf=0.0)  # of which none is above max_norm
         for some in lists:
@@ -370,17 +550,81 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -
     return whole
 
 
-def full_state_dict(module: nn.Module, ranks: Ranks) -> dict[str, Tensor] | None:
-    """The module's full tensors on the writer's CPU; None on the other ranks."""
-    if ranks.size == 1:
-        return dict(module.state_dict())
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+def stacked(norms: Sequence[Tensor]) -> Tensor:
+    """Numbers in one tensor, on the device that one of them is on: those of offloaded gradients are not."""
+    device = next((norm.device for norm in norms if norm.device.type != "cpu"), norms[0].device)
+    return torch.stack([norm.to(device) for norm in norms])
 
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state: dict[str, Any] = get_model_state_dict(module, options=options)
+
+@contextmanager
+def whole_tensors(
+    module: nn.Module, ranks: Ranks
+) -> Iterator[Callable[[Collection[str]], Iterator[tuple[str, Tensor]]] | None]:
+    """On the writer: what gives tensors of the module by their names in its state dict, as often as it is called: one
+    after another, in the state dict's order, whole on the writer's CPU (where none is sharded: as they are). On the
+    other ranks None, after the writer has left the block: until then they send it their parts of what it asks for.
+    """
+    if ranks.size > 1 and not ranks.is_writer:
+        while (wanted := ranks.gather(None)[0]) is not None:
+            for _ in _sent_to_writer(module, wanted, ranks):
+                pass
+        yield None
+        return
+    asked: list[Iterator[tuple[str, Tensor]]] = []
+
+    def ask(names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        exhaust()
+        ranks.gather(set(names))
+        asked.append(_sent_to_writer(module, names, ranks))
+        return asked[-1]
+
+    def exhaust() -> None:
+        """Take the rest of what was asked for last: the others send all of it."""
+        for _ in asked[-1] if asked else ():
+            pass
+
+    try:
+        yield ask
+    finally:
+        exhaust()
+        ranks.gather(None)
+
+
+def _sent_to_writer(
+    module: nn.Module, names: Collection[str], ranks: Ranks
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of the module, each whole on the writer; nothing on the other ranks."""
+    for name, tensor in module.state_dict().items():
+        if name not in names:
+            continue
+        if ranks.is_writer:
+            yield name, _on_writer(tensor, ranks)  # and kept nowhere here
+        else:
+            _on_writer(tensor, ranks)
+
+
+@torch.no_grad()
+def _on_writer(tensor: Any, ranks: Ranks) -> Tensor:
+    """A tensor, whole on the writer's CPU (where none is sharded: as it is), which receives the parts of a sharded
+    one after another; on the other ranks their part.
+    """
+    if not hasattr(tensor, "full_tensor"):
+        whole: Tensor = tensor.cpu() if ranks.is_sharded else tensor
+        return whole
+    mesh = tensor.device_mesh
+    part: Tensor = tensor.to_local()
+    axis = next(axis for axis, placement in enumerate(tensor.placements) if placement.is_shard())
+    group, dim = mesh.get_group(axis), tensor.placements[axis].dim
+    members = dist.get_process_group_ranks(group)
     if not ranks.is_writer:
-        return None
-    first: dict[int, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        state[name] = state[first.setdefault(id(parameter), name)]  # tied tensors stay tied
-    return state
+        if 0 in members and part.numel():  # else another replica sends it
+            dist.send(part.to(mesh.device_type).contiguous(), 0, group=group)
+        return part
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    length = -(-tensor.shape[dim] // len(members))
+    for member, place in zip(members, torch.split(whole, length, dim), strict=False):
+        if member != ranks.rank and place.numel():  # the last may have none
+            part = torch.empty(place.shape, dtype=place.dtype, device=mesh.device_type)
+            dist.recv(part, member, group=group)
+        place.copy_(part)
+    return whole

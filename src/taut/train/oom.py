@@ -63,7 +63,7 @@ class Fit:
     """batch.tokens_per_microbatch."""
     may_halve: bool = False
     recomputes: bool = False
-    """Whether activation checkpointing is on already."""
+    """Whether layers keep their inputs only, already."""
     tokens: int = field(init=False)
     """The current budget."""
     largest: int = field(init=False, default=0)
@@ -143,6 +143,7 @@ class Fit:
             half=half,
             reason=reason,
             sample_ids=ids,
+            num_tokens=size if torch.is_grad_enabled() else None,
         )
 
 
@@ -167,14 +168,16 @@ def build_fit(
     return Fit(config.tokens_per_microbatch, config.halve_when_out_of_memory, recomputes)
 
 
-def require_room(act: Callable[[], T], where: str, remedy: str) -> T:
-    """The result of ``act``, which computes no micro-batch. Raises OutOfMemory with its memory free again."""
-    return _try(
-        act,
-        lambda requested: OutOfMemory(
-            f"{where}: out of memory{requested}; expected it to fit; {remedy}"
-        ),
-    )
+def require_room(act: Callable[[], T], where: str, remedy: str | Callable[[], str]) -> T:
+    """The result of ``act``, which computes no micro-batch. Raises OutOfMemory with its memory free again. ``remedy``:
+    text, or what finds it once memory has run out.
+    """
+
+    def describe(requested: str) -> OutOfMemory:
+        do = remedy if isinstance(remedy, str) else remedy()
+        return OutOfMemory(f"{where}: out of memory{requested}; expected it to fit; {do}")
+
+    return _try(act, describe)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -247,11 +247,15 @@ def _matrices(layers: nn.Module) -> set[int]:
     }
 
 
-def state_bytes(model: nn.Module, config: OptimConfig, layers: nn.Module | None) -> int:
-    """The bytes of the optimizer's state of a model, which may be on the meta device."""
+def state_sizes(
+    model: nn.Module, config: OptimConfig, layers: nn.Module | None
+) -> dict[Tensor, int]:
+    """The bytes of the optimizer's state of each parameter that trains; the model may be on the meta device."""
     optimizer = build_optimizer(model, config, layers=layers)
-    states = optimizer.state.values()
-    return sum(value.nbytes for state in states for key, value in state.items() if key != "step")
+    return {
+        parameter: sum(value.nbytes for key, value in state.items() if key != "step")
+        for parameter, state in optimizer.state.items()
+    }
 
 
 def set_learning_rate(
@@ -281,7 +285,9 @@ def clip(optimizer: torch.optim.Optimizer, max_norm: float | None) -> dict[str, 
         for part, params in parts(optimizer).items()
     }
     of_parts = {f"grad_norm/{part}": norm for part, norm in norms.items() if part}
-    whole = torch.linalg.vector_norm(torch.stack([norm.double() for norm in norms.values()]))
+    whole = torch.linalg.vector_norm(
+        distributed.stacked([norm.double() for norm in norms.values()])
+    )
     return {"grad_norm": whole, **of_parts}
 
 

@@ -92,7 +92,7 @@ class Interrupts:
 
     def agree(self, ranks: Ranks) -> None:
         """Raise Interrupt on all ranks if one received a signal. Every rank calls it."""
-        self.obey(ranks.gather(self.received))
+        self.obey(ranks.gather_in_step(self.received))
 
     def obey(self, names: Sequence[str | None]) -> None:
         """Raise Interrupt for the first of the signals that the ranks have received, if there is one."""

@@ -112,7 +112,8 @@ def _adamw(
 ) -> None:
     assert parameter.grad is not None
     weight, gradient = local(parameter), local(parameter.grad)
-    before = (state["step"] - 1).to(weight.device)  # which adamw advances
+    # Which adamw advances; filled on the device, since a copy would wait for it.
+    before = torch.full((), float(state["step"]) - 1, device=weight.device)
     for rows in _slices(weight):
         mean, square = (
             _load(state, name, rows, weight.dtype) for name in ("exp_avg", "exp_avg_sq")
@@ -156,7 +157,7 @@ def _load(state: dict[str, Tensor], name: str, rows: slice, dtype: torch.dtype) 
         return stored.to(dtype)
     scale = local(state[f"{name}_scale"])[rows]
     table = values_of_codes(name != "exp_avg_sq", stored.device)
-    blocks = table.index_select(0, stored.flatten().int()).reshape(*scale.shape, -1)
+    blocks = table.index_select(0, stored.flatten().int()).reshape(_in_blocks(stored, scale))
     return blocks.mul_(scale.unsqueeze(-1)).reshape(stored.shape).to(dtype)
 
 
@@ -166,7 +167,7 @@ def _store(
     stored = local(state[name])[rows]
     if stored.dtype == torch.uint8:
         scale = local(state[f"{name}_scale"])[rows]
-        blocks = value.float().reshape(*scale.shape, -1)
+        blocks = value.float().reshape(_in_blocks(stored, scale))
         largest = blocks.abs().amax(-1)
         scale.copy_(largest)
         relative = blocks / largest.unsqueeze(-1).clamp_min(torch.finfo(torch.float32).tiny)
@@ -177,6 +178,11 @@ def _store(
         assert stored.data_ptr() == value.data_ptr(), "the moment was updated in place"
     else:
         stored.copy_(rounded_stochastically(value.float(), noise))
+
+
+def _in_blocks(stored: Tensor, scale: Tensor) -> tuple[int, ...]:
+    """The shape with a dimension for each block; a rank may have no rows."""
+    return *scale.shape, stored.shape[-1] // scale.shape[-1]
 
 
 def rounded_stochastically(value: Tensor, noise: torch.Generator) -> Tensor:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
+from tests.tiny_models import tiny_config
 from torch import nn
 
+from taut.config import from_mapping
 from taut.errors import ConfigError
+from taut.methods.method import RunConfig
+from taut.run.setup import storage_for
 from taut.train import distributed
 from taut.train.distributed import Ranks
 
@@ -28,10 +34,27 @@ def test_collectives_of_one_are_the_values() -> None:
     assert ONE.gather({"a"}) == [{"a"}]
     ONE.barrier()
     model = nn.Linear(2, 2)
-    distributed.shard(model, ONE)
-    assert distributed.layer_sharding(ONE) is None
+    distributed.shard(model, ONE, torch.float32)
+    assert distributed.layer_sharding(ONE, torch.float32) is None
     assert type(model) is nn.Linear
-    assert distributed.full_state_dict(model, ONE).keys() == {"weight", "bias"}  # type: ignore[union-attr]
+    with distributed.whole_tensors(model, ONE) as whole:
+        assert whole is not None
+        assert [name for name, _ in whole(["bias"])] == ["bias"]
+
+
+def test_muon_and_quantised_bases_are_not_offloaded() -> None:
+    keys = {"model": "m", "data.train": "x", "parallel.cpu_offload": True}
+    with pytest.raises(ConfigError, match=r"cpu_offload=true with optim\.name=muon"):
+        from_mapping(RunConfig, {**keys, "optim.name": "muon"})
+    run = from_mapping(RunConfig, {**keys, "quantise": "nf4", "lora.rank": 2})
+    with pytest.raises(ConfigError, match="cpu_offload=true with a quantised base"):
+        storage_for(run, tiny_config("llama"), torch.bfloat16, torch.device("cpu"))
+
+
+def test_a_cpu_has_nothing_to_offload() -> None:
+    with pytest.raises(ConfigError, match="cpu_offload=true on a CPU: weights are in the host's"):
+        distributed.start("cpu", offloads=True)
+    assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize(
@@ -69,13 +92,22 @@ def test_a_device_that_would_not_be_used_is_refused(
         distributed.start(device)
 
 
-def test_ranks_wait_for_the_one_that_works_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    joined: list[dict[str, object]] = []
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: joined.append(how))
-    monkeypatch.setattr(distributed, "_mesh", lambda device, size, replicas: None)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    distributed.start("cpu")
-    assert joined == [{"timeout": distributed.PATIENCE}]
+@pytest.mark.parametrize(
+    ("device", "group", "named"),
+    [("cpu", "gloo", {}), ("cuda", "cpu:gloo,cuda:nccl", {"device_id": torch.device("cuda", 0)})],
+)
+def test_ranks_join_with_a_time_out_of_minutes(
+    device: str, group: str, named: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one rank does for all takes longer: the others wait for it in the store."""
+    joined: list[tuple[str, dict[str, object]]] = []
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **how: joined.append((backend, how))
+    )
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: "store")
+    monkeypatch.setattr(distributed, "Watch", lambda *_: None)
+    distributed._join(0, 2, torch.device(device, 0) if device == "cuda" else torch.device(device))
+    assert joined == [(group, {"timeout": timedelta(minutes=10), **named})]
 
 
 @pytest.mark.parametrize(("ranks", "found"), [(1, "there is 1 rank"), (4, "there are 4 ranks")])
@@ -113,8 +145,29 @@ def test_gradients_that_are_not_finite_are_left_as_they_are() -> None:
     assert torch.isinf(some[1].grad).all()
 
 
+def test_a_gradient_that_no_rank_has_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros in its place would decay weights and moments that one process leaves alone."""
+    flats: list[torch.Tensor] = []
+
+    def all_reduce(flat: torch.Tensor, group: None) -> None:
+        flats.append(flat.clone())
+        flat += sum(flats[:-1])
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    of_ranks = []
+    for rank, has_gradient in ((1, (True, True, False, False)), (0, (True, False, True, False))):
+        some = [nn.Parameter(torch.zeros(2)) for _ in has_gradient]
+        some[1].grad = torch.ones(2)  # of an earlier block
+        with distributed.summing_gradients(some, Ranks(rank, 2, torch.device("cpu"))):
+            for parameter, is_given in zip(some, has_gradient, strict=True):
+                if is_given:
+                    parameter.grad = torch.full((2,), 3.0 + rank)
+        of_ranks.append([None if p.grad is None else p.grad.tolist() for p in some])
+    assert of_ranks[1] == [[7.0, 7.0], [5.0, 5.0], [3.0, 3.0], None]
+
+
 def test_without_ranks_met_rank_zero_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    assert distributed.is_first_to_fail(2)
+    assert distributed.is_first_to_fail(2, "why")
     monkeypatch.setenv("RANK", "1")
-    assert not distributed.is_first_to_fail(2)
+    assert not distributed.is_first_to_fail(2, "why")

@@ -11,7 +11,14 @@ from tests.picture_names import Named, illustrated
 
 from taut.data.batching import Budget
 from taut.data.packing import PackPolicy
-from taut.train.trainer import Prefetch, Trainer, fill_streams, plan_trees
+from taut.train.trainer import (
+    Prefetch,
+    Trainer,
+    fill_streams,
+    plan_ahead,
+    plan_trees,
+    take_plan,
+)
 from taut.types import Picture, Tree
 
 GRID = (1, 2, 2)
@@ -88,3 +95,21 @@ def test_a_step_that_is_expected_is_not_planned_again() -> None:
     for step in (2, 3):
         prefetch(step, cast(Trainer, trainer))
     assert planned == [2, 3]
+
+
+def test_an_error_in_the_next_step_waits_for_it() -> None:
+    """The step in front of it is planned, and trains."""
+    job = job_of(0, 1)
+
+    def fail_at_two(step: int) -> list[Tree]:
+        if step == 2:
+            raise ValueError("a row of step 2")
+        return prepare(step)
+
+    job.source.prepare = fail_at_two
+    job.source.is_known = lambda step: True
+    job.before_planning = [Prefetch(Expecting().expect)]
+    plan_ahead(job, 1)
+    assert take_plan(job, 1).trees
+    with pytest.raises(ValueError, match="a row of step 2"):
+        take_plan(job, 2)

@@ -28,7 +28,7 @@ class Two:
     def max(self, values: list[float]) -> list[float]:
         return [max(values[0], float(self.other is not None))]
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather_in_step(self, value: Any) -> list[Any]:
         return [value, self.other]
 
 
