@@ -40,9 +40,9 @@ from taut.demo.fetch import get_model
 from taut.methods.method import RunConfig
 from taut.models.load import quiet_library
 from taut.plan.memory import footprint, peak_bytes, predict_steps, tensors_of
+from taut.plan.models import Kernels
 from taut.plan.rates import calibrate
 from taut.plan.steps import workload
-from taut.plan.tracing import Kernels
 from taut.run.inputs import load_inputs
 from taut.run.setup import build
 from taut.train import distributed

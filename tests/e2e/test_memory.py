@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,6 +22,7 @@ from taut.commands.train import _stopped
 from taut.errors import OutOfMemory
 from taut.evals import during
 from taut.inference.local import LocalEngine
+from taut.plan.ways import SETTINGS
 from taut.train import trainer as loop
 from taut.train.log import all_events
 from taut.train.trainer import Trainer
@@ -158,6 +160,12 @@ def test_another_budget_begins_afresh(go: Go, cut_run: Path, tmp_path: Path) -> 
     assert any(e["kind"] == "budget" for e in all_events(killed / "events.jsonl"))
 
 
+@pytest.fixture(autouse=True)
+def one_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each setting takes a second to predict; tests/unit/plan has the others."""
+    monkeypatch.setattr("taut.plan.ways.SETTINGS", SETTINGS[3:4])
+
+
 def test_without_halving_what_was_trained_is_saved_and_a_smaller_budget_goes_on(
     go: Go, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +179,7 @@ def test_without_halving_what_was_trained_is_saved_and_a_smaller_budget_goes_on(
         out = whole.parent / "out"
         assert text.startswith("step 4: out of memory (wanting ")
         assert f"the state after step 3 is in {out / 'checkpoints' / 'step-000003'}" in text
+        assert "; by plan a rank takes 0.0" in text
         assert type(caught.value).__name__ == "OutOfMemory"
         assert caught.value.exit_code == 2
         assert "\n" not in text
@@ -266,6 +275,34 @@ def test_generation_without_memory_keeps_what_was_trained(
     out = go("out", resume=True, **keys).out
     assert column(out, "step") == [1, 2, 3]
     assert [e["outcome"] for e in events(out, "end")][-1] == "finished"
+
+
+def test_a_model_that_does_not_fit_is_refused_in_one_line_with_what_would(
+    model: Path, train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        torch.empty(1 << 50)
+
+    monkeypatch.setattr("taut.run.setup.load_model", load)
+    with pytest.raises(OutOfMemory) as caught:
+        sft(model, train, tmp_path / "out", **FIXED)
+    assert re.match(r"loading .* on rank 0: out of memory \(wanting .*\)", str(caught.value))
+    assert "; by plan a rank takes " in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_update_without_memory_is_one_line_and_saves_nothing(
+    model: Path, train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights may be those of two steps."""
+
+    def step(*_: Any, **__: Any) -> None:
+        torch.empty(1 << 50)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    with pytest.raises(OutOfMemory, match="rank 0, outside the forward and backward"):
+        sft(model, train, tmp_path / "out", **{**FIXED, "batch__halve_when_out_of_memory": False})
+    assert not list((tmp_path / "out").glob("checkpoints/step-*"))
 
 
 def test_with_several_ranks_the_newest_checkpoint_is_named_and_none_is_written(go: Go) -> None:

@@ -22,8 +22,9 @@ from taut.plan.memory import (
     predict_steps,
     stages,
 )
+from taut.plan.models import FUSED, Kernels
 from taut.plan.steps import workload
-from taut.plan.tracing import FUSED, Kernels
+from taut.plan.ways import Memory, settings_that_help
 from taut.types import Sample
 
 GIB, MIB = 2**30, 2**20
@@ -59,31 +60,32 @@ def the_first_steps_fit_into_memory(session: Session) -> Finding:
         return passed(says, bound / GIB, "GiB at most")
     try:
         work = workload(run, inputs, ranks.size)
-        shards = ranks.size // run.parallel.replicas
-        prediction = predict_steps(run, inputs.config, _kernels(session), work, num_shards=shards)
+        kernels = _kernels(session)
+        prediction = predict_steps(run, inputs.config, kernels, work, num_ranks=ranks.size)
     except ModelError as error:
         return skipped(str(error))
     needed = footprint(
         prediction.traced,
-        shards,
+        ranks.size,
+        run.parallel.replicas,
+        offloads=run.parallel.cpu_offload,
         stages=stages(run.checkpoint, session.trainer.num_steps),
         is_host=ranks.device.type == "cpu",
+        merges=run.save.merged,
     )
     peak, tokens = needed.peak / GIB, work.largest.num_tokens
     says = f"{peak:.2f} of {there / GIB:.2f} GiB for a micro-batch of {tokens:,} tokens"
     if needed.peak <= there:
         return passed(says, peak, "GiB")
-    if run.batch.halve_when_out_of_memory and not needed.is_loading:
+    if run.batch.halve_when_out_of_memory and needed.around <= there:
         note = "batch.halve_when_out_of_memory=true: the token budget will be halved until it fits"
         return passed(says, peak, "GiB", [note])
-    ways = [f"batch.tokens_per_microbatch below {tokens}"]
-    ways += [] if run.activation_checkpointing else ["activation_checkpointing=true"]
-    ways += [] if run.lora.is_on else ["lora.rank=16"]
+    memory = Memory(inputs.config, kernels, work.largest, work, there, ranks.size)
     return failed(
         f"does not fit: {says}",
         measured=(peak, "GiB"),
         evidence=[f"{_in_gib(needed.parts)} GiB"],
-        remedy=f"set {', or '.join(ways)}; `taut plan` tells what fits",
+        remedy=f"{settings_that_help(run, memory)}; `taut plan` tells more",
     )
 
 
@@ -91,13 +93,14 @@ def _coarse_bound(session: Session) -> int | None:
     """Bytes that a step cannot exceed: inputs and outputs of linear layers kept twice in float32, all
     weights with gradients and moments, a reference, and the head's chunk.
 
-    None if much of the model is not in linear layers (stacked experts), or there is a teacher, a critic or a vision
-    tower.
+    None if much of the model is not in linear layers (stacked experts), there is a vision tower, or another model than
+    the policy and a copy of it.
     """
-    if (
-        session.inputs.renderer.image_store is not None
-        or session.run.models().unpredicted is not None
-    ):
+    others = session.run.models()
+    is_other = others.reference is not None and others.reference.model is not None
+    if others.teacher is not None or others.critic is not None or is_other:
+        return None
+    if session.inputs.renderer.image_store is not None:
         return None
     model = session.scorer.model
     table = architecture.stored_table(architecture.embedding(model))
@@ -115,8 +118,8 @@ def _coarse_bound(session: Session) -> int | None:
         num_logits = chunk_elements(session.ranks.device, session.loaded.dtype.parameters)
         head = 4 * max(num_logits, MIN_CHUNK_ROWS * table.shape[0])
     values = 2 * tokens * width + weights + head
-    reference = session.run.models().reference_bytes(session.run, session.trainer.trained)
-    return session.loaded.dtype.parameters.itemsize * values + reference
+    copies = sum(tensor.nbytes for tensor in session.trainer.trained) * others.has_live_reference
+    return session.loaded.dtype.parameters.itemsize * values + copies
 
 
 @check("memory.measured", part="full", after=["loss.gradient", "memory.peak"])
@@ -127,7 +130,7 @@ def a_micro_batch_takes_the_memory_predicted(session: Session) -> Finding:
     patched layer, checkpointing that is set and not applied.
     """
     run = session.run
-    skip_if(session.ranks.size > 1, "measured on one rank only")
+    skip_if(session.ranks.is_sharded, "measured where weights are whole only")
     if run.noise.neftune_alpha > 0 or (run.lora.is_on and run.lora.dropout > 0):
         return skipped("noise is on, and belongs to steps")
     if session.is_generated:

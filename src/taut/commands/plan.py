@@ -37,21 +37,21 @@ from taut.models.load import load_config
 from taut.models.lora import LoraConfig
 from taut.models.precision import DTYPES, resolve_dtype
 from taut.models.quantised import Quantise, format_of
+from taut.models.recompute import ActivationCheckpointing, require_possible
 from taut.plan.ledger import PARTS
 from taut.plan.memory import (
     Footprint,
     Prediction,
     device_memory,
-    footprint,
+    footprint_of,
     predict,
     predict_steps,
-    stages,
 )
-from taut.plan.rates import GPUS, Rates, Seconds, calibrate, from_data_sheet
+from taut.plan.models import FUSED, Kernels, skeleton
+from taut.plan.rates import GPUS, Rates, Seconds, calibrate, from_data_sheet, recomputed
+from taut.plan.rollouts import rollout_of, seconds_of
 from taut.plan.steps import Workload, without_data, workload
-from taut.plan.tracing import FUSED, Kernels, require_predictable, skeleton
 from taut.run.inputs import load_inputs
-from taut.run.setup import require_shardable
 from taut.train import distributed
 from taut.train.distributed import Ranks
 from taut.types import Packed
@@ -59,14 +59,22 @@ from taut.types import Packed
 GIB = 2**30
 ABOUT = {
     "weights": "float32 masters, frozen weights as stored, adapters, buffers",
+    "critic": "the weights of PPO's critic",
+    "teacher": "what the student learns from, in the compute dtype",
     "reference": "what the policy is measured against",
+    "rewards": "reward models in this process, on the first",
     "gradients": "float32, of what trains",
-    "optimizer": "AdamW's two moments",
+    "optimizer": "the moments of what trains",
     "casts": "autocast's copies of weights, kept for the backward",
     "activations": "kept for the backward",
     "logits": "the head's rows over the vocabulary, a chunk at a time",
     "temporary": "what a layer or the head has while it runs",
-    "staging": "checkpoints written in the background are staged there",
+    "generating": "instead of a step: keys and values of completions of full length",
+    "ending": "what training holds while its result is written and compared",
+    "reading": "each: what it reads of a model before it is on the GPU",
+    "saving": "of the first: the result is read and compared in float32",
+    "staging": "each: checkpoints written in the background",
+    "offloaded": "each: inputs of layers, or weights, gradients and moments",
     "loading": "each rank reads its part of the layers, and the tables whole",
 }
 UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12} | {
@@ -74,6 +82,12 @@ UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12} | {
     "MIB": 2**20,
     "GIB": 2**30,
     "TIB": 2**40,
+}
+CHECKPOINTING: dict[ActivationCheckpointing, str] = {
+    False: "",
+    True: ", checkpointing",
+    "selective": ", selective checkpointing",
+    "offload": ", checkpointing on the host",
 }
 LORA_RANK = 16
 MEASURED_FLOPS = 5e12
@@ -99,6 +113,8 @@ class Planning:
     """Fraction of the memory to leave free for the driver, collectives and the allocator's fragments."""
     measure: bool = True
     """Time a few layers if the plan is for this machine."""
+    alternatives: bool = True
+    """Plan other configurations of the run too."""
 
 
 @configclass
@@ -183,9 +199,15 @@ def plan(config: Plan) -> Planned:
     """The plan. Raises TautError for a run that cannot be planned."""
     distributed.require_replicas(config.gpus, config.parallel.replicas)
     model = load_config(config.model, config.trust_remote_code, needs_weights=False)
-    require_predictable(config, model)
-    require_shardable(config, model, config.gpus)
     machine = _machine(config, model)
+    require_possible(
+        config.activation_checkpointing,
+        machine.device or torch.device("cuda"),
+        config.attention,
+        compiles=config.compile,
+    )
+    if config.parallel.cpu_offload:
+        distributed.require_offloadable(machine.device or torch.device("cuda"))
     if config.data.train is not None:
         with told_when_slow("reading the data and laying out the first steps"):
             inputs = load_inputs(config, Ranks(0, 1, torch.device("cpu")))
@@ -199,13 +221,18 @@ def plan(config: Plan) -> Planned:
     is_lora, lora = config.lora.is_on, config.lora
     lora = lora if is_lora else LoraConfig(rank=LORA_RANK)
     bases: list[tuple[bool, Quantise | None]] = [(False, None), (True, None)]
-    is_dense = not architecture.num_experts(model.get_text_config())
+    offloads = config.parallel.cpu_offload
     may_round = machine.kernels.dtype != torch.float64 and format_of(model) is None
-    if is_dense and may_round and not lora.dora and config.gpus == 1:
+    if may_round and not lora.dora and not offloads:
         bases.append((True, config.quantise or "nf4"))
-    choices = list(product(bases, (False, True)))
+    others: list[ActivationCheckpointing] = [False, True]
+    if config.activation_checkpointing not in others:
+        others.append(config.activation_checkpointing)
+    choices = list(product(bases, others))
     configured = ((is_lora, config.quantise), config.activation_checkpointing)
     choices.sort(key=lambda choice: choice != configured)
+    if not config.alternatives:
+        choices = choices[:1]
     for (has_lora, quantise), recomputes in choices:  # the configured run first
         other = replace(
             config,
@@ -217,11 +244,11 @@ def plan(config: Plan) -> Planned:
         )
         name = f"LoRA, rank {lora.rank or 'of the adapter'}" if has_lora else "all weights"
         name += f", {quantise}" if quantise else ""
-        name += ", checkpointing" if recomputes else ""
+        name += CHECKPOINTING[recomputes]
         with told_when_slow(f"counting the bytes of {name}"):
             planner = _Planner(other, model, machine, work, limit)
         ways.append(planner.way(name, config, rates))
-        num_parameters = num_parameters or planner.full.traced.num_parameters
+        num_parameters = num_parameters or planner.full.traced.policy.num_parameters
     return Planned(
         machine, config.gpus, limit, work, num_parameters, tuple(ways), tuple(config.decisions)
     )
@@ -262,7 +289,8 @@ def _machine(config: Plan, model: PreTrainedConfig) -> Machine:
 
 def _rates(config: Plan, model: PreTrainedConfig, machine: Machine, work: Workload) -> Rates | None:
     """This machine's measured rates, if the plan is for it."""
-    if machine.device is None or config.gpus > 1 or not config.measure:
+    is_whole = config.gpus == 1 and not config.parallel.cpu_offload
+    if machine.device is None or not is_whole or not config.measure:
         return None
     bare = skeleton(config, model)
     per_token = (
@@ -291,9 +319,13 @@ class _Planner:
     def __post_init__(self) -> None:
         self.full = self._trace(self.work.fullest)
         kernels = self.machine.kernels
-        is_same = self.work.largest is self.work.fullest
-        self.now = self.full if is_same else predict_steps(self.run, self.model, kernels, self.work)
+        self.now = self.full
+        if self.work.largest is not self.work.fullest:
+            ranks = self.run.gpus
+            self.now = predict_steps(self.run, self.model, kernels, self.work, num_ranks=ranks)
         self.half = self._trace(self.work.supply.filled(max(1, self.full.num_tokens // 2)))
+        supply = self.work.supply
+        self.rollout = rollout_of(self.run, self.model, kernels, supply, self.run.gpus)
 
     def way(self, name: str, configured: Plan, rates: Rates | None) -> Way:
         """The prediction on the given number of GPUs."""
@@ -302,7 +334,7 @@ class _Planner:
         counts = [
             n
             for n in _counts(configured.gpus, configured.parallel.replicas)
-            if self.footprint(self.full, n).peak <= self.limit
+            if self._full_on(n).peak <= self.limit
         ]
         keys = []
         if self.run.lora != configured.lora:
@@ -322,24 +354,27 @@ class _Planner:
 
     def footprint(self, prediction: Prediction, num_ranks: int) -> Footprint:
         """The bytes of a rank."""
-        return footprint(
-            prediction.traced,
-            num_ranks // self.run.parallel.replicas,
-            stages=stages(self.run.checkpoint, self.run.steps),
-            is_host=self.machine.device is not None and self.machine.device.type == "cpu",
-        )
+        kernels = self.machine.kernels
+        return footprint_of(self.run, prediction.traced, kernels, num_ranks, self.rollout)
 
-    def _trace(self, packed: Packed) -> Prediction:
+    def _trace(self, packed: Packed, num_ranks: int | None = None) -> Prediction:
         kernels, is_first = self.machine.kernels, self.work.later is None
-        return predict(self.run, self.model, kernels, packed, is_first=is_first)
+        ranks = num_ranks or self.run.gpus
+        return predict(self.run, self.model, kernels, packed, is_first=is_first, num_ranks=ranks)
+
+    def _full_on(self, num_ranks: int) -> Footprint:
+        """With a full micro-batch on another number of GPUs. One computes otherwise than several."""
+        is_alike = (num_ranks > 1) == (self.run.gpus > 1)
+        full = self.full if is_alike else self._trace(self.work.fullest, num_ranks)
+        return self.footprint(full, num_ranks)
 
     def _max_tokens(self, num_ranks: int) -> int:
         """The tokens that fill the memory, extrapolated linearly from two sizes."""
-        high, low = (self.footprint(at, num_ranks).peak for at in (self.full, self.half))
-        step = self.full.num_tokens - self.half.num_tokens
-        slope = (high - low) / max(1, step)
-        if self.footprint(self.full, num_ranks).loading > self.limit:
+        full, half = (self.footprint(at, num_ranks) for at in (self.full, self.half))
+        if full.around > self.limit:
             return 0
+        high, low = full.step, half.step
+        slope = (high - low) / max(1, self.full.num_tokens - self.half.num_tokens)
         fitting = self.full.num_tokens + (self.limit - high) / slope if slope > 0 else 0
         max_tokens = int(min(fitting, MAX_RATIO * self.full.num_tokens))
         max_tokens -= max_tokens % ROUND if max_tokens > ROUND else 0
@@ -347,20 +382,37 @@ class _Planner:
 
     def _seconds(self, num_ranks: int, rates: Rates | None) -> Seconds | None:
         """The mean over the first steps."""
-        recomputes, steps = self.run.activation_checkpointing, self.work.steps
+        recomputes, steps = recomputed(self.run.activation_checkpointing), self.work.steps
         works = [work for step in steps for work in step]
         traced = self.full.traced
         if rates is not None:
             total = rates.seconds(traced, works, recomputes=recomputes)
         elif self.machine.name in GPUS and self.machine.kernels.dtype == torch.bfloat16:
+            parallel = self.run.parallel
             total = from_data_sheet(
-                self.machine.name, traced, works, num_ranks, recomputes=recomputes
+                self.machine.name,
+                traced,
+                works,
+                num_ranks,
+                parallel.replicas,
+                recomputes=recomputes,
+                offloads=parallel.cpu_offload,
             )
         else:
             return None
-        count = len(steps)
+        count, generating, source = len(steps), 0.0, total.source
+        if self.rollout is not None and rates is None:
+            replicas = self.run.parallel.replicas
+            generating = seconds_of(self.machine.name, traced, self.rollout, num_ranks, replicas)
+        elif self.run.generates:
+            source += "; of training alone"
         return replace(
-            total, compute=total.compute / count, communication=total.communication / count
+            total,
+            source=source,
+            generating=generating,
+            compute=total.compute / count,
+            communication=total.communication / count,
+            transfer=total.transfer / count,
         )
 
 
@@ -406,7 +458,7 @@ def show(planned: Planned, console: Console) -> None:
     if configured.seconds is not None:
         console.print(f"\nseconds: {configured.seconds.source}; a mean of {len(work.steps)} steps")
     else:
-        reason = "measured on one rank only, and with measure=true"
+        reason = "measured where weights are whole on one rank, and with measure=true"
         if machine.name in GPUS:
             reason = "the table of GPUs has rates for bfloat16 only"
         elif machine.device is None:
@@ -436,12 +488,22 @@ def _parts(planned: Planned) -> Table:
     about = "with the largest micro-batch of the first steps; with a full one" * (
         len(footprints) > 1
     )
-    add("a step", about, [sum(size.parts.values()) for size in footprints], "bold")
+    add("a step", about, [size.step for size in footprints], "bold")
     if planned.num_ranks > 1:
         add("loading", ABOUT["loading"], [size.loading for size in footprints])
-    if configured.footprint.staging and "staging" not in configured.footprint.parts:
-        add("on the host", ABOUT["staging"], [size.staging for size in footprints])
+    if configured.footprint.generating:
+        add("generating", ABOUT["generating"], [size.generating for size in footprints])
+    add("saving", ABOUT["ending"], [size.ending for size in footprints])
+    for name in ("reading", "saving", "staging", "offloaded"):
+        size = getattr(configured.footprint, name)
+        if size and name not in configured.footprint.parts and not is_host(planned.machine):
+            add("on the host", ABOUT[name], [getattr(size, name) for size in footprints])
     return table
+
+
+def is_host(machine: Machine) -> bool:
+    """Whether the device is the host itself."""
+    return machine.kernels.device.type == "cpu"
 
 
 def _verdict(planned: Planned) -> str:

@@ -6,12 +6,16 @@
         scores.linear_sum.backward()
     ledger.history().peak()      bytes at the peak, by part
 
-It counts real and fake tensors the same way, so that prediction and measurement are comparable. It counts tensors only:
-neither an allocator's fragments nor the buffers of a running kernel.
+A phase is a stretch of time whose fullest moment is the same one however many layers a model has, so that it can be
+extrapolated: the forward, and each half of the backward. Where several models run, ``mark`` ends the phase of one.
 
-Parts: ``weights``, ``reference``, ``optimizer``, ``gradients``, ``casts`` (weights in autocast's dtype),
-``activations`` (alive at the end of the forward), ``logits`` (the head's rows over the vocabulary), ``temporary``
-(everything else). The part of a storage may be known only later, so parts are assigned when the history is made.
+It counts real and fake tensors the same way, so that prediction and measurement are comparable. It counts tensors only:
+neither an allocator's fragments nor the buffers of a running kernel. Pinned tensors are the host's, and counted apart.
+
+Parts: ``weights`` of the policy, ``critic``, ``teacher``, ``reference`` and ``rewards`` (models that judge),
+``optimizer``, ``gradients``, ``casts`` (weights in autocast's dtype), ``activations`` (alive at the end of the
+forward), ``logits`` (the head's rows over the vocabulary), ``temporary`` (everything else). The part of a storage may
+be known only later, so parts are assigned when the history is made.
 """
 
 from __future__ import annotations
@@ -33,7 +37,10 @@ from taut.types import IntArray
 
 PARTS = (
     "weights",
+    "critic",
+    "teacher",
     "reference",
+    "rewards",
     "gradients",
     "optimizer",
     "casts",
@@ -42,6 +49,8 @@ PARTS = (
     "temporary",
 )
 """In the order of the output."""
+HOST = "host"
+"""What is pinned in the host's memory; on no device, and in no peak."""
 
 Parts = dict[str, int]
 """part -> bytes."""
@@ -55,28 +64,25 @@ class History:
 
     bytes_MP: IntArray
     """[moves, parts]: bytes of each part after each move."""
-    backward: int
-    """The first move of the backward."""
+    phases: tuple[int, ...]
+    """The first move of each phase but the first."""
     operators: int
     """Number of operators that made or changed a tensor, without views."""
+    host: int = 0
+    """Most bytes at a time that were pinned in the host's memory."""
 
     def peak(self, shares: Shares = MappingProxyType({})) -> Parts:
         """The parts at the peak."""
         return fullest(self.peaks(shares), shares)
 
     def peaks(self, shares: Shares = MappingProxyType({})) -> list[Parts]:
-        """The parts at the peaks of the forward (with the head's gradient), of the first half of the backward and of
-        its second half. Bytes are full sizes; ``shares`` only decide which moment is the peak.
-        """
-        middle = (self.backward + len(self.bytes_MP)) // 2
-        bounds = (0, self.backward, middle, len(self.bytes_MP))
+        """The parts at the peak of each phase. Bytes are full sizes; ``shares`` decide which moment is the peak."""
         weight_P = np.array([shares.get(part, 1.0) for part in PARTS])
         peaks = []
-        for start, stop in pairwise(bounds):
-            rows = self.bytes_MP[start:stop]
-            if len(rows):
-                row = rows[int((rows @ weight_P).argmax())]
-                peaks.append(dict(zip(PARTS, row.tolist(), strict=True)))
+        for start, stop in pairwise((0, *self.phases, len(self.bytes_MP))):
+            rows = self.bytes_MP[start:stop] if stop > start else self.bytes_MP[start - 1 : start]
+            row = rows[int((rows @ weight_P).argmax())]
+            peaks.append(dict(zip(PARTS, row.tolist(), strict=True)))
         return peaks
 
 
@@ -98,6 +104,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: no t
         self._parts: list[str] = []
         self._moves: list[int] = []
         """n: storage n - 1 was made; -n: it was freed."""
+        self._marks: dict[str, int] = {}
         self._backward = 0
         self._operators = 0
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -110,8 +117,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: no t
     ) -> Any:
         result = self.call(func, args, kwargs or {})
         part, num_before = None, len(self._sizes)
+        is_pinned = bool((kwargs or {}).get("pin_memory"))
         for tensor in _tensors(result):
-            part = part or self._part_of(func, args, tensor)
+            part = part or self._part_of(func, args, tensor, is_pinned=is_pinned)
             self._note(tensor, part)
         self._operators += len(self._sizes) > num_before or func._schema.is_mutable
         return result
@@ -126,6 +134,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: no t
         hook: Any = nn.Parameter.register_post_accumulate_grad_hook  # has no types
         return [hook(parameter, self._take_gradient) for parameter in trained]
 
+    def mark(self, name: str) -> None:
+        """End a phase here; the first time counts, since a forward may be run again in the backward."""
+        self._marks.setdefault(name, len(self._moves))
+
     def end_forward(self) -> None:
         """Mark the live temporary tensors as activations, kept for the backward."""
         self._backward = len(self._moves)
@@ -137,10 +149,21 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: no t
         """The history so far."""
         moves = np.array(self._moves)
         number_M = np.abs(moves) - 1
-        sizes, parts = np.array(self._sizes), np.array([PARTS.index(p) for p in self._parts])
-        change_MP = np.zeros((moves.size, len(PARTS)), dtype=np.int64)
-        change_MP[np.arange(moves.size), parts[number_M]] = sizes[number_M] * np.sign(moves)
-        return History(change_MP.cumsum(0), self._backward or moves.size, self._operators)
+        columns = (*PARTS, HOST)
+        sizes, parts = np.array(self._sizes), np.array([columns.index(p) for p in self._parts])
+        change_MC = np.zeros((moves.size, len(columns)), dtype=np.int64)
+        change_MC[np.arange(moves.size), parts[number_M]] = sizes[number_M] * np.sign(moves)
+        bytes_MC = change_MC.cumsum(0)
+        host = int(bytes_MC[:, -1].max(initial=0))
+        return History(bytes_MC[:, :-1], self._phases(), self._operators, host)
+
+    def _phases(self) -> tuple[int, ...]:
+        """The marks of the forward; of the backward also the middle between two of them."""
+        end = self._backward or len(self._moves)
+        forward = [at for at in self._marks.values() if at < end]
+        bounds = [end, *(at for at in self._marks.values() if at >= end), len(self._moves)]
+        halves = [at for start, stop in pairwise(bounds) for at in (start, (start + stop) // 2)]
+        return (*forward, *halves)
 
     def _take_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -158,18 +181,24 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: no t
         self._sizes.append(storage.nbytes())
         self._parts.append(part)
         self._moves.append(number + 1)
-        alive, moves = self._alive, self._moves
+        alive, moves, freed = self._alive, self._moves, self.freed
 
-        def freed(_: Any) -> None:
+        def end(_: Any) -> None:
             del alive[key]
             moves.append(-number - 1)
+            freed(key)
 
-        self._alive[key] = (weakref.ref(storage, freed), number)
+        self._alive[key] = (weakref.ref(storage, end), number)
 
-    def _part_of(self, func: Any, args: tuple[Any, ...], made: Tensor) -> str:
+    def freed(self, storage: int) -> None:
+        """Called when a storage was freed."""
+
+    def _part_of(self, func: Any, args: tuple[Any, ...], made: Tensor, *, is_pinned: bool) -> str:
+        if is_pinned:
+            return HOST
         if func is torch.ops.aten._to_copy.default:
             entry = self._alive.get(args[0].untyped_storage()._cdata)
-            if entry is not None and self._parts[entry[1]] == "weights":
+            if entry is not None and self._parts[entry[1]] in ("weights", "critic"):
                 return "casts"
         is_logits = made.ndim == 2 and made.shape[1] == self.vocabulary
         return "logits" if is_logits else "temporary"

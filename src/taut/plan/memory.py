@@ -2,16 +2,24 @@
 
 The prediction for one rank is the trace itself. With FSDP over N ranks (of each replica) each rank holds
 
-    weights      W / N + R + 2 L       W all, R those outside the layers, L the largest layer: R is gathered from the
-                                       forward to the end of the backward, a layer while it runs, with the next one
-    gradients    G / N + r + 2 l       the same of the trained parameters, until they are reduced and scattered
-    optimizer    2 G / N
-    reference    G / N, or another model's W / N: gathered one layer at a time, while nothing else is allocated
+    weights      W / N + R + 3 L       W all, R those outside the layers, L the largest layer: R is gathered from the
+                                       forward to the end of the backward, a layer while it runs, with the next one and
+                                       the buffer that it arrives in
+    gradients    G / N + r + 3 l + f   the same of the trained parameters, until they are reduced and scattered; f a
+                                       layer's in float32, which are summed
+    optimizer    2 G / N               as the run's optimizer stores it
+    critic       as weights, with gradients and moments of its own
+    reference    G / N, or another model as weights
+    teacher      as weights
+    rewards      W                     reward models in this process, on the first rank
     casts, activations, logits, temporary      as with one rank: they belong to the micro-batch
     loading      (W - R) / N + R       each rank reads its part of the layers, and the rest whole
 
-Adapters in the layers, their gradients and their moments are whole on each rank. ``casts`` are not sharded either:
-autocast keeps a copy of the whole weights for the backward; with activation checkpointing of one layer.
+With parallel.cpu_offload what is divided by N is on the host, and the rest on the device; on one rank too.
+
+What is gathered (R, L, r, l) counts in the dtype of the products. Adapters in the layers, routers and scalar heads,
+their gradients and their moments are whole on each rank. ``casts`` are one device's: autocast keeps a copy of the whole
+weights for the backward; with activation checkpointing of one layer. Ranks compute by the weights that they gather.
 
 Measured are the bytes of the allocator at the peak: on a GPU torch's own peak; on a CPU the sum of torch's allocations
 and frees, including the kernels' buffers, on top of what existed before. ``Ledger`` gives the live tensors by part.
@@ -21,9 +29,10 @@ leaves weights and optimizer state unchanged.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -36,10 +45,13 @@ from taut.methods.method import RunConfig
 from taut.methods.reference import STREAM
 from taut.models import architecture
 from taut.plan.ledger import Ledger, Parts
+from taut.plan.models import CRITIC, POLICY, REFERENCE, TEACHER, Held, Kernels, Sizes, rank_of
+from taut.plan.rollouts import Rollout, rollout_of
 from taut.plan.steps import Workload
-from taut.plan.tracing import Kernels, Sizes, Traced, trace
+from taut.plan.tracing import Traced, known_parts, trace
 from taut.run.setup import Built
 from taut.train.checkpoint import CheckpointConfig
+from taut.train.distributed import local
 from taut.train.trainer import backward
 from taut.types import Packed, Scores
 
@@ -54,58 +66,153 @@ class Footprint:
     """On the device, while the model is loaded."""
     staging: int
     """On the host: buffers of background checkpoints. Part of ``parts`` where the device is the host."""
+    offloaded: int = 0
+    """On the host: activations, and with parallel.cpu_offload what a rank has of weights, gradients and moments."""
+    reading: int = 0
+    """On the host: what a rank reads before it is on the device. 0 where the device is the host."""
+    saving: int = 0
+    """On the host of the first rank, while the run's result is written and compared with what was trained."""
+    ending: int = 0
+    """On the device while the result is saved: what training holds, and ``saving`` where the device is the host."""
+    generating: int = 0
+    """On the device while completions are generated in this process; 0: there are none."""
+
+    @property
+    def step(self) -> int:
+        """Peak on the device in a step."""
+        return sum(self.parts.values())
+
+    @property
+    def around(self) -> int:
+        """Peak on the device around the steps: loading, generating, saving."""
+        return max(self.loading, self.generating, self.ending)
 
     @property
     def peak(self) -> int:
-        """Peak on the device, loading included."""
-        return max(sum(self.parts.values()), self.loading)
-
-    @property
-    def is_loading(self) -> bool:
-        """Whether loading has the peak."""
-        return self.loading > sum(self.parts.values())
+        """Peak on the device."""
+        return max(self.step, self.around)
 
 
 def footprint(
-    traced: Traced, num_shards: int, *, stages: bool = False, is_host: bool = False
+    traced: Traced,
+    num_ranks: int,
+    replicas: int = 1,
+    *,
+    offloads: bool = False,
+    stages: bool = False,
+    is_host: bool = False,
+    merges: bool = True,
+    rollout: Rollout | None = None,
 ) -> Footprint:
-    """The bytes of each rank, of as many as the weights are divided among. ``stages``: whether checkpoints are written
-    in the background; ``is_host``: whether the device is the host itself.
+    """The bytes of each rank. ``offloads``: whether its parts of what ranks divide are on the host; ``stages``: whether
+    checkpoints are written in the background; ``is_host``: whether the device is the host itself; ``merges``: whether
+    the whole model is saved, and not its adapter alone.
     """
-    weights, trained, whole = traced.weights, traced.trained, traced.adapters
-    of_trained = whole / max(1, trained.all)
-
-    def divided(size: int, share: float) -> int:
-        """The bytes of a rank, where a ``share`` of them is whole on each."""
-        return int(size * share + size * (1 - share) / num_shards)
-
-    shares = {
-        "weights": divided(weights.all, whole / weights.all) / weights.all,
-        "gradients": divided(trained.all, of_trained) / max(1, trained.all),
-    }
+    models, num_shards = traced.models, num_ranks // replicas
+    every = _own(models, num_shards)
+    own = _own(models, None) if offloads else every
+    # what of a part is on one rank, by what the trace has of it
+    full = {m.part: sum(o.counted for o in models if o.part == m.part) for m in models}
+    full["gradients"] = sum(m.gradients.all + m.whole.trained for m in models)
+    shares = {part: own[part] / max(1, full[part]) for part in full}
     parts = traced.parts(shares)
-    parts["optimizer"] = divided(traced.optimizer, of_trained)
-    is_copy = traced.reference == trained.all  # of what trains; else another model
-    parts["reference"] = divided(traced.reference, of_trained if is_copy else 0.0)
-    if num_shards > 1:
-        gathered = trained._replace(all=trained.all - whole, layer=0 if whole else trained.layer)
-        parts["weights"] = divided(parts["weights"], whole / weights.all) + _gathered(weights)
-        parts["gradients"] = divided(parts["gradients"], of_trained) + _gathered(gathered)
-    staging = divided(trained.all + traced.optimizer, of_trained) if stages else 0
+    for part, share in shares.items():
+        parts[part] = int(parts[part] * share)
+    parts["optimizer"] = own["optimizer"]
+    gathered = 0
+    if num_ranks > 1 or offloads:
+        gathered = _at_a_time(traced.policy.gathered)
+        for model in models:
+            if model.is_divided:
+                parts[model.part] += _at_a_time(model.gathered)
+                parts["gradients"] += _at_a_time(model.gradients) + model.reduced
+    staging = every["gradients"] + every["optimizer"] if stages else 0
     if is_host:
         parts["staging"] = staging
-    return Footprint(parts, weights.rest + (weights.all - weights.rest) // num_shards, staging)
+    own_parts = {model.part for model in models}
+    held = sum(own[part] for part in own_parts) + own["optimizer"]
+    saved = saving(traced.policy, merges=merges)
+    loading = _loading(models, num_shards)
+    if offloads:  # what is outside the layers is divided on the device
+        loading = sum(_of_rank(m, None) + m.weights.rest * m.is_divided for m in models)
+    return Footprint(
+        parts=parts,
+        loading=loading,
+        staging=staging,
+        offloaded=traced.offloaded + sum(every.values()) - sum(own.values()),
+        reading=0 if is_host else max(_on_the_way(model, num_shards) for model in models),
+        saving=saved,
+        ending=held + saved if is_host else held,
+        generating=0 if rollout is None else held + rollout.bytes + gathered,
+    )
+
+
+def saving(policy: Held, *, merges: bool) -> int:
+    """The bytes on the host of the first rank while a run's result is saved. The model is written a layer at a time
+    (whole, merged and in the dtype of the file), and then read in float32 and compared; adapters are compared on the
+    base as training stores it. A GPU with room takes what is read.
+    """
+    if not merges:
+        return policy.weights.all
+    return max(4 * policy.num_parameters + 3 * 4 * policy.group, policy.weights.all)
+
+
+def _own(models: Sequence[Held], num_shards: int | None) -> Parts:
+    """The bytes of a rank's own parts; None: of what it has whole alone."""
+    own = {
+        part: sum(_of_rank(model, num_shards) for model in models if model.part == part)
+        for part in {model.part for model in models}
+    }
+    own["gradients"] = sum(rank_of(m.trained.all, m.whole.trained, num_shards) for m in models)
+    own["optimizer"] = sum(rank_of(m.optimizer, m.whole.optimizer, num_shards) for m in models)
+    return own
+
+
+def _at_a_time(sizes: Sizes) -> int:
+    """The bytes of what is gathered that exist at a time: all outside the layers, a layer that runs, the next one, and
+    the buffer that this one arrives in.
+    """
+    return min(sizes.rest + 3 * sizes.layer, sizes.all + sizes.layer)
+
+
+def _of_rank(model: Held, num_shards: int | None) -> int:
+    """The bytes of a rank's own part of a model's weights; None: of what it has whole."""
+    if not model.is_divided:
+        return model.weights.all
+    return rank_of(model.weights.all, model.whole.weights, num_shards)
+
+
+def _read(model: Held, num_shards: int) -> int:
+    """The bytes that a rank reads of a model."""
+    rest = model.weights.rest if model.is_divided else model.weights.all
+    return rest + (model.weights.all - rest) // num_shards
+
+
+def _on_the_way(model: Held, num_shards: int) -> int:
+    """The bytes on the host while a model is read: all that a rank reads, or a layer that is quantised on the way."""
+    is_quantised = 2 * model.weights.all < 3 * model.num_parameters
+    return 4 * model.group if is_quantised else _read(model, num_shards)
+
+
+def _loading(models: Sequence[Held], num_shards: int) -> int:
+    """The most that is in memory while models are read one after the other: of those that train, each rank reads its
+    part of the layers and all that is outside them, which is divided once all of these are there.
+    """
+
+    first = [model for model in models if model.part in (POLICY, CRITIC, TEACHER)]
+    most = sum(_read(model, num_shards) for model in first)
+    here = sum(_of_rank(model, num_shards) for model in first)
+    for model in models:
+        if model not in first:
+            most = max(most, here + _read(model, num_shards))
+            here += _of_rank(model, num_shards)
+    return most
 
 
 def stages(config: CheckpointConfig, num_steps: int | None) -> bool:
     """Whether a run allocates buffers for its checkpoints."""
     saves_between = config.every > 0 and (num_steps is None or config.every < num_steps)
     return config.background and (config.keep_best or saves_between)
-
-
-def _gathered(sizes: Sizes) -> int:
-    """The bytes of sharded parameters that are gathered at a time."""
-    return min(sizes.rest + 2 * sizes.layer, sizes.all)
 
 
 def device_memory(device: torch.device) -> int:
@@ -129,6 +236,47 @@ class Prediction:
         return self.footprint.peak
 
 
+def needs(
+    run: RunConfig,
+    config: PreTrainedConfig,
+    kernels: Kernels,
+    work: Workload,
+    *,
+    num_ranks: int = 1,
+    packed: Packed | None = None,
+) -> Footprint:
+    """What a configuration would take of each rank: loading, the largest of its first steps, saving. ``packed``:
+    instead a step of this micro-batch. Raises ModelError where the model cannot run on fake tensors.
+    """
+    if packed is None:
+        prediction = predict_steps(run, config, kernels, work, num_ranks=num_ranks)
+    else:
+        is_first = work.later is None
+        prediction = predict(run, config, kernels, packed, is_first=is_first, num_ranks=num_ranks)
+    rollout = rollout_of(run, config, kernels, work.supply, num_ranks)
+    return footprint_of(run, prediction.traced, kernels, num_ranks, rollout)
+
+
+def footprint_of(
+    run: RunConfig,
+    traced: Traced,
+    kernels: Kernels,
+    num_ranks: int,
+    rollout: Rollout | None = None,
+) -> Footprint:
+    """The bytes of each rank of a run."""
+    return footprint(
+        traced,
+        num_ranks,
+        run.parallel.replicas,
+        offloads=run.parallel.cpu_offload,
+        stages=stages(run.checkpoint, run.steps),
+        is_host=kernels.device.type == "cpu",
+        merges=run.save.merged,
+        rollout=rollout,
+    )
+
+
 def predict(
     run: RunConfig,
     config: PreTrainedConfig,
@@ -136,14 +284,17 @@ def predict(
     packed: Packed,
     *,
     is_first: bool,
-    num_shards: int = 1,
+    num_ranks: int = 1,
 ) -> Prediction:
     """Memory of one micro-batch, without checkpoint buffers. ``is_first``: no gradients exist before it.
 
     Raises ModelError where the model cannot run on fake tensors.
     """
+    offloads = run.parallel.cpu_offload
+    kernels = kernels._replace(is_sharded=num_ranks > 1 or offloads)
     traced = trace(run, config, kernels, packed, is_first=is_first)
-    return Prediction(packed.num_tokens, traced, footprint(traced, num_shards))
+    needed = footprint(traced, num_ranks, run.parallel.replicas, offloads=offloads)
+    return Prediction(packed.num_tokens, traced, needed)
 
 
 def predict_steps(
@@ -152,7 +303,7 @@ def predict_steps(
     kernels: Kernels,
     work: Workload,
     *,
-    num_shards: int = 1,
+    num_ranks: int = 1,
 ) -> Prediction:
     """Memory of the first steps: of the micro-batch with the highest peak."""
     first, later = work.first, work.later
@@ -161,7 +312,7 @@ def predict_steps(
     if later is None or later.num_tokens < first.num_tokens:
         cases.append((first, True))
     predictions = [
-        predict(run, config, kernels, packed, is_first=is_first, num_shards=num_shards)
+        predict(run, config, kernels, packed, is_first=is_first, num_ranks=num_ranks)
         for packed, is_first in cases
     ]
     return max(predictions, key=lambda prediction: prediction.peak)
@@ -197,7 +348,7 @@ def measure(built: Built, packed: Packed, *, is_first: bool) -> Measured:
         trainer.optimizer.zero_grad()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     others = [*tensors_of(trainer.optimizer), *_reference_tensors(built)]
-    before = [*model.parameters(), *model.buffers(), *gradients, *others]
+    before = [*itertools.chain(*known_parts(model).values()), *gradients, *others]
     peak = peak_bytes(act, before, trainer.ranks.device)
     trainer.optimizer.zero_grad()
     return Measured(peak, seconds)
@@ -213,10 +364,9 @@ def measured_parts(built: Built, packed: Packed, *, is_first: bool) -> Parts:
     vocabulary = architecture.head(inner).weight.shape[0] if architecture.has_head(inner) else None
     ledger = Ledger(
         {
-            "reference": _reference_tensors(built),
+            REFERENCE: _reference_tensors(built),
             "optimizer": tensors_of(trainer.optimizer),
-            "weights": [*model.parameters(), *model.buffers()],
-            "gradients": [p.grad for p in model.parameters() if p.grad is not None],
+            **known_parts(model),
         },
         vocabulary,
     )
@@ -264,7 +414,8 @@ def peak_bytes(act: Callable[[], object], before: Iterable[Tensor], device: torc
         torch.cuda.reset_peak_memory_stats(device)
         act()
         return torch.cuda.max_memory_allocated(device)
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in before}
+    own = [local(tensor).untyped_storage() for tensor in before]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in own}
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's message on stderr
     with profile(
         activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
@@ -272,8 +423,8 @@ def peak_bytes(act: Callable[[], object], before: Iterable[Tensor], device: torc
         act()
     assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
     now = peak = 0
-    for event in profiled.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):  # several threads allocate
+        now += event.nbytes()
+        peak = max(peak, now)
     return sum(storages.values()) + peak

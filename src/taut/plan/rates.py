@@ -3,19 +3,20 @@
     seconds = sum over micro-batches (a * F + b + c * N)  +  d * P
 
 F: floating-point operations of the layers on the micro-batch (``architecture.flops``: tokens and visible pairs; one
-more forward with activation checkpointing), N its targets, P the trained parameters. ``calibrate`` measures a on PROBED
+more forward where layers are recomputed), N its targets, P the trained parameters. ``calibrate`` measures a on PROBED
 layers with random weights and a small vocabulary, b and c on the embedding and the chunked head alone, at two numbers
 of targets, d on an update of those layers; nothing is fitted to a whole model.
 
 For a GPU that this machine lacks (``GPUS``) a micro-batch takes the longest of
 
-    (F + F_head) / (UTILISATION * peak)                         matrix products
-    (WEIGHT_BYTES * weights + 4 * P) / bandwidth                every weight cast and read, every gradient written
-    operators * LAUNCH                                          each operator dispatched
+    operations / (UTILISATION * peak)       matrix products: of the layers and heads of all models
+    bytes / bandwidth                       every weight cast and read, activations written and read, gradients written
+    operators * LAUNCH                      each operator dispatched
 
-so that a small micro-batch does not count as free. Added are AdamW's 28 bytes per parameter at the memory's bandwidth,
-and FSDP's communication (float32 weights gathered for forward and backward, gradients scattered, once per micro-batch)
-at the link's, as far as it exceeds the computation. These are not measured, and the printed source says so.
+so that a small micro-batch does not count as free. Added is the update, which reads and writes weights, gradients and
+moments at the memory's bandwidth; and what ranks send each other (weights gathered for forward and backward, gradients
+scattered, once per micro-batch) at the link's, as far as it exceeds the computation; the same holds for activations
+that go to the host and come back, at the bus's. These are not measured, and the printed source says so.
 """
 
 from __future__ import annotations
@@ -34,8 +35,21 @@ from taut.methods.method import RunConfig
 from taut.models import architecture, faster_layers
 from taut.models.load import quiet_library
 from taut.models.precision import backward_context, compute_context
+from taut.models.recompute import ActivationCheckpointing
 from taut.models.scorer import Scorer, score_hidden
-from taut.plan.tracing import Kernels, Traced, adapted, period, planned_model, with_layers
+from taut.plan.models import (
+    CRITIC,
+    REFERENCE,
+    TEACHER,
+    Held,
+    Kernels,
+    adapted,
+    period,
+    planned_model,
+    rank_of,
+    with_layers,
+)
+from taut.plan.tracing import Traced
 from taut.train.optim import build_optimizer
 from taut.types import Packed
 
@@ -49,10 +63,16 @@ FEW = 8
 REPEATS = 3
 UTILISATION = 0.4
 """Assumed fraction of a GPU's dense peak in a training step. Not measured."""
-ADAMW_BYTES = 28
-"""Bytes that an update moves per parameter: weight, gradient and two moments read, all but the gradient written."""
-WEIGHT_BYTES = 10
-"""Bytes that a micro-batch moves per weight: read in float32, its bf16 copy written, and read forward and backward."""
+NARROW = 2
+"""Bytes of a weight that is multiplied, in bfloat16."""
+HOST = 50e9
+"""Assumed bytes a second at which the host's processor updates offloaded weights. Not measured."""
+SELECTIVE = 0.5
+"""Seconds of what activation_checkpointing=selective computes again, as a part of what ``true`` does. Measured on a
+CPU, a layer of 576 x 1536 in float32 and bfloat16; what it is on a GPU was not measured.
+"""
+PER_NODE, NETWORK = 8, 50e9
+"""Assumed number of GPUs on a machine, and bytes a second of each to other machines (400 Gbit/s)."""
 LAUNCH = 5e-6
 """Assumed minimal seconds of an operator: the library's Python, torch's dispatcher, the kernel launch. Not measured."""
 
@@ -67,17 +87,19 @@ class Gpu(NamedTuple):
     """Memory bandwidth."""
     link_gb_per_second: float
     """Bandwidth to the other GPUs of its machine, one way."""
+    bus_gb_per_second: float
+    """Bandwidth to the host's memory, one way: PCI Express of 16 lanes."""
 
 
 GPUS = {
-    "A100-40GB": Gpu(40, 312, 1555, 300),
-    "A100-80GB": Gpu(80, 312, 2039, 300),
-    "H100": Gpu(80, 989, 3350, 450),
-    "H200": Gpu(141, 989, 4800, 450),
-    "B200": Gpu(180, 2250, 8000, 900),
-    "L4": Gpu(24, 121, 300, 32),
-    "L40S": Gpu(48, 362, 864, 32),
-    "RTX4090": Gpu(24, 165, 1008, 32),
+    "A100-40GB": Gpu(40, 312, 1555, 300, 32),
+    "A100-80GB": Gpu(80, 312, 2039, 300, 32),
+    "H100": Gpu(80, 989, 3350, 450, 64),
+    "H200": Gpu(141, 989, 4800, 450, 64),
+    "B200": Gpu(180, 2250, 8000, 900, 64),
+    "L4": Gpu(24, 121, 300, 32, 32),
+    "L40S": Gpu(48, 362, 864, 32, 32),
+    "RTX4090": Gpu(24, 165, 1008, 32, 32),
 }
 """Vendors' figures (SXM where it exists), not measured."""
 
@@ -109,12 +131,16 @@ class Seconds:
     compute: float
     update: float
     communication: float = 0.0
+    transfer: float = 0.0
+    """Between the device and its host."""
+    generating: float = 0.0
+    """Of completions in this process."""
     source: str = "measured here on a few layers"
 
     @property
     def total(self) -> float:
-        """Seconds of the whole step; communication overlaps with computation."""
-        return max(self.compute, self.communication) + self.update
+        """Seconds of the whole step; communication and transfer overlap with computation."""
+        return max(self.compute, self.communication, self.transfer) + self.update + self.generating
 
 
 @dataclass(frozen=True)
@@ -126,47 +152,142 @@ class Rates:
     per_target: float
     per_parameter: float
 
-    def seconds(self, traced: Traced, works: Sequence[Work], *, recomputes: bool) -> Seconds:
-        """A step of these micro-batches on one rank."""
+    def seconds(self, traced: Traced, works: Sequence[Work], *, recomputes: float) -> Seconds:
+        """A step of these micro-batches on one rank. ``recomputes``: see ``recomputed``."""
         compute = sum(
             self.per_flop * _layers(traced, work, recomputes=recomputes)
             + self.per_microbatch
             + self.per_target * work.targets
             for work in works
         )
-        return Seconds(compute, self.per_parameter * traced.num_trained)
+        trained = sum(model.num_trained for model in traced.models)
+        return Seconds(compute, self.per_parameter * trained)
 
 
 def from_data_sheet(
-    name: str, traced: Traced, works: Sequence[Work], num_ranks: int, *, recomputes: bool
+    name: str,
+    traced: Traced,
+    works: Sequence[Work],
+    num_ranks: int,
+    replicas: int = 1,
+    *,
+    recomputes: float,
+    offloads: bool = False,
 ) -> Seconds:
-    """The seconds of a step on a GPU of ``GPUS``; ``works``: one rank's micro-batches."""
-    gpu = GPUS[name]
+    """The seconds of a step on a GPU of ``GPUS``; ``works``: one rank's micro-batches; ``offloads``: whether weights
+    are on the host, which updates them.
+    """
+    gpu, models = GPUS[name], traced.models
     speed, bandwidth = UTILISATION * gpu.tflops * 1e12, gpu.gb_per_second * 1e9
-    moved = WEIGHT_BYTES * traced.num_parameters + 4 * traced.num_trained
-    least = max(moved / bandwidth, LAUNCH * traced.operators * (1 + traced.passes / 3))
-    products = [
-        _layers(traced, work, recomputes=recomputes) + traced.head_flops * work.targets
+    weights = sum(moved(model) for model in models)
+    activations = 2 * traced.parts()["activations"] / traced.num_tokens
+    launches = LAUNCH * traced.operators * (1 + traced.passes / 3)
+    compute = sum(
+        max(
+            operations(traced, work, recomputes=recomputes) / speed,
+            (weights + activations * work.tokens) / bandwidth,
+            launches,
+        )
         for work in works
-    ]
-    sharded = 2 * traced.weights.all + traced.trained.all - traced.adapters
-    sent = (num_ranks - 1) / num_ranks * (len(works) * sharded + 2 * traced.adapters)
+    )
+    written = sum(12 * model.num_trained + 2 * model.optimizer for model in models)
+    share = sum(rank_of(m.trained.all, m.whole.trained, num_ranks // replicas) for m in models)
+    update = written * share / max(1, sum(m.trained.all for m in models))
+    tokens = sum(work.tokens for work in works)
+    over_bus = 2 * traced.offloaded * tokens / traced.num_tokens  # there and back
+    if offloads:
+        bandwidth = HOST
+        over_bus += len(works) * sum(map(fetched, models)) / (num_ranks // replicas)
     return Seconds(
-        compute=sum(max(flops / speed, least) for flops in products),
-        update=ADAMW_BYTES * traced.num_trained / num_ranks / bandwidth,
-        communication=sent / (gpu.link_gb_per_second * 1e9),
+        compute=compute,
+        update=update / bandwidth,
+        communication=communication(gpu, models, len(works), num_ranks, replicas),
+        transfer=over_bus / (gpu.bus_gb_per_second * 1e9),
         source=(
             f"{name}: {UTILISATION:.0%} of its peak and {LAUNCH * 1e6:g} us an operator are assumed, not measured"
         ),
     )
 
 
-def _layers(traced: Traced, work: Work, *, recomputes: bool) -> float:
-    """Operations of the layers, with additional forwards: of activation checkpointing, a reference, statistics. A
-    reference of another model counts as having this one's size.
+def fetched(model: Held) -> float:
+    """The bytes of shards that a micro-batch fetches from the host, forward and backward, and of gradients that it
+    brings there.
     """
-    forward = _forward_share(traced.num_trained > traced.num_parameters / 2)
-    return work.layers(traced.flops) * (1 + forward * (recomputes + traced.passes))
+    if not model.is_divided or model.flops is None:
+        return 0.0
+    gathers = 2 if model.num_trained else 1
+    shards = model.weights.all - model.whole.weights
+    return gathers * shards + model.trained.all - model.whole.trained
+
+
+def communication(
+    gpu: Gpu, models: Sequence[Held], num_microbatches: int, num_ranks: int, replicas: int
+) -> float:
+    """The seconds in which a rank sends what a step needs of it."""
+    shards = num_ranks // replicas
+    link = gpu.link_gb_per_second * 1e9
+    inside = link if shards <= PER_NODE else min(link, NETWORK)
+    outside = link if num_ranks <= PER_NODE else min(link, NETWORK)
+    seconds = 0.0
+    for model in models:
+        if not model.is_divided:
+            continue
+        gradients = model.trained.all - model.whole.trained
+        gathers = 2 if model.num_trained else 1
+        each = (gathers * model.gathered.all + gradients) * (shards - 1) / shards / inside
+        each += 2 * gradients / shards * (replicas - 1) / replicas / outside
+        seconds += num_microbatches * each
+        seconds += 2 * model.whole.trained * (num_ranks - 1) / num_ranks / outside
+    return seconds
+
+
+def moved(model: Held) -> float:
+    """The bytes of a model's weights and gradients that a micro-batch moves: each weight is read forward and, where
+    anything trains, backward; one that is stored otherwise than it is multiplied is read and written once more.
+    """
+    if model.flops is None:
+        return 0.0
+    number, stored = model.num_parameters, model.weights.all
+    reads = 2 if model.num_trained else 1
+    if stored < 0.75 * NARROW * number:  # quantised: widened for each product
+        return reads * (stored + 2 * NARROW * number)
+    copied = stored + NARROW * number if stored > 1.5 * NARROW * number else 0
+    return copied + reads * NARROW * number + 4 * model.num_trained
+
+
+def recomputed(how: ActivationCheckpointing) -> float:
+    """The part of the layers' forward that the backward pass does again."""
+    return SELECTIVE if how == "selective" else float(bool(how))
+
+
+def operations(traced: Traced, work: Work, *, recomputes: float) -> float:
+    """Floating-point operations of a micro-batch: of the layers and the heads of all models."""
+    heads = traced.head_flops * work.targets
+    for model in traced.models[1:]:
+        if model.flops is not None and not model.num_trained:
+            heads += model.flops.per_target / 2 * work.targets
+    return _layers(traced, work, recomputes=recomputes) + heads
+
+
+def _layers(traced: Traced, work: Work, *, recomputes: float) -> float:
+    """Operations of the layers, with additional forwards: of activation checkpointing, a reference, statistics."""
+    others = [model for model in traced.models[1:] if model.part in (CRITIC, TEACHER, REFERENCE)]
+    has_reference = any(m.part == REFERENCE and m.flops is not None for m in others)
+    total = _of_model(traced.policy, work, recomputes + traced.passes - has_reference)
+    for model in others:
+        # a critic also values a rollout before it is trained on
+        total += _of_model(model, work, recomputes + 1 if model.part == CRITIC else 0)
+    return total
+
+
+def _of_model(model: Held, work: Work, forwards: float) -> float:
+    """Operations of a model's layers: forward, backward where it trains, and so many more forwards."""
+    if model.flops is None:
+        return 0.0
+    share = _forward_share(model.num_trained > model.num_parameters / 2)
+    if not model.num_trained:
+        return work.layers(model.flops) * share
+    return work.layers(model.flops) * (1 + share * forwards)
 
 
 def _forward_share(is_full: bool) -> float:
@@ -224,7 +345,7 @@ def calibrate(
     )
     trained = sum(p.numel() for p in scorer.parameters() if p.requires_grad)
     is_full = trained > sum(p.numel() for p in scorer.parameters()) / 2
-    done *= 1 + _forward_share(is_full) * run.activation_checkpointing
+    done *= 1 + _forward_share(is_full) * recomputed(run.activation_checkpointing)
     per_flop = fastest(lambda: _step(scorer, small, kernels.dtype)) / done
     per_parameter = fastest(lambda: _update(optimizer)) / trained
     few, many = (

@@ -2,7 +2,7 @@
 
 A run that generates is planned with completions of maximal length. Its prompts are the first ones of the run;
 completions are random tokens, all different; their rewards differ, so that every sample is trained on; replayed
-rollouts are complete; scores of other models are 0. The time and the KV cache of generation itself are not predicted.
+rollouts are complete; scores of other models are 0. Generation itself is the topic of rollouts.py.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from taut.methods.method import RunConfig
 from taut.models import architecture
 from taut.models.load import context_length
 from taut.models.self_test import one_sample_reasons
+from taut.plan.models import skeleton
 from taut.plan.rates import Work, work_of
-from taut.plan.tracing import skeleton
 from taut.rl.online import Online, made_up_trajectory, numbered
 from taut.rl.rollout import POLICY, REFERENCE, VALUE, Group, distinct
 from taut.run.setup import build_budget, build_policy
@@ -70,14 +70,16 @@ class Supply(NamedTuple):
                 return pack(chosen, self.policy)
         cut: list[Sample] = []
         for number, sample in enumerate(cycle(samples_of(self.trees))):
-            stop = min(tokens, sample.num_tokens)
+            if sample.media and tokens < sample.num_tokens and cut:
+                break  # what has pictures is not cut
+            stop = sample.num_tokens if sample.media else min(tokens, sample.num_tokens)
             kept = sample.target_at_N < stop
             if not kept.any() and stop == sample.num_tokens:
                 kept[:] = True
             at_N, weight_N = sample.target_at_N[kept], sample.weight_N[kept]
             streams = {name: value_N[kept] for name, value_N in sample.streams.items()}
-            name = f"{sample.id}#{number}"
-            cut.append(Sample(name, sample.ids_T[:stop], at_N, weight_N, streams=streams))
+            ids_T, name = sample.ids_T[:stop], f"{sample.id}#{number}"
+            cut.append(Sample(name, ids_T, at_N, weight_N, sample.media, streams))
             tokens -= stop
             if tokens <= 0:
                 break
@@ -146,9 +148,7 @@ def workload(run: RunConfig, inputs: Inputs, num_ranks: int) -> Workload:
     fullest = max(fullest, largest, key=lambda packed: packed.num_tokens)
     source = f"the first {len(steps)} steps of {inputs.train.report.num_samples:,} samples"
     if run.generates:
-        source = (
-            f"training of {source}, with completions of maximal length; generation is not predicted"
-        )
+        source += ", with completions of maximal length"
     return Workload(
         first=max(first, key=lambda packed: packed.num_tokens),
         later=max(later, key=lambda packed: packed.num_tokens, default=None),
@@ -220,7 +220,7 @@ def _rollout_trees(source: Online, config: PreTrainedConfig, number: int) -> lis
         ids_SN = draw.integers(0, vocabulary, (source.config.n, size))
         rewards = [source.credit.good + index / source.config.n for index in range(len(ids_SN))]
         trajectories = [
-            made_up_trajectory(replace(row, media=()), index, ids_N, reward, number)
+            made_up_trajectory(row, index, ids_N, reward, number)
             for index, (ids_N, reward) in enumerate(zip(ids_SN, rewards, strict=True))
         ]
         groups.append(Group(tuple(trajectories)))

@@ -1,100 +1,95 @@
 """Trace one micro-batch, forward and backward, on fake tensors: its memory is counted, not estimated.
 
 The trace runs the code of a real run: the library's model, adapters, freezing, noise, activation checkpointing,
-autocast, the chunked head, and the selected attention, on torch's fake tensors, which have a shape, a dtype and a
-storage size but no memory. ``Ledger`` counts the bytes. There is no formula per architecture, and nothing is fitted.
+autocast, the chunked head, the selected attention, a teacher, a critic and a vision tower, on torch's fake tensors,
+which have a shape, a dtype and a storage size but no memory. ``Ledger`` counts the bytes. There is no formula per
+architecture, and nothing is fitted.
 
 For a GPU that this machine lacks the fake tensors are on the CPU, and attention is that of ``varlen`` (q, k, v, out and
 log-sum-exp are saved), also with softcap or sinks: flex saves the same.
 
 A deep model is traced with two small numbers of layers: every part grows by the same amount per period of layers, so
-the peaks of the forward and of the backward's two halves are extrapolated linearly. Where the layers do not repeat, all
-are traced.
+the peak of each phase is extrapolated linearly; where several models run, in the layers of each. Where the layers do
+not repeat, all are traced. A vision tower is traced whole.
 
 A reference adds its own bytes only: it runs before the first backward, when no activations are kept.
-
-Not included: separately trained rows, added tokens, buffers created while loading.
 """
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, masking_utils
 
 from taut.attention import varlen
 from taut.attention.layout import Call, Layout
 from taut.errors import ModelError
 from taut.methods.method import RunConfig
 from taut.models import architecture
-from taut.models.attention_backends import PREFIX
-from taut.models.frozen import store
-from taut.models.load import freeze, load_skeleton, quiet_library
-from taut.models.lora import apply_lora
+from taut.models.heads import OwnCritic
 from taut.models.noise import install_noise
 from taut.models.precision import backward_context, compute_context
-from taut.models.quantised import constants_of, pretend, quantised_layers, require_dense
-from taut.models.reward_model import reward_skeleton
 from taut.models.scorer import Scorer, traced_for
+from taut.models.teacher import ModelTeacher
 from taut.plan.ledger import PARTS, History, Ledger, Parts, Shares, fullest
-from taut.run.setup import storage_for
-from taut.train.optim import state_bytes
-from taut.types import IntArray, Packed
+from taut.plan.models import (
+    CRITIC,
+    FUSED,
+    POLICY,
+    REFERENCE,
+    REWARDS,
+    TEACHER,
+    Configs,
+    Held,
+    Kernels,
+    configs_of,
+    deep,
+    gather,
+    held,
+    period,
+    planned_scorer,
+    with_layers,
+)
+from taut.plan.values import Values
+from taut.types import IntArray, Media, Packed, Picture
 
-FUSED = PREFIX + "estimate"
-"""The attention of a GPU that this machine lacks, by its name in the library."""
 CPU = torch.device("cpu")
-
-
-class Kernels(NamedTuple):
-    """What the memory of the computation depends on."""
-
-    dtype: torch.dtype
-    attention: str
-    """Its name in the library's registry."""
-    gpu_memory: int | None = None
-    """Of the GPU, in bytes: the head's chunks are a part of it. None: a CPU."""
-
-
-class Sizes(NamedTuple):
-    """Bytes of parameters: all of them, those of the largest layer, and those outside the layers."""
-
-    all: int
-    layer: int
-    rest: int
 
 
 @dataclass(frozen=True)
 class Traced:
-    """The memory of a micro-batch on one device with the whole model."""
+    """The memory of a micro-batch on one device with the whole models."""
 
     histories: tuple[History, ...]
-    """The histories of the whole model, or with two smaller numbers of layers. Without the optimizer's state."""
-    depths: tuple[int, ...]
-    """The number of layers of each history."""
-    num_layers: int
-    weights: Sizes
-    trained: Sizes
-    optimizer: int
-    reference: int
-    """Bytes of the reference: a copy of the trained parameters, or another model."""
+    """The first with few layers of every model that is deep; each of the others with more layers of one."""
+    steps: tuple[float, ...]
+    """For each of the others, how often its difference from the first is to be added for all layers."""
+    models: tuple[Held, ...]
+    """The models of the run; the policy first."""
+    num_tokens: int
     passes: int
     """Additional forwards of a step: of a reference, and for statistics."""
     is_linear: bool
     """Whether the head's gradient is computed in the forward; else its logits are computed twice."""
-    adapters: int
-    """Bytes of the trained parameters in the layers that no rank divides with others: those of LoRA."""
-    num_parameters: int
-    num_trained: int
-    flops: architecture.Flops
+
+    @property
+    def policy(self) -> Held:
+        """The model that trains."""
+        return self.models[0]
+
+    @property
+    def flops(self) -> architecture.Flops:
+        """What the policy's products take."""
+        assert self.policy.flops is not None
+        return self.policy.flops
 
     @property
     def head_flops(self) -> float:
@@ -103,175 +98,193 @@ class Traced:
 
     @property
     def operators(self) -> int:
-        """Number of operators of forward and backward, each at least one kernel; linear in the number of layers."""
-        counts = [history.operators for history in self.histories]
-        if len(counts) == 1:
-            return counts[0]
-        (few, many), (less, more) = self.depths, counts
-        return round(less + (self.num_layers - few) / (many - few) * (more - less))
+        """Number of operators of forward and backward, each at least one kernel."""
+        return self._extrapolated([history.operators for history in self.histories])
+
+    @property
+    def offloaded(self) -> int:
+        """Bytes of activations in the host's memory."""
+        return self._extrapolated([history.host for history in self.histories])
+
+    def _extrapolated(self, counts: Sequence[int]) -> int:
+        """What the whole models have of something, of which each history has so much: linear in the layers."""
+        first, *others = counts
+        return round(first + sum(n * (m - first) for n, m in zip(self.steps, others, strict=True)))
 
     def parts(self, shares: Shares = MappingProxyType({})) -> Parts:
         """Full sizes of the parts at the peak; ``shares`` decide which moment is the peak."""
-        peaks = [history.peaks(shares) for history in self.histories]
-        if len(peaks) == 1:
-            return fullest(peaks[0], shares)
-        (few, many), (less, more) = self.depths, peaks
-        steps = (self.num_layers - few) / (many - few)
-        extrapolated = [
-            {part: round(low[part] + steps * (high[part] - low[part])) for part in PARTS}
-            for low, high in zip(less, more, strict=True)
-        ]
-        return fullest(extrapolated, shares)
-
-
-def skeleton(run: RunConfig, config: PreTrainedConfig) -> PreTrainedModel:
-    """The initial model on the meta device, with the language model's head or a scalar one."""
-    head, config = run.new_head(), copy.deepcopy(config)
-    if head is None:
-        return load_skeleton(run.model, config, run.trust_remote_code)
-    return reward_skeleton(run.model, config, head, run.trust_remote_code)
-
-
-def planned_model(run: RunConfig, config: PreTrainedConfig, kernels: Kernels) -> nn.Module:
-    """The trained model on the meta device, with adapters and freezing."""
-    base = skeleton(run, config)
-    base.double() if kernels.dtype == torch.float64 else base.float()  # type: ignore[no-untyped-call]
-    device = torch.device("cuda" if kernels.attention == FUSED else "cpu")
-    storage = storage_for(run, config, kernels.dtype, device)
-    if storage is not None:
-        if storage.quantise is not None:
-            require_dense(run.model, config, storage.quantise)
-            pretend(base, storage.quantise, storage.whole)
-        store(base, storage)
-    with quiet_library():
-        base.set_attn_implementation(kernels.attention)
-    return adapted(run, base)
-
-
-def adapted(run: RunConfig, base: PreTrainedModel) -> nn.Module:
-    """The model with the run's adapters and freezing, in train mode."""
-    model = apply_lora(base, run.lora, run.seed)
-    if run.freeze:
-        freeze(model, run.freeze)
-    if run.activation_checkpointing:
-        architecture.recompute_activations(model)
-    return model.train()
-
-
-def require_predictable(run: RunConfig, config: PreTrainedConfig) -> None:
-    """Raise ModelError for a run with parts whose memory is not modelled here."""
-    if (name := run.models().unpredicted) is not None:
-        raise ModelError(
-            f"found a run of {run.command()}: what a {name} takes is not predicted; expected one "
-            f"without a {name}; measure it with a short run instead"
-        )
-    if architecture.takes_pictures(config):
-        raise ModelError(
-            f"model={run.model} takes pictures: what a vision tower takes is not predicted; expected a model of text; "
-            "measure it with a short run instead"
-        )
+        first, *others = (history.peaks(shares) for history in self.histories)
+        assert all(len(peaks) == len(first) for peaks in others), "the same phases"
+        moments = []
+        for number, low in enumerate(first):
+            highs = [peaks[number] for peaks in others]
+            moments.append(
+                {p: self._extrapolated([low[p], *(high[p] for high in highs)]) for p in PARTS}
+            )
+        parts = fullest(moments, shares)
+        for model in self.models:
+            if model.part in (REFERENCE, REWARDS):
+                parts[model.part] += model.weights.all
+        return parts
 
 
 def trace(
     run: RunConfig, config: PreTrainedConfig, kernels: Kernels, packed: Packed, *, is_first: bool
 ) -> Traced:
     """The memory of one micro-batch. ``is_first``: no gradients exist before it."""
-    require_predictable(run, config)
-    model = planned_model(run, config, kernels)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    known: dict[str, Any] = {
-        name: _Known(value)
-        for name in ("reach_T", "last_T", "predictor_N", "read_R")
-        if (value := getattr(packed, name)) is not None
-    }
-    packed = replace(packed, host=replace(packed, **known))
-    depths = _depths(run, model)
-    histories = []
-    for depth in depths:
-        shallow = planned_model(run, with_layers(config, depth), kernels)
-        histories.append(_history(run, shallow, kernels, packed, is_first=is_first))
-    of_trained = _sizes(model, trained)
+    packed = _readable(packed)
+    configs = configs_of(run, config)
+    scorer = planned_scorer(run, configs, kernels)
+    depths = {part: depths_of(run, part, model) for part, model in deep(scorer).items()}
+    few = {part: with_layers(configs[part], depth[0]) for part, depth in depths.items()}
+    idle = _idle(run, few, kernels)
+    for name, parameter in scorer.named_parameters():
+        if name in idle:
+            parameter.requires_grad_(False)
+    chosen, steps = [few], []
+    for part, depth in depths.items():
+        if len(depth) > 1:
+            chosen.append({**few, part: with_layers(configs[part], depth[1])})
+            count = len(architecture.layers(deep(scorer)[part]))
+            steps.append((count - depth[0]) / (depth[1] - depth[0]))
     return Traced(
-        histories=tuple(histories),
-        depths=depths,
-        num_layers=len(architecture.layers(model)),
-        weights=_sizes(model, _stored(model)),
-        trained=of_trained,
-        optimizer=state_bytes(model, run.resolved_optim, architecture.layers(model))
-        if trained
-        else 0,
-        reference=run.models().reference_bytes(run, trained),
+        histories=tuple(
+            _history(run, some, kernels, packed, idle, is_first=is_first) for some in chosen
+        ),
+        steps=tuple(steps),
+        models=held(run, scorer, kernels),
+        num_tokens=packed.num_tokens,
         passes=run.extra_forwards(),
         is_linear=run.loss().linear_weights(packed) is not None,
-        adapters=(of_trained.all - of_trained.rest) if run.lora.is_on else 0,
-        num_parameters=architecture.num_weights(model),
-        num_trained=sum(p.numel() for p in trained),
-        flops=architecture.flops(model),
     )
 
 
-def with_layers(config: PreTrainedConfig, depth: int) -> PreTrainedConfig:
-    """The configuration with only the first ``depth`` layers."""
-    shallow = copy.deepcopy(config)
-    text: Any = shallow.get_text_config()
-    before = text.num_hidden_layers
-    for name, value in text.to_dict().items():
-        if isinstance(value, list) and len(value) == before:
-            setattr(text, name, value[:depth])
-    text.num_hidden_layers = depth
-    return shallow
-
-
-def period(model: nn.Module) -> int:
-    """The period after which layers repeat; the number of layers where they do not."""
-    kinds = architecture.layer_types(model)
-    alike = [
-        (kind, [(name, tuple(p.shape)) for name, p in layer.named_parameters()])
-        for kind, layer in zip(kinds, architecture.layers(model), strict=True)
-    ]
-    count = len(alike)
-    return next(n for n in range(1, count + 1) if alike[n:] == alike[: count - n])
-
-
-def _depths(run: RunConfig, model: nn.Module) -> tuple[int, ...]:
+def depths_of(run: RunConfig, part: str, model: nn.Module) -> tuple[int, ...]:
     """The numbers of layers to trace: all, or two smaller ones."""
     count, every = len(architecture.layers(model)), period(model)
     names_layers = run.freeze or run.lora.adapter or run.lora.targets != "all-linear"
-    return (count,) if names_layers or count <= 5 * every else (3 * every, 4 * every)
+    is_named = part == POLICY and names_layers
+    # In the middle of a backward two offloaded inputs are on the device, at its end one: half of it must have both.
+    few = 4 if run.activation_checkpointing == "offload" else 3
+    is_short = count <= (few + 2) * every
+    return (count,) if is_named or is_short else (few * every, (few + 1) * every)
 
 
 def _history(
-    run: RunConfig, model: nn.Module, kernels: Kernels, packed: Packed, *, is_first: bool
+    run: RunConfig,
+    configs: Configs,
+    kernels: Kernels,
+    packed: Packed,
+    idle: Sequence[str],
+    *,
+    is_first: bool,
 ) -> History:
     """The history of a forward and a backward on fake tensors."""
+    scorer = planned_scorer(run, configs, kernels)
+    gather(run, scorer, kernels)
+    by_weights = kernels.by_weights
+
+    def act(mode: FakeTensorMode) -> History:
+        noise = install_noise(scorer.model, run.noise, run.seed)
+        if noise is not None:
+            noise.set(1, packed)
+        parameters = dict(scorer.named_parameters())
+        for name, parameter in parameters.items():
+            if name in idle:
+                parameter.requires_grad_(False)
+            if parameter.requires_grad and not is_first:
+                parameter.grad = torch.empty_like(parameter)
+        has_head = architecture.has_head(scorer.model)
+        vocabulary = architecture.head(scorer.model).weight.shape[0] if has_head else None
+        values = Values(mode) if architecture.has_parts(scorer.model) else None
+        ledger = Shapes(known_parts(scorer), vocabulary, values)
+        handles = [*ledger.watch_gradients(parameters.values()), *_mark_phases(scorer, ledger)]
+        with ledger:
+            with (
+                compute_context(kernels.dtype, CPU, by_weights=by_weights),
+                traced_for(kernels.gpu_memory),
+            ):
+                total = _proxy_loss(run, scorer, packed, ledger)
+            ledger.end_forward()
+            with backward_context(kernels.dtype), traced_for(kernels.gpu_memory):
+                total.backward()
+        for handle in handles:
+            handle.remove()
+        return ledger.history()
+
+    found: History = on_fakes(run, scorer, act)
+    return found
+
+
+def known_parts(scorer: Scorer) -> dict[str, list[Tensor]]:
+    """Part -> the tensors of a scorer that exist before a micro-batch."""
+    critic, teacher = scorer.critic, scorer.teacher
+    own = [] if critic is None else [*critic.parameters(), *critic.buffers()]
+    theirs: list[Tensor] = []
+    if isinstance(teacher, ModelTeacher):
+        theirs = [*teacher.scorer.parameters(), *teacher.scorer.buffers()]
+    gradients = [p.grad for p in scorer.parameters() if p.grad is not None]
+    return {
+        CRITIC: own,
+        TEACHER: theirs,
+        POLICY: [*scorer.model.parameters(), *scorer.model.buffers()],
+        "gradients": gradients,
+    }
+
+
+def _mark_phases(scorer: Scorer, ledger: Ledger) -> list[Any]:
+    """Mark where one model's work ends and another's begins; the handles that remove the hooks."""
+    handles: list[Any] = []
+    if isinstance(scorer.teacher, ModelTeacher):
+        root = scorer.teacher.scorer.model
+        handles.append(root.register_forward_hook(lambda *_: ledger.mark("teacher")))
+    for part, model in deep(scorer).items():
+        if part == TEACHER:
+            continue
+
+        def mark(_: Any, inputs: Any, keywords: Any, name: str = part) -> None:
+            hidden = inputs[0] if inputs else keywords["hidden_states"]
+            ledger.mark(f"{name} begins its layers")
+            if hidden.requires_grad:
+                hidden.register_hook(lambda _: ledger.mark(f"{name} went back through its layers"))
+
+        first = architecture.layers(model)[0]
+        handles.append(first.register_forward_pre_hook(mark, with_kwargs=True))
+    return handles
+
+
+def _idle(run: RunConfig, configs: Configs, kernels: Kernels) -> list[str]:
+    """The parameters of vision towers that no feature depends on, by name; the run freezes them."""
+    scorer = planned_scorer(run, configs, kernels)
+    models = {"model": scorer.model}
+    if isinstance(scorer.critic, OwnCritic):
+        models["critic.model"] = scorer.critic.model
+    found: list[str] = []
+
+    def act(mode: FakeTensorMode) -> list[str]:
+        with Shapes({}, None, Values(mode)):
+            for prefix, model in models.items():
+                found.extend(f"{prefix}.{name}" for name in architecture.freeze_unused(model))
+        return found
+
+    if any(architecture.has_parts(model) for model in models.values()):
+        on_fakes(run, scorer, act)
+    return found
+
+
+def on_fakes(run: RunConfig, scorer: Scorer, act: Callable[[FakeTensorMode], Any]) -> Any:
+    """The result of ``act`` on a scorer whose tensors are fake. Raises ModelError where the model cannot be so run."""
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True) as mode,
+            warnings.catch_warnings(),
+            _masks_left_out(),
+        ):
             warnings.simplefilter("ignore")
-            _to_empty(model)
-            noise = install_noise(model, run.noise, run.seed)
-            if noise is not None:
-                noise.set(1, packed)
-            scorer = Scorer(model)
-            parameters = list(scorer.parameters())
-            for parameter in parameters:
-                if parameter.requires_grad and not is_first:
-                    parameter.grad = torch.empty_like(parameter)
-            has_head = architecture.has_head(model)
-            ledger = _Shapes(
-                {
-                    "weights": [*parameters, *scorer.buffers()],
-                    "gradients": [p.grad for p in parameters if p.grad is not None],
-                },
-                architecture.head(model).weight.shape[0] if has_head else None,
-            )
-            ledger.watch_gradients(parameters)
-            with ledger:
-                with compute_context(kernels.dtype, CPU), traced_for(kernels.gpu_memory):
-                    total = _proxy_loss(run, scorer, packed)
-                ledger.end_forward()
-                with backward_context(kernels.dtype), traced_for(kernels.gpu_memory):
-                    total.backward()
-            return ledger.history()
+            _to_empty(scorer)
+            if isinstance(scorer.teacher, ModelTeacher):
+                _to_empty(scorer.teacher.scorer)
+            return act(mode)
     except (RuntimeError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ModelError(
@@ -280,7 +293,19 @@ def _history(
         ) from error
 
 
-def _proxy_loss(run: RunConfig, scorer: Scorer, packed: Packed) -> Any:
+@contextmanager
+def _masks_left_out() -> Iterator[None]:
+    """Let the library leave out a mask that hides nothing, as where tensors have contents."""
+    library: Any = masking_utils
+    own = library.is_tracing
+    library.is_tracing = lambda _: False
+    try:
+        yield
+    finally:
+        library.is_tracing = own
+
+
+def _proxy_loss(run: RunConfig, scorer: Scorer, packed: Packed, ledger: Ledger) -> Any:
     """A scalar that depends on all scores that the loss uses, through the same path of the head; the memory of the loss
     itself is negligible.
     """
@@ -289,9 +314,13 @@ def _proxy_loss(run: RunConfig, scorer: Scorer, packed: Packed) -> Any:
     if linear is not None:
         return scorer(packed, torch.stack([*linear.values()]).sum(0), loss.wants).linear_sum
     scores = scorer(packed, wants=loss.wants)
+    used = [scores.logp_N] if loss.wants.logp else []
     if "entropy" in loss.units:
-        return (scores.logp_N + scores.entropy_N).sum()
-    return (scores.logp_N if loss.wants.logp else scores.scalar_R).sum()
+        used.append(scores.entropy_N)
+    if scores.scalar_R is not None:
+        scores.scalar_R.register_hook(lambda _: ledger.mark("the critic begins to go back"))
+        used.append(scores.scalar_R)
+    return torch.stack([value.sum() for value in used]).sum()
 
 
 def _to_empty(model: nn.Module) -> None:
@@ -306,12 +335,17 @@ def _to_empty(model: nn.Module) -> None:
             setattr(module, name, getattr(first, key))
 
 
-class _Shapes(Ledger):  # type: ignore[no-untyped-call]  # torch: no types
-    """A ledger for fake tensors. Their items are 1; grouped_mm has no fake implementation in float32."""
+class Shapes(Ledger):  # type: ignore[no-untyped-call]  # torch: no types
+    """A ledger for fake tensors. Items that are not known are 1; grouped_mm has no fake implementation in float32."""
+
+    def __init__(
+        self, known: Mapping[str, Sequence[Tensor]], vocabulary: int | None, values: Values | None
+    ) -> None:
+        """``values``: the numbers behind fake tensors; None: nothing depends on them, as without pictures."""
+        self.values = values
+        super().__init__(known, vocabulary)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0 if args[0].is_floating_point() else 1
         if func is torch.ops.aten._grouped_mm.default:
             left, right, *rest = args
             offs = rest[0] if rest else kwargs.get("offs")
@@ -319,7 +353,54 @@ class _Shapes(Ledger):  # type: ignore[no-untyped-call]  # torch: no types
             if left.ndim == right.ndim == 2 and offs is not None:
                 batch = (offs.shape[0],)  # the matrices' gradient: groups are along the summed axis
             return left.new_empty((*batch, left.shape[-2], right.shape[-1]))
+        if self.values is not None:
+            return self.values.call(func, args, kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1
         return func(*args, **kwargs)
+
+    def freed(self, storage: int) -> None:
+        if self.values is not None:
+            self.values.forget(storage)
+
+
+# -- what is read on the host
+
+
+def _readable(packed: Packed) -> Packed:
+    """The micro-batch with its layout and its pictures ready to be read where tensors have no contents."""
+    known: dict[str, Any] = {
+        name: _Known(value)
+        for name in ("reach_T", "last_T", "predictor_N", "read_R")
+        if (value := getattr(packed, name)) is not None
+    }
+    media = tuple(replace(medium, picture=_Read.of(medium)) for medium in packed.media)
+    return replace(packed, host=replace(packed, **known), media=media)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A picture whose tensors are read."""
+
+    digest: str
+    source: str
+    content: str
+    num_pictures: int
+    read: Mapping[str, Tensor]
+
+    @staticmethod
+    def of(medium: Media) -> Picture:
+        picture = medium.picture
+        if isinstance(picture, _Read):
+            return picture
+        facts = picture.digest, picture.source, picture.content, picture.num_pictures
+        return _Read(*facts, picture.tensors())
+
+    def expect(self) -> None:
+        """Nothing to read."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return self.read
 
 
 class _Known(Tensor):
@@ -336,21 +417,6 @@ class _Known(Tensor):
         return self._read
 
 
-def _sizes(model: nn.Module, parameters: Iterable[Tensor]) -> Sizes:
-    sizes = {id(p): p.nbytes for p in parameters}
-    layers = [
-        sum(sizes.get(id(p), 0) for p in _stored(layer)) for layer in architecture.layers(model)
-    ]
-    total = sum(sizes.values())
-    return Sizes(total, max(layers), total - sum(layers))
-
-
-def _stored(module: nn.Module) -> list[Tensor]:
-    """Parameters, and what quantised ones need next to them."""
-    constants = (tensor for _, layer in quantised_layers(module) for tensor in constants_of(layer))
-    return [*module.parameters(), *constants]
-
-
 def _fused(
     module: nn.Module,
     query: Tensor,
@@ -364,6 +430,8 @@ def _fused(
     if torch.is_autocast_enabled("cpu"):
         narrow = torch.get_autocast_dtype("cpu")
         query, key, value = (x.to(narrow) for x in (query, key, value))
+    if taut_layout.kept is not None:
+        taut_layout.kept[module] = (key, value)
     out = varlen.attend(query, key, value, taut_layout, Call(1.0))
     return out.transpose(1, 2).contiguous(), None
 

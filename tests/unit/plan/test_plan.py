@@ -18,15 +18,16 @@ from taut.config import from_mapping
 from taut.data.packing import ALONE, pack
 from taut.losses.supervised import CrossEntropy
 from taut.methods.method import RunConfig
-from taut.models import products, scorer
+from taut.models import products, quantised, scorer
 from taut.models.lora import LoraConfig
 from taut.models.scorer import LinearHead
 from taut.plan import tracing
 from taut.plan.ledger import PARTS, History, Ledger
 from taut.plan.memory import footprint, measure, measured_parts, predict, predict_steps, stages
+from taut.plan.models import FUSED, Kernels, Sizes
 from taut.plan.rates import GPUS, REPEATS, Rates, Work, calibrate, from_data_sheet
 from taut.plan.steps import without_data, workload
-from taut.plan.tracing import FUSED, Kernels, Traced, trace
+from taut.plan.tracing import Traced, trace
 from taut.train.checkpoint import CheckpointConfig
 from taut.types import Packed, Sample
 
@@ -60,7 +61,10 @@ def test_a_ledger_knows_the_fullest_moment_and_what_was_alive() -> None:
     assert view.data_ptr() == kept.data_ptr() + 8
     assert ledger.history().peak() == {
         "weights": 40,
+        "critic": 0,
+        "teacher": 0,
         "reference": 0,
+        "rewards": 0,
         "gradients": 0,
         "optimizer": 0,
         "casts": 20,
@@ -75,7 +79,7 @@ def test_shares_move_the_fullest_moment() -> None:
     rows = np.zeros((3, len(PARTS)), dtype=np.int64)
     rows[1, PARTS.index("activations")] = 60
     rows[2, PARTS.index("gradients")] = 100
-    history = History(rows, backward=2, operators=0)
+    history = History(rows, phases=(2,), operators=0)
     assert history.peak()["gradients"] == 100
     assert history.peak({"gradients": 0.5})["activations"] == 60
 
@@ -89,6 +93,7 @@ def test_shares_move_the_fullest_moment() -> None:
         ("llama", False, {"dtype": "bfloat16", "lora__rank": 4, "activation_checkpointing": True}),
         ("qwen3_moe", True, {"dtype": "float32"}),
         ("lfm2", False, {"dtype": "float64", "lora__rank": 2}),
+        ("qwen3", True, {"dtype": "bfloat16", "activation_checkpointing": "selective"}),
     ],
 )
 def test_predicted_bytes_are_those_of_the_live_tensors(
@@ -130,27 +135,45 @@ def test_a_head_that_keeps_its_logits_would_be_seen(
 
 
 @pytest.mark.parametrize(
-    ("keys", "is_first"),
-    [({}, True), ({"activation_checkpointing": True}, True), ({"lora.rank": 2}, False)],
+    ("keys", "is_first", "depth"),
+    [
+        ({}, True, 3),
+        ({"activation_checkpointing": True}, True, 3),
+        ({"activation_checkpointing": "offload"}, True, 4),
+        ({"lora.rank": 2}, False, 3),
+    ],
 )
 def test_a_few_layers_tell_of_many(
-    keys: dict[str, Any], is_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keys: dict[str, Any],
+    is_first: bool,
+    depth: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = tiny_config("llama", num_hidden_layers=7)
     run, packed = saved(config, tmp_path, **keys), packed_of(20, 9)
     few = trace(run, config, REFERENCE, packed, is_first=is_first)
-    monkeypatch.setattr(tracing, "_depths", lambda *_: (7,))
+    assert few.steps == (7 - depth,)
+    monkeypatch.setattr(tracing, "depths_of", lambda *_: (7,))
     every = trace(run, config, REFERENCE, packed, is_first=is_first)
-    assert (few.depths, every.depths) == ((3, 4), (7,))
+    assert not every.steps
     for shares in ({}, {"weights": 0.1, "gradients": 0.1}):
         assert few.parts(shares) == every.parts(shares)
+
+
+def test_a_plan_leaves_no_fake_tensors_behind(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    run = saved(config, tmp_path, **{"lora.rank": 2, "quantise": "nf4"})
+    quantised._nested_values.cache_clear()
+    trace(run, config, REFERENCE._replace(dtype=torch.float32), packed_of(12), is_first=True)
+    assert type(quantised._nested_values(torch.device("cpu"))) is Tensor
 
 
 def test_layers_that_do_not_come_round_alike_are_all_run(tmp_path: Path) -> None:
     kinds = ["sliding_attention"] * 5 + ["full_attention"] * 2
     config = tiny_config("gemma2", num_hidden_layers=7, layer_types=kinds)
     traced = trace(saved(config, tmp_path), config, REFERENCE, packed_of(12), is_first=True)
-    assert traced.depths == (7,)
+    assert not traced.steps
 
 
 def test_attention_repeats_no_heads_here_nor_on_an_absent_gpu(tmp_path: Path) -> None:
@@ -213,12 +236,16 @@ def traced(tmp_path: Path) -> tuple[Traced, RunConfig]:
 def test_ranks_divide_what_is_sharded_and_nothing_else(tmp_path: Path) -> None:
     one, _ = traced(tmp_path)
     alone, four = footprint(one, 1), footprint(one, 4)
-    whole = one.weights.rest + 2 * one.weights.layer
-    assert alone.parts["optimizer"] == 4 * four.parts["optimizer"] == 2 * one.trained.all
-    assert four.parts["weights"] == alone.parts["weights"] // 4 + min(whole, one.weights.all)
+    sizes = one.policy.weights
+    gathered = min(sizes.rest + 3 * sizes.layer, sizes.all + sizes.layer)
+    assert alone.parts["optimizer"] == 4 * four.parts["optimizer"] == 2 * one.policy.trained.all
+    assert four.parts["weights"] == alone.parts["weights"] // 4 + gathered
     assert four.parts["activations"] == alone.parts["activations"]
-    assert four.loading == one.weights.rest + (one.weights.all - one.weights.rest) // 4
-    assert alone.loading == one.weights.all
+    assert (
+        four.loading
+        == one.policy.weights.rest + (one.policy.weights.all - one.policy.weights.rest) // 4
+    )
+    assert alone.loading == one.policy.weights.all
 
 
 def test_adapters_are_whole_on_every_rank(tmp_path: Path) -> None:
@@ -226,20 +253,22 @@ def test_adapters_are_whole_on_every_rank(tmp_path: Path) -> None:
     run = replace(saved(config, tmp_path), lora=LoraConfig(rank=4))
     one = trace(run, config, REFERENCE, packed_of(16), is_first=False)
     alone, four = footprint(one, 1), footprint(one, 4)
-    assert one.adapters == one.trained.all > 0
-    assert four.parts["optimizer"] == alone.parts["optimizer"] == 2 * one.adapters
-    base = alone.parts["weights"] - one.adapters
-    gathered = min(one.weights.rest + 2 * one.weights.layer, one.weights.all)
-    assert four.parts["weights"] == pytest.approx(
-        base / 4 + one.adapters + gathered, abs=8
-    )  # buffers
+    adapters = one.policy.whole.trained
+    assert adapters == one.policy.trained.all > 0
+    assert four.parts["optimizer"] == alone.parts["optimizer"] == 2 * adapters
+    base = alone.parts["weights"] - adapters
+    layers = one.policy.gathered
+    gathered = min(layers.rest + 3 * layers.layer, layers.all + layers.layer)
+    assert four.parts["weights"] == pytest.approx(base / 4 + adapters + gathered, abs=8)  # buffers
 
 
 def test_checkpoints_are_staged_where_there_are_some(tmp_path: Path) -> None:
     one, _ = traced(tmp_path)
-    assert footprint(one, 2, stages=True).staging == 3 * one.trained.all // 2
+    assert footprint(one, 2, stages=True).staging == 3 * one.policy.trained.all // 2
     assert footprint(one, 2).staging == 0
-    assert footprint(one, 1, stages=True, is_host=True).parts["staging"] == 3 * one.trained.all
+    assert (
+        footprint(one, 1, stages=True, is_host=True).parts["staging"] == 3 * one.policy.trained.all
+    )
     assert stages(CheckpointConfig(every=10), 20)
     assert not stages(CheckpointConfig(every=20), 20)
     assert not stages(CheckpointConfig(every=0), 20)
@@ -253,13 +282,14 @@ def test_seconds_follow_the_equation(tmp_path: Path) -> None:
     seconds = rates.seconds(one, [work, work], recomputes=False)
     layers = 1e-9 * 100 * one.flops.per_token
     assert seconds.compute == pytest.approx(2 * (layers + 0.5 + 0.4))
-    assert seconds.update == pytest.approx(1e-6 * one.num_trained)
+    assert seconds.update == pytest.approx(1e-6 * one.policy.num_trained)
     again = rates.seconds(one, [work, work], recomputes=True)
     assert again.compute == pytest.approx(2 * (layers * 4 / 3 + 0.5 + 0.4))
 
 
 def test_a_data_sheet_gives_seconds_and_says_that_nothing_was_measured(tmp_path: Path) -> None:
     one, _ = traced(tmp_path)
+    one = replace(one, num_tokens=10**9)  # no activations
     work = Work(10**9, 0, 0, 1000)
     fast = from_data_sheet("H100", one, [work], 1, recomputes=False)
     slow = from_data_sheet("A100-80GB", one, [work], 1, recomputes=False)
@@ -269,8 +299,42 @@ def test_a_data_sheet_gives_seconds_and_says_that_nothing_was_measured(tmp_path:
     assert fast.communication == 0
     assert "not measured" in fast.source
     both = from_data_sheet("H100", one, [work], 2, recomputes=False)
-    assert both.communication == pytest.approx(1.5 * one.weights.all / 450e9)
+    assert both.communication == pytest.approx(1.5 * one.policy.weights.all / 450e9)
     assert replace(both, communication=9.0).total == pytest.approx(9.0 + both.update)
+
+
+def test_offloaded_inputs_are_on_the_host_and_take_the_bus(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    run, packed = saved(config, tmp_path), packed_of(64)
+    kept, gone = (
+        trace(replace(run, activation_checkpointing=how), config, REFERENCE, packed, is_first=True)
+        for how in (True, "offload")
+    )
+    inputs = 4 * 64 * config.hidden_size * config.num_hidden_layers  # float32
+    assert (kept.offloaded, gone.offloaded) == (0, inputs)
+    assert footprint(gone, 1).offloaded == inputs
+    assert kept.parts()["activations"] - gone.parts()["activations"] >= inputs // 2
+    seconds = from_data_sheet("L4", gone, [Work(6400, 0, 0, 0)], 1, recomputes=1)
+    assert seconds.transfer == pytest.approx(2 * 100 * inputs / 32e9)
+    assert seconds.total >= seconds.transfer
+
+
+def test_offloaded_weights_are_on_the_host_and_take_the_bus(tmp_path: Path) -> None:
+    """A step of two micro-batches fetches all weights twice for each, and brings back the gradients."""
+    one, _ = traced(tmp_path)
+    policy, layer = one.policy, one.policy.weights.layer
+    offloaded = footprint(one, 1, offloads=True)
+    whole = policy.weights.all + policy.trained.all + policy.optimizer
+    assert offloaded.offloaded == whole
+    assert offloaded.parts["optimizer"] == 0
+    gathered = min(policy.weights.rest + 3 * layer, policy.weights.all + layer)
+    assert offloaded.parts["weights"] == pytest.approx(gathered, abs=8)
+    assert offloaded.loading == policy.weights.rest
+    assert footprint(one, 2, offloads=True).offloaded == pytest.approx(whole / 2, abs=8)
+    assert footprint(one, 1, offloads=True, stages=True).staging == 3 * policy.trained.all
+    seconds = from_data_sheet("H100", one, [Work(1, 0, 0, 0)] * 2, 1, recomputes=0, offloads=True)
+    assert seconds.transfer == pytest.approx(2 * 3 * policy.weights.all / 64e9)
+    assert seconds.update == pytest.approx(28 * policy.num_trained / 50e9)
 
 
 def test_a_small_micro_batch_takes_as_long_as_its_kernels_and_its_weights(tmp_path: Path) -> None:
@@ -279,7 +343,14 @@ def test_a_small_micro_batch_takes_as_long_as_its_kernels_and_its_weights(tmp_pa
     """
     tiny, _ = traced(tmp_path)
     history = replace(tiny.histories[0], operators=1000)
-    one = replace(tiny, histories=(history,), num_parameters=10**9, num_trained=10**9, passes=0)
+    policy = replace(
+        tiny.policy,
+        num_parameters=10**9,
+        num_trained=10**9,
+        weights=Sizes(4 * 10**9, 0, 0),
+        optimizer=8 * 10**9,
+    )
+    one = replace(tiny, histories=(history,), models=(policy,), passes=0, num_tokens=10**9)
     work = Work(1, 1, 1, 1)
     launched = from_data_sheet("H100", one, [work, work], 1, recomputes=False)
     assert launched.compute == pytest.approx(2 * 5e-3)
@@ -287,10 +358,10 @@ def test_a_small_micro_batch_takes_as_long_as_its_kernels_and_its_weights(tmp_pa
     few = replace(one, histories=(replace(history, operators=800),))
     moved = from_data_sheet("H100", few, [work, work], 1, recomputes=False)
     assert moved.compute == pytest.approx(2 * 14e9 / 3350e9)
-    frozen = replace(few, num_trained=0, histories=(replace(history, operators=1),))
-    assert from_data_sheet("H100", frozen, [work], 1, recomputes=False).compute == pytest.approx(
-        10e9 / 3350e9
-    )
+    policy, history = replace(policy, num_trained=0), replace(history, operators=1)
+    frozen = replace(few, models=(policy,), histories=(history,))
+    once = from_data_sheet("H100", frozen, [work], 1, recomputes=False)  # there is no backward
+    assert once.compute == pytest.approx(8e9 / 3350e9)
     scored = replace(one, passes=3)  # three more forwards, each a third of forward and backward
     assert from_data_sheet("H100", scored, [work], 1, recomputes=False).compute == pytest.approx(
         2 * 5e-3
@@ -308,12 +379,12 @@ def test_operators_are_counted_views_are_not_and_layers_add_alike(tmp_path: Path
     config.num_hidden_layers = 12
     run = saved(config, tmp_path / "deep")
     deep = trace(run, config, REFERENCE, packed_of(20), is_first=True)
-    assert deep.depths == (3, 4)
+    assert deep.steps == (9,)
     config.num_hidden_layers = 4
     whole = trace(
         saved(config, tmp_path / "whole"), config, REFERENCE, packed_of(20), is_first=True
     )
-    assert whole.depths == (4,)
+    assert not whole.steps
     per_layer = (deep.operators - whole.operators) / 8
     assert deep.histories[1].operators - deep.histories[0].operators == per_layer
     assert 50 < per_layer < 500

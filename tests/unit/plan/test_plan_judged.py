@@ -9,11 +9,10 @@ import pytest
 from tests.checks.faults.judged import compared, labelled
 from tests.checks.planting import Place
 
-from taut.errors import ModelError
 from taut.plan.ledger import PARTS
 from taut.plan.memory import measured_parts, predict
+from taut.plan.models import Kernels
 from taut.plan.steps import workload
-from taut.plan.tracing import Kernels
 
 
 @pytest.mark.parametrize(
@@ -61,12 +60,3 @@ def test_rows_are_kept_whole_where_micro_batches_are_filled(
     assert packed.num_samples == 2 * packed.num_pairs
     assert packed.num_tokens <= 4 * work.largest.num_tokens
     assert work.supply.filled(5).num_tokens == 5
-
-
-def test_a_teacher_is_not_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place(tmp_path, monkeypatch)
-    session = place.session(method="distill", distill__teacher=str(place.model("llama")))
-    packed = workload(session.run, session.inputs, 1).largest
-    kernels = Kernels(session.dtype, session.loaded.attention.implementation)
-    with pytest.raises(ModelError, match="what a teacher takes is not predicted"):
-        predict(session.run, session.inputs.config, kernels, packed, is_first=True)

@@ -10,14 +10,14 @@ from tests.chat_runs import QUIET, save_model, write_rows
 from tests.online_runs import questions
 
 from taut.config import from_mapping
-from taut.errors import ModelError
 from taut.methods import METHODS
 from taut.methods.inputs import Inputs
 from taut.methods.method import RunConfig
 from taut.models.precision import DTYPES
-from taut.plan.memory import predict_steps
+from taut.plan.memory import needs, predict_steps
+from taut.plan.models import FUSED, Kernels
+from taut.plan.rollouts import rollout_of, seconds_of
 from taut.plan.steps import workload
-from taut.plan.tracing import Kernels
 from taut.run.inputs import load_inputs
 from taut.train import distributed
 
@@ -59,7 +59,37 @@ def test_each_prompt_has_its_completions_and_each_completion_all_its_tokens(
     assert work.first.num_targets == 2 * 4 * 32  # the prompts are there once
     assert work.first.num_tokens < 2 * 4 * 32 + 2 * 25
     found = predict_steps(run, inputs.config, Kernels(DTYPES["float64"], "sdpa"), work)
-    assert found.peak > found.traced.weights.all
+    assert found.peak > found.traced.policy.weights.all
+
+
+@pytest.mark.parametrize("keys", [{}, {"lora.rank": 2}], ids=str)
+def test_generating_takes_keys_and_values(
+    keys: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    """Two prompts of four completions of 32 tokens each; two numbers for each head of keys, layer and token."""
+    run, inputs = opened(model, tmp_path, "grpo", **{"dtype": "bfloat16", **keys})
+    work, kernels = workload(run, inputs, 1), Kernels(DTYPES["bfloat16"], FUSED)
+    found = rollout_of(run, inputs.config, kernels, work.supply, 1)
+    assert found is not None
+    config = inputs.config.get_text_config()
+    size = config.hidden_size // config.num_attention_heads
+    assert found.kept == 2 * 2 * config.num_key_value_heads * size * config.num_hidden_layers
+    assert (found.completions, found.at_a_time, found.prompts, found.new_tokens) == (8, 8, 2, 32)
+    needed = needs(run, inputs.config, kernels, work)
+    assert needed.generating > needed.ending + found.kept * 8 * 32
+    traced = predict_steps(run, inputs.config, kernels, work).traced
+    slow, fast = (seconds_of(name, traced, found, 1) for name in ("L4", "H100"))
+    assert slow >= fast >= 32 * 2 * traced.policy.num_parameters / 3350e9
+    many = seconds_of("H100", traced, found._replace(completions=80), 1)
+    assert many > 9 * fast
+    assert seconds_of("H100", traced, found._replace(updates=4), 1) == pytest.approx(fast / 4)
+
+
+def test_a_server_generates_elsewhere(model: Path, tmp_path: Path) -> None:
+    keys = {"rollout.engine": "server", "rollout.url": "http://127.0.0.1:1/v1"}
+    run, inputs = opened(model, tmp_path, "grpo", **keys)
+    work = workload(run, inputs, 1)
+    assert rollout_of(run, inputs.config, Kernels(DTYPES["float32"], FUSED), work.supply, 1) is None
 
 
 def test_the_context_cuts_what_is_assumed(model: Path, tmp_path: Path) -> None:
@@ -91,10 +121,3 @@ def test_answers_that_are_good_enough_are_planned(model: Path, tmp_path: Path) -
     keys = {"best_of_n.keep": 3, "best_of_n.min_reward": 2.0}
     run, inputs = opened(model, tmp_path, "best_of_n", **keys)
     assert {len(tree.samples) for tree in workload(run, inputs, 1).supply.trees} == {3}
-
-
-def test_a_critic_is_refused_by_name(model: Path, tmp_path: Path) -> None:
-    run, inputs = opened(model, tmp_path, "ppo")
-    work = workload(run, inputs, 1)
-    with pytest.raises(ModelError, match="a critic takes is not predicted"):
-        predict_steps(run, inputs.config, Kernels(DTYPES["float64"], "sdpa"), work)

@@ -1,0 +1,405 @@
+"""The models of a run without their weights: on the meta device, and what each of them holds.
+
+    policy      the model that trains, with adapters, freezing and stored as the run stores it
+    critic      of PPO; an own one trains too, a shared one is a head on the policy
+    teacher     frozen, in the compute dtype
+    reference   a copy of what trains, or another model, sharded
+    rewards     reward models in this process, on the first rank
+
+Not included: rows that train by themselves, added tokens, buffers created while loading.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from taut.inference.open import inference_dtype
+from taut.methods.method import RunConfig
+from taut.models import architecture
+from taut.models.attention_backends import PREFIX
+from taut.models.experts import narrow_experts, widen_routers
+from taut.models.frozen import store
+from taut.models.heads import Critic, OwnCritic, SharedCritic
+from taut.models.load import freeze, is_reward_config, load_config, load_skeleton, set_attention
+from taut.models.lora import LoraConfig, apply_lora
+from taut.models.quantised import pretend, pretended
+from taut.models.recompute import recompute_activations
+from taut.models.reward_model import reward_skeleton
+from taut.models.scorer import Scorer
+from taut.models.teacher import ListedTeacher, ModelTeacher
+from taut.rewards.registry import models_of
+from taut.rl.critic import NEW_HEAD
+from taut.run.setup import storage_for
+from taut.train.optim import state_sizes
+
+FUSED = PREFIX + "estimate"
+"""The attention of a GPU that this machine lacks, by its name in the library."""
+POLICY, CRITIC, TEACHER, REFERENCE, REWARDS = "weights", "critic", "teacher", "reference", "rewards"
+"""The parts of memory that models are."""
+Configs = Mapping[str, PreTrainedConfig]
+"""part -> configuration, of the models that a micro-batch runs."""
+
+
+class Kernels(NamedTuple):
+    """What the memory of the computation depends on."""
+
+    dtype: torch.dtype
+    attention: str
+    """Its name in the library's registry."""
+    gpu_memory: int | None = None
+    """Of the GPU, in bytes: the head's chunks are a part of it. None: a CPU."""
+    is_sharded: bool = False
+    """Whether there are several ranks, which gather the weights of a layer while it runs."""
+
+    @property
+    def by_weights(self) -> bool:
+        """Whether weights are gathered in bfloat16, and not cast by autocast."""
+        return self.is_sharded and self.dtype == torch.bfloat16
+
+    @property
+    def device(self) -> torch.device:
+        """The kind of device that is planned for."""
+        return torch.device("cuda" if self.attention == FUSED else "cpu")
+
+
+class Sizes(NamedTuple):
+    """Bytes of parameters: all of them, those of the largest layer, and those outside the layers."""
+
+    all: int
+    layer: int
+    rest: int
+
+
+NOTHING = Sizes(0, 0, 0)
+
+
+class Whole(NamedTuple):
+    """Bytes of what is whole on every rank: adapters in layers, routers and scalar heads."""
+
+    weights: int = 0
+    trained: int = 0
+    optimizer: int = 0
+
+
+@dataclass(frozen=True)
+class Held:
+    """A model that a rank holds; bytes are those of all of it."""
+
+    part: str
+    weights: Sizes
+    """As they are stored."""
+    trained: Sizes = NOTHING
+    """What trains of them: the size of its gradients."""
+    optimizer: int = 0
+    whole: Whole = Whole()  # noqa: RUF009 (a NamedTuple)
+    gathered: Sizes = NOTHING
+    """What the ranks divide of the weights, in the dtype in which it is gathered."""
+    gradients: Sizes = NOTHING
+    """What trains of that, in the same dtype."""
+    group: int = 0
+    """Numbers in its largest layer, or in a module outside of them: what is in memory at a time while it is saved."""
+    is_divided: bool = True
+    """Whether the ranks divide it."""
+    num_parameters: int = 0
+    num_trained: int = 0
+    flops: architecture.Flops | None = None
+    """What a token and a pair take of it, forward and backward; None: it runs in no micro-batch."""
+
+    @property
+    def reduced(self) -> int:
+        """The bytes of a layer's gradients that ranks sum at a time."""
+        return self.trained.layer if self.gradients.layer else 0
+
+    @property
+    def counted(self) -> int:
+        """The bytes of its weights where a micro-batch is traced."""
+        if self.part in (REFERENCE, REWARDS):  # they are added
+            return self.weights.all
+        return self.gathered.all + self.whole.weights
+
+
+def rank_of(size: int, whole: int, num_shards: int | None) -> int:
+    """The bytes of a rank, where ``whole`` of them are whole on each; None: without its shard of the others."""
+    return whole + (0 if num_shards is None else (size - whole) // num_shards)
+
+
+# -- the models that a micro-batch runs
+
+
+def configs_of(run: RunConfig, config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
+    """The configurations of the policy, and of a critic and a teacher that are models of their own."""
+    models, configs = run.models(), {POLICY: config}
+    critic, teacher = models.critic, models.teacher
+    if critic is not None and critic.kind == "own":
+        same = critic.model is None
+        configs[CRITIC] = config if same else _config_of(run, critic.model)
+    if teacher is not None and teacher.teacher is not None:
+        configs[TEACHER] = _config_of(run, teacher.teacher)
+    return configs
+
+
+def _config_of(run: RunConfig, path: str | None) -> PreTrainedConfig:
+    assert path is not None
+    return load_config(path, run.trust_remote_code, needs_weights=False)
+
+
+def planned_scorer(run: RunConfig, configs: Configs, kernels: Kernels) -> Scorer:
+    """The root of a run's forwards on the meta device: policy, critic and teacher; weights as they are stored."""
+    policy = planned_model(run, configs[POLICY], kernels)
+    models = run.models()
+    critic: Critic | None = None
+    if models.critic is not None and CRITIC in configs:
+        critic = OwnCritic(_planned_critic(run, configs[CRITIC], kernels))
+    elif models.critic is not None:
+        critic = _shared_critic(policy, kernels, detach=models.critic.detach)
+    teacher: ModelTeacher | ListedTeacher | None = None
+    if TEACHER in configs:
+        teacher = ModelTeacher(_planned_teacher(run, configs, kernels))
+        rows = [architecture.head(m).weight.shape[0] for m in (policy, teacher.scorer.model)]
+        teacher.num_rows = None if rows[0] == rows[1] else min(rows)
+    elif models.teacher is not None:
+        teacher = ListedTeacher()
+    return Scorer(policy, teacher, critic)
+
+
+def deep(scorer: Scorer) -> dict[str, nn.Module]:
+    """Part -> the models with layers that a micro-batch runs."""
+    found = {POLICY: scorer.model}
+    if isinstance(scorer.critic, OwnCritic):
+        found[CRITIC] = scorer.critic.model
+    if isinstance(scorer.teacher, ModelTeacher):
+        found[TEACHER] = scorer.teacher.scorer.model
+    return found
+
+
+def gather(run: RunConfig, scorer: Scorer, kernels: Kernels) -> None:
+    """Give the weights of a planned scorer the dtype in which ranks gather them."""
+    if not kernels.by_weights:
+        return
+    for part, model in deep(scorer).items():
+        whole = _whole(model, has_adapters=_has_adapters(run, part))
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and parameter not in whole:
+                parameter.data = parameter.data.to(kernels.dtype)
+
+
+def _has_adapters(run: RunConfig, part: str) -> bool:
+    critic = run.models().critic
+    return run.lora.is_on if part == POLICY else bool(critic and critic.lora_rank)
+
+
+def _whole(model: nn.Module, *, has_adapters: bool) -> set[nn.Parameter]:
+    """What every rank has whole of a model that they divide: what trains in the layers next to adapters, routers and
+    scalar heads.
+    """
+    layers = architecture.layers(model).parameters()
+    trained = {parameter for parameter in layers if has_adapters and parameter.requires_grad}
+    wide = architecture.wide_parameters(architecture.unwrap(model))
+    return {*architecture.scalar_parameters(model), *wide, *trained}
+
+
+def skeleton(run: RunConfig, config: PreTrainedConfig) -> PreTrainedModel:
+    """The initial model on the meta device, with the language model's head or a scalar one."""
+    head, config = run.new_head(), copy.deepcopy(config)
+    if head is None:
+        return load_skeleton(run.model, config, run.trust_remote_code)
+    return reward_skeleton(run.model, config, head, run.trust_remote_code)
+
+
+def planned_model(run: RunConfig, config: PreTrainedConfig, kernels: Kernels) -> nn.Module:
+    """The policy on the meta device, with adapters and freezing."""
+    base = _as_read(skeleton(run, config), kernels)
+    storage = storage_for(run, config, kernels.dtype, kernels.device)
+    if storage is not None:
+        how = storage.quantise or pretended(config)
+        if how is not None:
+            pretend(base, how, storage.whole, has_experts=storage.quantise is not None)
+        store(base, storage, widens_rows=not kernels.by_weights)
+    return adapted(run, base)
+
+
+def adapted(run: RunConfig, base: PreTrainedModel) -> nn.Module:
+    """The model with the run's adapters and freezing, in train mode."""
+    model = apply_lora(base, run.lora, run.seed)
+    if run.freeze:
+        freeze(model, run.freeze)
+    recompute_activations(model, run.activation_checkpointing)
+    return model.train()
+
+
+def _planned_critic(run: RunConfig, config: PreTrainedConfig, kernels: Kernels) -> nn.Module:
+    settings, config = run.models().critic, copy.deepcopy(config)
+    assert settings is not None
+    head = None if is_reward_config(config) else NEW_HEAD
+    path = settings.model or run.model
+    base = _as_read(reward_skeleton(path, config, head, run.trust_remote_code), kernels)
+    model = apply_lora(base, LoraConfig(rank=settings.lora_rank), run.seed)
+    recompute_activations(model, run.activation_checkpointing)
+    return model.train()
+
+
+def _shared_critic(policy: nn.Module, kernels: Kernels, *, detach: bool) -> SharedCritic:
+    critic = SharedCritic.__new__(SharedCritic)
+    nn.Module.__init__(critic)
+    dtype = torch.promote_types(kernels.dtype, torch.float32)
+    size = architecture.text_config(policy).hidden_size
+    critic.score = nn.Linear(size, 1, device="meta", dtype=dtype)
+    critic.detach = detach
+    return critic
+
+
+def _planned_teacher(run: RunConfig, configs: Configs, kernels: Kernels) -> nn.Module:
+    config = run.models().teacher
+    assert config is not None and config.teacher is not None
+    settings = copy.deepcopy(configs[TEACHER])
+    model = load_skeleton(config.teacher, settings, run.trust_remote_code)
+    set_attention(model, kernels.attention)
+    return nn.Module.to(model, kernels.dtype)
+
+
+def _as_read(base: PreTrainedModel, kernels: Kernels) -> PreTrainedModel:
+    """With the dtype and the attention of a model that is read to train."""
+    base.double() if kernels.dtype == torch.float64 else base.float()  # type: ignore[no-untyped-call]
+    if kernels.dtype == torch.bfloat16:
+        widen_routers(base)
+        narrow_experts(base)
+        text: Any = base.config.get_text_config()
+        if (
+            getattr(text, "_experts_implementation", None) == "eager"
+        ):  # its shapes are the router's choice
+            text._experts_implementation = "grouped_mm"
+    set_attention(base, kernels.attention)
+    return base
+
+
+# -- what they hold
+
+
+def held(run: RunConfig, scorer: Scorer, kernels: Kernels) -> tuple[Held, ...]:
+    """What each model of a run takes, of a planned scorer with weights as they are stored; the policy first."""
+    layers = architecture.layers(scorer.model)
+    states = state_sizes(scorer, run.resolved_optim, layers)
+    models = deep(scorer)
+    found = [_held(run, POLICY, models[POLICY], states, kernels)]
+    if CRITIC in models:
+        found.append(_held(run, CRITIC, models[CRITIC], states, kernels))
+    elif scorer.critic is not None:  # a head
+        own = list(scorer.critic.parameters())
+        size, count = sum(p.nbytes for p in own), sum(p.numel() for p in own)
+        sizes, whole = Sizes(size, 0, size), Whole(size, size, sum(states[p] for p in own))
+        found.append(Held(CRITIC, sizes, sizes, whole.optimizer, whole, num_parameters=count))
+    if TEACHER in models:
+        found.append(_held(run, TEACHER, models[TEACHER], {}, kernels))
+    found += _reference(run, found[0], kernels)
+    found += _judges(run, kernels)
+    return tuple(found)
+
+
+def _held(
+    run: RunConfig, part: str, model: nn.Module, states: Mapping[Tensor, int], kernels: Kernels
+) -> Held:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    whole = _whole(model, has_adapters=_has_adapters(run, part))
+    divided = [p for p in model.parameters() if p not in whole]
+    narrow = kernels.dtype if kernels.by_weights else None
+    return Held(
+        part=part,
+        weights=sizes_of(model, model.parameters()),
+        trained=sizes_of(model, trained),
+        optimizer=sum(states[p] for p in trained),
+        whole=Whole(
+            sum(p.nbytes for p in whole),
+            sum(p.nbytes for p in whole if p.requires_grad),
+            sum(states[p] for p in whole if p.requires_grad),
+        ),
+        gathered=sizes_of(model, divided, narrow),
+        gradients=sizes_of(model, [p for p in divided if p.requires_grad], narrow),
+        group=_largest_group(model),
+        num_parameters=architecture.num_weights(model),
+        num_trained=sum(p.numel() for p in trained),
+        flops=architecture.flops(model),
+    )
+
+
+def _reference(run: RunConfig, policy: Held, kernels: Kernels) -> Iterator[Held]:
+    """A copy of what trains, or another model; none where its logprobs are in a file."""
+    reference = run.models().reference
+    if reference is None or reference.file is not None:
+        return
+    if reference.model is None:
+        copied = policy.trained._replace(layer=0, rest=0)
+        yield Held(REFERENCE, copied, whole=Whole(policy.whole.trained))
+        return
+    config = _config_of(run, reference.model)
+    other = _as_read(load_skeleton(reference.model, config, run.trust_remote_code), kernels)
+    yield _held(run, REFERENCE, other.requires_grad_(requires_grad=False), {}, kernels)
+
+
+def _judges(run: RunConfig, kernels: Kernels) -> Iterator[Held]:
+    """The reward models of training that are on the planned device."""
+    for judge in models_of(run.training_rewards).values():
+        if kernels.device.type == "cuda" and judge.device == "cpu":
+            continue
+        config = load_config(judge.model, judge.trust_remote_code, needs_weights=False)
+        model = reward_skeleton(judge.model, config, None, judge.trust_remote_code)
+        if kernels.device.type == "cuda":
+            dtype = torch.float32 if judge.dtype == "float32" else torch.bfloat16
+        else:
+            dtype = inference_dtype(judge.dtype, kernels.device, "").dtype
+        nn.Module.to(model, dtype).requires_grad_(requires_grad=False)
+        yield replace(_held(run, REWARDS, model, {}, kernels), is_divided=False)
+
+
+def sizes_of(
+    model: nn.Module, parameters: Iterable[Tensor], dtype: torch.dtype | None = None
+) -> Sizes:
+    """The sizes of some of a model's parameters; ``dtype``: of those that are no codes, if not their own."""
+    sizes = {
+        id(p): p.numel() * dtype.itemsize if dtype and p.is_floating_point() else p.nbytes
+        for p in parameters
+    }
+    layers = [
+        sum(sizes.get(id(p), 0) for p in layer.parameters()) for layer in architecture.layers(model)
+    ]
+    total = sum(sizes.values())
+    return Sizes(total, max(layers), total - sum(layers))
+
+
+def _largest_group(model: nn.Module) -> int:
+    """The numbers of a model's largest layer or table."""
+    layers = [architecture.num_weights(layer) for layer in architecture.layers(model)]
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    return max([*layers, *(table.numel() for table in tables)])
+
+
+# -- fewer layers
+
+
+def with_layers(config: PreTrainedConfig, depth: int) -> PreTrainedConfig:
+    """The configuration with only the first ``depth`` layers."""
+    shallow = copy.deepcopy(config)
+    text: Any = shallow.get_text_config()
+    before = text.num_hidden_layers
+    for name, value in text.to_dict().items():
+        if isinstance(value, list) and len(value) == before:
+            setattr(text, name, value[:depth])
+    text.num_hidden_layers = depth
+    return shallow
+
+
+def period(model: nn.Module) -> int:
+    """The period after which layers repeat; the number of layers where they do not."""
+    kinds = architecture.layer_types(model)
+    alike = [
+        (kind, [(name, tuple(p.shape)) for name, p in layer.named_parameters()])
+        for kind, layer in zip(kinds, architecture.layers(model), strict=True)
+    ]
+    count = len(alike)
+    return next(n for n in range(1, count + 1) if alike[n:] == alike[: count - n])
