@@ -8,12 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chat_runs import column, events, largest_difference, save_model, sft, weights
+from tests.chat_runs import QUIET, column, events, largest_difference, save_model, sft, weights
 from tests.online_runs import keys_of
 from tests.online_runs import train as run_online
+from tests.unit.models.test_quantised import digest
 
+from taut.checks.examine import examine
+from taut.checks.session import Session
+from taut.config import from_mapping
 from taut.errors import CheckFailed, ConfigError
+from taut.methods.method import RunConfig
+from taut.models import frozen
+from taut.models.attention_backends import PREFIX
+from taut.plan.models import Kernels, planned_model
 from taut.run import save
+from taut.run.inputs import load_inputs
+from taut.run.setup import build
+from taut.train import distributed
+from taut.train.trainer import train_step
 
 pytest.importorskip("bitsandbytes")
 SMALL: dict[str, Any] = {"lora.rank": 4, "quantise": "nf4", "dtype": "float32"}
@@ -59,3 +71,28 @@ def test_float64_is_refused(train: Path, tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", "llama")
     with pytest.raises(ConfigError, match="dtype=float64 with a quantised base"):
         sft(base, train, tmp_path / "out", steps=1, lora__rank=4, quantise="int8", dtype="float64")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["nf4", "int8"])
+def test_checks_around_training_change_no_stored_byte(
+    how: str, train: Path, tmp_path: Path
+) -> None:
+    """And there are as many of them as the plan says."""
+    base = save_model(tmp_path / "base", "llama", dtype=torch.bfloat16)
+    fixed = {"model": str(base), "data.train": str(train), "steps": 4}
+    run = from_mapping(RunConfig, {**QUIET, **fixed, **SMALL, "quantise": how})
+    ranks = distributed.start("cpu")
+    inputs = load_inputs(run, ranks)
+    built = build(run, inputs, run.plan(inputs.train), ranks, emit=lambda kind, **fields: None)
+    before = digest(built.scorer)
+    assert not examine(Session.of(built), "full").failures
+    assert digest(built.scorer) == before
+    for step in (1, 2):
+        train_step(built.trainer, step)
+    assert digest(built.scorer) == before
+    failures = {answered.name for answered in examine(Session.of(built), "full").failures}
+    assert failures == {"loss.adapter_start"}, "only the adapter is no longer as it began"
+    assert digest(built.scorer) == before
+    planned = planned_model(run, inputs.config, Kernels(torch.float32, PREFIX + "reference"))
+    assert frozen.stored_bytes(planned) == frozen.stored_bytes(built.scorer)

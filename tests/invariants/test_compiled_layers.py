@@ -23,10 +23,11 @@ from torch import Tensor, nn
 
 import taut
 from taut.data.packing import PackPolicy, pack
-from taut.models import architecture, compiled_layers
+from taut.models import compiled_layers
 from taut.models.compiled_layers import compile_layers, eagerly, graphs_made
 from taut.models.lora import LoraConfig, apply_lora
 from taut.models.precision import compute_context
+from taut.models.recompute import recompute_activations
 from taut.models.scorer import Scorer
 from taut.types import Packed
 
@@ -85,7 +86,7 @@ def plain(name: str) -> nn.Module:
 
 def recomputed(name: str) -> nn.Module:
     model = plain(name)
-    architecture.recompute_activations(model)
+    recompute_activations(model, how=True)
     return model
 
 

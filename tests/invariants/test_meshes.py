@@ -1,5 +1,6 @@
 """Every mesh is one process: each architecture and method, all weights and adapters, sharded over two ranks and over
-two replicas of two. The runs are whole ones, of two steps in float64, with their gradient norms and last weights.
+two replicas of two. The runs are whole ones, of two steps in float64, with their gradient norms and last weights; and
+in bfloat16, where one process computes under autocast and a mesh by its weights.
 
     make test-parallel
 """
@@ -33,6 +34,9 @@ METHODS: dict[str, dict[str, Any]] = {
 ADAPTERS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"lora.rank": 4}}
 VISION = "llava_onevision"
 CASES = [f"{method}, {trained}" for method in METHODS for trained in ADAPTERS]
+NARROW = [f"bfloat16, {trained}" for trained in ADAPTERS]
+ROUNDING = {"loss": 5e-3, "grad_norm": 0.1}
+"""Relative, in bfloat16: between one process and a mesh the residual stream is rounded, too."""
 
 
 def keys_of(name: str, method: str, model: Path, place: Path) -> dict[str, Any]:
@@ -60,10 +64,11 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     else:
         model = save_model(place / "model", name, dtype=torch.float64)
     todo: dict[str, list[dict[str, Any]]] = {mesh: [] for mesh in MESHES}
-    for method, given in METHODS.items():
+    for method, given in {**METHODS, "bfloat16": {"dtype": "bfloat16"}}.items():
         for trained, lora in ADAPTERS.items():
             fixed = {"steps": 2, "contract.prompts": 0, "check": "off"}
-            keys = keys_of(name, method, model, place / "data") | given | lora | fixed
+            learns_by = method if method in METHODS else "sft"
+            keys = keys_of(name, learns_by, model, place / "data") | given | lora | fixed
             case = f"{method}, {trained}"
             train(keys | {"out": str(place / "one" / case)})
             for mesh, (_, replicas) in MESHES.items():
@@ -84,3 +89,14 @@ def test_a_mesh_equals_one_process(case: str, mesh: str, place: Path) -> None:
     assert column(many, "sample_ids") == column(one, "sample_ids")
     folder = "adapter" if "lora" in case else "model"
     assert largest_difference(weights(many / folder), weights(one / folder)) < LIMIT
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("case", NARROW)
+def test_in_bfloat16_a_mesh_is_one_process_but_for_rounding(
+    case: str, mesh: str, place: Path
+) -> None:
+    one, many = place / "one" / case, place / mesh / case
+    for field, limit in ROUNDING.items():
+        assert column(many, field) == pytest.approx(column(one, field), rel=limit)
+    assert column(many, "loss") != column(one, "loss"), "bfloat16 is not in use"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from taut.data.packing import ALONE, pack
 from taut.models import architecture
+from taut.models.recompute import recompute_activations
 
 UNREAD = {
     "llava_onevision": {"model.vision_tower.post_layernorm." + it for it in ("weight", "bias")}
@@ -26,7 +27,7 @@ def test_the_tower_computed_again_has_the_same_gradients(kind: str, tmp_path: Pa
     model = architecture.unwrap(seeing.scorer.model)
     assert set(architecture.freeze_unused(model)) == UNREAD.get(kind, set())
     kept = gradients(seeing)
-    architecture.recompute_activations(model)
+    recompute_activations(model, how=True)
     entered = count_entries(tower_block(model))
     again = gradients(seeing)
     assert len(entered) == 2  # forward, and once more in backward
