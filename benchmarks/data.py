@@ -104,6 +104,13 @@ def chat_rows(num_rows: int, vocab: int) -> list[Row]:
     return rows
 
 
+def even_rows(num_rows: int, length: int, vocab: int) -> list[Row]:
+    """Rows of one length, so that nobody pads; a quarter of each is prompt."""
+    rng = np.random.default_rng(23)
+    words = [draw_words(rng, vocab, length - 3) for _ in range(num_rows)]
+    return [make_row(some[: length // 4], some[length // 4 :]) for some in words]
+
+
 def long_rows(num_rows: int, vocab: int) -> list[Row]:
     """Rows of 8,192 tokens, the last one of 32,768; a tenth of each is prompt."""
     rng = np.random.default_rng(22)
@@ -147,7 +154,7 @@ def word(token_id: int) -> str:
     return f"w{token_id}"
 
 
-def write_model(model: Model, folder: Path) -> None:
+def write_model(model: Model, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """The random model with its word-level tokenizer and template, as a Hugging Face directory."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -163,7 +170,7 @@ def write_model(model: Model, folder: Path) -> None:
         eos_token_id=EOS,
         pad_token_id=PAD,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
     write_tokenizer(folder, model.vocab)
 
 
