@@ -5,6 +5,7 @@ that fails is written to no more. Text from data cannot control the terminal: co
     with guarded():                     sys.stdout and sys.stderr of a command, whichever code prints to them
     Printer.on(sys.stdout)              one stream, for the reports of a run that is started from Python
     with told_when_slow("reading"):     a line on stderr, if it takes long
+    tell(line)                          the line that ends a command, which torchrun quotes too
     is_first_on_host()                  which of several ranks prints how they end
     escaped(text), one_line(text)       control characters as escapes; in one_line also the ends of lines
     counted(1, "rows")                  1 row
@@ -14,10 +15,12 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import re
 import select
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -196,6 +199,15 @@ def _drop_buffered(stream: TextIO) -> None:
             os.dup2(kept, descriptor)
             os.close(kept)
             os.close(null)
+
+
+def tell(line: str) -> None:
+    """Print the line that ends a command, and pass it to torchrun, which quotes it in its table."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        fields = {"message": one_line(redacted(line)), "extraInfo": {"timestamp": int(time.time())}}
+        with suppress(OSError):  # the table then lacks the line
+            Path(path).write_text(json.dumps({"message": fields}), encoding="utf-8")
+    sys.stderr.write(f"{line}\n")
 
 
 def is_first_on_host() -> bool:

@@ -1,0 +1,286 @@
+"""Tables that grow while a run goes on: rows are appended, and a kill loses none of them.
+
+    writer = TableWriter(out / "rollouts", SCHEMA)
+    writer.append([{"step": 3, "text": "..."}, ...])     passed to the system before it returns
+    writer.close()
+    read_tables(out / "rollouts")                        rows of the whole table, also while it is written
+
+A table is a directory of parts, in the order of their numbers. The newest part is an Arrow IPC stream,
+``000007.arrows``, to which batches are appended; where it has ``SEAL_BYTES`` it is sealed: written again as Parquet,
+``000007.parquet``, renamed into its place, and the stream removed. A stream that ends within a batch, as its writer
+was killed, is read up to there.
+
+Every table has a column ``step``, and rows are appended in the order of steps. A run that goes on from an earlier
+step first drops the rows after it (``drop_from``), so that no step is there twice.
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from taut.errors import DataError, OutputError
+from taut.io import files
+
+SEAL_BYTES = 32 * 2**20
+"""Bytes of a stream from which on it is sealed."""
+FORMAT = {b"taut_table": b"1"}
+"""The metadata of every table's schema: another number is another layout of parts."""
+OPTIONS = pa.ipc.IpcWriteOptions(compression="zstd")
+PART = re.compile(r"(\d{6})\.(arrows|parquet)")
+GROUP_BYTES = 8 * 2**20
+"""Bytes in memory of the rows that are compressed together in a sealed part."""
+ROWS = 256
+"""Rows of a batch that is read from a sealed part."""
+
+
+class _Stream(NamedTuple):
+    """The part that is being written."""
+
+    path: Path
+    file: BinaryIO
+    writer: pa.RecordBatchStreamWriter
+
+    @classmethod
+    def create(cls, path: Path, schema: pa.Schema) -> _Stream:
+        file = os.fdopen(files.open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb")
+        return cls(path, file, pa.ipc.new_stream(file, schema, options=OPTIONS))
+
+
+class TableWriter:
+    """Appends rows to the table in ``directory``. Raises OutputError where it cannot be written."""
+
+    def __init__(self, directory: Path, schema: pa.Schema, seal_bytes: int = SEAL_BYTES) -> None:
+        self.directory, self.seal_bytes = directory, seal_bytes
+        self.schema = schema.with_metadata(FORMAT)
+        self._open: _Stream | None = None
+        seal_parts(directory)
+
+    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append rows, which have the schema's columns. They survive a kill of this process once this returns."""
+        if not rows:
+            return
+        batch = pa.RecordBatch.from_pylist(list(rows), self.schema)
+        with writing_to(self.directory):
+            if self._open is None:
+                path = self.directory / f"{_next_number(self.directory):06}.arrows"
+                self._open = _Stream.create(path, self.schema)
+            self._open.writer.write_batch(batch)
+            self._open.file.flush()
+            is_full = self._open.file.tell() >= self.seal_bytes
+        if is_full:
+            self.close()
+
+    def sync(self) -> None:
+        """Force what was appended to the disk: a power failure loses none of it."""
+        if self._open is not None:
+            with writing_to(self.directory):
+                os.fsync(self._open.file.fileno())
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the table's files."""
+        return sum(path.stat().st_size for path in _parts(self.directory))
+
+    def close(self) -> None:
+        """Seal the part that is being written; another ``append`` begins a new one."""
+        if self._open is None:
+            return
+        path, file, writer = self._open
+        with writing_to(self.directory):
+            writer.close()
+            file.close()
+            self._open = None
+            _seal(path)
+
+
+def seal_parts(directory: Path) -> None:
+    """Make the table's directory, and seal what an earlier process was writing in it."""
+    with writing_to(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        files.clear_leftovers(directory)
+        for path in sorted(directory.glob("*.arrows")):
+            _seal(path)
+
+
+def drop_from(directory: Path, step: int) -> None:
+    """Drop the rows of this step and later ones. Nobody may be writing the table."""
+    seal_parts(directory)
+    with writing_to(directory):
+        for path in _parts(directory):
+            if _last_step(path) >= step:
+                earlier = pc.field("step") < step
+                _write_sealed(path, (batch.filter(earlier) for batch in _read_sealed(path)))
+
+
+def read_tables(
+    directory: Path, columns: Sequence[str] | None = None, step: int | None = None
+) -> Iterator[pa.RecordBatch]:
+    """The batches of a table, in the order in which they were written; of one that is being written, those that are
+    whole. ``columns``: only these; ``step``: only its rows, for which no more is read than the blocks that have some.
+
+    Raises DataError where a part cannot be read or is of another version.
+    """
+    for path in _parts(directory):
+        for batch in _read_part(path, columns, step):
+            found = batch if step is None else batch.filter(pc.field("step") == step)
+            if found.num_rows:
+                yield found if columns is None else found.select(list(columns))
+
+
+def _read_part(
+    path: Path, columns: Sequence[str] | None, step: int | None
+) -> Iterator[pa.RecordBatch]:
+    wanted = None if columns is None else [*dict.fromkeys(("step", *columns))]
+    try:
+        if path.suffix == ".arrows" and path.exists():
+            yield from _read_stream(path)
+        elif (sealed := path.with_suffix(".parquet")).exists():  # it may have been sealed just now
+            yield from _read_sealed(sealed, wanted, step)
+    except (pa.ArrowException, OSError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(
+            f"cannot read {path}: {reason}; expected a part of a table that a run has written; remove the file to do "
+            "without its rows"
+        ) from error
+
+
+def _seal(stream: Path) -> None:
+    """Turn a stream into a sealed part."""
+    sealed = stream.with_suffix(".parquet")
+    if not sealed.exists():
+        _write_sealed(sealed, _read_stream(stream))
+    stream.unlink()
+
+
+def _write_sealed(path: Path, batches: Iterable[pa.RecordBatch]) -> None:
+    """Write a part, in row groups of about GROUP_BYTES. One without rows is removed."""
+    groups = (pa.Table.from_batches(group) for group in _grouped(batches))
+    first = next(groups, None)
+    if first is None:
+        path.unlink(missing_ok=True)
+        return
+    with (
+        files.replacing(path) as partial,
+        pq.ParquetWriter(partial, first.schema, compression="zstd") as parquet,
+    ):
+        for table in chain([first], groups):
+            parquet.write_table(table)
+
+
+def _read_stream(path: Path) -> Iterator[pa.RecordBatch]:
+    """The whole batches of a stream. Half a batch at its end is what a writer left that was killed, or writes now."""
+    with files.open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            stream = pa.ipc.open_stream(file)
+            _require_format(path, stream.schema)
+            while True:
+                yield stream.read_next_batch()
+        except StopIteration:
+            return
+        except (pa.ArrowInvalid, OSError):
+            if file.tell() < size:  # not at its end: damaged
+                raise
+
+
+def _read_sealed(
+    path: Path, columns: Sequence[str] | None = None, step: int | None = None
+) -> Iterator[pa.RecordBatch]:
+    with files.open_regular(path) as file, pq.ParquetFile(file) as parquet:
+        _require_format(path, parquet.schema_arrow)
+        groups = [
+            number
+            for number, (first, last) in enumerate(_steps_of_groups(parquet))
+            if step is None or first <= step <= last
+        ]
+        yield from parquet.iter_batches(ROWS, row_groups=groups, columns=columns)
+
+
+def _steps_of_groups(parquet: pq.ParquetFile) -> list[tuple[int, int]]:
+    """The first and the last step of each row group, from its statistics."""
+    index = parquet.schema_arrow.get_field_index("step")
+    groups = [parquet.metadata.row_group(i) for i in range(parquet.metadata.num_row_groups)]
+    found = [group.column(index).statistics for group in groups]
+    return [(int(one.min), int(one.max)) for one in found]
+
+
+def _grouped(batches: Iterable[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
+    """The batches that have rows, several together up to GROUP_BYTES."""
+    group: list[pa.RecordBatch] = []
+    size = 0
+    for batch in batches:
+        if batch.num_rows:
+            group.append(batch)
+            size += batch.nbytes
+        if size >= GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _require_format(path: Path, schema: pa.Schema) -> None:
+    found = (schema.metadata or {}).get(b"taut_table", b"none")
+    if found != FORMAT[b"taut_table"]:
+        raise DataError(
+            f"{path} is a table of version {found.decode(errors='replace')[:20]}; expected version "
+            f"{FORMAT[b'taut_table'].decode()}; read it with the taut that wrote it"
+        )
+
+
+def _parts(directory: Path) -> list[Path]:
+    """The parts of a table in their order. A stream whose sealed part is there is left out: it was to be removed."""
+    names = sorted(path.name for path in directory.glob("*") if PART.fullmatch(path.name))
+    sealed = {name.removesuffix(".parquet") for name in names if name.endswith(".parquet")}
+    return [
+        directory / name
+        for name in names
+        if name.endswith(".parquet") or name.removesuffix(".arrows") not in sealed
+    ]
+
+
+def _next_number(directory: Path) -> int:
+    numbers = [int(name[1]) for p in directory.glob("*") if (name := PART.fullmatch(p.name))]
+    return max(numbers, default=0) + 1
+
+
+def _last_step(path: Path) -> int:
+    """The largest step of a sealed part."""
+    with pq.ParquetFile(path) as parquet:
+        return max(last for _, last in _steps_of_groups(parquet))
+
+
+def read_column(path: Path, name: str) -> list[bytes]:
+    """What ``write_column`` wrote."""
+    column: list[bytes] = pq.read_table(path, columns=[name])[name].to_pylist()
+    return column
+
+
+def write_column(path: Path, name: str, values: Sequence[bytes]) -> None:
+    """A Parquet file with one column of bytes."""
+    with files.replacing(path) as partial:
+        pq.write_table(pa.table({name: pa.array(values, pa.binary())}), partial, compression="zstd")
+
+
+@contextmanager
+def writing_to(directory: Path) -> Iterator[None]:
+    """Raises OutputError where the system cannot write."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {directory}: {error.strerror or error}; expected a place with room that may be written; "
+            "free it or choose another out"
+        ) from error
