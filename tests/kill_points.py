@@ -5,10 +5,11 @@
     cache                                  out/best, elsewhere in out; in the cache of tokenised data
 
 An operation on files opens one for writing, syncs, renames or removes one, or makes or removes a directory. A native
-write of safetensors is two: before it, and in the middle of it, where half a file is there. Kinds are counted apart, so
-a point is the same one in every run, whichever thread gets there.
+write of safetensors is two: before it, and in the middle of it, where half a file is there. So are the tensors of a
+model: before the first of a file, and before the last. Kinds are counted apart, so a point is the same one in every
+run, whichever thread gets there.
 
-Knows the names in ``out``, nothing of how taut writes them. ``tests.killed_runs`` starts the runs.
+Knows the names in ``out``, and of how taut writes them only that. ``tests.killed_runs`` starts the runs.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Counted:
             time.sleep(60)  # for the signal
 
     def reach_file(
-        self, name: str, path: str | bytes | int, spoil: Callable[[], None] | None = None
+        self, name: str, path: str | bytes | int | Path, spoil: Callable[[], None] | None = None
     ) -> None:
         """An operation ``name`` on a file is about to happen; counted where it is the run's own."""
         place = os.path.abspath(os.fsdecode(_path_of(path) if isinstance(path, int) else path))  # noqa: PTH100
@@ -140,6 +141,17 @@ class Counted:
             self.reach_file("torn", path, lambda: os.truncate(path, half))
 
         os.fsync, library.serialize_file = synced, serialized
+
+        from taut.models.weight_files import WeightFile
+
+        put = WeightFile.put
+
+        def put_tensor(file: WeightFile, name: str, tensor: torch.Tensor) -> None:
+            if len(file.missing) in (1, file.num_tensors):
+                self.reach_file("put", file.path)
+            put(file, name, tensor)
+
+        WeightFile.put = put_tensor  # type: ignore[method-assign]
 
     def _install_steps(self) -> None:
         from torch.nn.modules.module import register_module_forward_pre_hook

@@ -39,6 +39,8 @@ class Left:
     """Their names."""
     tensors: dict[str, Tensor]
     """Of the model, the adapter, the best model and every checkpoint."""
+    recorded: list[str]
+    """The rows of its tables of tokens and rollouts."""
     files: dict[str, bytes]
     """All others of the model, the adapter and the best model."""
 
@@ -65,7 +67,20 @@ def left(out: Path) -> Left:
     for path in checkpoints:
         tensors |= {f"{path.name}: {key}": item for key, item in read_checkpoint(path).items()}
     steps = [{key: event[key] for key in TOLD} for event in events if event["kind"] == "step"]
-    return Left(steps, measured, [path.name for path in checkpoints], tensors, files)
+    names = [path.name for path in checkpoints]
+    return Left(steps, measured, names, tensors, recorded_in(out), files)
+
+
+def recorded_in(out: Path) -> list[str]:
+    """The rows of all tables, in the order of steps and samples, without the seconds that they took."""
+    from taut.io.tables import (
+        read_tables,
+    )  # pyarrow starts threads, which a fork server must not have
+
+    folders = [*sorted((out / "tokens").glob("rank-*")), out / "rollouts"]
+    rows = [row for f in folders for batch in read_tables(f) for row in batch.to_pylist()]
+    rows = [{k: v for k, v in row.items() if not k.startswith("seconds")} for row in rows]
+    return [repr(row) for row in sorted(rows, key=lambda row: (row["step"], repr(row)))]
 
 
 def _in_order(path: Path) -> bytes:
@@ -87,7 +102,7 @@ def require_equal(out: Path, whole: Left) -> None:
 def differences(one: Left, other: Left) -> list[str]:
     """What is not the same, bit for bit."""
     found = []
-    for name in ("steps", "measured", "checkpoints"):
+    for name in ("steps", "measured", "checkpoints", "recorded"):
         for first, second in zip_longest(getattr(one, name), getattr(other, name)):
             if first != second:
                 found.append(f"{name}: {first} against {second}")

@@ -262,8 +262,10 @@ class Packed:
         return replace(self, **moved, host=self)
 
 
-WORD = 8
-"""Bytes to which a tensor is aligned in a block that is copied."""
+WORD = 16
+"""Bytes to which a tensor is aligned in a block that is copied: what torch's compiler reads where it is. It copies any
+other tensor, at each call.
+"""
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -15,7 +15,7 @@ from tests.online_runs import keys_of, save_models
 from tests.run_directories import Left, left, require_equal
 from tests.slow_cases import slow_except
 
-COMMON = {"dtype": "float32", "checkpoint__background": False}
+COMMON = {"dtype": "float32", "checkpoint__background": False, "log__tokens__every": 2}
 KINDS: dict[str, dict[str, Any]] = {
     "grpo": {
         "steps": 6,  # rollouts before steps 1 and 5

@@ -92,6 +92,7 @@ def test_files_and_events_of_a_run(go: Go, train: Path) -> None:
         ".lock",
         "resolved.json",
         "events.jsonl",
+        "tokens",
         "model",
     }
     lines = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]

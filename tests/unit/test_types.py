@@ -40,6 +40,12 @@ def test_one_block_has_every_tensor_bit_for_bit(monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(value, expected, rtol=0, atol=0)
 
 
+def test_each_tensor_of_a_block_is_where_a_compiled_kernel_reads_it() -> None:
+    """torch's compiler copies what does not begin at a multiple of 16 bytes, at each call."""
+    found = to_device([torch.zeros(n, dtype=torch.int32) for n in (1, 3, 5, 2)], META)
+    assert {some.storage_offset() * some.itemsize % 16 for some in found} == {0}
+
+
 def test_what_is_on_the_device_already_is_not_copied() -> None:
     with watched():
         (there,) = to_device([torch.arange(3)], META)

@@ -98,6 +98,10 @@ class Loss:
         """The sums of the terms and the metrics."""
         raise NotImplementedError
 
+    def token_values(self, scores: Scores, packed: Packed) -> Mapping[str, Tensor]:
+        """Numbers of each target that the loss computes on its way, [N] by name, for the record of a run."""
+        return {}
+
     def derived(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Numbers computed from a step's means."""
         return {}

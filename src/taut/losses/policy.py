@@ -566,11 +566,29 @@ class PolicyGradient(Loss):
     def _surrogate(self) -> Surrogate:
         return SURROGATES[self.surrogate]
 
-    def __call__(self, scores: Scores, packed: Packed) -> LossSum:
+    def _choices(self, scores: Scores, packed: Packed) -> tuple[Choices, Tensor]:
+        """The sampled tokens, and the old policy's log-probabilities."""
         logp_N = scores.logp_N
         old_N = logp_N.detach() if self.is_fresh else packed.streams["old_logp_N"].to(logp_N)
         advantage_N = packed.streams["advantage_N"].to(logp_N)
-        chosen = Choices(logp_N, logp_N - old_N, advantage_N, packed, self.bounds)
+        return Choices(logp_N, logp_N - old_N, advantage_N, packed, self.bounds), old_N
+
+    @torch.no_grad()
+    def token_values(self, scores: Scores, packed: Packed) -> Mapping[str, Tensor]:
+        """``ratio_N``, and ``clipped_N``: -1 where the lower bound holds it, 1 where the upper one does, else 0."""
+        if self.is_fresh:
+            return {}
+        cost = self._surrogate.cost(self._choices(scores, packed)[0])
+        if cost.ratio_N is None:
+            return {}
+        values = {"ratio_N": cost.ratio_N}
+        if cost.low_N is not None and cost.high_N is not None:
+            values["clipped_N"] = cost.high_N.float() - cost.low_N.float()
+        return values
+
+    def __call__(self, scores: Scores, packed: Packed) -> LossSum:
+        logp_N = scores.logp_N
+        chosen, old_N = self._choices(scores, packed)
         difference_N = None  # of the trainer's and the engine's log-probabilities
         if self.has_engine_logp:
             difference_N = old_N - packed.streams["engine_logp_N"].to(logp_N)

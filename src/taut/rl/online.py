@@ -52,6 +52,7 @@ from taut.rl.rollout import POLICY, Group, Rollout, RolloutConfig, RolloutWorker
 from taut.rl.sampler import Trajectory
 from taut.train.log.events import to_json
 from taut.train.oom import require_room
+from taut.train.recorder import Recorder
 from taut.train.trainer import Role, Trainer
 from taut.types import IntArray, Media, Sample, Tree, Wants
 
@@ -392,6 +393,7 @@ class Online:
         fields = rollout_event(
             rollout, samples, of_credit, version, self.config, is_judged=is_judged
         )
+        self._record(trainer.recorder, step, rollout, samples)
         replayed = [sample for sample in self.replayed if self._is_young(sample.version, version)]
         emit(
             "rollout",
@@ -409,6 +411,13 @@ class Online:
         self.replayed = [*samples, *replayed][: self.config.replay_groups]
         self._taken = None
         return Phase(number, trees, events, before)
+
+    def _record(
+        self, recorder: Recorder, step: int, rollout: Rollout, samples: Sequence[TrainSample]
+    ) -> None:
+        from taut.rl.records import SCHEMA, rollout_rows
+
+        recorder.add_rollouts(step, SCHEMA, partial(rollout_rows, step, rollout, samples))
 
     def _is_young(self, drawn_at: int, version: int) -> bool:
         most = self.config.max_staleness

@@ -5,6 +5,8 @@
     out/checkpoints/     training state: step-000200/ and so on, and ``latest``, a text file with the newest one's name
     out/model/           the result in Hugging Face format; with LoRA also out/adapter/, or that alone
     out/best/            the best model so far, with eval.best
+    out/tokens/          what tokens of some samples were trained with (taut/train/recorder.py)
+    out/rollouts/        every trajectory that was sampled
     out/.lock            locked by the kernel while a process writes to the run
 
 ``require_usable`` only reads, so that it can run before anything is loaded; ``claim`` writes. A checkpoint with its
@@ -45,12 +47,18 @@ LATEST = "latest"
 META = "meta.json"
 """In a checkpoint: everything but the tensors."""
 MODEL, ADAPTER, BEST, CRITIC = "model", "adapter", "best", "critic"
+TOKENS, ROLLOUTS = "tokens", "rollouts"
+VOCABULARY = "vocabulary.parquet"
+"""In out/tokens: the bytes of each token, in the order of their ids."""
 LOCK = ".lock"
 LOOK, LOOKS = 0.01, 10
 """Seconds that ``owner`` may hold the lock, and how often ``Lock`` waits that long."""
 HELD = (errno.EWOULDBLOCK, errno.EACCES)
 """The system's errors where another process has the lock."""
-WRITTEN = (MODEL, ADAPTER, BEST, CRITIC, CHECKPOINTS, EVENTS, "tensorboard", "wandb", MARK)
+WRITTEN = (
+    *(MODEL, ADAPTER, BEST, CRITIC, CHECKPOINTS, TOKENS, ROLLOUTS, EVENTS),
+    *("tensorboard", "wandb", MARK),
+)
 """The files of a run, which ``overwrite`` removes: the mark last, so that after a kill the rest is still a run."""
 
 

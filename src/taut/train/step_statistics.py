@@ -29,7 +29,7 @@ def compute_statistics(
     """The loss's statistics of all observations, on the CPU, the same on every rank."""
     read = iter(to_host([value for values in observed for value in values.values()]))
     mine = [{name: next(read) for name in values} for values in observed]
-    gathered = [values for rank in ranks.gather(mine) for values in rank]
+    gathered = [values for rank in ranks.gather_in_step(mine) for values in rank]
     assert gathered, "a step without micro-batches"
     joined = {name: torch.cat([values[name] for values in gathered]) for name in gathered[0]}
     return loss.statistics(joined)
@@ -41,7 +41,7 @@ def attach_statistics(
     """The micro-batches, each with its entries of the statistics; zeros where one does not count."""
     counted = [packed for packed, is_real in planned if is_real]
     num_mine = [sum(p.num_samples for p in counted), sum(p.num_pairs for p in counted)]
-    before = ranks.gather(num_mine)[: ranks.rank]
+    before = ranks.gather_in_step(num_mine)[: ranks.rank]
     begins = {suffix: sum(num[i] for num in before) for i, suffix in enumerate(("_S", "_P"))}
     result: list[tuple[Packed, bool]] = []
     for packed, is_real in planned:
@@ -108,19 +108,27 @@ class Sums:
         self,
         ranks: Ranks,
         others: Sequence[Tensor] = (),
-        note: Callable[[], Any] = lambda: None,
+        own: Sequence[Tensor] = (),
+        note: Callable[[Sequence[Tensor]], Any] = lambda _: None,
     ) -> Totals:
         """The numbers over all ranks, of every name that any rank has; every rank calls it. ``others``: numbers that
-        are the same on every rank; ``note``: what this rank says besides, once its numbers are read.
+        are the same on every rank. ``own``: tensors of this rank, read together with them and handed to ``note``, which
+        returns what this rank says besides.
         """
         flat = [value for pair in self._sums.values() for value in pair]
-        numbers = iter(_read([*flat, *self._largest.values(), *others]))
+        read = _read([*flat, *self._largest.values(), *others, *own])
+        of_this_rank = [
+            value for value in read[len(read) - len(own) :] if isinstance(value, Tensor)
+        ]
+        numbers = map(float, read[: len(read) - len(own)])
         mine = {name: Sum(next(numbers), next(numbers)) for name in self._sums}
         my_largest = {name: next(numbers) for name in self._largest}
         sums: dict[str, Sum] = {}
         largest: dict[str, float] = {}
         notes = []
-        for of_sums, of_largest, said in ranks.gather((mine, my_largest, note())):
+        for of_sums, of_largest, said in ranks.gather_in_step(
+            (mine, my_largest, note(of_this_rank))
+        ):
             for name, (total, count) in of_sums.items():
                 before = sums.get(name, Sum(0.0, 0.0))
                 sums[name] = Sum(before.total + total, before.over + count)
@@ -148,7 +156,7 @@ def _number(value: Tensor | float) -> Tensor | float:
     return float(value)
 
 
-def _read(values: Sequence[Tensor | float]) -> list[float]:
-    """The numbers, with one read of a device."""
+def _read(values: Sequence[Tensor | float]) -> list[Tensor | float]:
+    """The values in host memory, with one read of a device."""
     read = iter(to_host([value for value in values if isinstance(value, Tensor)]))
-    return [float(next(read)) if isinstance(value, Tensor) else value for value in values]
+    return [next(read) if isinstance(value, Tensor) else value for value in values]

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -29,13 +30,14 @@ from taut import losses
 from taut.config import Decision
 from taut.data.batching import Budget, Cursor, Rows, assign, divide, layouts, samples_of
 from taut.data.packing import PackPolicy
-from taut.errors import NonFiniteError, OutOfMemory
+from taut.errors import NonFiniteError, OutOfMemory, RankFailed
 from taut.losses import Loss
 from taut.models.noise import Noise
 from taut.train import distributed, optim, random_state, step_statistics
 from taut.train.checkpoint import Memory
 from taut.train.distributed import Ranks
 from taut.train.oom import Fit
+from taut.train.recorder import Recorder
 from taut.train.signals import Interrupts
 from taut.types import LossSum, Packed, Picture, Scores, Tree
 
@@ -129,6 +131,8 @@ class Gradients(NamedTuple):
     """The loss of each, without gradient."""
     scales: dict[str, float]
     """By which each term is multiplied."""
+    logps: list[Tensor]
+    """Of each: the sum of every sample's ``logp_N``, [S]; empty where there are no targets."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,9 @@ class StepReport:
     grad_norm: float = float("nan")
     signals: Sequence[str | None] = ()
     """What each rank has received."""
+    trees: Sequence[Tree] = ()
+    nll: Mapping[str, float] = field(default_factory=dict)
+    """Each sample's mean -logprob of its targets, in nats, by id; of all ranks. Empty where nothing is predicted."""
 
 
 class Monitor(Protocol):
@@ -187,6 +194,8 @@ class Trainer:
     """Called before a step is planned, e.g. to start reading images."""
     emit: Final[Callable[..., None]] = emit_nowhere
     """Writes an event: ``emit(kind, **fields)``."""
+    recorder: Final[Recorder] = field(default_factory=Recorder)
+    """Keeps tokens and rollouts."""
     interrupts: Final[Interrupts] = field(default_factory=Interrupts)
     done: int = field(default=0, init=False)
     """The last step whose update the weights have."""
@@ -243,9 +252,18 @@ def _take_step(trainer: Trainer, step: int) -> None:
         num_tokens_unshared=report.num_tokens_unshared,
         seconds=time.perf_counter() - began,
         sample_ids=report.sample_ids,
+        **_sample_nll(report),
         **_gpu_memory(trainer.ranks.device),
         **report.metrics,
     )
+
+
+def _sample_nll(report: StepReport) -> dict[str, list[float]]:
+    """The mean -logprob of each of ``sample_ids``, to five digits."""
+    if not report.nll:
+        return {}
+    values = [report.nll.get(sample_id, math.nan) for sample_id in report.sample_ids]
+    return {"sample_nll": [float(f"{value:.5g}") for value in values]}
 
 
 def _gpu_memory(device: torch.device) -> dict[str, int]:
@@ -278,7 +296,9 @@ def use_budget(trainer: Trainer, step: int, *, is_reported: bool = False) -> Non
 
 def train_step(trainer: Trainer, step: int) -> StepReport:
     """One optimizer step. A step without trees is skipped: weights and optimizer state stay, the schedule advances."""
+    trainer.ranks.doing(f"preparing step {step}")
     plan = take_plan(trainer, step)
+    trainer.ranks.doing(f"taking step {step}")
     trees = plan.trees
     if trees:
         gradients = compute_gradients(trainer, plan, step)
@@ -294,6 +314,10 @@ def train_step(trainer: Trainer, step: int) -> StepReport:
         trainer.interrupts.obey(report.signals)
     else:
         trainer.interrupts.agree(trainer.ranks)
+    if (
+        trees and trainer.recorder is not None
+    ):  # first, so that a step which a monitor stops is recorded
+        trainer.recorder.look(report, trainer)
     for monitor in trainer.monitors if trees else ():
         monitor(report, trainer)
     optim.set_learning_rate(trainer.optimizer, trainer.learning_rate(step), step)
@@ -307,11 +331,17 @@ def train_step(trainer: Trainer, step: int) -> StepReport:
 
 def plan_ahead(trainer: Trainer, step: int) -> None:
     """Plan a step while the one in front of it is still to be updated, if its trees are known by now."""
-    if step > trainer.num_steps or not trainer.source.is_known(step):
-        return
+    if step <= trainer.num_steps and trainer.source.is_known(step):
+        with _errors_put_aside(trainer, step):
+            _plan_step(trainer, step)
+
+
+@contextmanager
+def _errors_put_aside(trainer: Trainer, step: int) -> Iterator[None]:
+    """An error in planning a step ahead is raised when the step begins: those in front of it are sound."""
     try:
-        _plan_step(trainer, step)
-    except Exception as error:  # noqa: BLE001 (raised by take_plan: the step in front of it is sound)
+        yield
+    except Exception as error:  # noqa: BLE001 (raised by take_plan)
         trainer.plans[step, trainer.budget] = error
 
 
@@ -367,10 +397,13 @@ def compute_gradients(trainer: Trainer, plan: Planned, step: int) -> Gradients:
     trainer.scorer.train()
     planned = prepare_microbatches(trainer, plan, f"step {step}")
     microbatches = [packed for packed, is_real in planned if is_real]
-    counts = plan.counts or denominators(trainer.source.loss, microbatches, trainer.ranks)
+    counts = plan.counts
+    if counts is None:
+        require_same_plan(step, trainer.ranks.gather_in_step(drawn_of(plan)))
+        counts = denominators(trainer.source.loss, microbatches, trainer.ranks)
     scales = {term: 1.0 / count for term, count in counts.items()}
     nothing = dict.fromkeys(scales, 0.0)
-    scored, sums = [], []
+    scored, sums, logps = [], [], []
     with distributed.summing_gradients(trainer.trained, trainer.ranks):
         for packed, is_real in on_device(trainer, planned):
             if trainer.ranks.size == 1:
@@ -379,8 +412,10 @@ def compute_gradients(trainer: Trainer, plan: Planned, step: int) -> Gradients:
             scores, of_loss = trainer.fit.attempt(act, packed, plan.trees, f"step {step}")
             if is_real:
                 scored.append(Scored(packed.on_host, scores))
+                logp_N = scores.logp_N
+                logps.append(packed.by_sample(logp_N) if logp_N.numel() else logp_N)
                 sums.append(of_loss)
-    return Gradients(scored, sums, scales)
+    return Gradients(scored, sums, scales, logps)
 
 
 def on_device(
@@ -518,11 +553,19 @@ def summarise(
         for name in SIZES:
             sums.add(name, getattr(packed, name))
 
-    def note() -> tuple[str | None, list[float] | None]:
-        return trainer.interrupts.received, _counts_ahead(trainer, step + 1)
+    def note(
+        logps: Sequence[Tensor],
+    ) -> tuple[str | None, list[float] | None, Drawn | None, dict[str, float]]:
+        ahead = trainer.plans.get((step + 1, trainer.budget))
+        drawn = drawn_of(ahead) if isinstance(ahead, Planned) else None
+        nll = _nll_of_samples(gradients.scored, logps)
+        return trainer.interrupts.received, _counts_ahead(trainer, step + 1), drawn, nll
 
-    totals, largest, read, notes = sums.totals(trainer.ranks, list(norms.values()), note)
-    signals, counts = zip(*notes, strict=True)
+    totals, largest, read, notes = sums.totals(
+        trainer.ranks, list(norms.values()), gradients.logps, note
+    )
+    signals, counts, drawn, nlls = zip(*notes, strict=True)
+    require_same_plan(step + 1, drawn)
     _agree_on_counts(trainer, step + 1, counts)
     terms = {term: totals.pop(f"term {term}").total for term in gradients.scales}
     sizes = {name: int(totals.pop(name).total) for name in SIZES}
@@ -536,8 +579,52 @@ def summarise(
         sample_ids=[sample.id for tree in trees for sample in tree.samples],
         scored=gradients.scored,
         signals=signals,
+        trees=trees,
+        nll={sample_id: value for nll in nlls for sample_id, value in nll.items()},
         **sizes,
     )
+
+
+class Drawn(NamedTuple):
+    """What all ranks must plan alike."""
+
+    num_microbatches: int
+    """Of each rank: what it does not fill itself is filled up."""
+    num_samples: int
+    digest: int
+    """Of the samples' ids."""
+
+
+def drawn_of(plan: Planned) -> Drawn:
+    ids = [sample.id for tree in plan.trees for sample in tree.samples]
+    return Drawn(len(plan.microbatches), len(ids), zlib.crc32("\n".join(ids).encode()))
+
+
+def require_same_plan(step: int, of_ranks: Sequence[Drawn | None]) -> None:
+    """Raise RankFailed where a rank has planned a step otherwise than the first: their collectives would not meet."""
+    for rank, drawn in enumerate(of_ranks):
+        if drawn is not None and of_ranks[0] is not None and drawn != of_ranks[0]:
+            plans = [
+                f"rank {number}: {some.num_microbatches} micro-batches of {some.num_samples} samples, checksum of ids "
+                f"{some.digest:08x}"
+                for number, some in ((0, of_ranks[0]), (rank, drawn))
+            ]
+            raise RankFailed(
+                f"the ranks have planned step {step} differently ({'; '.join(plans)}); expected the same samples and "
+                "the same number of micro-batches; see that data, settings and versions are the same on all ranks"
+            )
+
+
+def _nll_of_samples(scored: Sequence[Scored], logps: Sequence[Tensor]) -> dict[str, float]:
+    """The mean -logprob of each sample's targets. ``logps``: the sums of each micro-batch's samples, on the host."""
+    nll: dict[str, float] = {}
+    for (packed, _), logp_S in zip(scored, logps, strict=True):
+        if not logp_S.numel():
+            continue
+        num_targets_S = torch.bincount(packed.row_N, minlength=packed.num_samples)
+        means = zip(packed.sample_ids, (-logp_S.double() / num_targets_S).tolist(), strict=True)
+        nll |= {sample_id: value for sample_id, value in means if not math.isnan(value)}
+    return nll
 
 
 def _counts_ahead(trainer: Trainer, step: int) -> list[float] | None:
@@ -599,7 +686,8 @@ class Prefetch:
         first = max(step, self.last + 1)
         self.last = min(step + 1, trainer.num_steps)
         for number in range(first, self.last + 1):
-            plan = keep_plan(trainer, number)
-            self.expect(
-                [medium.picture for packed, _ in plan.microbatches for medium in packed.media]
-            )
+            with nullcontext() if number == step else _errors_put_aside(trainer, number):
+                plan = keep_plan(trainer, number)
+                self.expect(
+                    [medium.picture for packed, _ in plan.microbatches for medium in packed.media]
+                )

@@ -26,6 +26,7 @@ from taut.rl.monitors import RolloutMonitor, RolloutMonitorConfig
 from taut.rl.online import Online, numbered
 from taut.rl.rollout import RolloutConfig, RolloutWorker
 from taut.train.distributed import Ranks
+from taut.train.recorder import Recorder
 from taut.train.signals import Interrupts
 from taut.train.trainer import Trainer
 from taut.types import Sample, Tree
@@ -39,7 +40,7 @@ class FakeTrainer:
 
     def __init__(self, num_steps: int = 100) -> None:
         self.done, self.num_steps, self.ranks = 0, num_steps, ONE
-        self.interrupts = Interrupts()
+        self.interrupts, self.recorder = Interrupts(), Recorder()
         self.told: list[tuple[str, dict[str, Any]]] = []
 
     def emit(self, kind: str, **fields: Any) -> None:

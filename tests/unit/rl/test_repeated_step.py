@@ -19,6 +19,7 @@ from taut.rl.monitors import RolloutMonitor, RolloutMonitorConfig
 from taut.rl.online import Online
 from taut.rl.rollout import RolloutConfig
 from taut.train.distributed import Ranks
+from taut.train.recorder import Recorder
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
@@ -31,7 +32,11 @@ def test_a_step_begun_again_for_want_of_memory_finds_its_roll_out(
     interrupts = SimpleNamespace(at_once=lambda ranks: nullcontext(), held=nullcontext)
     ranks = Ranks(0, 1, torch.device("cpu"))
     trainer: Any = SimpleNamespace(
-        interrupts=interrupts, ranks=ranks, num_steps=3, emit=lambda *_, **__: None
+        recorder=Recorder(),
+        interrupts=interrupts,
+        ranks=ranks,
+        num_steps=3,
+        emit=lambda *_, **__: None,
     )
     order = Order([], 3, 2, False, None)
     monkeypatch.setattr(Order, "step", lambda self, step: [step, step + 1])
@@ -67,7 +72,11 @@ def test_weights_that_an_engine_has_are_not_sent_again(monkeypatch: pytest.Monke
     config = RolloutConfig(n=2, asynchronous=True, engine="server", url="http://127.0.0.1:9/v1")
     interrupts = SimpleNamespace(at_once=lambda ranks: nullcontext(), held=nullcontext)
     trainer: Any = SimpleNamespace(
-        interrupts=interrupts, ranks=None, num_steps=3, emit=lambda *_, **__: None
+        recorder=Recorder(),
+        interrupts=interrupts,
+        ranks=None,
+        num_steps=3,
+        emit=lambda *_, **__: None,
     )
     pushed: list[int] = []
     monkeypatch.setattr(Order, "step", lambda self, step: [step, step + 1])

@@ -42,12 +42,12 @@ class Rank:
     def __init__(self, rank: int, *calls: list[Any]) -> None:
         self.rank, self.size, self._calls = rank, len(calls[0]) + 1, list(calls)
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather_in_step(self, value: Any) -> list[Any]:
         others = self._calls.pop(0)
         return [*others[: self.rank], value, *others[self.rank :]]
 
     def sum(self, values: list[float]) -> list[float]:
-        return [sum(each) for each in zip(*self.gather(values), strict=True)]
+        return [sum(each) for each in zip(*self.gather_in_step(values), strict=True)]
 
 
 def ranks(rank: int, *calls: list[Any]) -> Ranks:
@@ -93,7 +93,7 @@ def test_sums_and_means_over_ranks_have_every_name_that_any_rank_has() -> None:
     sums.add("loss", 1.0, torch.tensor(2.0))
     assert sums.means(ONE) == {"loss": 1.0}
     theirs = [({"loss": (6.0, 1.0), "other": (4.0, 0.0)}, {}, "theirs")]
-    totals = sums.totals(ranks(0, theirs), note=lambda: "mine")
+    totals = sums.totals(ranks(0, theirs), note=lambda _: "mine")
     assert totals.sums == {"loss": (10.0, 5.0), "other": (4.0, 0.0)}
     assert totals.notes == ["mine", "theirs"]
     assert sums.means(ranks(0, theirs)) == {"loss": 2.0}, "nothing was counted of the other"

@@ -28,6 +28,27 @@ from taut.train.log.events import KINDS, Event, EventLog, Kind, ReportLost, all_
 
 
 @configclass
+class TokenRecordConfig:
+    """Which samples are recorded token by token, in out/tokens."""
+
+    every: Annotated[int, Field(ge=0)] = 50
+    """Steps between two records; those of the first and the last step, and of steps in which a monitor warns or stops
+    the run, come in addition. 0: only those."""
+    samples: Annotated[int, Field(ge=0)] = 8
+    """Samples of a recorded step: half of them those with the lowest mean logprob, the others drawn. 0: none."""
+    max_mib: Annotated[int, Field(ge=1)] = 256
+    """Space that they may take on each rank. As it fills, steps are recorded more seldom."""
+
+
+@configclass
+class RolloutRecordConfig:
+    """The record of all rollouts, in out/rollouts: prompts, tokens, logprobs, advantages and rewards."""
+
+    max_gib: Annotated[float, Field(ge=0)] = 16.0
+    """Space that they may take; later rollouts are then not recorded, and a warning says so. 0: records none."""
+
+
+@configclass
 class LogConfig:
     """Reports in addition to ``events.jsonl``, which is always written."""
 
@@ -39,6 +60,8 @@ class LogConfig:
     """Write TensorBoard scalars to out/tensorboard; needs the extra tensorboard."""
     wandb: str | None = None
     """Weights & Biases project to report to; needs the extra wandb."""
+    tokens: TokenRecordConfig = TokenRecordConfig()
+    rollouts: RolloutRecordConfig = RolloutRecordConfig()
 
     def __post_init__(self) -> None:
         if self.tensorboard:
@@ -75,10 +98,16 @@ class RunLog:
         self._is_open = sinks is not None
         self._sinks = list(sinks or [])
 
-    def open(self, out: Path, config: LogConfig, *, is_writer: bool = True) -> Self:
-        """Open the sinks of a run in ``out``; none on ranks that do not write. No event can be emitted before."""
+    def open(
+        self, out: Path, config: LogConfig, *, is_writer: bool = True, listener: Sink | None = None
+    ) -> Self:
+        """Open the sinks of a run in ``out``; on ranks that do not write ``listener`` alone. No event can be emitted
+        before.
+        """
         assert not self._is_open, "a log is opened once"
         self._is_open = True
+        if listener is not None:
+            self._sinks.append(listener)
         if not is_writer:
             return self
         record, sinks = EventLog(out / "events.jsonl"), self._sinks

@@ -1,0 +1,209 @@
+"""What a run records: tokens of chosen samples as the step computed them, every rollout, and no more than is asked."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tests.chat_runs import PLAIN, chats, events, save_model, sft, write_rows
+from tests.online_runs import keys_of, save_models
+from tests.run_directories import recorded_in
+from tests.tiny_samples import nested_family
+from transformers import AutoModelForCausalLM
+
+import taut
+from taut.cli import main
+from taut.data.packing import pack
+from taut.io.tables import read_tables
+from taut.train.log import LogConfig, TokenRecordConfig
+from taut.train.recorder import LEVELS, Recorder, _shared, choose
+from taut.train.trainer import StepReport
+
+
+def rows_in(folder: Path) -> list[dict[str, Any]]:
+    return [row for batch in read_tables(folder) for row in batch.to_pylist()]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("run")
+    model = save_model(place / "model")
+    rows = write_rows(place / "rows.jsonl", chats(24))
+    sft(
+        model,
+        rows,
+        place / "out",
+        steps=5,
+        **PLAIN,
+        **{"log.tokens.every": 2, "log.tokens.samples": 4},
+    )
+    return place
+
+
+def test_chosen_steps_have_their_worst_and_some_other_samples(run: Path) -> None:
+    rows, steps = rows_in(run / "out/tokens/rank-00000"), events(run / "out", "step")
+    assert [row["step"] for row in rows] == [step for step in (1, 2, 4, 5) for _ in range(4)]
+    for step in (1, 2, 4, 5):
+        nll = dict(zip(steps[step - 1]["sample_ids"], steps[step - 1]["sample_nll"], strict=True))
+        mine = [row for row in rows if row["step"] == step]
+        assert {row["sample_id"] for row in mine} <= nll.keys()
+        worst = sorted(nll, key=lambda sample_id: -nll[sample_id])[:2]
+        assert {row["sample_id"] for row in mine if row["why"] == "worst"} == set(worst)
+        for row in mine:
+            assert -np.mean(row["logp_N"]) == pytest.approx(nll[row["sample_id"]], rel=1e-4)
+
+
+def test_logprobs_are_those_of_the_library_for_the_sample_alone(run: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float64)
+    vocabulary = pq.read_table(run / "out/tokens/vocabulary.parquet")["bytes"].to_pylist()
+    first = [row for row in rows_in(run / "out/tokens/rank-00000") if row["step"] == 1]
+    for row in first:
+        ids, at = torch.tensor(row["ids_T"]), torch.tensor(row["target_at_N"])
+        with torch.no_grad():
+            logp = model(ids[None], use_cache=False).logits[0].log_softmax(-1)[at - 1, ids[at]]
+        assert row["logp_N"] == pytest.approx(logp.tolist(), abs=1e-5)
+        assert row["weight_N"] == [1.0] * len(row["logp_N"])
+        text = b"".join(vocabulary[index] for index in row["ids_T"]).decode()
+        assert text.startswith("<|im_start|>") and "assistant\n" in text
+
+
+def test_nothing_is_recorded_where_nothing_is_asked_for(run: Path, tmp_path: Path) -> None:
+    off = {"log.tokens.samples": 0, "log.rollouts.max_gib": 0}
+    sft(run / "model", run / "rows.jsonl", tmp_path / "out", steps=2, **PLAIN, **off)
+    assert not (tmp_path / "out/tokens").exists()
+
+
+def test_a_step_that_is_warned_of_is_recorded_and_the_samples_named_first(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from taut.train.monitors import Spikes
+
+    def warn(self: Spikes, report: StepReport, trainer: Any) -> None:
+        if report.step == 3:
+            trainer.emit("warning", name="odd", step=3, sample_ids=report.sample_ids[-1:])
+
+    monkeypatch.setattr(Spikes, "__call__", warn)
+    keys = {"log.tokens.every": 0, "log.tokens.samples": 2}
+    sft(run / "model", run / "rows.jsonl", tmp_path / "out", steps=5, **PLAIN, **keys)
+    rows = rows_in(tmp_path / "out/tokens/rank-00000")
+    named = events(tmp_path / "out", "step")[2]["sample_ids"][-1]
+    assert sorted({row["step"] for row in rows}) == [1, 3, 5]
+    assert [row["why"] for row in rows if row["sample_id"] == named and row["step"] == 3] == ["odd"]
+
+
+def test_every_rollout_is_recorded_and_its_tokens_have_what_trained_them(tmp_path: Path) -> None:
+    model = save_models(tmp_path)
+    keys = keys_of("grpo", model, tmp_path, steps=4) | {"rollout.epochs": 2, "log.tokens.every": 1}
+    out = taut.grpo(**keys).out
+    rollouts = rows_in(out / "rollouts")
+    told = events(out, "rollout")
+    assert [row["step"] for row in rollouts] == [
+        event["step"] for event in told for _ in range(event["completions"])
+    ]
+    for event in told:
+        mine = [row for row in rollouts if row["step"] == event["step"]]
+        rewards = [row["reward"] for row in mine if row["is_kept"] and row["reward"] is not None]
+        assert np.mean(rewards) == pytest.approx(event["reward"])
+    by_name = {row["sample_id"]: row for row in rollouts}
+    seen = 0
+    for row in rows_in(out / "tokens/rank-00000"):
+        whole, streams = by_name[row["sample_id"]], dict(row["streams"])
+        assert row["ids_T"] == whole["ids_T"] and row["target_at_N"] == whole["sampled_at_N"]
+        assert streams["advantage_N"] == whole["advantage_N"]
+        if row["step"] % 2 == 0:  # the second pass over a rollout: the policy has moved
+            ratio = np.exp(np.subtract(row["logp_N"], streams["old_logp_N"]))
+            assert streams["ratio_N"] == pytest.approx(ratio.tolist(), rel=1e-4)
+            assert set(streams["clipped_N"]) <= {-1.0, 0.0, 1.0}
+            seen += 1
+    assert seen
+
+
+def test_shared_prefixes_are_named(tmp_path: Path) -> None:
+    samples = nested_family(97)
+    packed = pack(samples)
+    for row, sample_id in enumerate(packed.sample_ids):
+        mine = next(sample for sample in samples if sample.id == sample_id)
+        others = [sample for sample in samples if sample.id != sample_id]
+        num_shared, names = _shared(packed, row)
+        common = {
+            other.id: int(
+                np.argmin([*(a == b for a, b in zip(mine.ids_T, other.ids_T, strict=False)), False])
+            )
+            for other in others
+        }
+        assert num_shared <= max(common.values())
+        assert all(common[name] >= num_shared for name in names) and bool(names) == bool(num_shared)
+    assert any(_shared(packed, row)[0] for row in range(packed.num_samples))
+
+
+def test_steps_are_recorded_more_seldom_as_space_runs_out() -> None:
+    config = LogConfig(tokens=TokenRecordConfig(every=10, max_mib=1))
+    recorder, table = Recorder(config), SimpleNamespace(num_bytes=0)
+    recorder.out, recorder._tables[recorder._place] = Path("out"), table  # type: ignore[assignment]
+    counts = []
+    for used in (0, 0.4, 0.6, 0.8, 0.99999, 2):
+        table.num_bytes = int(used * 2**20)
+        counts.append(sum(recorder._is_due(step, 10**9) for step in range(2, 12_802)))
+    assert counts == [1280, 1280, 640, 320, 1, 1]
+    assert recorder._level() == LEVELS
+
+
+def test_samples_are_chosen_alike_wherever_it_is_asked() -> None:
+    ids = [f"rows.jsonl:{number}" for number in range(20)]
+    nll = {sample_id: float(number % 7) for number, sample_id in enumerate(ids)}
+    report = StepReport(4, 1.0, {}, 1, 1, 1, ids, [], nll=nll)
+    chosen = choose(report, 6, seed=3)
+    assert choose(report, 6, seed=3) == chosen and choose(report, 6, seed=4) != chosen
+    assert len({one.sample_id for one in chosen}) == 6
+    assert [one.why for one in chosen] == ["worst"] * 3 + ["random"] * 3
+    assert len(choose(report, 99, seed=3)) == 20
+    without = StepReport(4, 1.0, {}, 1, 1, 1, ids, [])
+    assert [one.why for one in choose(without, 2, 0)] == ["random"] * 2
+    assert not math.isnan(sum(nll.values())) and recorded_in(Path("nowhere")) == []
+
+
+def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = main(words)
+    return code, "".join(capsys.readouterr())
+
+
+def test_a_step_is_shown_with_what_was_recorded_of_it(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = run / "out"
+    code, said = printed(["show", "--step", "4", str(out)], capsys)
+    step = events(out, "step")[3]
+    assert code == 0 and f"step 4: loss {step['loss']:.5g}" in said
+    assert all(sample_id in said for sample_id in step["sample_ids"])
+    assert said.count("least expected: ") == 4 and "(worst)" in said and "(random)" in said
+    assert (
+        "no tokens were recorded of this step; steps 1, 2, 4, 5 have some"
+        in (printed(["show", str(out), "step=3"], capsys)[1])
+    )
+    assert (
+        "has no step 9; expected one of its steps 1 to 5"
+        in (printed(["show", str(out), "step=9"], capsys)[1])
+    )
+
+
+def test_rollouts_are_printed_group_by_group(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], run: Path
+) -> None:
+    keys = keys_of("grpo", save_models(tmp_path), tmp_path, steps=2, **{"log.rollouts.max_gib": 1})
+    out = str(taut.grpo(**keys).out)
+    rows = [row for row in rows_in(Path(out) / "rollouts") if row["step"] == 2]
+    code, said = printed(["rollouts", out, "sort=reward", "groups=99"], capsys)
+    assert code == 0 and f"step 2: 4 prompts, {len(rows)} answers, mean reward " in said
+    assert all(row["prompt_id"] in said for row in rows) and "What is" in said
+    _, said = printed(["rollouts", out, "--json"], capsys)
+    assert [json.loads(line)["ids_T"] for line in said.splitlines()] == [r["ids_T"] for r in rows]
+    assert "has no rollouts of step 7" in printed(["rollouts", out, "step=7"], capsys)[1]
+    assert "has no rollouts; expected" in printed(["rollouts", str(run / "out")], capsys)[1]
+    assert "is not a taut run" in printed(["rollouts", str(tmp_path)], capsys)[1]
