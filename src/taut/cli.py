@@ -20,21 +20,19 @@ import os
 import re
 import signal
 import sys
-import time
 import traceback
 from collections import deque
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from taut import __version__
-from taut.errors import ConfigError, Interrupted, TautError, redacted
+from taut.errors import ConfigError, Interrupted, RankFailed, TautError
 from taut.extras import explained_imports, require
 from taut.io import threads
-from taut.io.console import guarded, is_first_on_host, one_line
+from taut.io.console import guarded, is_first_on_host, one_line, tell
 from taut.methods import METHODS
 from taut.train.signals import SIGNALS, Interrupt, Interrupts
 
@@ -76,7 +74,7 @@ OTHERS = {
     ),
     "show": Command(
         "[RUN.toml] [key=value ...]",
-        "print the resolved configuration, and which tokens are targets",
+        "print the configuration and which tokens are targets; of a run (--step N RUN) a step",
         "taut.commands.show:show",
         "taut.methods.method:RunConfig",
         has_method=True,
@@ -110,6 +108,13 @@ OTHERS = {
         "taut.commands.runs:Runs",
         many="directories",
         extras=(),
+    ),
+    "rollouts": Command(
+        "RUN [step=N] [sort=reward]",
+        "print the rollouts of a step, with their rewards",
+        "taut.commands.rollouts:run",
+        "taut.commands.rollouts:Rollouts",
+        ("out",),
     ),
     "generate": Command(
         "MODEL prompts=FILE out=FILE",
@@ -190,14 +195,23 @@ OTHERS = {
     ),
 }
 """The commands that do not train."""
-CHECK_RECIPE = Command(
-    "--recipe KIND:FILE [--processes N] [--json]",
-    "find what is wrong with another framework's recipe",
-    "taut.commands.check_recipe:run",
-    "taut.commands.check_recipe:CheckRecipe",
-    extras=(),
-)
-"""``taut check`` where the key ``recipe`` is set."""
+WITH_KEY = {
+    ("show", "step"): Command(
+        "--step N RUN",
+        "print the samples of a step with the losses that a run recorded",
+        "taut.commands.show_step:run",
+        "taut.commands.show_step:ShowStep",
+        ("out",),
+    ),
+    ("check", "recipe"): Command(
+        "--recipe KIND:FILE [--processes N] [--json]",
+        "find what is wrong with another framework's recipe",
+        "taut.commands.check_recipe:run",
+        "taut.commands.check_recipe:CheckRecipe",
+        extras=(),
+    ),
+}
+"""What a command is where a key is set."""
 EXAMPLE = "example: taut sft model=DIR data.train=a.jsonl out=runs/a steps=100 seed=1"
 
 
@@ -235,48 +249,58 @@ def _run_guarded(words: Sequence[str], interrupts: Interrupts) -> int:
         with interrupts.at_once():
             return _dispatch(words)
     except TautError as error:
-        _report(f"taut: error: {' '.join(str(error).splitlines())}", error.exit_code)
-        return error.exit_code
+        return _end(error)
     except KeyboardInterrupt as interrupt:
         is_ctrl_c = interrupts.received in (None, signal.SIGINT.name)
         how = "" if is_ctrl_c else f" by {interrupts.received}"
         kept = () if isinstance(interrupt, Interrupt) else interrupt.args
         code = CTRL_C if is_ctrl_c else Interrupted.exit_code
-        _report(": ".join([f"taut: interrupted{how}", *map(str, kept)]), code)
-        return code
+        return _report(": ".join([f"taut: interrupted{how}", *map(str, kept)]), code)
     except Exception as error:  # noqa: BLE001 - printed whole
+        failure = _of_others(error)
+        if failure is not None:
+            return _end(failure)
         if "RANK" in os.environ and "torch" in sys.modules:
             from taut.train import distributed
 
-            code_of_first = distributed.exit_code_of_first_to_fail()
-            if code_of_first is not None and isinstance(error, RuntimeError):
-                return (
-                    code_of_first  # a collective broken by a failed rank, which prints the reason
-                )
-            distributed.is_first_to_fail(1)
+            distributed.is_first_to_fail(1, f"{type(error).__name__}: {error}")
         sys.stderr.write(
             "".join(traceback.format_exception(error))
         )  # inside guarded(), which escapes it
         return 1
 
 
-def _report(line: str, exit_code: int) -> None:
-    """Print the final line; of several ranks, the first to fail does, and passes it to torchrun."""
+def _of_others(error: Exception) -> RankFailed | None:
+    """The failure of another rank that brought this one about: torchrun ends the others by a signal, and collectives
+    break.
+    """
+    if "RANK" not in os.environ or "torch" not in sys.modules or isinstance(error, RankFailed):
+        return None
+    from taut.train import distributed
+
+    if isinstance(error, Interrupted):
+        return distributed.failure_of_others()
+    return distributed.explain(error)
+
+
+def _end(error: TautError) -> int:
+    error = _of_others(error) or error
+    return _report(f"taut: error: {' '.join(str(error).splitlines())}", error.exit_code)
+
+
+def _report(line: str, exit_code: int) -> int:
+    """Print the final line; of several ranks, the first to fail does. Returns the exit code."""
     if "RANK" in os.environ:
         if "torch" in sys.modules:
             from taut.train import distributed
 
-            is_first = distributed.is_first_to_fail(exit_code)
+            is_first = distributed.is_first_to_fail(exit_code, line)
         else:
             is_first = is_first_on_host()
         if not is_first:
-            return
-        if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun quotes it in its table
-            message = one_line(redacted(line))
-            fields = {"message": message, "extraInfo": {"timestamp": int(time.time())}}
-            with suppress(OSError):  # the table then lacks the line
-                Path(path).write_text(json.dumps({"message": fields}), encoding="utf-8")
-    sys.stderr.write(f"{line}\n")
+            return exit_code
+    tell(line)
+    return exit_code
 
 
 def _dispatch(words: Sequence[str]) -> int:
@@ -293,14 +317,17 @@ def _dispatch(words: Sequence[str]) -> int:
         raise ConfigError(
             f"found the command {words[0]!r}; expected one of {', '.join(known)}; did you mean 'taut {near[0]}'?"
         )
-    if words[0] == "check" and any(
-        word.partition("=")[0] in ("recipe", "--recipe") for word in words
-    ):
-        command = CHECK_RECIPE
+    command = command_with(words, command)
     if "-h" in words[1:] or "--help" in words[1:]:
         _print(_help(words[0], command))
         return 0
     return _run(words[0], command, words[1:])
+
+
+def command_with(words: Sequence[str], command: Command) -> Command:
+    """What the command of these words is: another one where a key makes it so (``WITH_KEY``)."""
+    keys = [word.partition("=")[0].removeprefix("--") for word in words[1:]]
+    return next((WITH_KEY[words[0], key] for key in keys if (words[0], key) in WITH_KEY), command)
 
 
 def usage() -> str:

@@ -159,6 +159,7 @@ def _examine(
         return examine(session, part, follow=follow)
     finally:
         close(session)
+        distributed.stop(session.ranks)
 
 
 def session_of(config: RunConfig) -> Session:
@@ -168,6 +169,6 @@ def session_of(config: RunConfig) -> Session:
             "taut check was started on several ranks; expected one process; start it without torchrun (each training "
             "asks the quick part on all of its ranks)"
         )
-    ranks = distributed.start(config.device)
+    ranks = distributed.start(config.device, offloads=config.parallel.cpu_offload)
     use_products(config, ranks)
     return Session(config, ranks)

@@ -46,7 +46,7 @@ from taut.models.load import (
     load_tokenizer,
     stop_ids_in_files,
 )
-from taut.models.lora import adapter_settings, load_adapter, quantisation_of
+from taut.models.lora import adapter_settings, base_of, load_adapter
 from taut.models.save import saving
 from taut.models.scorer import Scorer
 from taut.train import distributed
@@ -138,7 +138,8 @@ def merge(config: Merge) -> Merged:
     stops = derive_stop_set(renderer, stop_ids_in_files(config.model, base))
     device = distributed.start(config.device).device
     dtype, storage = checkpoint_dtype(base), None
-    quantise = quantisation_of(adapter)
+    trained_on = base_of(adapter)
+    quantise = None if trained_on is None else trained_on.quantise
     if quantise is not None:
         whole = tuple(settings.get("modules_to_save") or ())
         storage = Storage(torch.float32, torch.float32, quantise, whole)

@@ -38,7 +38,7 @@ from taut.io.terminal import Terminal
 from taut.methods.inputs import Inputs
 from taut.methods.method import RunConfig
 from taut.models.self_test import one_sample_reasons
-from taut.plan.tracing import skeleton
+from taut.plan.models import skeleton
 from taut.run.inputs import load_inputs
 from taut.run.setup import build_budget, build_policy, choose, use_products
 from taut.train import distributed
@@ -59,7 +59,7 @@ LONGEST_TARGET = 2_000
 
 def show(run: RunConfig, console: Console | None = None) -> None:
     """Print the decisions of ``run``, its first samples with the learned tokens marked, and its first steps."""
-    ranks = distributed.start(run.device, run.parallel.replicas)
+    ranks = distributed.start(run.device, run.parallel.replicas, offloads=run.parallel.cpu_offload)
     inputs = load_inputs(run, ranks)
     use_products(run, ranks)
     if ranks.is_writer:

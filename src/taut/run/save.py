@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from safetensors import SafetensorError
-from torch import Tensor
 
 from taut.data.dataset import read_rows
 from taut.data.prompts import PromptSet
@@ -36,7 +34,7 @@ from taut.evals.reload import (
 from taut.io import files
 from taut.methods.aux_models import save_critic
 from taut.methods.method import RunConfig
-from taut.models.lora import is_adapted, save_adapter, write_base
+from taut.models.lora import Whole, is_adapted, save_adapter, write_base
 from taut.models.save import copy_processor, make_readable, saving, serving_tokenizer
 from taut.models.scorer import Scorer
 from taut.run.setup import Built
@@ -81,15 +79,14 @@ def save_model(
     data = inputs.train if inputs.eval is None else inputs.eval
     samples = samples_to_compare(data, [*inputs.new_ids, *inputs.stops.ids])
     logps = score(built.scorer, samples)
-    state = distributed.full_state_dict(built.scorer.model, ranks)
     failure = ""
-    if ranks.is_writer:
-        sharded = state if ranks.size > 1 else None
-        trained = Trained(built.scorer.model, sharded, samples, logps, built.models.saved_dtype)
-        try:
-            _write(built, directory, trained, questions)
-        except TautError as error:
-            failure = str(error)
+    with distributed.whole_tensors(built.scorer.model, ranks) as whole:
+        if whole is not None:
+            trained = Trained(built.scorer.model, whole, samples, logps, built.models.saved_dtype)
+            try:
+                _write(built, directory, trained, questions)
+            except TautError as error:
+                failure = str(error)
     failure = ranks.gather(failure)[0]
     if failure:
         raise CheckFailed(
@@ -115,20 +112,25 @@ def _write(built: Built, result: Path, trained: Trained, questions: Sequence[Que
 
     with ExitStack() as stack:
         if run.save.merged:
-            model = stack.enter_context(_saving_model(built, result, trained.state))
+            model = stack.enter_context(_saving_model(built, result, trained.whole))
         adapted: Callable[[], Scorer] | None = None
         if is_adapted(trained.model):
             adapter = result.with_name(ADAPTER)
-            adapted = partial(
-                load_adapted,
-                run.model,
-                stack.enter_context(_saving_adapter(built, adapter, trained.state)),
-                inputs.new_ids,
-                device,
-                run.trust_remote_code,
-                run.new_head(),
-                built.models.loaded.storage,
-            )
+            written = stack.enter_context(_saving_adapter(built, adapter, trained.whole))
+
+            def load() -> Scorer:
+                """On the base, a second one next to that in training."""
+                return load_adapted(
+                    run.model,
+                    written,
+                    inputs.new_ids,
+                    room_for(trained.model, device),
+                    run.trust_remote_code,
+                    run.new_head(),
+                    built.models.loaded.storage,
+                )
+
+            adapted = load
         if not run.save.merged:
             assert adapted is not None, "save.merged=false is refused without adapters"
             comparison = compare_adapted(trained, adapted())
@@ -157,7 +159,7 @@ def _write(built: Built, result: Path, trained: Trained, questions: Sequence[Que
 
 
 def _saving_model(
-    built: Built, directory: Path, state: Mapping[str, Tensor] | None
+    built: Built, directory: Path, whole: Whole | None
 ) -> AbstractContextManager[Path]:
     inputs = built.inputs
     return saving(
@@ -167,14 +169,12 @@ def _saving_model(
         stop_ids=inputs.stops.ids,
         template=inputs.renderer.template.template,
         dtype=built.models.saved_dtype,
-        state_dict=state,
+        whole=whole,
     )
 
 
 @contextmanager
-def _saving_adapter(
-    built: Built, directory: Path, state: Mapping[str, Tensor] | None
-) -> Iterator[Path]:
+def _saving_adapter(built: Built, directory: Path, whole: Whole | None) -> Iterator[Path]:
     """Write the adapter and its tokenizer to a partial directory, which replaces ``directory`` when the block ends. If
     the block raises, nothing is replaced.
     """
@@ -186,7 +186,7 @@ def _saving_adapter(
     try:
         with _naming(directory):
             shutil.rmtree(partial_directory, ignore_errors=True)
-            save_adapter(model, partial_directory, state)
+            save_adapter(model, partial_directory, whole)
             write_base(partial_directory, built.run.model, built.run.quantise)
             copy_processor(model, partial_directory, has_template=template is not None)
             make_readable(partial_directory)
@@ -214,16 +214,15 @@ def save_best(built: Built, directory: Path, finish: Callable[[Path], None]) -> 
     partial directory before it is renamed.
     """
     run, ranks = built.run, built.trainer.ranks
-    full_state = distributed.full_state_dict(built.scorer.model, ranks)
-    state = full_state if ranks.size > 1 else None
-    if ranks.is_writer and run.save.merged:
-        with _saving_model(built, directory, state) as partial_directory:
-            seal_best(partial_directory, built.inputs.stops, run.contract, run.trust_remote_code)
-            finish(partial_directory)
-    elif ranks.is_writer:
-        with _saving_adapter(built, directory, state) as partial_directory:
-            finish(partial_directory)
-    ranks.barrier()
+    with distributed.whole_tensors(built.scorer.model, ranks) as whole:
+        if whole is not None and run.save.merged:
+            with _saving_model(built, directory, whole) as partial_directory:
+                stops, trusts = built.inputs.stops, run.trust_remote_code
+                seal_best(partial_directory, stops, run.contract, trusts)
+                finish(partial_directory)
+        elif whole is not None:
+            with _saving_adapter(built, directory, whole) as partial_directory:
+                finish(partial_directory)
 
 
 def answer_for_best(built: Built, best: Path, questions: Sequence[Question]) -> None:

@@ -28,7 +28,13 @@ from taut.models.flash_attention import activate
 from taut.models.frozen import Storage, described, storage_of
 from taut.models.heads import OwnCritic
 from taut.models.load import checkpoint_dtype, freeze, load_model
-from taut.models.lora import apply_lora, choose_rows, describe_targets
+from taut.models.lora import (
+    apply_lora,
+    base_decisions,
+    choose_rows,
+    describe_targets,
+    settings_to_continue,
+)
 from taut.models.noise import install_noise, remove_dropout
 from taut.models.precision import (
     ChosenDtype,
@@ -37,7 +43,8 @@ from taut.models.precision import (
     resolve_dtype,
     use_arithmetic,
 )
-from taut.models.quantised import format_of, require_trainable
+from taut.models.quantised import require_trainable
+from taut.models.recompute import recompute_activations, require_possible
 from taut.models.reward_model import load_reward_model
 from taut.models.save import find_processor
 from taut.models.scorer import Scorer
@@ -48,6 +55,7 @@ from taut.train.distributed import Ranks
 from taut.train.monitors import TOLERANCE, Divergence, FirstStep, Spikes, Untouched, ids_to_compare
 from taut.train.oom import build_fit
 from taut.train.optim import Rate, build_optimizer, learning_rate
+from taut.train.recorder import Recorder
 from taut.train.signals import Interrupts
 from taut.train.trainer import Prefetch, Trainer, emit_nowhere
 
@@ -113,30 +121,20 @@ def use_products(run: RunConfig, ranks: Ranks, stored: str | None = None) -> Non
     products.use(chosen)
 
 
-def require_shardable(run: RunConfig, config: PreTrainedConfig, num_ranks: int) -> None:
-    """Raise ConfigError for a quantised base on several ranks."""
-    if num_ranks > 1 and (run.quantise is not None or format_of(config) is not None):
-        raise ConfigError(
-            f"found {num_ranks} ranks and a quantised base, which is not sharded; expected one rank; start one "
-            "process, or take quantise out: frozen weights are then stored in bfloat16"
-        )
-
-
 def load(run: RunConfig, inputs: Inputs, ranks: Ranks) -> Loaded:
     """The model, with the attention and dtype of the run."""
     dtype, chosen, decisions = choose(run, inputs, ranks.device)
     head = run.new_head()
     storage = storage_for(run, inputs.config, dtype.dtype, ranks.device, inputs.new_ids)
-    require_shardable(run, inputs.config, ranks.size)
     read = load_model if head is None else partial(load_reward_model, head=head)
     model = read(
         run.model,
         dtype=dtype.dtype,
-        device=ranks.device,
+        device=ranks.weights_device,
         attention=chosen.implementation,
         trust_remote_code=run.trust_remote_code,
         storage=storage,
-        shard=distributed.layer_sharding(ranks),
+        shard=distributed.layer_sharding(ranks, dtype.dtype),
     )
     if storage is not None:
         decisions.append(Decision("frozen_dtype", *described(model, storage)))
@@ -156,18 +154,31 @@ def storage_for(
     quantised base that it cannot have.
     """
     comes_quantised = require_trainable(run.model, config, run.quantise, adapts=run.lora.is_on)
-    if compute == torch.float64 and (comes_quantised or run.quantise is not None):
+    is_quantised = comes_quantised or run.quantise is not None
+    if compute == torch.float64 and is_quantised:
         raise ConfigError(
             "dtype=float64 with a quantised base: its numbers have few digits; expected dtype=float32 or bfloat16; set "
             "dtype, or take quantise out"
         )
-    if not (run.stores_frozen or comes_quantised) or compute == torch.float64:
+    if is_quantised and run.parallel.cpu_offload:
+        raise ConfigError(
+            "parallel.cpu_offload=true with a quantised base, whose rows of codes stay on the device; expected one of "
+            "the two; take one out"
+        )
+    continued = settings_to_continue(run.lora)
+    is_dora = bool(continued.get("use_dora", run.lora.dora))
+    if is_dora and (is_quantised or run.frozen_dtype == "checkpoint"):
+        found = "lora.adapter is a DoRA adapter" if continued else "lora.dora=true"
+        stored = "the base is quantised" if is_quantised else "frozen_dtype=checkpoint"
+        raise ConfigError(
+            f"{found}, and {stored}: DoRA reads the weights themselves; expected one of the two; take one out"
+        )
+    if is_dora or compute == torch.float64 or not (run.stores_frozen or comes_quantised):
         return None
     storage = storage_of(checkpoint_dtype(config), compute, device, run.frozen_dtype)
     if run.quantise is not None:
-        storage = replace(
-            storage, quantise=run.quantise, whole=tuple(run.lora.modules_to_save), host_share=None
-        )
+        saved = continued.get("modules_to_save") or run.lora.modules_to_save
+        storage = replace(storage, quantise=run.quantise, whole=tuple(saved), host_share=None)
     # Rows that are added to a table start as the mean of its rows, in the dtype of the table.
     return replace(storage, tables=torch.float32) if new_ids else storage
 
@@ -180,6 +191,7 @@ def choose(
     """
     dtype = resolve_dtype(run.dtype, device)
     chosen = select(run.attention, device, dtype.dtype, inputs.config)
+    require_possible(run.activation_checkpointing, device, chosen.name, compiles=run.compile)
     if run.compile:
         require_compiler(device)
     name = str(dtype.dtype).removeprefix("torch.")
@@ -204,7 +216,7 @@ def adapt(
     needed = rows_to_train(run, inputs, model)
     ends = {index: inputs.token(index) for index in inputs.stops.turn_ends}
     rows = choose_rows(model, run.lora, needed, ends)
-    decisions = []
+    decisions = base_decisions(run.lora, run.model, run.quantise)
     if rows:
         ids = next(iter(rows.values()))
         why = "; ".join(needed.get(index, f"{inputs.token(index)}: ends a turn") for index in ids)
@@ -258,8 +270,7 @@ def join_models(
     is_compared = noise is None and not run.has_scalar_head and not run.generates
     policy, reasons = build_policy(run, one_sample, has_noise=noise is not None)
     decisions.extend(reasons)
-    if run.activation_checkpointing:
-        architecture.recompute_activations(model)
+    recompute_activations(model, run.activation_checkpointing)
     if run.compile:
         decisions.extend(compile_layers(model, dtype))
     if one_sample and "pair" in run.loss().units.values():
@@ -277,13 +288,14 @@ def join_models(
     # A vision tower is sharded with the root: how often its blocks run depends on a rank's images, and each run of a
     # shard is a collective.
     if isinstance(critic, OwnCritic):
-        distributed.shard(critic, ranks)
-    distributed.shard(scorer, ranks)
+        distributed.shard(critic, ranks, dtype)
+    distributed.shard(scorer, ranks, dtype)
+    compute = partial(compute_context, dtype, ranks.device, by_weights=ranks.is_sharded)
     logps: dict[str, Tensor] = {}
     if compared is not None and compared.cursor == START and is_compared:
         samples = {s.id: s for tree in compared.source.prepare(1) for s in tree.samples}
         sizes = [(sample.id, sample.num_tokens) for sample in samples.values()]
-        with torch.no_grad(), compute_context(dtype, ranks.device):
+        with torch.no_grad(), compute():
             for name in ids_to_compare(sizes, ALONE_TOKENS):
                 alone = partial(library_logps, sample=samples[name], device=ranks.device)
                 logps[name] = scorer.inside(alone)
@@ -298,7 +310,7 @@ def join_models(
         policy=policy,
         budget=budget,
         library_logps=logps,
-        compute=partial(compute_context, dtype, ranks.device),
+        compute=compute,
         compute_backward=partial(backward_context, dtype),
         saved_dtype=checkpoint_dtype(inputs.config),
         decisions=decisions,
@@ -356,6 +368,7 @@ def build_trainer(
         f"model.{name}": Rate(key, optim.group_learning_rates[key]) for name, key in keys.items()
     }
     engine = engine_of(inputs, models, ranks)
+    recorder = Recorder(run.log, run.seed, ranks, emit)
     trainer = Trainer(
         scorer=scorer,
         source=run.connect(source, inputs, models, engine, ranks, lambda: trainer),
@@ -374,7 +387,7 @@ def build_trainer(
             run.batch,
             ranks,
             one_sample=loaded.one_sample,
-            recomputes=run.activation_checkpointing,
+            recomputes=run.activation_checkpointing not in (False, "selective"),
         ),
         roles=models.roles,
         clip_grad_norm=optim.clip_grad_norm,
@@ -389,6 +402,7 @@ def build_trainer(
         if image_store is None or run.generates
         else [Prefetch(image_store.expect)],
         emit=emit,
+        recorder=recorder,
         interrupts=Interrupts() if interrupts is None else interrupts,
     )
     return trainer

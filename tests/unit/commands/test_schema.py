@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 from tests.docs.pages import ROOT
 
-from taut.cli import CHECK_RECIPE, commands, config_class, main
+from taut.cli import WITH_KEY, commands, config_class, main
 from taut.commands import keys
 from taut.methods import METHODS
 from taut.methods.method import class_of
@@ -57,7 +57,7 @@ def test_a_method_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.parametrize("name", [name for name, it in commands().items() if it.config])
 def test_the_kept_keys_are_those_of_the_class(name: str) -> None:
-    for command in (commands()[name], CHECK_RECIPE):
+    for command in (commands()[name], WITH_KEY["check", "recipe"]):
         assert command.config is not None
         assert keys.rows_of(command.config) == keys.described(config_class(command))
 
