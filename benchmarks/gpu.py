@@ -8,15 +8,17 @@
 Without words: tests, bench and report. It needs Python 3.11 and a torch with CUDA; no network, no virtual environment,
 no installed taut: it is run from the source tree. What other packages are there decides what runs; the rest is reported
 with its reason. A part has nine minutes (``--seconds``): what it has measured by then is kept, and what it has not
-reached is listed. A case that takes its process down costs that case alone.
+reached is listed. A test or a case that takes its process down, breaks the device for it or stands still for
+``LONGEST`` seconds costs itself alone: the next process goes on behind it.
 
 ``--device cpu --tiny`` runs the same program on a CPU with models of two layers, in seconds: its self-test.
-Exit status 1 if a test failed or a case did, 2 if there is no such device.
+Exit status 1 if a test failed, a case did or a part could not begin, 2 if there is no such device.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import subprocess
@@ -30,6 +32,9 @@ PARTS = ("tests", "bench", "report", "docs")
 SECONDS = 540
 GRACE = 20
 """Seconds that a process has to write down what it has, before it is killed."""
+LONGEST = 240.0
+"""Seconds that a test or a case may take: a kernel that never ends must not cost the others their time."""
+OVER = "the part's time was over"
 ENDED = "its process ended with status {}"
 LEAVES_OUT = {
     "numpy": "everything but the device's own rates",
@@ -42,11 +47,15 @@ LEAVES_OUT = {
     "PIL": "all of taut but its attention; the plain transformers loop is measured",
     "tokenizers": "training, generation and checkpoints",
     "peft": "LoRA, and the tests of whole runs",
-    "cachetools": "the tests of whole runs",
+    "cachetools": "checkpoints, the tests of whole runs, and the stated peak of the device",
     "rich": "the tests of whole runs",
     "pytest": "the tests",
     "trl": "the comparison with TRL",
-    "datasets": "the comparison with TRL",
+    "datasets": "the comparison with TRL, and the tests of whole runs",
+    "jinja2": "all of taut but its attention; the plain transformers loop is measured",
+    "pyarrow": "the tests of whole runs",
+    "starlette": "the tests of whole runs",
+    "uvicorn": "the tests of whole runs",
     "flash_attn": "the plain loop with flash attention",
 }
 """Package -> what its absence leaves out."""
@@ -61,8 +70,10 @@ def missing_packages() -> dict[str, str]:
     }
 
 
-def run(command: Sequence[str], deadline: float) -> str | None:
-    """Run a process until the deadline; None, or why it did not end well."""
+def run(command: Sequence[str], log: Path, deadline: float) -> str | None:
+    """Run a process until the deadline, or until it has added nothing to the log for ``LONGEST`` seconds; None, or why
+    it did not end well.
+    """
     paths = [str(ROOT / "src"), str(ROOT / "benchmarks"), str(ROOT)]
     given = os.environ.get("PYTHONPATH")
     environment = os.environ | {
@@ -73,22 +84,52 @@ def run(command: Sequence[str], deadline: float) -> str | None:
     process = subprocess.Popen(
         [sys.executable, *command], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL
     )
+    size, since = -1, time.monotonic()
+    while (now := time.monotonic()) < min(deadline, since + LONGEST):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = process.wait(0.2)
+            return None if status == 0 else ENDED.format(status)
+        if log.stat().st_size != size:
+            size, since = log.stat().st_size, now
+    process.terminate()
     try:
-        status = process.wait(max(1.0, deadline - time.monotonic()))
+        process.wait(GRACE)
     except subprocess.TimeoutExpired:
-        process.terminate()
-        try:
-            process.wait(GRACE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        return "the part's time was over"
-    return None if status == 0 else ENDED.format(status)
+        process.kill()
+        process.wait()
+    return OVER if now >= deadline else f"it did not end within {LONGEST:.0f} s"
+
+
+def run_all(command: Sequence[str], log: Path, key: str, seconds: float) -> None:
+    """Run a part in processes, each of which leaves out what the ones before it have begun. ``key``: of the entries
+    that are results.
+    """
+    from on_gpu.log import note, read
+
+    deadline = time.monotonic() + seconds - GRACE
+    num_begun = 0
+    while time.monotonic() < deadline:
+        why = run(command, log, deadline)
+        if why is None:
+            return
+        entries = read(log)
+        ended = {entry[key] for entry in entries if key in entry}
+        begun = [entry["begun"] for entry in entries if "begun" in entry]
+        cut = [name for name in begun if name not in ended]
+        if why == OVER:
+            note(log, why=", in ".join([why, *cut]))
+            return
+        for name in cut:
+            note(log, **{key: name}, outcome="failed", failed=why, why=why)
+        if len(begun) == num_begun:  # it does not even begin
+            note(log, failed=why)
+            return
+        num_begun = len(begun)
 
 
 def tests(arguments: argparse.Namespace) -> None:
     """Run tests/gpu; each result is written down as it is known."""
-    from on_gpu.log import note, read
+    from on_gpu.log import note
 
     log = arguments.out / "tests.jsonl"
     log.unlink(missing_ok=True)
@@ -98,16 +139,13 @@ def tests(arguments: argparse.Namespace) -> None:
         return
     chosen = "gpu" if arguments.device == "cuda" else "not gpu and not slow"
     command = ["-m", "on_gpu.tests", str(log), chosen, *arguments.tests]
-    why = run(command, time.monotonic() + arguments.seconds - GRACE)
-    has_failed = any(entry.get("outcome") == "failed" for entry in read(log))
-    if why is not None and not (has_failed and why == ENDED.format(1)):  # else its results say it
-        note(log, why=why)
+    run_all(command, log, "test", arguments.seconds)
 
 
 def bench(arguments: argparse.Namespace) -> None:
-    """Run the cases, in processes that take what the one before did not reach."""
+    """Run the cases; each is written down when it begins and when it ends."""
     from on_gpu.bench import cases
-    from on_gpu.log import note, read
+    from on_gpu.log import note
 
     log = arguments.out / "bench.jsonl"
     log.unlink(missing_ok=True)
@@ -117,21 +155,9 @@ def bench(arguments: argparse.Namespace) -> None:
         if not arguments.cases or any(word in case.name for word in arguments.cases)
     ]
     note(log, missing=missing_packages(), planned=names)
-    deadline = time.monotonic() + arguments.seconds - GRACE
     flags = ["--device", arguments.device, *(["--tiny"] if arguments.tiny else [])]
-    while names and time.monotonic() < deadline:
-        why = run(["-m", "on_gpu.bench", str(log), *flags, "--cases", *names], deadline)
-        entries = read(log)
-        done = {entry["case"] for entry in entries if "case" in entry}
-        begun = [entry["begun"] for entry in entries if "begun" in entry]
-        if why is not None:
-            fallen = [name for name in begun if name not in done]
-            for name in fallen:
-                note(log, case=name, failed=why)
-            if not fallen:  # it does not even begin
-                note(log, why=why)
-                return
-        names = [name for name in names if name not in begun]
+    command = ["-m", "on_gpu.bench", str(log), *flags, "--cases", *names]
+    run_all(command, log, "case", arguments.seconds)
 
 
 def has_device(device: str) -> bool:

@@ -1,7 +1,7 @@
 """The cases, and the process that runs them: ``python -m on_gpu.bench LOG --device cuda [--tiny] [--cases NAME ...]``.
 
-Each case is written to LOG when it begins and when it ends. Started by ``benchmarks/gpu.py``, which limits its time and
-starts it again after a case that took it down.
+Each case is written to LOG when it begins and when it ends; what LOG says was begun is left out. Started by
+``benchmarks/gpu.py``, which limits its time and starts it again after a case that took it down.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from on_gpu.sizes import SIZES, Fits, TooLarge, fit
 Result = dict[str, Any]
 LIBRARY = ("transformers", "tokenizers", "numpy")
 """What rows, models and the plain loop import."""
-TAUT = (*LIBRARY, "pydantic", "httpx2", "anyio", "tenacity", "safetensors", "PIL")
+TAUT = (*LIBRARY, "pydantic", "httpx2", "anyio", "tenacity", "safetensors", "PIL", "jinja2")
 """What taut's training imports."""
 
 
@@ -225,7 +225,7 @@ def cases(*, is_tiny: bool) -> list[Case]:
         *training(huge, "lora", "packed", *pair),
         *training(large, "full", "packed", *pair),
         *training(large, "lora", "grpo", *pair),
-        Case(f"checkpoint {middle}", partial(checkpoints, middle), TAUT),
+        Case(f"checkpoint {middle}", partial(checkpoints, middle), (*TAUT, "cachetools")),
         *training(huge, "lora", "shared", *pair),
         *training(huge, "full", "packed", *pair),
         *training(large, "lora", "packed", *pair),
@@ -268,7 +268,7 @@ def run_case(case: Case, device: torch.device, *, is_tiny: bool) -> Result:
         return {"failed": f"{type(error).__name__}: {said} (at {places})"}
     finally:
         gc.collect()
-        if device.type == "cuda":
+        if device.type == "cuda" and not measure.is_broken(device):
             torch.cuda.empty_cache()
 
 
@@ -282,9 +282,10 @@ def main() -> None:
     device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
 
     note = partial(log.note, arguments.log)
+    begun = {entry.get("begun") for entry in log.read(arguments.log)}
     note(machine=measure.describe(device))
     for case in cases(is_tiny=arguments.tiny):
-        if case.name in arguments.cases:
+        if case.name in arguments.cases and case.name not in begun:
             print(case.name, flush=True)
             note(begun=case.name)
             found = run_case(case, device, is_tiny=arguments.tiny)
@@ -293,6 +294,8 @@ def main() -> None:
             speed = found.get("tokens_per_second")
             said = f"{speed:,.0f} tokens/s" if speed else "done"
             print(f"  {f'left out: {why}' if why else said}", flush=True)
+            if measure.is_broken(device):
+                measure.leave()
 
 
 if __name__ == "__main__":

@@ -9,16 +9,18 @@ On a CPU there are no host syncs, memory is the process's, and "kernels" are ope
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import resource
+import sys
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -31,6 +33,8 @@ SECONDS = 4.0
 """Timed steps are taken until they come to this."""
 ATTENTION = re.compile(r"flash|fmha|attention|flex|sdpa|triton_tem|mem_eff|softmax", re.IGNORECASE)
 NUM_KERNELS = 8
+BROKEN = 3
+"""Exit status of a process whose device is broken."""
 PACKAGES = ("torch", "transformers", "peft", "trl", "flash_attn", "pydantic", "triton")
 ROOT = str(Path(__file__).parents[2])
 
@@ -38,6 +42,21 @@ ROOT = str(Path(__file__).parents[2])
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def is_broken(device: torch.device) -> bool:
+    """Whether a kernel's error has broken the device for this process: every later call repeats that error."""
+    try:
+        synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def leave() -> NoReturn:
+    """End this process, whose device is broken, without freeing anything there."""
+    sys.stdout.flush()
+    os._exit(BROKEN)
 
 
 def steps(take: Callable[[int], object], device: torch.device, *, is_quick: bool) -> Result:

@@ -30,16 +30,19 @@ NAMES = {
 (H100 PCIe) are compared with the same peak."""
 
 
-def peak_of(machine: Result) -> tuple[float, str] | None:
-    """FLOP/s in bfloat16 and the table's name."""
+def peak_of(machine: Result, rates: Result) -> Result | None:
+    """FLOP/s in bfloat16 and where they are from: stated for the device's name, else the measured ``rates``."""
+    why = "not in the table"
     try:
         from taut.plan.rates import GPUS
-    except ImportError:
-        return None
+    except ImportError as error:
+        GPUS, why = {}, f"the table of stated ones needs {error.name}"
     for part, name in NAMES.items():
-        if part in machine.get("device", ""):
-            return GPUS[name].tflops * 1e12, name
-    return None
+        if part in machine.get("device", "") and name in GPUS:
+            return {"flops": GPUS[name].tflops * 1e12, "source": f"stated for {name}"}
+    if "bfloat16" not in rates:
+        return None
+    return {"flops": rates["bfloat16"], "source": f"measured here: {why}"}
 
 
 def gather(out: Path) -> Result:
@@ -55,19 +58,15 @@ def gather(out: Path) -> Result:
             "results": known,
             "not_reached": [name for name in planned if name not in known],
             "why": [entry["why"] for entry in entries if "why" in entry and key not in entry],
+            "failed": [e["failed"] for e in entries if "failed" in e and key not in e],
             "was_run": bool(planned),
         }
-    measured = found["cases"]["results"].get("rates", {}).get("bfloat16")
-    stated = peak_of(machine)
-    if stated is not None:
-        found["peak"] = {"flops": stated[0], "source": f"stated for {stated[1]}"}
-    elif measured is not None:
-        found["peak"] = {"flops": measured, "source": "measured here: not in the table"}
-    return found
+    peak = peak_of(machine, found["cases"]["results"].get("rates", {}))
+    return found if peak is None else found | {"peak": peak}
 
 
 def write(out: Path) -> int:
-    """Write both files and print the second; 1 where a test or a case failed."""
+    """Write both files and print the second; 1 where a test or a case failed, or a part could not begin."""
     found = gather(out)
     text = markdown(found)
     (out / "report.json").write_text(json.dumps(found, indent=1))
@@ -75,6 +74,7 @@ def write(out: Path) -> int:
     print(f"\n{text}\n{out / 'report.json'}\n{out / 'report.md'}")
     outcomes = [entry.get("outcome") for entry in found["tests"]["results"].values()]
     fell = ["failed" in entry for entry in found["cases"]["results"].values()]
+    fell += [bool(found[part]["failed"]) for part in ("tests", "cases")]
     return int("failed" in outcomes or any(fell))
 
 
@@ -270,6 +270,7 @@ def left_out(found: Result) -> str:
     lines += [f"- {why}: {'; '.join(names)}" for why, names in reasons.items()]
     for part in ("tests", "cases"):
         lines += [f"- {part}: {why}" for why in found[part]["why"]]
+        lines += [f"- {part} could not begin: {why}" for why in found[part]["failed"]]
         names = found[part]["not_reached"]
         if names:
             more = f" and {len(names) - 6} more" if len(names) > 6 else ""

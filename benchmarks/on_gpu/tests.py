@@ -1,7 +1,7 @@
 """tests/gpu in a process: ``python -m on_gpu.tests LOG MARKS [WORD ...]``.
 
-The list of tests and then each result go to LOG. Tests of flex attention, which compile a kernel each, come last.
-Warnings are no failures here: other versions have others.
+The list of tests, each beginning and each result go to LOG; what LOG says was begun is left out. Tests of flex
+attention, which compile a kernel each, come last. Warnings are no failures here: other versions have others.
 """
 
 from __future__ import annotations
@@ -22,13 +22,22 @@ FOLDER = str(Path(__file__).parents[2] / "tests" / "gpu")
 class Recorder:
     """Writes down what pytest knows."""
 
-    def __init__(self, path: Path) -> None:
-        self.note = partial(log.note, path)
+    def __init__(self, path: Path, device: torch.device) -> None:
+        self.note, self.device = partial(log.note, path), device
+        self.begun = {entry.get("begun") for entry in log.read(path)}
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: "flex" in item.nodeid)
+        items[:] = [item for item in items if short(item.nodeid) not in self.begun]
         self.note(planned=[short(item.nodeid) for item in items])
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.note(begun=short(nodeid))
+
+    def pytest_runtest_logfinish(self) -> None:
+        if measure.is_broken(self.device):
+            measure.leave()
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed or report.skipped:
@@ -66,7 +75,13 @@ def main() -> int:
     options += ["--continue-on-collection-errors"]
     if words:
         options += ["-k", " or ".join(words)]
-    return int(pytest.main(options, plugins=[Recorder(Path(path))]))
+    status = pytest.main(options, plugins=[Recorder(Path(path), device)])
+    is_complete = status in (
+        pytest.ExitCode.OK,
+        pytest.ExitCode.TESTS_FAILED,
+        pytest.ExitCode.NO_TESTS_COLLECTED,
+    )
+    return 0 if is_complete else int(status)
 
 
 if __name__ == "__main__":

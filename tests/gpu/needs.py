@@ -6,9 +6,12 @@ from importlib.util import find_spec
 
 import pytest
 
-RUNS = (
+from taut.extras import EXTRAS
+
+MODELS = (
     "transformers",
     "tokenizers",
+    "jinja2",
     "pydantic",
     "httpx2",
     "anyio",
@@ -19,11 +22,19 @@ RUNS = (
     "PIL",
     "peft",
 )
-"""What whole runs import."""
+"""What the tests of models import."""
+
+
+def missing(*packages: str) -> list[str]:
+    return [name for name in packages if find_spec(name) is None]
 
 
 def needs(*packages: str) -> None:
     """At the top of a file, before the imports that need them."""
-    missing = [name for name in packages if find_spec(name) is None]
-    if missing:
-        pytest.skip(f"not installed: {', '.join(missing)}", allow_module_level=True)
+    if lacking := missing(*packages):
+        pytest.skip(f"not installed: {', '.join(lacking)}", allow_module_level=True)
+
+
+LACKING = missing(*EXTRAS["train"])
+whole_run = pytest.mark.skipif(bool(LACKING), reason=f"not installed: {', '.join(LACKING)}")
+"""Of a test that trains as a user does, which asks for every package of the extra ``train`` first."""

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.gpu.needs import RUNS, needs
+from tests.gpu.needs import MODELS, needs
 
-needs(*RUNS)
+needs(*MODELS)
 
 # ruff: noqa: E402  # what the packages are needed for
 
@@ -95,7 +95,7 @@ def test_the_same_ids_as_on_the_cpu(device: torch.device) -> None:
 
 def test_files_of_weights_are_those_of_the_cpu(device: torch.device, tmp_path: Path) -> None:
     model = tiny()
-    expected = {name: value.clone() for name, value in checkpoint_tensors(model).items()}
+    expected = {name: value.clone() for name, value in checkpoint_tensors(model)}
     write(checkpoint_tensors(model.to(device)), torch.bfloat16, tmp_path)
     found = {n: value for file in tmp_path.iterdir() for n, value in load_file(file).items()}
     assert found.keys() == expected.keys()

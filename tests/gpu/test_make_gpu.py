@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.gpu.needs import RUNS, needs
+from tests.gpu.needs import MODELS, needs
 
-needs(*RUNS)
+needs(*MODELS)
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -20,7 +21,8 @@ sys.path.append(str(ROOT / "benchmarks"))
 import torch
 
 import gpu
-from on_gpu import bench, log, report, sizes
+from on_gpu import bench, measure, report, sizes
+from taut.extras import EXTRAS
 
 CPU = torch.device("cpu")
 
@@ -70,27 +72,79 @@ def test_what_is_not_reached_in_time_is_named(tmp_path: Path) -> None:
     assert status == int("failed" in printed)
 
 
-def test_a_case_that_takes_its_process_down_costs_that_case(
+DYING = """
+import os, sys, time
+from pathlib import Path
+from on_gpu import log
+
+path = Path(sys.argv[1])
+begun = {entry.get("begun") for entry in log.read(path)}
+log.note(path, planned=["sound", "dies", "stands", "last"])
+for name in ("sound", "dies", "stands", "last"):
+    if name not in begun:
+        log.note(path, begun=name)
+        if name == "dies":
+            os.abort()
+        if name == "stands":
+            time.sleep(60)
+        log.note(path, case=name, seconds=1.0)
+"""
+
+
+@pytest.mark.slow
+def test_what_dies_or_stands_still_costs_itself_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(command: list[str], deadline: float) -> str | None:
-        path, names = Path(command[2]), command[command.index("--cases") + 1 :]
-        for name in names:
-            log.note(path, begun=name)
-            if name == "rates":
-                return "its process ended with status -11"
-            log.note(path, case=name, seconds=1.0)
-        return None
+    monkeypatch.setattr(gpu, "LONGEST", 3.0)
+    (tmp_path / "dying.py").write_text(DYING)
+    path = tmp_path / "bench.jsonl"
+    path.touch()
+    gpu.run_all([str(tmp_path / "dying.py"), str(path)], path, "case", 60)
+    found = report.gather(tmp_path)["cases"]
+    failed = {name: entry.get("failed") for name, entry in found["results"].items()}
+    assert failed == {
+        "sound": None,
+        "dies": "its process ended with status -6",
+        "stands": "it did not end within 3 s",
+        "last": None,
+    }
+    assert found["not_reached"] == found["why"] == found["failed"] == []
 
-    monkeypatch.setattr(gpu, "run", run)
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "bench", "--device", "cpu", "--tiny"])
-    arguments = gpu.parse_arguments()
-    arguments.out = tmp_path
-    gpu.bench(arguments)
-    results = report.gather(tmp_path)["cases"]
-    assert results["results"]["rates"]["failed"] == "its process ended with status -11"
-    assert len(results["results"]) == len(bench.cases(is_tiny=True))
-    assert results["not_reached"] == []
+
+def test_a_part_that_cannot_begin_is_a_failure(tmp_path: Path) -> None:
+    path = tmp_path / "tests.jsonl"
+    path.touch()
+    gpu.run_all(["-c", "raise SystemExit(7)"], path, "test", 60)
+    assert report.write(tmp_path) == 1
+    text = (tmp_path / "report.md").read_text()
+    assert "tests could not begin: its process ended with status 7" in text
+
+
+def test_a_broken_device_is_left_to_the_next_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The case that broke it keeps its own reason, and the next one is not begun."""
+
+    def fall(device: torch.device, is_tiny: bool = False) -> dict[str, Any]:
+        monkeypatch.setattr(measure, "synchronize", fall)
+        raise RuntimeError("an illegal memory access")
+
+    both = [bench.Case(name, fall) for name in ("breaks", "next")]
+    monkeypatch.setattr(bench, "cases", lambda is_tiny: both)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    path = tmp_path / "bench.jsonl"
+    words = ["bench", str(path), "--device", "cpu", "--cases", "breaks", "next"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit, match=str(measure.BROKEN)):
+        bench.main()
+    found = report.gather(tmp_path)["cases"]["results"]
+    assert list(found) == ["breaks"]
+    assert found["breaks"]["failed"].startswith("RuntimeError: an illegal memory access (at ")
+
+
+def test_every_package_of_a_run_is_known_to_be_missing() -> None:
+    """A run asks for all of them, so a machine without one has no test of a run."""
+    assert set(EXTRAS["train"]) - {"torch"} <= gpu.LEAVES_OUT.keys()
 
 
 def test_reasons_for_what_is_left_out() -> None:
@@ -151,5 +205,6 @@ def test_the_page_takes_the_report_in(tmp_path: Path) -> None:
     ],
 )
 def test_peaks_by_the_device_s_name(device: str, name: str | None) -> None:
-    found = report.peak_of({"device": device})
-    assert (None if found is None else found[1]) == name
+    found = report.peak_of({"device": device}, {"bfloat16": 1e12})
+    assert found is not None
+    assert found["source"] == (f"stated for {name}" if name else "measured here: not in the table")

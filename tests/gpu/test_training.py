@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.gpu.needs import RUNS, needs
+from tests.gpu.needs import MODELS, needs, whole_run
 
-needs(*RUNS)
+needs(*MODELS)
 
 # ruff: noqa: E402  # what the packages are needed for
 
@@ -39,6 +39,7 @@ from taut.models.attention_backends import select
 from taut.models.load import set_attention
 from taut.models.precision import backward_context, compute_context
 from taut.models.scorer import Scorer
+from taut.train import distributed
 from taut.types import Packed, Scores
 
 LOSS = {torch.float32: 2e-3, torch.bfloat16: 5e-2}
@@ -132,6 +133,7 @@ def run(method: str, place: Path, **keys: Any) -> Path:
     return result.out
 
 
+@whole_run
 @pytest.mark.parametrize("method", slow_except(["sft", "dpo"], FROM_ROWS))
 def test_every_method_has_the_losses_of_the_cpu(
     device: torch.device, method: str, tmp_path: Path
@@ -145,6 +147,7 @@ def test_every_method_has_the_losses_of_the_cpu(
         assert column(out, "loss") == pytest.approx(expected, rel=limit, abs=limit), dtype
 
 
+@whole_run
 @pytest.mark.parametrize("dtype", slow_except(["float32"], ["float32", "bfloat16"]))
 @pytest.mark.parametrize("method", slow_except(["grpo"], list(online_runs.METHODS_KEYS)))
 def test_what_the_engine_generates_is_trained_on(
@@ -167,6 +170,7 @@ def train_rows(place: Path) -> tuple[Path, Path]:
     )
 
 
+@whole_run
 @pytest.mark.parametrize(
     ("dtype", "limit"),
     slow_except([("float32", 2e-3)], [("float32", 2e-3), ("bfloat16", 5e-2)]),
@@ -181,6 +185,7 @@ def test_adapters_train_as_on_the_cpu(
     assert column(there.out, "loss") == pytest.approx(column(on_cpu.out, "loss"), rel=limit)
 
 
+@whole_run
 @pytest.mark.parametrize(
     "keys",
     slow_except([{"lora__rank": 4}], [{}, {"lora__rank": 4}, {"activation_checkpointing": True}]),
@@ -207,9 +212,37 @@ def test_a_run_that_is_continued_is_the_run(
     assert column(begun.out, "loss") == pytest.approx(expected, rel=limit, abs=0)
 
 
+# Memory
+
+
+@whole_run
+@pytest.mark.parametrize("rank", slow_except([0], [0, 4]))
+def test_what_is_on_the_host_trains_as_what_is_not(
+    device: torch.device, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights with their moments, and layers' inputs, which a CPU has nowhere to send; selective checkpointing too. The
+    check ``run.in_force`` is among those that run before the first step.
+    """
+    ways: list[dict[str, Any]] = [{"activation_checkpointing": "selective"}]
+    if device.type == "cpu":
+        monkeypatch.setattr(distributed, "require_offloadable", lambda device: None)
+        ways.append({"parallel.cpu_offload": True})
+    else:
+        ways.append({"activation_checkpointing": "offload"})
+        ways.append({"activation_checkpointing": "offload", "parallel.cpu_offload": True})
+    model, train = train_rows(tmp_path)
+    keys: dict[str, Any] = {"contract__prompts": 0, "steps": 4, "dtype": "float32"}
+    keys |= {"lora__rank": rank, "attention": "reference", "device": device.type}
+    plain = sft(model, train, tmp_path / "plain", **keys, check="off")
+    for number, way in enumerate(ways):
+        there = sft(model, train, tmp_path / str(number), **keys, **way)
+        assert column(there.out, "loss") == pytest.approx(column(plain.out, "loss"), rel=1e-4), way
+
+
 # Compiled layers
 
 
+@whole_run
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not")
 def test_compiled_layers_train_as_eager_ones_on_the_cpu(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
