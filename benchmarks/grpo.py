@@ -79,7 +79,7 @@ class Case:
     new_tokens: int = NEW_TOKENS
     target: float | None = None
     peak_mb: float | None = None
-    """Peak memory, at most; None: not known yet."""
+    """Peak memory, at most: what the version before took on an Intel machine. None: not known yet."""
     contenders: tuple[Contender, ...] = (TAUT, ACCUMULATED)
 
     @property
@@ -100,7 +100,7 @@ def _groups(length: int, contenders: tuple[Contender, ...]) -> list[Case]:
 
 
 CASES = (
-    Case("small, 256", 256, target=5.0, peak_mb=769, contenders=(TAUT, *TRL, UNSHARED)),
+    Case("small, 256", 256, target=5.0, peak_mb=858, contenders=(TAUT, *TRL, UNSHARED)),
     Case("small, 1024", 1024, target=9.0, peak_mb=900, contenders=(TAUT, *TRL[:2])),
     Case("long answers", 64, num_steps=2, prompts=4, new_tokens=512),
     Case("reference, 256", 256, divergence=0.04, target=4.0),

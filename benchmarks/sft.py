@@ -93,7 +93,7 @@ class Case:
 
 
 CHAT = Targets(6.5, 1.8, peak_mb=1162, products=0.65)
-READING = Targets(10, 10, peak_mb=724)
+READING = Targets(10, 10, peak_mb=836)
 FEW = (TRL_DEFAULT, CONTENDERS[-1])
 CASES = (
     Case("chat, small", SMALL, data.chat_rows, 80, 8, CHAT),
@@ -132,17 +132,23 @@ class Bench:
     """The library of taut's products; None: as each run chooses."""
     tries: int = 3
     """Rounds more, at most, of what cannot be compared."""
+    device: str = "cpu"
+    """On another one every worker runs in this interpreter, whose torch knows the device."""
 
     def python(self, framework: str) -> Path:
-        own = framework not in ("trl", "llamafactory")
+        own = framework not in ("trl", "llamafactory") or self.device != "cpu"
         return Path(sys.executable) if own else python_of(framework, self.cache)
 
-    def run(self, script: str, framework: str, job: dict[str, Any]) -> Any:
-        """Run a worker on a job; its result, or a RuntimeError with the end of what it printed."""
+    def run(self, script: str, framework: str, job: dict[str, Any], num_ranks: int = 1) -> Any:
+        """Run a worker on a job; its result, or a RuntimeError with the end of what it printed.
+
+        Several ranks divide the threads, and the first one writes the result.
+        """
         with tempfile.TemporaryDirectory(dir=self.work) as scratch:
             result, job_file = Path(scratch, "result.json"), Path(scratch, "job.json")
+            num_threads = max(1, self.threads // num_ranks)
             whole = {
-                "threads": self.threads,
+                "threads": num_threads,
                 "dtype": self.dtype,
                 "result": str(result),
                 "scratch": str(Path(scratch, "out")),
@@ -150,9 +156,12 @@ class Bench:
                 **job,
             }
             job_file.write_text(json.dumps(whole))
-            command = [str(self.python(framework)), str(PEERS / script), str(job_file)]
+            ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+            launcher = [*ranks, str(num_ranks)] if num_ranks > 1 else []
+            command = [str(self.python(framework)), *launcher, str(PEERS / script), str(job_file)]
+            environment = self._environment(scratch, num_threads)
             done = subprocess.run(
-                command, env=self._environment(scratch), capture_output=True, text=True, check=False
+                command, env=environment, capture_output=True, text=True, check=False
             )
             if done.returncode or not result.exists():
                 raise RuntimeError(f"{script} failed:\n" + "\n".join(done.stderr.splitlines()[-8:]))
@@ -162,13 +171,13 @@ class Bench:
         """How fast the machine is now."""
         return Rate(**self.run("rate.py", "taut", {}))
 
-    def _environment(self, scratch: str) -> dict[str, str]:
+    def _environment(self, scratch: str, num_threads: int) -> dict[str, str]:
         return os.environ | {
-            "OMP_NUM_THREADS": str(self.threads),
+            "OMP_NUM_THREADS": str(num_threads),
             # For all contenders what the taut command sets on a quiet machine: threads that sleep at once slow each
             # of them down.
             threads.ROUNDS: str(threads.QUIET_ROUNDS),
-            "CUDA_VISIBLE_DEVICES": "",
+            **({"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}),
             "HF_HUB_OFFLINE": "1",
             "HF_HOME": str(Path(scratch, "hub")),
             "TOKENIZERS_PARALLELISM": "false",
