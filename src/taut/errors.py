@@ -17,6 +17,7 @@
         NonFiniteError        a loss, gradient or logit that is not finite; names the samples or the prompt
         DivergenceError       a loss that stays far above its first value, or a gradient that stays exactly zero
       OutOfMemory             a micro-batch that does not fit; names its samples and what would fit
+      RankFailed              another rank died, failed or took another way; exit code 1, or that of the other
       Interrupted             a signal ended the run; its state is saved; exit code 75
 
 A message says what was found and where, what was expected, and what to do. Programmers' mistakes are asserts.
@@ -150,10 +151,25 @@ class OutOfMemory(TautError):
         half: int | None = None,
         reason: str = "",
         sample_ids: Sequence[str] = (),
+        num_tokens: int | None = None,
     ) -> None:
-        """``half``: the next smaller token budget; None: no budget divides it. ``reason``: the message in brief."""
+        """``half``: the next smaller token budget; None: no budget divides it. ``reason``: the message in brief;
+        ``num_tokens``: of the micro-batch of a step that does not fit.
+        """
         super().__init__(message)
         self.half, self.reason, self.sample_ids = half, reason, sample_ids
+        self.num_tokens = num_tokens
+
+
+class RankFailed(TautError):
+    """The end of a run that another rank brought about."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, exit_code: int = 1, is_told: bool = False) -> None:
+        """``is_told``: the other rank prints the reason; ``exit_code``: its own."""
+        super().__init__(message)
+        self.exit_code, self.is_told = exit_code, is_told
 
 
 class Interrupted(TautError):

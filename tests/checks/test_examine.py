@@ -386,6 +386,33 @@ def test_two_ranks_give_one_finding(model: Path, train: Path, tmp_path: Path) ->
     assert [asked.count(name) for name in ("a.rank", "attention.packed", "run.steps")] == [1, 1, 1]
 
 
+SHIFTED = """\
+import os, sys
+from taut import cli
+from taut.models import faster_layers
+install = faster_layers.install
+def shifted(model):
+    weight = model.get_parameter("model.layers.1.mlp.up_proj.weight")
+    if os.environ["RANK"] == os.environ["FAULTY"] and hasattr(weight, "to_local"):
+        weight.data.to_local().copy_(weight.data.to_local().roll(1, 0))
+    install(model)
+faster_layers.install = shifted
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_shard_with_other_numbers_is_found(model: Path, train: Path, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(SHIFTED)
+    keys = {**QUIET, "model": model, "data.train": train, "out": tmp_path / "out", "steps": 1}
+    done = run(program, "sft", *words_of(keys), num_ranks=2, FAULTY="1")
+    (told,) = [line for line in done.stderr.splitlines() if line.startswith("taut: error")]
+    assert "model.weights: 1 of 26 tensors on rank 1 are not those of the checkpoint" in told
+    done = run(program, "sft", *words_of(keys), num_ranks=2, FAULTY="none")
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_examination_counts(place: Place) -> None:
     place.patch.setattr(
         "taut.checks.examine.CHECKS",

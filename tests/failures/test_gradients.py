@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from tests.chat_runs import chats, column, largest_difference, save_model, sft, weights, write_rows
-from transformers import PreTrainedModel
 
 from taut.errors import CheckFailed
+from taut.models import architecture
 from taut.train import trainer
 from taut.types import Packed
 
@@ -29,13 +29,12 @@ def test_reentrant_checkpointing_under_adapters_stops_the_run(
     model = save_model(tmp_path / "model")
     train = write_rows(tmp_path / "train.jsonl", chats(8))
     sft(model, train, tmp_path / "sound", **LORA)
-    enable = PreTrainedModel.activation_checkpointing_enable
 
-    def reentrant(self: Any, *_: Any, **__: Any) -> Any:
-        return enable(self, {"use_reentrant": True})
+    def reentrant(model: Any, *_: Any, **__: Any) -> None:
+        architecture.unwrap(model).activation_checkpointing_enable({"use_reentrant": True})
 
-    monkeypatch.setattr(PreTrainedModel, "activation_checkpointing_enable", reentrant)
-    with pytest.raises(CheckFailed, match=r"run.in_force: activation_checkpointing .*reentrant"):
+    monkeypatch.setattr("taut.run.setup.recompute_activations", reentrant)
+    with pytest.raises(CheckFailed, match=r"run.in_force: activation_checkpointing is not applied"):
         sft(model, train, tmp_path / "planted", **LORA)
     assert not (tmp_path / "planted").exists()
 

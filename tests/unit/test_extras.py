@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from tests.base_install import PROJECT, ROOT, install_base, python, run_taut
 
-from taut.cli import CHECK_RECIPE, commands, main
+from taut.cli import WITH_KEY, commands, main
 from taut.config import from_mapping
 from taut.errors import ConfigError
 from taut.extras import EXTRAS, NEWEST, install_command, require
@@ -107,7 +107,9 @@ def test_the_extras_are_those_of_the_project() -> None:
     for extra, modules in EXTRAS.items():
         found = {canonicalize_name(names.get(module, [module])[0]) for module in modules}
         assert found == OPTIONAL[extra], extra
-    asked = {extra for command in [*commands().values(), CHECK_RECIPE] for extra in command.extras}
+    asked = {
+        extra for command in [*commands().values(), *WITH_KEY.values()] for extra in command.extras
+    }
     assert asked <= EXTRAS.keys() <= OPTIONAL.keys()
     (own,) = [line for line in PROJECT["optional-dependencies"]["dev"] if line.startswith("taut[")]
     assert Requirement(own).extras == OPTIONAL.keys() - {"dev", "wandb"}

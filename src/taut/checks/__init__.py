@@ -22,6 +22,7 @@ from taut.checks import (
     run,
     stop_tokens,
     vision,
+    weights,
 )
 from taut.checks.registry import Check, Part, in_order
 
@@ -34,6 +35,7 @@ TOPICS = (
     data_quality,
     vision,
     model,
+    weights,
     attention,
     loss,
     memory,

@@ -382,7 +382,7 @@ def the_library_gives_the_same_score(session: Session) -> Finding:
     is saved with.
     """
     skip_if(not session.is_scalar, "the model gives no scores")
-    skip_if(session.ranks.size > 1, "the library's own path runs on one rank")
+    skip_if(session.ranks.is_sharded, "the library's own path runs on one rank")
     pad = session.served_tokenizer.pad_token_id
     worst, where, number = 0.0, "", 0
     for sample in _scored_samples(session):

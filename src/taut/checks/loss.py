@@ -49,12 +49,14 @@ def every_tensor_is_in_its_dtype(session: Session) -> Finding:
     What is updated, RoPE's frequencies, and every matrix product of a forward:
 
         float64, float32    parameters, products and logprobs are in it
-        bfloat16            parameters, RoPE and logprobs in float32, products in bfloat16 under autocast
+        bfloat16            parameters, RoPE and logprobs in float32, products in bfloat16: under autocast, or by the
+                            weights that are gathered on several ranks
 
     Weights that do not train may be stored otherwise (frozen_dtype); products with them are in the run's dtype.
     A product in a narrower dtype than was asked for is a silent cast; its layer is named.
     """
     parameters, wanted, many = session.loaded.dtype.parameters, session.dtype, session.quantity.many
+    measure.shard_weights(session)  # they are narrow while they are gathered
     model, storage = session.scorer.model, session.loaded.storage
     stored = set() if storage is None else stored_parameters(session.loaded.model, storage)
     narrow = [
@@ -78,7 +80,7 @@ def every_tensor_is_in_its_dtype(session: Session) -> Finding:
             remedy="small updates and far positions would be rounded away; load the model in float32: remove what "
             "narrows these in its code or config, and please report the model",
         )
-    counter = _ProductCounter()
+    counter = ProductCounter()
     with ExitStack() as hooks, session.inference(), counter:
         for name, module in model.named_modules():
             hooks.enter_context(module.register_forward_pre_hook(counter.entering(name)))
@@ -126,7 +128,7 @@ def _is_narrower(dtype: torch.dtype, than: torch.dtype) -> bool:
     return dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(than).eps
 
 
-class _ProductCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: no types
+class ProductCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: no types
     """Counts matrix products by the innermost module and the dtype they are computed in."""
 
     operators = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm"})
@@ -626,7 +628,7 @@ def the_chunked_head_gives_the_plain_gradient(session: Session) -> Finding:
     weight, bias and rows that train by themselves.
     """
     skip_if(session.is_scalar, "a reward model has no output head")
-    if session.ranks.size > 1:
+    if session.ranks.is_sharded:
         return skipped("a sharded head is whole only inside the model; asked on one rank")
     head = measure.first_step(session).heads[0]
     hidden_ND = head.hidden_ND[:48].detach()
@@ -703,7 +705,7 @@ def the_packed_gradient_is_that_of_its_samples(session: Session) -> Finding:
     if why_not := session.run.loss_not_in_samples:
         return skipped(why_not)
     skip_if(trainer.noise is not None, "noise is on: samples alone would have other noise")
-    skip_if(session.ranks.size > 1, "the library's own path runs on one rank")
+    skip_if(session.ranks.is_sharded, "the library's own path runs on one rank")
     samples = session.tree_samples
 
     def alone_backward() -> None:

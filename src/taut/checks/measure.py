@@ -160,7 +160,7 @@ def norm(tensor: Tensor) -> float:
 def shard_weights(session: Session) -> None:
     """The root's weights in their parts, as the optimizer has them and a backward leaves them."""
     root: Any = session.scorer
-    if session.ranks.size > 1:
+    if session.ranks.is_sharded:
         root.reshard()
 
 
@@ -175,7 +175,7 @@ def gradients_deleted(session: Session) -> Iterator[None]:
         yield
     finally:
         session.trainer.optimizer.zero_grad(set_to_none=True)
-        if session.ranks.size > 1:
+        if session.ranks.is_sharded:
             root.unshard()
         root.train(was_training)
 

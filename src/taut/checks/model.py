@@ -79,13 +79,17 @@ def quantised_weights_are_the_checkpoints(session: Session) -> Finding:
         layers[index * (len(layers) - 1) // max(1, COMPARED - 1)] for index in range(COMPARED)
     ]
     chosen = list({name.replace(".base_layer", ""): layer for name, layer in chosen}.items())
+    rows = {
+        name: distributed.whole_of(layer.weight, distributed.local(layer.weight))
+        for name, layer in chosen
+    }
     errors: dict[str, float] = {}
     for file in sorted(Path(place).parent.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             names = set(tensors.keys())
             for name, layer in chosen:
                 if f"{name}.weight" in names:
-                    errors[name] = error_of(layer, tensors.get_tensor(f"{name}.weight"))
+                    errors[name] = error_of(layer, rows[name], tensors.get_tensor(f"{name}.weight"))
     skip_if(not errors, "the files have other names for these weights")
     worst = max(errors, key=lambda name: errors[name])
     if not errors[worst] <= 1:
@@ -210,7 +214,7 @@ def the_chunked_head_gives_plain_log_probs(session: Session) -> Finding:
     A scalar head has no chunks: it is proven here again, on the model that trains, to give the model's own number.
     """
     if session.is_scalar:
-        if session.ranks.size > 1:
+        if session.ranks.is_sharded:
             return skipped("a sharded head is whole only inside the model; asked on one rank")
         with session.inference():
             moved = check_head(session.scorer.model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,11 +15,12 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from taut.checks.loss import dtype_name
-from taut.checks.measure import trained
+from taut.checks.loss import ProductCounter, dtype_name
+from taut.checks.measure import first_step, trained
 from taut.checks.registry import Finding, check, failed, passed, skipped, split_error, warned
 from taut.checks.session import Session
 from taut.config import home_path, user_path
+from taut.data.packing import ALONE, pack
 from taut.errors import OutputError, TautError
 from taut.evals.reload import (
     Comparison,
@@ -38,8 +40,9 @@ from taut.models.compiled_layers import compiled_layers, layers_to_compile
 from taut.models.load import load_config, load_tokenizer
 from taut.models.lora import is_adapted
 from taut.models.noise import KeyedDropout
+from taut.models.recompute import applied
 from taut.models.save import saving
-from taut.train import sharded
+from taut.train import distributed, sharded
 from taut.train.checkpoint import SPARE
 from taut.train.optim import optimizer_type
 from taut.train.run_dir import CHECKPOINTS, WRITTEN, complete, require_usable
@@ -70,7 +73,7 @@ FROZEN_DECISION = "frozen"
 """The decision to freeze what no feature of a picture depends on."""
 
 
-@check("run.in_force", after=["loss.reached"])
+@check("run.in_force", after=["loss.reached", "loss.dtype"])
 def what_was_asked_is_in_force(session: Session) -> Finding:
     """Are all settings of the run applied to what was built?
 
@@ -96,14 +99,18 @@ def what_was_asked_is_in_force(session: Session) -> Finding:
 
 
 def _computation(session: Session) -> Iterator[Setting]:
-    """The dtype of a product of two parameters, the attention of every module of the text model, recomputation; how
+    """The dtype of most matrix products, the attention of every module of the text model, recomputation; how
     samples are packed and shared, or the decision not to; NEFTune's alpha.
     """
     run, model, chosen = session.run, session.scorer.model, session.loaded.attention
-    unit = torch.ones(1, 1, dtype=session.loaded.dtype.parameters, device=session.ranks.device)
-    with torch.no_grad(), session.trainer.compute():
-        product = (unit @ unit).dtype
-    yield Setting("dtype", run.dtype or dtype_name(session.dtype), dtype_name(product))
+    counter = ProductCounter()
+    with session.inference(), counter:
+        session.forward(pack([session.short_sample], ALONE))
+    products: Counter[torch.dtype] = Counter()
+    for (_, dtype), number in counter.products.items():
+        products[dtype] += number
+    ((most, _),) = products.most_common(1)
+    yield Setting("dtype", run.dtype or dtype_name(session.dtype), dtype_name(most))
     if session.ranks.device.type == "cuda":
         precision = torch.get_float32_matmul_precision()
         yield Setting("tf32", str(run.tf32), str(precision != "highest"))
@@ -119,14 +126,7 @@ def _computation(session: Session) -> Iterator[Setting]:
     names = [str(getattr(config, "_attn_implementation", None)) for config in configs.values()]
     requested = chosen.name if run.attention == "auto" else run.attention
     yield Setting("attention", requested, _listed(name.removeprefix("taut_") for name in names))
-    layers = architecture.layers(model)
-    on = [layer for layer in layers if getattr(layer, "gradient_checkpointing", False)]
-    calls = [getattr(layer, "_gradient_checkpointing_func", None) for layer in on]
-    # reentrant checkpointing loses the gradient of adapters behind inputs that need none
-    is_reentrant = [getattr(call, "keywords", {}).get("use_reentrant") for call in calls]
-    how = "" if all(value is False for value in is_reentrant) else ", reentrant"
-    number = len(layers) if run.activation_checkpointing else 0
-    yield Setting("activation_checkpointing", f"in {number} layers", f"in {len(on)} layers{how}")
+    yield _checkpointing(session)
     batch, trainer = session.run.batch, session.trainer
     budget, policy = trainer.budget, trainer.policy
     decided = {decision.name for decision in session.built.decisions}
@@ -144,6 +144,21 @@ def _computation(session: Session) -> Iterator[Setting]:
     yield Setting(
         "noise.neftune_alpha", _listed([session.run.noise.neftune_alpha]), _listed([alpha])
     )
+
+
+def _checkpointing(session: Session) -> Setting:
+    """What recomputes each layer; and that it kept something in a step, where it is to keep more than inputs, or
+    elsewhere.
+    """
+    key, how = "activation_checkpointing", session.run.activation_checkpointing
+    layers = architecture.layers(session.scorer.model)
+    on = [function for function in map(applied, layers) if function is not None]
+    if how in ("selective", "offload"):
+        first_step(session)
+        on = [function for function in on if function.num_kept]
+    number = len(layers) if how else 0
+    found = _listed(str(function.how).lower() for function in on) if on else "false"
+    return Setting(key, f"{str(how).lower()} in {number} layers", f"{found} in {len(on)} layers")
 
 
 def _trained(session: Session) -> Iterator[Setting]:
@@ -171,6 +186,10 @@ def _trained(session: Session) -> Iterator[Setting]:
             still = []
         state = f"{still[0]} is frozen" if still else "trained"
         yield Setting("all that freeze does not name", "trained", state)
+    if session.ranks.is_sharded:
+        every = (*session.trainer.trained, *session.scorer.parameters())
+        places = _listed(p.device.type for p in every if hasattr(p, "full_tensor"))
+        yield Setting("parallel.cpu_offload", session.ranks.weights_device.type, places)
     each = "each once" if len(in_optimizer) == len(members) else "some twice"
     requested = f"{len(trained(session))} tensors, each once"
     yield Setting("optimizer", requested, f"{len(members)} tensors, {each}")
@@ -435,6 +454,7 @@ def _in_gb(num_bytes: float) -> str:
     "run.saved",
     part="full",
     after=[
+        "model.weights",
         "stop.saved",
         "stop.generation",
         "attention.shared",
@@ -489,11 +509,18 @@ def _save_and_compare(session: Session, directory: Path) -> tuple[list[Compariso
     """What is compared; and what differs in how pictures are processed for those who load the model, or "" if nothing
     does or the model takes none.
     """
-    run, inputs, model = session.run, session.inputs, session.scorer.model
+    inputs, scorer = session.inputs, session.scorer
     data = inputs.train if inputs.eval is None else inputs.eval
     samples = samples_to_compare(data, [*inputs.new_ids, *inputs.stops.ids])
-    logps = score(session.scorer, samples)
-    before = Trained(model, None, samples, logps, session.built.models.saved_dtype)
+    logps = score(scorer, samples)
+    with distributed.whole_tensors(scorer.model, session.ranks) as whole:
+        assert whole is not None, "the full part is asked on one rank"
+        before = Trained(scorer.model, whole, samples, logps, session.built.models.saved_dtype)
+        return _compare(session, before, directory)
+
+
+def _compare(session: Session, before: Trained, directory: Path) -> tuple[list[Comparison], str]:
+    run, inputs, model = session.run, session.inputs, before.model
     with saving(
         model,
         inputs.tokenizer,
@@ -501,6 +528,7 @@ def _save_and_compare(session: Session, directory: Path) -> tuple[list[Compariso
         stop_ids=inputs.stops.ids,
         template=inputs.renderer.template.template,
         dtype=before.dtype,
+        whole=before.whole,
     ) as written:
         device = room_for(model, session.ranks.device)
         reloaded = load_anew(str(written), device, run.trust_remote_code)

@@ -221,7 +221,7 @@ def untrained_turn_ends_train(session: Session) -> Finding:
     Rows of the embedding and the head of turn ends that were never trained must not stay as they are.
     """
     skip_if(session.is_scalar, NO_GENERATION)
-    skip_if(session.ranks.size > 1, "weights are sharded; it was asked before they were")
+    skip_if(session.ranks.is_sharded, "weights are sharded; it was asked before they were")
     run, inputs, model = session.run, session.inputs, session.scorer.model
     ends = {index: inputs.token(index) for index in inputs.stops.turn_ends}
     untrained = untrained_rows(model, ends)

@@ -17,7 +17,7 @@ unlikely. Its limit is wide; faults show in ``weights`` and ``merge``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
@@ -32,11 +32,12 @@ from taut.models import architecture
 from taut.models.attention_backends import select
 from taut.models.frozen import Storage
 from taut.models.load import is_reward_config, load_config, load_model, set_attention
-from taut.models.lora import LoraConfig, apply_lora, is_adapted, plain_model
+from taut.models.lora import LoraConfig, Whole, apply_lora, is_adapted, plain_groups
 from taut.models.precision import compute_context
 from taut.models.reward_model import NewHead, load_reward_model
 from taut.models.scorer import Scorer, evaluating
 from taut.models.tokens import add_tokens
+from taut.train import distributed
 from taut.types import Media, Sample, Scores, Wants
 
 SAMPLES = 4
@@ -76,8 +77,8 @@ class Trained:
     """The model in memory and its scores, gathered by all ranks before one of them saves."""
 
     model: nn.Module
-    state: Mapping[str, Tensor] | None
-    """The whole weights where ``model`` holds shards."""
+    whole: Whole | None
+    """Gives the weights where ``model`` holds shards."""
     samples: Sequence[Sample]
     logps: Sequence[Tensor]
     """Its scores of the samples: see ``score``."""
@@ -118,7 +119,11 @@ def score(scorer: Scorer, samples: Sequence[Sample]) -> list[Tensor]:
     trained_with = architecture.text_config(model)._attn_implementation
     set_attention(model, select("auto", scorer.device, dtype, model.config).implementation)
     try:
-        with evaluating(scorer), compute_context(dtype, scorer.device):
+        with (
+            evaluating(scorer),
+            distributed.gathered_in(scorer, dtype),
+            compute_context(dtype, scorer.device),
+        ):
             outputs: list[Scores] = [scorer(pack([s], ALONE), wants=wants) for s in samples]
     finally:
         set_attention(model, trained_with)
@@ -183,22 +188,29 @@ def compare_saved(trained: Trained, reloaded: Scorer) -> list[Comparison]:
     reload = compare(
         "reload", f"trained, and reloaded from {dtype}", trained, scores, trained.dtype
     )
-    merged = plain_model(trained.model, trained.state).state_dict()
-    worst, where = 0.0, ""
-    for name, tensor in reloaded.model.state_dict().items():
-        expected = merged[name].to(trained.dtype).to(tensor.dtype) if name in merged else None
-        gap = torch.inf
-        if expected is not None and expected.shape == tensor.shape:
-            difference = expected.to(tensor.device) - tensor
-            gap = float(difference.abs().max().nan_to_num(nan=torch.inf))
-        if gap > 0 and not where:
-            where = f"; the first to differ is {name}"
-        worst = max(worst, gap)
-    detail = f"{len(merged)} tensors, merged and reloaded, in {dtype}{where}"
-    weights = Comparison("weights", worst, 0.0, detail)
+    first = architecture.first_names(reloaded.model)
+    found = {
+        name: tensor
+        for name, tensor in reloaded.model.state_dict().items()
+        if first.get(name, name) == name
+    }
+    num_tensors, gaps = 0, dict.fromkeys(found, torch.inf)
+    for group in plain_groups(trained.model, trained.whole):
+        while group:
+            name, merged = group.popitem()
+            num_tensors += 1
+            tensor = found.get(name)
+            if tensor is None or tensor.shape != merged.shape:
+                continue
+            expected = merged.to(trained.dtype).to(tensor.device, tensor.dtype)
+            gaps[name] = float((expected - tensor).abs().max().nan_to_num(nan=torch.inf))
+            tensor.copy_(merged)
+            del merged, expected
+    where = next((f"; the first to differ is {name}" for name, gap in gaps.items() if gap > 0), "")
+    detail = f"{num_tensors} tensors, merged and reloaded, in {dtype}{where}"
+    weights = Comparison("weights", max(gaps.values()), 0.0, detail)
     if not weights.is_sound or not (is_adapted(trained.model) or trained.dtype in ROUNDED):
         return [weights, reload]
-    reloaded.model.load_state_dict(merged)
     scores = score(reloaded, trained.samples)
     merge = compare("merge", f"trained, and merged before rounding to {dtype}", trained, scores)
     return [weights, merge, reload]

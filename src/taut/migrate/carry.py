@@ -47,6 +47,8 @@ FREEZES = {
 """ms-swift's options for parts of a vision-language model: taut's name of the part, whether it is frozen by default."""
 PARTS = tuple(part for part, _ in FREEZES.values())
 RATES = {"vit_lr": "vision_tower", "aligner_lr": "projector"}
+OFFLOADING = {"offload", "zero2_offload", "zero3_offload"}
+"""Words of ``deepspeed`` and ``fsdp`` for weights or optimizer states in the host's memory."""
 UNKNOWN_TARGETS = (
     "not set: peft chooses by the model's type (q_proj and v_proj of llama, mistral, qwen2, qwen3, gemma), which is "
     "not known here"
@@ -963,7 +965,7 @@ class _Draft:
                 self._carried(key, "dtype")
 
     def carry_distribution(self) -> None:
-        """deepspeed and fsdp: sharding is machine, offloading is lacking, their files are not read."""
+        """deepspeed and fsdp: sharding is machine, offloading is carried, their files are not read."""
         known = {
             "deepspeed": {f"zero{stage}" for stage in range(4)},
             "fsdp": {"fsdp2", "full_shard", "shard_grad_op", "hybrid_shard", "auto_wrap", "true"},
@@ -977,10 +979,15 @@ class _Draft:
             )
             if is_off(value) or words <= names:
                 self._record(key, "machine", "taut shards over all processes (FSDP2)")
-            elif "offload" in str(value):
-                self._lacking(key, "weights or optimizer states on the CPU")
+            elif words <= names | OFFLOADING:
+                self._set(key, "parallel.cpu_offload", value=True)
             else:
                 self._lacking(key, "the settings in its file are not read")
+        for key in ("offload_params", "fsdp_offload_params", "cpu_offload"):
+            if self._value(f"fsdp_config.{key}") is True:
+                self._set(f"fsdp_config.{key}", "parallel.cpu_offload", value=True)
+        if self._value("activation_offloading") is True:
+            self._set("activation_offloading", "activation_checkpointing", "offload")
 
     def finish(self) -> Carried:
         """The outcomes of the remaining options, from the table."""

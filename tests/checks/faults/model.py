@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from taut.checks.session import Session
-from taut.models import compiled_layers, quantised
+from taut.models import compiled_layers, faster_layers, quantised
 
 
 @fault("model.loads", says="lacks 1 weight")
@@ -57,15 +57,43 @@ def adapters_on_modules_that_are_not_there(place: Place, is_faulty: bool) -> Ses
 def quantised_weights_of_another_row(place: Place, is_faulty: bool) -> Session:
     """Codes that are read in another order, as older versions of the libraries left them when they were moved."""
     if is_faulty:
-        install = quantised.install
+        pack = quantised.Format.pack
+
+        def pack_shifted(self: quantised.Format, parts: Mapping[str, Tensor]) -> Tensor:
+            return pack(self, {**parts, "weight": parts["weight"].roll(64)})
+
+        place.patch.setattr(quantised.Format, "pack", pack_shifted)
+    return place.session(lora__rank=4, quantise="nf4", dtype="float32")
+
+
+@fault("model.weights", says="model.layers.1.mlp.up_proj.weight")
+def rows_that_were_read_into_other_places(place: Place, is_faulty: bool) -> Session:
+    """A tensor one row further than in the file, as where ranks cut it in the wrong place."""
+    if is_faulty:
+        install = faster_layers.install
 
         def install_shifted(model: Any) -> None:
+            weight = model.get_parameter("model.layers.1.mlp.up_proj.weight")
+            weight.data = weight.data.roll(1, 0)
             install(model)
-            for _, layer in quantised.quantised_layers(model):
-                layer.weight.data = layer.weight.data.roll(64)
 
-        place.patch.setattr(quantised, "install", install_shifted)
-    return place.session(lora__rank=4, quantise="nf4", dtype="float32")
+        place.patch.setattr(faster_layers, "install", install_shifted)
+    return place.session()
+
+
+@fault("model.weights", says="experts.2.gate_proj.weight")
+def an_expert_with_the_numbers_of_another(place: Place, is_faulty: bool) -> Session:
+    """Experts are separate in the files and one tensor in the model."""
+    if is_faulty:
+        install = faster_layers.install
+
+        def install_swapped(model: Any) -> None:
+            fused = model.get_parameter("model.layers.0.mlp.experts.gate_up_proj").data
+            fused[[2, 3]] = fused[[3, 2]]
+            install(model)
+
+        place.patch.setattr(faster_layers, "install", install_swapped)
+    return place.session(place.model("qwen3_moe"))
 
 
 @fault("model.trains", says="freeze")

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from peft.tuners.tuners_utils import BaseTuner
+from peft.tuners.lora.layer import Linear as LoraLinear
 from tests.checks.planting import Place, fault
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from taut.checks.session import Session
 from taut.data import batching
 from taut.data.packing import PackPolicy
+from taut.models import recompute, save
 from taut.models.lora import LoraConfig
 from taut.models.precision import ChosenDtype
 from taut.run import setup
@@ -33,7 +35,9 @@ def freezing_that_names_and_does_not_freeze(place: Place, is_faulty: bool) -> Se
     return place.session(freeze=["*.mlp.*"])
 
 
-@fault("run.in_force", says="activation_checkpointing: asked in 2 layers, found in 0 layers")
+@fault(
+    "run.in_force", says="activation_checkpointing: asked true in 2 layers, found false in 0 layers"
+)
 def checkpointing_that_no_layer_hears_of(place: Place, is_faulty: bool) -> Session:
     """The model takes the request and passes it on to nobody."""
     if is_faulty:
@@ -41,6 +45,17 @@ def checkpointing_that_no_layer_hears_of(place: Place, is_faulty: bool) -> Sessi
             PreTrainedModel, "activation_checkpointing_enable", lambda *_, **__: None, raising=True
         )
     return place.session(activation_checkpointing=True)
+
+
+@fault(
+    "run.in_force",
+    says="activation_checkpointing: asked selective in 2 layers, found false in 0 layers",
+)
+def selective_checkpointing_that_keeps_nothing(place: Place, is_faulty: bool) -> Session:
+    """Every operator is computed again."""
+    if is_faulty:
+        place.patch.setattr(recompute, "_is_dear", lambda *_: False)
+    return place.session(activation_checkpointing="selective")
 
 
 @fault("run.in_force", says="lora.alpha: asked a scale of 4")
@@ -231,36 +246,37 @@ def a_disk_that_holds_no_checkpoint(place: Place, is_faulty: bool) -> Session:
 def a_merge_that_leaves_the_adapters_out(place: Place, is_faulty: bool) -> Session:
     """What is saved is the base model; training was for nothing."""
     if is_faulty:
-        place.patch.setattr(BaseTuner, "merge_and_unload", lambda tuner, **_: tuner.unload())
+        place.patch.setattr(LoraLinear, "merge", lambda *_, **__: None)
     return place.session(lora__rank=4)
 
 
 @fault("run.saved", says="lm_head")
 def a_head_that_is_tied_on_saving(place: Place, is_faulty: bool) -> Session:
     """Head and embedding, which are two, are made one as the merged model is written."""
-    write = PreTrainedModel.save_pretrained
+    groups_of = save.plain_groups
 
-    def tied(model: Any, *args: Any, **keywords: Any) -> None:
-        model.config.tie_word_embeddings = True
-        model.get_output_embeddings().weight = model.get_input_embeddings().weight
-        write(model, *args, **keywords)
+    def tied(model: Any, *arguments: Any) -> Iterator[dict[str, Tensor]]:
+        for group in groups_of(model, *arguments):
+            if "lm_head.weight" in group:
+                group["lm_head.weight"] = model.get_input_embeddings().weight.detach()
+            yield group
 
     session = place.session(place.model("llama"), lora__rank=2)
     if is_faulty:
-        place.patch.setattr(PreTrainedModel, "save_pretrained", tied)
+        place.patch.setattr(save, "plain_groups", tied)
     return session
 
 
 @fault("run.saved", says="tensors, merged and reloaded")
 def weights_that_are_rounded_on_the_way(place: Place, is_faulty: bool) -> Session:
     """The checkpoint was in float32, and what is saved has been through bfloat16."""
-    write = PreTrainedModel.save_pretrained
+    groups_of = save.plain_groups
 
-    def rounded(model: PreTrainedModel, *args: Any, **keywords: Any) -> None:
-        rounder: Any = model
-        write(rounder.to(torch.bfloat16).to(torch.float32), *args, **keywords)
+    def rounded(*arguments: Any) -> Iterator[dict[str, Tensor]]:
+        for group in groups_of(*arguments):
+            yield {name: tensor.bfloat16().float() for name, tensor in group.items()}
 
     session = place.session()
     if is_faulty:
-        place.patch.setattr(PreTrainedModel, "save_pretrained", rounded)
+        place.patch.setattr(save, "plain_groups", rounded)
     return session

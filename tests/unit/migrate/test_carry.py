@@ -192,6 +192,22 @@ def test_openrlhf_packs_within_a_batch_of_samples(tmp_path: Path) -> None:
     assert (offer["settings"]["batch.samples_per_step"], offer["exit"]) == (64, 0)
 
 
+@pytest.mark.parametrize(
+    ("framework", "options", "key", "value"),
+    [
+        ("swift", "--deepspeed zero3_offload", "parallel.cpu_offload", True),
+        ("trl", "--fsdp 'full_shard offload auto_wrap'", "parallel.cpu_offload", True),
+        ("openrlhf", "--ds.adam_offload", "parallel.cpu_offload", True),
+        ("trl", "--activation_offloading True", "activation_checkpointing", "offload"),
+    ],
+)
+def test_offloading_is_carried(
+    framework: str, options: str, key: str, value: object, tmp_path: Path
+) -> None:
+    offer = carried(tmp_path, framework, options)
+    assert (offer["settings"][key], offer["exit"]) == (value, 0)
+
+
 def test_eight_bit_moments_are_carried(tmp_path: Path) -> None:
     offer = carried(tmp_path, "swift", "--optim paged_adamw_8bit")
     assert "optim.state=int8" in offer["command"]
@@ -284,7 +300,7 @@ def test_a_quantised_base_under_adapters(
         ("swift", "--split_dataset_ratio 0.01", "split_dataset_ratio"),
         ("swift", "--system 'Be brief.'", "system"),
         ("swift", "--loss_scale hermes", "loss_scale"),
-        ("swift", "--deepspeed zero3_offload", "deepspeed"),
+        ("swift", "--deepspeed ds_config.json", "deepspeed"),
         ("swift", "--truncation_strategy left", "truncation_strategy"),
         ("swift", "--streaming true --max_steps 10", "streaming"),
         ("trl", "--lr_scheduler_type polynomial", "lr_scheduler_type"),
