@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
 from taut.checks import CHECKS
-from taut.cli import CHECK_RECIPE, commands, config_class
+from taut.cli import WITH_KEY, commands, config_class
 from taut.config import Row, describe, fields_of
 from taut.methods import METHODS, command_of
 from taut.methods.method import RunConfig
@@ -137,7 +137,7 @@ def keys_file() -> str:
     """taut/commands/keys.json: the keys of every command's configuration."""
     tables: dict[str, dict[str, str | list[str]]] = {}
     notes: dict[str, dict[str, str]] = {}
-    for command in [*commands().values(), CHECK_RECIPE]:
+    for command in [*commands().values(), *WITH_KEY.values()]:
         if command.config is not None:
             cls = config_class(command)
             assert _add_table(cls, tables) == command.config

@@ -23,8 +23,8 @@ from tests.docs.pages import (
     schema_file,
 )
 
+from taut.cli import command_with, config_class, sort_words
 from taut.cli import commands as all_commands
-from taut.cli import config_class, sort_words
 from taut.config import describe, load
 from taut.methods import METHODS, command_of
 from taut.methods.method import RunConfig, class_of
@@ -107,7 +107,7 @@ def test_every_command_of_a_page_is_accepted(page: str, command: str, tmp_path: 
         return
     assert words[0] in all_commands(), f"{page}: taut has no command {words[0]}"
     given = [word for word in words[1:] if not word.startswith("[")]
-    called = all_commands()[words[0]]
+    called = command_with(words, all_commands()[words[0]])
     if "--help" in given or called.config is None:
         return
     cls = config_class(called)
@@ -118,7 +118,9 @@ def test_every_command_of_a_page_is_accepted(page: str, command: str, tmp_path: 
     path, overrides = sort_words(
         given, {row.key for row in describe(cls) if row.type == "true | false"}, called.alone
     )
-    if any(word.startswith("recipe=") for word in overrides):
+    if not called.has_method and called.config is not None and "RUN.toml" not in called.words:
+        assert path is None, f"{page}: {path} is no argument"
+        assert isinstance(load(cls, None, overrides), cls)
         return
     if called.is_raw:  # it says data for data.train
         overrides = [re.sub("^data=", "data.train=", word) for word in overrides]

@@ -20,7 +20,7 @@ from taut.methods.method import RunConfig
 SOURCE = ROOT / "src" / "taut"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-DISTRIBUTED = ("train/distributed.py", "train/sharded.py", "inference")
+DISTRIBUTED = ("train/distributed.py", "train/sharded.py", "train/watch.py", "inference")
 """Where torch.distributed may be imported."""
 
 TEXT = {".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".sh", ".json", ""}
