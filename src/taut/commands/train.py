@@ -398,7 +398,7 @@ def execute(
             vocabulary = token_bytes(built.inputs.renderer.tokenizer)
             recorder.open(out, vocabulary, start.from_step if run.resume else None)
             _begin(built, start, lock, checkpoints)
-            with distributed.explaining():
+            with distributed.explaining(), trainer.meter.running():
                 return _run(built, out, checkpoints, evaluations, stop_check)
         except Interrupt as interrupt:
             raise _interrupted(trainer, str(interrupt), checkpoints) from None

@@ -224,6 +224,9 @@ class ConsoleReport:
         cut = f"{event['tokens_before']:,} to {event['tokens']:,} tokens a micro-batch"
         self._print(f"budget  from step {event['step']}: {cut}: {event['reason']}", "yellow")
 
+    def _show_utilisation(self, event: Event) -> None:
+        """Nothing: it is for curves."""
+
     def _show_checkpoint(self, event: Event) -> None:
         self._print(f"checkpoint of step {event['step']}: {event.get('path', '')}")
 
