@@ -58,6 +58,7 @@ from taut.plan.ways import memory_of, settings_that_help
 from taut.rewards.registry import require_judgeable
 from taut.run.fingerprint import TOLERANCE, identity_of, moved_servers, products_in, require_same
 from taut.run.inputs import load_inputs
+from taut.run.origin import origin
 from taut.run.reference_cache import keep_reference
 from taut.run.save import answer_for_best, choose_goldens, save_best, save_model
 from taut.run.setup import Built, build, use_products
@@ -397,7 +398,7 @@ def execute(
             vocabulary = token_bytes(built.inputs.renderer.tokenizer)
             recorder.open(out, vocabulary, start.from_step if run.resume else None)
             _begin(built, start, lock, checkpoints)
-            with distributed.explaining():
+            with distributed.explaining(), trainer.meter.running():
                 return _run(built, out, checkpoints, evaluations, stop_check)
         except Interrupt as interrupt:
             raise _interrupted(trainer, str(interrupt), checkpoints) from None
@@ -480,6 +481,7 @@ def _emit_start(built: Built, examination: Examination | None) -> None:
         decisions=built.decisions,
         num_parameters=sum(p.numel() for p in built.scorer.parameters()),
         num_trained=sum(parameter.numel() for parameter in trainer.trained),
+        **origin(trainer.ranks),
     )
     if examination is None:
         trainer.emit("check", name="all", outcome="skipped", value=None, detail="check=off")

@@ -11,7 +11,8 @@ A table is a directory of parts, in the order of their numbers. The newest part 
 was killed, is read up to there.
 
 Every table has a column ``step``, and rows are appended in the order of steps. A run that goes on from an earlier
-step first drops the rows after it (``drop_from``), so that no step is there twice.
+step first drops the rows after it (``drop_from``), so that no step is there twice. Its parts may have columns that the
+earlier ones lack; each part is read with its own.
 
 No torch here.
 """
@@ -128,7 +129,8 @@ def read_tables(
     directory: Path, columns: Sequence[str] | None = None, step: int | None = None
 ) -> Iterator[pa.RecordBatch]:
     """The batches of a table, in the order in which they were written; of one that is being written, those that are
-    whole. ``columns``: only these; ``step``: only its rows, for which no more is read than the blocks that have some.
+    whole. ``columns``: only these, null in a part that was written without; ``step``: only its rows, for which no more
+    is read than the blocks that have some.
 
     Raises DataError where a part cannot be read or is of another version.
     """
@@ -136,7 +138,14 @@ def read_tables(
         for batch in _read_part(path, columns, step):
             found = batch if step is None else batch.filter(pc.field("step") == step)
             if found.num_rows:
-                yield found if columns is None else found.select(list(columns))
+                yield found if columns is None else _with_columns(found, columns)
+
+
+def _with_columns(batch: pa.RecordBatch, columns: Sequence[str]) -> pa.RecordBatch:
+    """These columns; one that the batch lacks is null."""
+    names = set(batch.schema.names)
+    arrays = [batch[name] if name in names else pa.nulls(batch.num_rows) for name in columns]
+    return pa.RecordBatch.from_arrays(arrays, names=list(columns))
 
 
 def _read_part(
