@@ -66,6 +66,7 @@ from taut.train.checkpoint import Checkpoints, Memory, Saved
 from taut.train.distributed import Ranks
 from taut.train.log import RunLog, all_events
 from taut.train.log.events import newest_first
+from taut.train.log.own import load_sinks
 from taut.train.monitors import ChangedSources, Divergence, Spikes, Untouched
 from taut.train.oom import require_room
 from taut.train.run_dir import (
@@ -147,7 +148,7 @@ def train(run: RunConfig) -> Result:
             inputs = load_inputs(run, ranks, None if day is None else date.fromisoformat(day))
             start = look(run, out, before, inputs, ranks)
             if start.finished is None:
-                log = RunLog()
+                log = RunLog(own=load_sinks(run.log.sinks))
                 ranks.doing("loading the model")
                 built = _build(run, inputs, start.plan, ranks, log, interrupts)
                 with closing(built.trainer.source) as source:
@@ -395,7 +396,7 @@ def execute(
         try:
             _emit_start(built, examination)
             vocabulary = token_bytes(built.inputs.renderer.tokenizer)
-            recorder.open(out, vocabulary, start.from_step if run.resume else None)
+            recorder.open(out, vocabulary, start.from_step if run.resume else None, log.show)
             _begin(built, start, lock, checkpoints)
             with distributed.explaining():
                 return _run(built, out, checkpoints, evaluations, stop_check)
