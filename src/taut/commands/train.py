@@ -52,6 +52,7 @@ from taut.evals.during import (
 from taut.evals.stopping import StopCheck, Stops, prepare, unasked
 from taut.io import temporary
 from taut.io.allocator import keep_freed_memory
+from taut.io.notebook import html_table
 from taut.methods.inputs import Inputs, Plan, engine_of
 from taut.methods.method import RunConfig
 from taut.plan.ways import memory_of, settings_that_help
@@ -119,6 +120,18 @@ class Result:
         if self.stops is not None and not self.stops.is_enough:
             warnings.append(f"{self.model} may not stop: {self.stops}")
         return "; ".join(warnings) or None
+
+    def _repr_html_(self) -> str:
+        rows = [
+            ("model", self.model),
+            ("steps", f"{self.steps:,}"),
+            ("training loss", self.loss),
+            *((f"held-out {name}", value) for name, value in self.metrics.items()),
+            ("stops", self.stops),
+            ("warning", self.warning),
+            ("notice", self.notice),
+        ]
+        return html_table(str(self.out), (), [row for row in rows if row[1] is not None])
 
 
 def train(run: RunConfig) -> Result:
