@@ -1,6 +1,7 @@
 """The console report of a run: decisions, progress, warnings, and a summary.
 
-On a terminal a progress bar that is redrawn; elsewhere one plain line every ``every`` steps. Tokens per second count
+On a terminal a progress bar that is redrawn, in a notebook a line that is replaced; elsewhere one plain line every
+``every`` steps. Tokens per second count
 the samples as the user wrote them (a shared prefix counts once per sample); the share of tokens saved is a separate
 number.
 """
@@ -20,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from taut.io.console import Printer, counted, one_line
+from taut.io.notebook import ProgressLine
 from taut.io.terminal import Terminal
 from taut.train.log.events import Event, ReportLost
 
@@ -93,6 +95,7 @@ class ConsoleReport:
 
     def __init__(self, every: int = 1, console: Console | None = None) -> None:
         self._printer = Printer.on(sys.stdout)
+        self._notebook = ProgressLine.in_notebook() if console is None else None
         self._console = console or Terminal(file=cast(TextIO, self._printer), soft_wrap=True)
         self._every = every
         self._num_steps: int | None = None
@@ -119,6 +122,8 @@ class ConsoleReport:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+        if self._notebook is not None:
+            self._notebook.close()
 
     def _print(self, text: str, style: str = "") -> None:
         self._console.print(Text(one_line(text), style=style))
@@ -160,10 +165,12 @@ class ConsoleReport:
             seconds = statistics.fmean(self._seconds) * (self._num_steps - step)
             left = timedelta(seconds=round(seconds))
         parts = step_parts(event, left, self._rollouts)
-        if self._console.is_terminal:
+        total = "" if self._num_steps is None else f"/{self._num_steps}"
+        if self._notebook is not None:
+            self._notebook.show(f"step {step}{total}  {line_of(parts)}", step, self._num_steps)
+        elif self._console.is_terminal:
             self._draw(step, parts)
         elif step % self._every == 0 or step == self._num_steps or len(self._steps) == 1:
-            total = "" if self._num_steps is None else f"/{self._num_steps}"
             self._print(f"step {step}{total}  {line_of(parts)}")
 
     def _draw(self, step: int, parts: Sequence[Part]) -> None:

@@ -383,19 +383,24 @@ def test_the_sinks_that_were_asked_for_are_opened(
 def test_wandb_is_told_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told_wandb: list[Any] = []
     run = SimpleNamespace(
-        config=SimpleNamespace(update=lambda fields: told_wandb.append(fields["num_steps"])),
-        log=lambda values, step: told_wandb.append((step, values["train/loss"])),
+        config=SimpleNamespace(
+            update=lambda fields, **_: told_wandb.append(fields["start"]["num_steps"])
+        ),
+        define_metric=lambda *_, **__: None,
+        log=lambda values: told_wandb.append((values["step"], values["train/loss"])),
         finish=lambda: told_wandb.append("finished"),
     )
     module = SimpleNamespace(
-        init=lambda **fields: told_wandb.append(fields["project"]) or run, Error=ValueError
+        init=lambda **fields: told_wandb.append((fields["project"], fields["id"])) or run,
+        Error=ValueError,
+        Settings=SimpleNamespace,
     )
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.delitem(sys.modules, "taut.train.log.wandb", raising=False)
     from taut.train.log.wandb import WeightsAndBiases
 
-    write(WeightsAndBiases("p", tmp_path), START, step(1))
-    assert told_wandb == ["p", 4, (1, 1.0), "finished"]
+    write(WeightsAndBiases("p", tmp_path, "abc", {}), START, step(1))
+    assert told_wandb == [("p", "abc"), 4, (1, 1.0), "finished"]
 
 
 def test_a_report_that_fails_does_not_end_the_run(
@@ -409,10 +414,9 @@ def test_a_report_that_fails_does_not_end_the_run(
     def fail(*_: Any, **__: Any) -> None:
         raise Lost("no connection")
 
-    run = SimpleNamespace(
-        config=SimpleNamespace(update=lambda _: None), log=fail, finish=lambda: None
-    )
-    module = SimpleNamespace(init=lambda **_: run, Error=Lost)
+    run = SimpleNamespace(define_metric=lambda *_, **__: None, log=fail, finish=lambda: None)
+    module = SimpleNamespace(init=lambda **_: run, Error=Lost, Settings=SimpleNamespace)
+    (tmp_path / "resolved.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setattr("taut.extras.find_spec", lambda _: True)
     monkeypatch.delitem(sys.modules, "taut.train.log.wandb", raising=False)
