@@ -18,6 +18,7 @@ import pytest
 import torch
 from tests.chat_runs import column, decisions, events, largest_difference, sft, weights, write_rows
 from tests.online_runs import METHODS_KEYS, TWICE, keys_of, questions, save_models, train
+from tests.run_directories import differences, left
 from tests.tiny_models import save_tiny
 from tests.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -267,6 +268,8 @@ def test_a_tool_is_called_and_its_answer_read(tmp_path: Path) -> None:
     (step,) = events(tmp_path / "grpo", "step")
     assert step["num_targets"] == rollout["tokens_mean"] * 2
     assert step["engine/difference"] < 1e-5
+    replayed = {"out": str(tmp_path / "again"), "rollout.replay_from": keys["out"]}
+    assert not differences(left(train(keys | replayed).out), left(tmp_path / "grpo"))
 
 
 @contextlib.contextmanager

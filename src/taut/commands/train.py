@@ -55,6 +55,7 @@ from taut.io.allocator import keep_freed_memory
 from taut.io.notebook import html_table
 from taut.methods.inputs import Inputs, Plan, engine_of
 from taut.methods.method import RunConfig
+from taut.methods.online import OnlineMethod
 from taut.plan.ways import memory_of, settings_that_help
 from taut.rewards.registry import require_judgeable
 from taut.run.fingerprint import TOLERANCE, identity_of, moved_servers, products_in, require_same
@@ -267,7 +268,7 @@ def look(
     run's resolved.json; None: there is none to resume.
     """
     if before is None:
-        use_products(run, ranks)
+        _use_products(run, ranks, {})
         return Start(run.plan(inputs.train), identity_of(run, inputs, ranks))
     end = _finish(out, run.save.result)
     if end is not None:
@@ -300,7 +301,7 @@ def look(
         )
     num_steps = before.get("num_steps")
     identity = {} if saved is None else saved.meta.identity.model_dump()
-    use_products(run, ranks, products_in(identity))
+    _use_products(run, ranks, identity)
     mine = identity_of(run, inputs, ranks)
     if saved is None:
         plan = run.plan(inputs.train)
@@ -316,6 +317,15 @@ def look(
         damaged=damaged,
         num_steps_before=num_steps,
     )
+
+
+def _use_products(run: RunConfig, ranks: Ranks, identity: Mapping[str, Any]) -> None:
+    """Choose the libraries of products. ``identity``: of the checkpoint that is resumed; empty: there is none."""
+    stored, whose = products_in(identity), "the checkpoint"
+    recording = run.recording() if stored is None and isinstance(run, OnlineMethod) else None
+    if recording is not None:
+        stored, whose = products_in(recording.resolved.get("identity", {})), str(recording.out)
+    use_products(run, ranks, stored, whose)
 
 
 def _finish(out: Path, result: str) -> Finish | None:

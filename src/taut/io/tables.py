@@ -148,15 +148,36 @@ def _with_columns(batch: pa.RecordBatch, columns: Sequence[str]) -> pa.RecordBat
     return pa.RecordBatch.from_arrays(arrays, names=list(columns))
 
 
+def read_schemas(directory: Path) -> Iterator[tuple[Path, pa.Schema]]:
+    """Each part of a table that has rows, with its columns."""
+    for path in _parts(directory):
+        with _reading(path):
+            sealed = path.with_suffix(".parquet")
+            if path.suffix == ".arrows" and path.exists():
+                batch = next(_read_stream(path), None)
+                if batch is not None:
+                    yield path, batch.schema
+            elif sealed.exists():
+                with files.open_regular(sealed) as file:
+                    yield sealed, pq.read_schema(file)
+
+
 def _read_part(
     path: Path, columns: Sequence[str] | None, step: int | None
 ) -> Iterator[pa.RecordBatch]:
     wanted = None if columns is None else [*dict.fromkeys(("step", *columns))]
-    try:
+    with _reading(path):
         if path.suffix == ".arrows" and path.exists():
             yield from _read_stream(path)
         elif (sealed := path.with_suffix(".parquet")).exists():  # it may have been sealed just now
             yield from _read_sealed(sealed, wanted, step)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raises DataError where a part cannot be read."""
+    try:
+        yield
     except (pa.ArrowException, OSError, KeyError) as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(
