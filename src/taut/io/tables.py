@@ -145,7 +145,7 @@ def _read_part(
     wanted = None if columns is None else [*dict.fromkeys(("step", *columns))]
     try:
         if path.suffix == ".arrows" and path.exists():
-            yield from _read_stream(path)
+            yield from _read_stream(path, wanted)
         elif (sealed := path.with_suffix(".parquet")).exists():  # it may have been sealed just now
             yield from _read_sealed(sealed, wanted, step)
     except (pa.ArrowException, OSError, KeyError) as error:
@@ -154,6 +154,64 @@ def _read_part(
             f"cannot read {path}: {reason}; expected a part of a table that a run has written; remove the file to do "
             "without its rows"
         ) from error
+
+
+class TableReader:
+    """Reads a table again and again while it is written. It remembers which steps each part has as long as the part's
+    file is the same, so that a question about a step opens the parts that have it and no other.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._steps_of_part: dict[Path, tuple[tuple[int, int], frozenset[int]]] = {}
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of which the table has rows."""
+        return sorted(frozenset[int]().union(*(steps for _, steps in self._parts())))
+
+    def read(
+        self, columns: Sequence[str] | None = None, step: int | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """``read_tables``; of columns those that the part has."""
+        for path, steps in self._parts():
+            if step is None or step in steps:
+                for batch in _read_part(path, columns, step):
+                    found = batch if step is None else batch.filter(pc.field("step") == step)
+                    if found.num_rows:
+                        yield found
+
+    def rows_where(
+        self, column: str, value: str, columns: Sequence[str] | None = None
+    ) -> list[dict[str, Any]]:
+        """The rows with this value in a column of texts. Their other columns are read only of steps that have some."""
+        found = []
+        for path, _ in self._parts():
+            steps: set[int] = set()
+            for batch in _read_part(path, ["step", column], None):
+                steps.update(batch.filter(pc.field(column) == value)["step"].to_pylist())
+            for step in sorted(steps):
+                for batch in _read_part(path, columns, step):
+                    of_step = (pc.field("step") == step) & (pc.field(column) == value)
+                    found += batch.filter(of_step).to_pylist()
+        return found
+
+    def _parts(self) -> Iterator[tuple[Path, frozenset[int]]]:
+        """Every part, with its steps."""
+        for path in _parts(self.directory):
+            place = path.with_suffix("")
+            try:
+                status = path.stat()
+            except FileNotFoundError:  # sealed just now
+                path = path.with_suffix(".parquet")
+                status = path.stat()
+            key = status.st_size, status.st_mtime_ns
+            known = self._steps_of_part.get(place)
+            if known is None or known[0] != key:
+                batches = _read_part(path, ["step"], None)
+                known = key, frozenset(s for b in batches for s in b["step"].to_pylist())
+                self._steps_of_part[place] = known
+            yield path, known[1]
 
 
 def _seal(stream: Path) -> None:
@@ -179,13 +237,18 @@ def _write_sealed(path: Path, batches: Iterable[pa.RecordBatch]) -> None:
             parquet.write_table(table)
 
 
-def _read_stream(path: Path) -> Iterator[pa.RecordBatch]:
+def _read_stream(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
     """The whole batches of a stream. Half a batch at its end is what a writer left that was killed, or writes now."""
     with files.open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         try:
             stream = pa.ipc.open_stream(file)
             _require_format(path, stream.schema)
+            if columns is not None:
+                file.seek(0)
+                fields = [i for i, name in enumerate(stream.schema.names) if name in set(columns)]
+                options = pa.ipc.IpcReadOptions(included_fields=fields)
+                stream = pa.ipc.open_stream(file, options=options)
             while True:
                 yield stream.read_next_batch()
         except StopIteration:

@@ -117,7 +117,7 @@ def read_events(path: str | Path) -> list[Event]:
     events: list[Event] = []
     for event in all_events(Path(path)):
         if event["kind"] == "resume":
-            events = [earlier for earlier in events if _stands(earlier, event)]
+            events = [earlier for earlier in events if stands(earlier, event)]
         events.append(event)
     return events
 
@@ -133,12 +133,57 @@ def all_events(path: Path) -> Iterator[Event]:
         yield _parse(f"{path}:{number}", line)
 
 
+class EventTail:
+    """Reads a log while it is written: each ``read`` goes on where the one before ended.
+
+    Half a line at the end is left for the next time. A file that was written again, or is another one, is read from its
+    beginning, and ``num_begun`` counts that.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_begun = 0
+        """How often the file was read from its beginning."""
+        self._inode, self._offset, self._num_lines = 0, 0, 0
+
+    def read(self) -> Iterator[tuple[int, Event]]:
+        """The whole lines that were appended: where each begins, and its event. They are those that were written;
+        ``stands`` says which a resume revokes. Raises DataError for a line that is no event.
+        """
+        try:
+            with files.open_regular(self.path) as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode or status.st_size < self._offset:
+                    self.num_begun += 1
+                    self._inode, self._offset, self._num_lines = status.st_ino, 0, 0
+                file.seek(self._offset)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        return
+                    offset = self._offset
+                    self._offset += len(line)
+                    self._num_lines += 1
+                    yield offset, _parse(f"{self.path}:{self._num_lines}", line)
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+
+
+def event_at(path: Path, offset: int) -> Event:
+    """The event of the line that begins there."""
+    try:
+        with files.open_regular(path) as file:
+            file.seek(offset)
+            return _parse(f"{path}, byte {offset}", file.readline())
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
 def newest_first(path: Path) -> Iterator[Event]:
     """The valid events from the last one back; reads no more of a long file than is consumed."""
     resumes: list[Event] = []
     for number, line in enumerate(_lines_back(path), start=1):
         event = _parse(f"{path}, line {number} from its end", line)
-        if all(_stands(event, resume) for resume in resumes):
+        if all(stands(event, resume) for resume in resumes):
             yield event
         if event["kind"] == "resume":
             resumes.append(event)
@@ -165,7 +210,7 @@ def _lines_back(path: Path) -> Iterator[bytes]:
         raise _unreadable(path, error) from error
 
 
-def _stands(earlier: Event, resume: Event) -> bool:
+def stands(earlier: Event, resume: Event) -> bool:
     """Whether an earlier event stays valid after a resume."""
     step, last = earlier.get("step", 0), resume["from_step"]
     is_measured_again = not resume.get("is_measured", True) and earlier["kind"] in MEASURED
