@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 HOSTILE = (
     '</script><script>window.ran=1</script><img src=x onerror="window.ran=1"><svg onload=window.ran=1> '
-    "\u202edesrever\u202c \x00 \x1b[31mred\x1b[0m \u2028 \u200b javascript:window.ran=1 {{7*7}} ${window.ran=1} &lt;b&gt;"
+    "\u202edesrever\u202c \x00 \x1b[31mred\x1b[0m \u2028 \u200b javascript:window.ran=1 {{7*7}} ${window.ran=1} "
+    "&lt;b&gt;"
 )
 """Markup that would run, direction marks, NUL, a terminal's colours, a line separator, a space of no width."""
 RUN = "grpo"
 
 
 def answers(text: str = "plain", num_tokens: int = 60, name: str = RUN) -> dict[str, Any]:
-    """Answers of a run with every kind of thing in it. ``text`` is wherever a model, a dataset or a user writes text."""
+    """Answers of a run with every kind of thing in it. ``text`` is wherever a model, a dataset or a user writes."""
     curves = {
         "train/loss": [2.0 + 1 / (1 + step) for step in range(200)],
         "train/level": [1 + 7e-8 * math.sin(step) for step in range(200)],
@@ -31,7 +31,14 @@ def answers(text: str = "plain", num_tokens: int = 60, name: str = RUN) -> dict[
         "engine/nothing": [None] * 200,
         "engine/nan": ["nan"] * 200,
     }
-    headline = ["train/loss", "train/level", "train/broken", "train/gaps", "train/zero", "eval/loss"]
+    headline = [
+        "train/loss",
+        "train/level",
+        "train/broken",
+        "train/gaps",
+        "train/zero",
+        "eval/loss",
+    ]
     run = {"name": name, "out": f"/runs/{name}", "method": "grpo", "state": "running", "step": 200}
     alarms = [{"step": 40, "name": "spike", "detail": text, "sample_ids": ["q1#0"], "time": 4.0}]
     overview = {
@@ -54,29 +61,46 @@ def answers(text: str = "plain", num_tokens: int = 60, name: str = RUN) -> dict[
         "end": None,
     }
     series = {key: {"mean": row, "min": row, "max": row} for key, row in curves.items()}
-    listed = {**run, "num_steps": 400, "loss": 2.0, "written": 9.0, "reason": text, "resumes_after": None}
+    listed = {
+        **run,
+        "num_steps": 400,
+        "loss": 2.0,
+        "written": 9.0,
+        "reason": text,
+        "resumes_after": None,
+    }
     return {
         "runs": {
             "version": "0",
             "is_live": False,
             "runs": [listed],
-            "serve": "taut page /runs",
-            "selection": ["all curves at 200 points", text],
         },
+        "file": {"text": "All of it.", "points": 200, "num_left": 3, "command": "taut page DIR"},
         f"run/{name}/overview": overview,
         f"run/{name}/curves": {"step": list(range(1, 201)), "series": series},
         f"run/{name}/checks": {"groups": _checks(text)},
         f"run/{name}/steps": {"steps": [1, 40], "rollouts": [1, 40], "last": 200},
         f"run/{name}/samples?step=40": _samples(text),
-        f"run/{name}/sample?step=40&id=q1#0": _sample(text, num_tokens),
-        f"run/{name}/rollouts?step=40": {"step": 40, "groups": [_listed(text, 0), _listed(text, 1)]},
+        f"run/{name}/sample?step=40&id=q1%230": _sample(text, num_tokens),
+        f"run/{name}/rollouts?step=40": {
+            "step": 40,
+            "groups": [_listed(text, 0), _listed(text, 1)],
+        },
         f"run/{name}/group?step=40&group=0": _group(text),
         f"run/{name}/prompt?id=q1": _prompt(text),
-        f"run/{name}/data": {"sets": [_set(text)]},
+        f"run/{name}/data": {
+            "summary": text,
+            "sets": [_set(text)],
+            "duplicates": None,
+            "checks": [],
+        },
         f"run/{name}/model": {
             "contract": {"template": text, "eos": [1, 2]},
             "stop": {"share": 0.9, "answers": 16},
-            "goldens": [{"prompt": [{"role": "user", "content": text}], "text": text, "ids": [1, 2]}],
+            "stop_check": None,
+            "goldens": [
+                {"prompt": [{"role": "user", "content": text}], "text": text, "ids": [1, 2]}
+            ],
         },
     }
 
@@ -98,8 +122,10 @@ def two_runs() -> dict[str, Any]:
         "evals": [
             {
                 "name": "loss",
-                "step": 100,
+                "steps": [100, 100],
                 "values": [0.5, 0.6],
+                "lows": [0.4, 0.5],
+                "highs": [0.6, 0.7],
                 "difference": 0.1,
                 "low": 0.05,
                 "high": 0.15,
@@ -116,14 +142,25 @@ def _broken(step: int) -> Any:
 
 def _checks(text: str) -> list[dict[str, Any]]:
     def check(name: str, **more: Any) -> dict[str, Any]:
-        plain = {"remedy": "", "evidence": [], "value": None, "seconds": 0.01}
+        plain = {
+            "remedy": "",
+            "evidence": [],
+            "notes": [],
+            "value": None,
+            "unit": "",
+            "seconds": 0.01,
+        }
         return {"name": name, "detail": text, **plain, **more}
 
+    checks = {
+        "passed": [check(f"passed.{n}") for n in range(30)],
+        "failed": [check("loss.mask", remedy=text, evidence=[text, "row 3"])],
+        "warning": [check("data.duplicates", value=0.25, remedy="Remove them.")],
+        "skipped": [check("vision.sizes")],
+    }
     return [
-        {"outcome": "passed", "checks": [check(f"passed.{n}") for n in range(30)]},
-        {"outcome": "failed", "checks": [check("loss.mask", remedy=text, evidence=[text, "row 3"])]},
-        {"outcome": "warning", "checks": [check("data.duplicates", value=0.25, remedy="dedupe")]},
-        {"outcome": "skipped", "checks": [check("vision.sizes")]},
+        {"outcome": outcome, "checks": [{**one, "outcome": outcome} for one in some]}
+        for outcome, some in checks.items()
     ]
 
 
@@ -202,8 +239,8 @@ def _group(text: str) -> dict[str, Any]:
 
 def _answer(text: str, index: int) -> dict[str, Any]:
     call = {"type": "function", "function": {"name": "search", "arguments": {"query": text}}}
-    pieces = ["<|im_start|>", "user", "\n", *text.split(" "), " so", " it", " is", "<|im_end|>"]
-    sampled_at = list(range(3, len(pieces)))
+    pieces = [*text.split(" "), " so", "<|im_end|>", "\n", "tool", "\n", " it", " is", "<|im_end|>"]
+    sampled_at = [at for at, piece in enumerate(pieces) if piece not in ("\n", "tool")]
     parts = [
         {"name": "exact", "value": 0.5, "error": None, "reason": None, "reply": None},
         {"name": "judge", "value": None, "error": "timed out", "reason": text, "reply": text},
@@ -224,6 +261,7 @@ def _answer(text: str, index: int) -> dict[str, Any]:
         "logp": [-value for value in _wave(len(sampled_at), 2, 2)],
         "advantage": [index - 1.5] * len(sampled_at),
         "version": [39] * len(sampled_at),
+        "text": text,
         "finish_reason": "stop",
         "error": text if index == 3 else None,
         "num_turns": 2,
@@ -237,7 +275,9 @@ def _prompt(text: str) -> dict[str, Any]:
     def answer(index: int) -> dict[str, Any]:
         return {"index": index, "reward": 0.5, "text": text, "finish_reason": "stop"}
 
-    steps = [{"step": s, "group": 0, "mean": 0.5, "answers": [answer(0), answer(1)]} for s in (1, 40)]
+    steps = [
+        {"step": s, "group": 0, "mean": 0.5, "answers": [answer(0), answer(1)]} for s in (1, 40)
+    ]
     return {"prompt_id": "q1", "prompt": [{"role": "user", "content": text}], "steps": steps}
 
 
@@ -246,13 +286,11 @@ def _set(text: str) -> dict[str, Any]:
         "name": "train",
         "num_rows": 1200,
         "num_samples": 1190,
-        "lengths": {"edges": [2**n for n in range(11)], "counts": [0, 1, 5, 20, 90, 300, 500, 200, 70, 4]},
+        "lengths": {
+            "edges": [2**n for n in range(11)],
+            "counts": [0, 1, 5, 20, 90, 300, 500, 200, 70, 4],
+        },
         "dropped": [{"place": "train.jsonl:7", "reason": text}],
-        "cut": [{"place": "train.jsonl:9", "tokens": 300}],
-        "duplicates": 3,
+        "num_dropped": 5,
+        "cut": [{"place": "train.jsonl:9", "reason": "300 tokens"}],
     }
-
-
-def embedded(keys: Sequence[str], given: dict[str, Any]) -> dict[str, Any]:
-    """Only some of the answers."""
-    return {key: given[key] for key in keys}

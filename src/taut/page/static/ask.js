@@ -9,24 +9,29 @@
   /** An answer that cannot be shown; its message is a line for the reader. */
   page.Unanswered = class extends Error {};
 
-  /** The answer to a question: ask("overview", "run name", {step: 3}). Without a run, of all runs. */
+  /** The answer to a question: ask("overview", "run name", {step: 3}). Without a run, of all runs. A list is joined by commas. */
   page.ask = async function (question, run, parameters) {
-    const given = Object.entries(parameters || {}).filter(([, value]) => value !== null && value !== undefined);
-    const path = run === null || run === undefined ? question : `run/${run}/${question}`;
-    if (answers !== null) {
-      const plain = question === "curves" ? [] : given;
-      const key = plain.length ? `${path}?${plain.map(([name, value]) => `${name}=${value}`).join("&")}` : path;
-      if (Object.hasOwn(answers, key)) return answers[key];
-      const serve = (answers.runs && answers.runs.serve) || "taut page DIRECTORY";
-      throw new page.Unanswered(`This is not in this file. ${serve} serves it.`);
-    }
-    const escaped = run === null || run === undefined ? question : `run/${encodeURIComponent(run)}/${question}`;
-    const query = given.map(([name, value]) => `${name}=${encodeURIComponent(value)}`).join("&");
-    return fetched(`answers/${escaped}${query ? `?${query}` : ""}`);
+    const written = (value) => (Array.isArray(value) ? value : [value]).map(encodeURIComponent).join(",");
+    const query = Object.entries(parameters || {})
+      .filter(([, value]) => value !== null && value !== undefined)
+      .map(([name, value]) => `${name}=${written(value)}`)
+      .join("&");
+    const path = run === null || run === undefined ? question : `run/${encodeURIComponent(run)}/${question}`;
+    const key = query && !(page.isFile && question === "curves") ? `${path}?${query}` : path; // a file has all curves in one answer
+    return page.isFile ? embedded(key) : fetched(`answers/${key}`);
   };
 
-  /** Whether a question has its answer here without asking anyone. */
-  page.has = (path) => answers === null || Object.hasOwn(answers, path);
+  function embedded(key) {
+    if (!Object.hasOwn(answers, key)) {
+      throw new page.Unanswered(`This is not in this file; a page that is served has it: ${page.inFile().command}`);
+    }
+    const found = answers[key];
+    if (found !== null && found.error) throw new page.Unanswered(found.error.message);
+    return found;
+  }
+
+  /** What the file says of itself: {text, num_left, command}. */
+  page.inFile = () => (answers !== null && answers.file) || { text: "", num_left: 0, command: "taut page DIR" };
 
   async function fetched(address) {
     let response, body;

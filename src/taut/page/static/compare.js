@@ -11,7 +11,7 @@
     }
     const unknown = runs.find((run) => !known.includes(run));
     if (unknown !== undefined) throw new page.Unanswered(`There is no run ${unknown} here. Known: ${known.join(", ")}.`);
-    let answer = await page.ask("compare", null, { runs: runs.join(",") });
+    let answer = await page.ask("compare", null, { runs });
     const overview = await page.ask("overview", runs[0]);
     const curves = page.curvesOf(runs, page.zoomOf(context.parameters));
     const group = page.chartGroup({
@@ -41,7 +41,7 @@
     page.fill(charts, page.curveSections(group, curves, headline, answer.curves, () => [], context));
     drawRest();
     return async () => {
-      answer = await page.ask("compare", null, { runs: runs.join(",") });
+      answer = await page.ask("compare", null, { runs });
       drawRest();
       await curves.again();
       group.redraw();
@@ -91,10 +91,15 @@
       "Evaluations",
       page.table(
         [["evaluation"], ["step", "number"], ...runs.map((run) => [run, "number"]), ["difference", "number"]],
-        rows.map((row) => [row.name, page.number(row.step), ...row.values.map((value) => page.number(value)), page.isNumber(row.difference) ? [page.signed(row.difference), page.interval("", row.low, row.high)[1]] : ""]),
+        rows.map((row) => [row.name, stepsOf(row.steps), ...row.values.map((value, index) => page.interval(value, (row.lows || [])[index], (row.highs || [])[index])), page.isNumber(row.difference) ? [page.signed(row.difference), page.interval("", row.low, row.high)[1]] : ""]),
         { label: "Evaluations" },
       ),
     );
+  }
+
+  function stepsOf(steps) {
+    const found = [...new Set(steps || [])];
+    return found.map((step) => page.number(step)).join(", ");
   }
 
   function promptsOf(answer, runs) {
@@ -115,7 +120,7 @@
         ]),
         { label: "The same prompts" },
       );
-    return page.section("The same prompts", page.cut(rows, 50, draw, "prompts", answer.more && answer.more.prompts));
+    return page.section("The same prompts", page.cut(rows, 50, draw, "prompts", answer.num_left));
   }
 
   /** The same prompt in several runs: the answers at each step side by side. */

@@ -3,6 +3,7 @@
 (function (page) {
   const POINTS = 1000;
   const SHOWN = 50;
+  const NAMES = 40; // curves in one question
 
   page.views.overview = async function (context) {
     const run = context.run;
@@ -27,7 +28,7 @@
     context.onLeave(() => group.destroy());
     const refine = page.refiner(curves, group);
 
-    const marks = () => (answer.alarms || []).map((alarm) => ({ step: alarm.step, text: `step ${alarm.step}: ${alarm.name}`, href: placeOfAlarm(run, alarm) }));
+    const marks = () => (answer.alarms || []).filter((alarm) => page.isNumber(alarm.step)).map((alarm) => ({ step: alarm.step, text: `step ${alarm.step}: ${alarm.name}`, href: placeOfAlarm(run, alarm) }));
     const charts = page.node("div", {});
     const drawCharts = () =>
       page.fill(charts, page.curveSections(group, curves, answer.headline || [], answer.curves || [], marks, context));
@@ -36,7 +37,7 @@
       page.fill(head, headOf(answer));
       page.fill(evaluations, evaluationsOf(answer));
       page.fill(alarms, alarmsOf(run, answer));
-      page.fill(about, decisionsOf(answer), startOf(answer), answer.end && page.folded("End", () => page.tree(answer.end)));
+      page.fill(about, decisionsOf(answer), startOf(answer), (answer.resumes || []).length > 0 && page.folded(`Resumes (${answer.resumes.length})`, () => resumesOf(answer.resumes)), answer.end && page.folded("End", () => page.tree(answer.end)));
     };
     drawRest();
     page.add(context.root, [
@@ -67,7 +68,7 @@
   page.stateOf = (state) => page.node("span", { class: `state state-${String(state).replace(/\W/g, "-")}` }, state);
 
   function headOf(answer) {
-    const numAlarms = (answer.alarms || []).length + ((answer.more && answer.more.alarms) || 0);
+    const numAlarms = (answer.alarms || []).length + (answer.num_left || 0);
     return page.node(
       "dl",
       { class: "facts-row" },
@@ -102,7 +103,7 @@
       cells: [[page.number(step), best && best.step === step ? page.node("span", { class: "tag" }, "best") : null], ...cells(step)],
     }));
     const draw = (some) => page.table([["step", "number"], ...names.map((name) => [name, "number"])], some, { label: "Evaluations" });
-    return page.section("Evaluations", page.cut(list, 20, draw, "evaluations", answer.more && answer.more.evals));
+    return page.section("Evaluations", page.cut(list, 20, draw, "evaluations"));
   }
 
   /** A value, and its interval where there is one. */
@@ -118,14 +119,14 @@
       page.table(
         [["step", "number"], ["alarm"], ["what was found", "wide"], ["samples"]],
         some.map((alarm) => [
-          page.link(page.number(alarm.step), page.place("samples", run, { step: alarm.step })),
+          page.isNumber(alarm.step) ? page.link(page.number(alarm.step), page.place("samples", run, { step: alarm.step })) : "",
           alarm.name,
           alarm.detail,
           (alarm.sample_ids || []).slice(0, 4).map((id, index) => [index ? ", " : "", page.link(id, page.place("samples", run, { step: alarm.step, id }))]),
         ]),
         { label: "Alarms" },
       );
-    const list = page.cut(rows, SHOWN, draw, "alarms", answer.more && answer.more.alarms);
+    const list = page.cut(rows, SHOWN, draw, "alarms", answer.num_left);
     return page.section("Alarms", list);
   }
 
@@ -140,6 +141,9 @@
       ),
     { key: "decisions" });
   }
+
+  const resumesOf = (rows) =>
+    page.table([["time", "no-wrap"], ["from step", "number"]], rows.map((row) => [page.time(row.time), page.number(row.from_step)]), { label: "Resumes" });
 
   function startOf(answer) {
     return answer.start && page.folded("Start", () => page.tree(answer.start));
@@ -164,9 +168,13 @@
     const kept = new Map(); // name -> one {step, mean, min, max} a run, or null
 
     async function load(names) {
+      for (let start = 0; start < names.length; start += NAMES) await loadSome(names.slice(start, start + NAMES));
+    }
+
+    async function loadSome(names) {
       const answers = await Promise.all(
         runs.map(async (run) => {
-          const asked = { names: names.join(","), points: POINTS, from: range && range[0], to: range && range[1] };
+          const asked = { names, points: POINTS, from: range && range[0], to: range && range[1] };
           return page.ask("curves", run, asked);
         }),
       );
@@ -276,7 +284,7 @@
         parts.map(([outcome, title]) => {
           const checks = groups.get(outcome);
           if (outcome === "failed" || outcome === "warning") {
-            return page.section(`${title} (${checks.length})`, checks.map((check) => checkOf(check, outcome)));
+            return page.section(`${title} (${checks.length})`, checks.map((check) => page.checkOf({ ...check, outcome })));
           }
           return page.folded(`${title} (${checks.length})`, () => tableOf(checks), { key: outcome });
         }),
@@ -287,17 +295,18 @@
     return draw;
   };
 
-  function checkOf(check, outcome) {
-    const evidence = check.evidence || [];
+  /** A check with all that is known of it. */
+  page.checkOf = function (check) {
+    const evidence = [...(check.evidence || []), ...(check.notes || [])];
     return page.node(
       "article",
-      { class: `check check-${outcome}` },
+      { class: `check check-${check.outcome}` },
       page.node("h3", {}, check.name, page.node("span", { class: "muted" }, valueOf(check))),
       page.node("p", { class: "prose" }, check.detail),
       check.remedy && page.node("p", { class: "prose" }, page.node("span", { class: "label" }, "Do"), check.remedy),
       evidence.length > 0 && page.node("ul", { class: "evidence" }, evidence.map((line) => page.node("li", {}, typeof line === "string" ? line : JSON.stringify(line)))),
     );
-  }
+  };
 
   const valueOf = (check) => (check.value === null || check.value === undefined ? null : ` ${page.number(check.value)}${check.unit ? ` ${check.unit}` : ""}`);
 

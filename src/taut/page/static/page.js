@@ -128,10 +128,11 @@
   }
 
   function drawFoot() {
+    const { text, num_left: numLeft } = page.inFile();
     page.fill(
       document.getElementById("foot"),
       page.node("p", {}, `taut ${runs.version}`),
-      (runs.selection || []).length > 0 && page.folded("What is in this file", () => page.node("ul", {}, runs.selection.map((line) => page.node("li", {}, line)))),
+      text && page.node("p", {}, text, numLeft > 0 && ` There was no room for ${page.counted(numLeft, "more answer")}.`),
     );
   }
 

@@ -2,14 +2,21 @@
 "use strict";
 (function (page) {
   const SHOWN = 50;
-  const SET_KEYS = ["name", "lengths", "dropped", "cut", "duplicates", "more"];
+  const SET_KEYS = ["name", "lengths", "dropped", "cut", "num_dropped", "num_cut"];
 
   page.views.data = async function (context) {
     const region = page.node("div", {});
     const draw = async () => {
       const answer = await page.ask("data", context.run);
       const sets = answer.sets || [];
-      page.fill(region, sets.length ? sets.map(setOf) : page.note("Nothing is recorded of the data."));
+      const checks = (answer.checks || []).filter((check) => check.outcome === "failed" || check.outcome === "warning");
+      page.fill(
+        region,
+        answer.summary && page.note(answer.summary),
+        sets.length ? sets.map(setOf) : page.note("Nothing is recorded of the sets."),
+        answer.duplicates && page.section("Duplicates", page.checkOf(answer.duplicates)),
+        checks.length > 0 && page.section("Checks of the data", checks.map(page.checkOf)),
+      );
     };
     page.add(context.root, [page.node("h1", {}, "Data"), region]);
     await draw();
@@ -18,29 +25,22 @@
 
   function setOf(set) {
     const others = Object.entries(set).filter(([name]) => !SET_KEYS.includes(name));
-    const more = set.more || {};
     return page.section(
       set.name,
       page.pairs(others.map(([name, value]) => [wordsOf(name), value === null ? null : page.tree(value)])),
       set.lengths && set.lengths.counts && set.lengths.counts.length > 0 && histogram(set.lengths, `Lengths of the samples of ${set.name}`),
-      listOf("Dropped", set.dropped, [["place", "id"], ["reason", "wide"]], (row) => [row.place, row.reason], more.dropped),
-      listOf("Cut", set.cut, [["place", "id"], ["tokens", "number"]], (row) => [row.place, page.number(row.tokens)], more.cut),
-      duplicatesOf(set.duplicates),
+      listOf("Dropped", set.dropped, [["place", "id"], ["reason", "wide"]], (row) => [row.place, row.reason], left(set.num_dropped, set.dropped)),
+      listOf("Cut", set.cut, [["place", "id"], ["reason", "wide"]], (row) => [row.place, row.reason], left(set.num_cut, set.cut)),
     );
   }
 
+  const left = (count, rows) => Math.max(0, (count || 0) - (rows || []).length);
   const wordsOf = (name) => name.replace(/^num_/, "").replaceAll("_", " ");
 
   function listOf(title, rows, columns, cells, numMore) {
     if (!rows || !rows.length) return null;
     const count = rows.length + (numMore || 0);
     return page.folded(`${title} (${page.number(count)})`, () => page.cut(rows, SHOWN, (some) => page.table(columns, some.map(cells), { label: title }), "rows", numMore), { isOpen: rows.length <= 10 });
-  }
-
-  function duplicatesOf(found) {
-    if (found === null || found === undefined) return null;
-    if (typeof found === "object") return page.folded("Duplicates", () => page.tree(found), { isOpen: true });
-    return page.pairs([["duplicates", page.number(found)]]);
   }
 
   /** Counts between edges as bars, and as a table for those who cannot see them. */
@@ -74,13 +74,13 @@
     const region = page.node("div", {});
     const draw = async () => {
       const answer = await page.ask("model", context.run);
-      const others = Object.entries(answer).filter(([name]) => !["contract", "stop", "goldens", "more"].includes(name));
+      const others = Object.entries(answer).filter(([name]) => !["contract", "stop", "stop_check", "goldens", "num_left"].includes(name));
       const goldens = answer.goldens || [];
       page.fill(
         region,
-        page.section("Answers that stop", answer.stop ? page.tree(answer.stop) : page.note("Not measured.")),
+        page.section("Answers that stop", answer.stop ? page.tree(answer.stop) : page.note("Not measured at the end of the run."), answer.stop_check && page.checkOf(answer.stop_check)),
         page.section("Contract of the saved model", answer.contract && Object.keys(answer.contract).length ? page.tree(answer.contract) : page.note("No contract is saved.")),
-        page.section("Golden prompts", goldens.length ? page.cut(goldens, 20, (some) => some.map(goldenOf), "prompts", answer.more && answer.more.goldens) : page.note("None are saved.")),
+        page.section("Golden prompts", goldens.length ? page.cut(goldens, 20, (some) => some.map(goldenOf), "prompts", answer.num_left) : page.note("None are saved.")),
         others.map(([name, value]) => page.section(wordsOf(name), page.tree(value))),
       );
     };

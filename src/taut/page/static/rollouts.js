@@ -71,7 +71,7 @@
     function draw() {
       const found = sorted(answer.groups.filter((group) => fits(group, filter)), filter.sort);
       page.fill(count, `${page.number(found.length)} of ${page.counted(answer.groups.length, "group")}`);
-      page.fill(list, page.cut(found, SHOWN, (groups) => tableOf(context, answer.step, groups), "groups", answer.more && answer.more.groups));
+      page.fill(list, page.cut(found, SHOWN, (groups) => tableOf(context, answer.step, groups), "groups", answer.num_left));
     }
     draw();
     return [bar, list];
@@ -158,7 +158,7 @@
         const made = some.map((one) => answerOf(context, answer.step, one, shared));
         return [areTokens && shared.drawn.length > 0 && shared.drawn[0].legend, page.node("div", { class: "answers" }, made)];
       };
-      return [page.cut(answer.answers, SHOWN_ANSWERS, draw, "answers", answer.more && answer.more.answers), shared.factsAt];
+      return [page.cut(answer.answers, SHOWN_ANSWERS, draw, "answers", answer.num_left), shared.factsAt];
     };
     const to = (other) => page.place("rollouts", context.run, { ...context.parameters, step, group: other });
     page.add(context.root, [
@@ -330,7 +330,7 @@
       page.fill(
         region,
         page.section("Prompt", page.messages(answer.prompt)),
-        page.section(`Answers at ${page.counted(answer.steps.length, "step")}`, page.cut(answer.steps, 20, (some) => some.map(row), "steps", answer.more && answer.more.steps)),
+        page.section(`Answers at ${page.counted(answer.steps.length, "step")}`, page.cut(answer.steps, 20, (some) => some.map(row), "steps", answer.num_left)),
       );
     };
     await draw();

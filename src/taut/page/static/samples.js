@@ -85,7 +85,7 @@
       );
     return [
       page.note(facts.join(", ")),
-      page.cut(answer.samples, SHOWN, draw, "samples", answer.more && answer.more.samples),
+      page.cut(answer.samples, SHOWN, draw, "samples", answer.num_left),
     ];
   }
 
