@@ -27,21 +27,23 @@
   function rangeOf(low, high) {
     if (!page.isNumber(low) || !page.isNumber(high)) return [0, 1];
     const size = Math.max(Math.abs(low), Math.abs(high));
-    const margin = high - low <= size * FLAT ? (size ? size * 1e-3 : 1) : (high - low) * 0.06;
+    const margin = high - low <= size * FLAT ? (size ? size * 0.1 : 1) : (high - low) * 0.06;
     return [low - margin, high + margin];
   }
 
-  /** A number on an axis: as many digits as the distance between ticks needs. */
-  function tickText(value, step) {
-    if (value === 0) return "0";
-    const size = Math.abs(value);
-    const sign = value < 0 ? "\u2212" : "";
-    if (size >= 1e5 || size < 1e-3) {
-      const digits = Math.min(8, Math.max(0, Math.floor(Math.log10(size)) - Math.floor(Math.log10(step) + 1e-9)));
-      return sign + size.toExponential(digits).replace("e+", "e");
-    }
-    const decimals = Math.min(8, Math.max(0, -Math.floor(Math.log10(step) + 1e-9)));
-    return sign + size.toFixed(decimals);
+  /** Numbers on an axis, all written alike, with as many digits as the distance between them needs. */
+  function tickTexts(ticks) {
+    const step = ticks.length > 1 ? ticks[1] - ticks[0] : Math.abs(ticks[0]) || 1;
+    const most = Math.max(...ticks.map(Math.abs));
+    const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+    return ticks.map((value) => {
+      const size = Math.abs(value);
+      const sign = value < 0 ? "\u2212" : "";
+      if (size < step / 2) return "0";
+      if (most < 1e5 && decimals <= 4) return sign + size.toFixed(decimals);
+      const digits = Math.floor(Math.log10(size) + 1e-9) - Math.floor(Math.log10(step) + 1e-9);
+      return sign + size.toExponential(Math.min(6, Math.max(0, digits))).replace("e+", "e");
+    });
   }
 
   function finite(value) {
@@ -72,6 +74,7 @@
       zoom: options.zoom || null,
       isLog: Boolean(options.isLog),
       smooth: SMOOTHED.includes(options.smooth) ? options.smooth : 0,
+      lastStep: options.lastStep,
       sync: uPlot.sync(`curves ${Math.random()}`),
       seen: new IntersectionObserver(
         (entries) => {
@@ -282,8 +285,7 @@
 
         function textsOf(splits) {
           if (group.isLog) return splits.map((split) => page.number(10 ** split, 3));
-          const step = splits.length > 1 ? splits[1] - splits[0] : Math.abs(splits[0]) || 1;
-          return splits.map((split) => tickText(split, step));
+          return splits.length ? tickTexts(splits) : [];
         }
 
         function lines(column, index) {
@@ -343,8 +345,8 @@
   function tableOf(runs, group) {
     const steps = [...new Set(runs.flatMap((run) => run.step))].sort((one, other) => one - other);
     const columns = runs.map((run, index) => columnOf(run, index, steps, group));
-    const low = steps.length ? steps[0] : 0;
-    const high = steps.length ? steps[steps.length - 1] : 1;
+    const low = Math.min(1, ...steps.slice(0, 1));
+    const high = Math.max(group.lastStep(), ...steps.slice(-1)); // the same for all charts, so that they lie below each other
     return { steps, columns, ends: high > low ? [low, high] : [low - 1, high + 1] };
   }
 

@@ -78,7 +78,7 @@
       const goldens = answer.goldens || [];
       page.fill(
         region,
-        page.section("Answers that stop", answer.stop ? page.tree(answer.stop) : page.note("Not measured at the end of the run."), answer.stop_check && page.checkOf(answer.stop_check)),
+        page.section("Answers that stop", answer.stop ? page.tree(answer.stop) : !answer.stop_check && page.note("Not measured."), answer.stop_check && page.checkOf(answer.stop_check)),
         page.section("Contract of the saved model", answer.contract && Object.keys(answer.contract).length ? page.tree(answer.contract) : page.note("No contract is saved.")),
         page.section("Golden prompts", goldens.length ? page.cut(goldens, 20, (some) => some.map(goldenOf), "prompts", answer.num_left) : page.note("None are saved.")),
         others.map(([name, value]) => page.section(wordsOf(name), page.tree(value))),

@@ -179,6 +179,7 @@
   function aboutOf(context, answer, numTargets) {
     const others = answer.shared_with || [];
     const parts = [`${page.counted(answer.pieces.length, "token")}, ${page.counted(numTargets, "target")}${answer.why ? `; recorded as: ${answer.why}` : ""}`];
+    const elsewhere = (answer.steps || []).filter((step) => step !== answer.step);
     const at = (step, id) => page.place("samples", context.run, { ...context.parameters, step, id });
     return [
       page.note(parts),
@@ -189,8 +190,8 @@
           " are computed once for it and ",
           others.length ? others.map((id, index) => [index ? ", " : "", page.link(id, at(answer.step, id))]) : "others",
         ),
-      (answer.steps || []).length > 0 &&
-        page.note("Also recorded in step ", answer.steps.slice(0, 30).map((step, index) => [index ? ", " : "", page.link(page.number(step), at(step, answer.id))])),
+      elsewhere.length > 0 &&
+        page.note("Also recorded in step ", elsewhere.slice(0, 30).map((step, index) => [index ? ", " : "", page.link(page.number(step), at(step, answer.id))])),
     ];
   }
 
