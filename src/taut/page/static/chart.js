@@ -147,15 +147,18 @@
       if (from === null && to === null) return group.setZoom(null);
       const low = from ?? 0;
       const high = to ?? options.lastStep();
-      if (high > low) group.setZoom([low, high]);
+      if (high > low) show([low, high]);
     };
     const all = page.node("button", { type: "button", "data-key": "all steps", on: { click: () => group.setZoom(null) } }, "All steps");
-    const show = group.setZoom;
+    const setZoom = group.setZoom;
+    const show = (zoom) => {
+      all.disabled = zoom === null;
+      setZoom(zoom);
+    };
     group.setZoom = (zoom) => {
       ends.forEach((end, index) => {
         end.value = zoom ? String(Math.round(zoom[index])) : "";
       });
-      all.disabled = zoom === null;
       show(zoom);
     };
     all.disabled = group.zoom === null;
@@ -175,15 +178,15 @@
     const value = page.node("span", { class: "chart-value" });
     const about = page.node("span", { class: "chart-about" });
     const plot = page.node("div", { class: "chart-plot" });
+    const flags = page.node("div", { class: "flags" });
     const made = page.node(
       "figure",
       { class: "chart" },
       page.node("figcaption", {}, page.node("span", { class: "chart-name", title }, title), value),
-      plot,
+      page.node("div", { class: "chart-area" }, plot, flags),
       about,
     );
     let drawn = null;
-    let flags = null;
 
     made.drawChart = () => {
       if (drawn === null) chart.rebuild();
@@ -197,6 +200,7 @@
         const width = plot.clientWidth;
         if (drawn !== null) drawn.destroy();
         drawn = null;
+        flags.replaceChildren();
         const table = tableOf(runs, group);
         const isEmpty = !table.columns.some((column) => column.mean.some((item) => page.isNumber(item)) || column.notFinite.length);
         plot.setAttribute("role", "img");
@@ -209,8 +213,6 @@
         }
         plot.replaceChildren();
         drawn = new uPlot(settings(table, width, plot.clientHeight), series(table), plot);
-        flags = page.node("div", { class: "flags" });
-        drawn.over.append(flags);
         placeFlags();
 
         function settings(of, wide, high) {
@@ -317,7 +319,8 @@
     };
 
     function placeFlags() {
-      if (drawn === null || flags === null) return;
+      if (drawn === null) return;
+      for (const side of ["left", "top", "width", "height"]) flags.style[side] = drawn.over.style[side];
       const [low, high] = [drawn.scales.x.min, drawn.scales.x.max];
       const inside = marks().filter((mark) => mark.step >= low && mark.step <= high);
       flags.replaceChildren();

@@ -107,7 +107,7 @@
     if (!rows.length) return null;
     const draw = (some) =>
       page.table(
-        [["prompt", "id"], ...runs.map((run) => [`${run}: first and last mean reward`, "number"]), [""]],
+        [["prompt", "id"], ...runs.map((run) => [`${run}: first and last mean reward`, "number"]), ["answers"]],
         some.map((row) => [
           row.prompt_id,
           ...runs.map((run, index) => {

@@ -68,7 +68,7 @@
     ].filter(Boolean);
     const draw = (samples) =>
       page.table(
-        [["nats", "number"], ["sample", "id"], ["", "muted"]],
+        [["nats", "number"], ["sample", "id"], ["recorded as", "muted"]],
         samples.map((sample) => ({
           class: sample.id === id ? "is-current" : null,
           cells: [
