@@ -11,6 +11,8 @@ VIEWS = {
     "overview": f"#/run/{RUN}/overview?open=train,rollout,engine",
     "checks": f"#/run/{RUN}/checks",
     "samples": f"#/run/{RUN}/samples?step=40&id=q1%230&color=advantage",
+    "samples by loss": f"#/run/{RUN}/samples?step=40",
+    "samples by weight": f"#/run/{RUN}/samples?step=40&color=weight",
     "rollouts": f"#/run/{RUN}/rollouts?step=40",
     "group": f"#/run/{RUN}/rollouts?step=40&group=0",
     "tokens of a group": f"#/run/{RUN}/rollouts?step=40&group=0&show=tokens",

@@ -46,6 +46,9 @@
     });
   }
 
+  /** What charts tell each other: where the cursor is, not what is dragged. */
+  const isMove = (kind) => kind !== "mousedown" && kind !== "mouseup";
+
   function finite(value) {
     return typeof value === "number" && Math.abs(value) <= LARGEST ? value : null;
   }
@@ -90,6 +93,10 @@
       },
       redraw() {
         for (const chart of group.charts) chart.rebuild();
+      },
+      /** Draw what has come since; cursor, zoom and selection stay. */
+      update() {
+        for (const chart of group.charts) chart.update();
       },
       destroy() {
         group.seen.disconnect();
@@ -187,129 +194,44 @@
       about,
     );
     let drawn = null;
+    let table = null;
+    let isSeen = false;
 
     made.drawChart = () => {
-      if (drawn === null) chart.rebuild();
+      if (isSeen) return;
+      isSeen = true;
+      chart.rebuild();
     };
 
     const chart = {
       node: made,
       rebuild() {
         const runs = data();
-        if (!made.isConnected || runs === null) return;
+        if (!isSeen || !made.isConnected || runs === null) return;
         const width = plot.clientWidth;
         if (drawn !== null) drawn.destroy();
         drawn = null;
         flags.replaceChildren();
-        const table = tableOf(runs, group);
+        table = tableOf(runs, group);
         const isEmpty = !table.columns.some((column) => column.mean.some((item) => page.isNumber(item)) || column.notFinite.length);
-        plot.setAttribute("role", "img");
-        plot.setAttribute("aria-label", page.visible(`${title}: ${wordsOf(table)}`));
-        page.fill(about, remarks(table, group));
-        show(null);
+        tell();
         if (isEmpty || width < 40) {
           page.fill(plot, isEmpty && page.node("span", { class: "muted" }, "no value"));
           return;
         }
         plot.replaceChildren();
-        drawn = new uPlot(settings(table, width, plot.clientHeight), series(table), plot);
+        drawn = new uPlot(settings(width, plot.clientHeight), series(table), plot);
         placeFlags();
-
-        function settings(of, wide, high) {
-          const muted = page.colour("--muted");
-          const line = page.colour("--line");
-          return {
-            width: wide,
-            height: high,
-            padding: [8, 18, 0, 0],
-            legend: { show: false },
-            cursor: {
-              sync: { key: group.sync.key, setSeries: false, scales: ["x", null] },
-              y: false,
-              points: { size: 6 },
-              drag: { x: true, y: false, setScale: false, dist: 4 },
-              bind: { dblclick: () => () => group.setZoom(null) },
-            },
-            scales: {
-              x: { time: false, auto: false, range: () => group.zoom || of.ends },
-              y: { auto: true, range: (_, low, high) => rangeOf(low, high) },
-            },
-            axes: [
-              {
-                stroke: muted,
-                size: AXIS.height,
-                font: page.colour("--axis-font"),
-                grid: { show: false },
-                ticks: { stroke: line, width: 1, size: 3 },
-                gap: 3,
-                splits: (_, __, low, high) => page.ticks(low, high, Math.max(2, wide / 80)).filter(Number.isInteger),
-                values: (_, splits) => splits.map((split) => split.toLocaleString("en-US")),
-              },
-              {
-                stroke: muted,
-                size: AXIS.width,
-                font: page.colour("--axis-font"),
-                grid: { stroke: line, width: 1 },
-                ticks: { show: false },
-                gap: 4,
-                splits: (_, __, low, high) => splitsOf(low, high, Math.max(2, plot.clientHeight / 32)),
-                values: (_, splits) => textsOf(splits),
-              },
-            ],
-            series: [{}, ...of.columns.flatMap((column, index) => lines(column, index))],
-            bands: of.columns.map((column, index) => ({
-              series: [index * 3 + 2, index * 3 + 1],
-              fill: page.colour(`--run-${column.colour}-soft`),
-            })),
-            hooks: {
-              setSelect: [
-                (u) => {
-                  if (u.select.width < 4) return;
-                  const from = u.posToVal(u.select.left, "x");
-                  const to = u.posToVal(u.select.left + u.select.width, "x");
-                  u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
-                  if (to > from) group.setZoom([Math.max(0, Math.floor(from)), Math.ceil(to)]);
-                },
-              ],
-              setCursor: [(u) => show(u.cursor.idx)],
-              draw: [(u) => drawNotFinite(u, table), () => placeFlags()],
-            },
-          };
-        }
-
-        function splitsOf(low, high, count) {
-          if (!group.isLog) return page.ticks(low, high, count);
-          const whole = [];
-          const every = Math.max(1, Math.ceil((high - low) / count));
-          for (let power = Math.ceil(low / every) * every; power <= high; power += every) whole.push(power);
-          return whole.length > 1 ? whole : page.ticks(low, high, count);
-        }
-
-        function textsOf(splits) {
-          if (group.isLog) return splits.map((split) => page.number(10 ** split, 3));
-          return splits.length ? tickTexts(splits) : [];
-        }
-
-        function lines(column, index) {
-          const stroke = page.colour(`--run-${column.colour}`);
-          const still = { show: false };
-          const hidden = { stroke: "transparent", width: 0, points: still, scale: "y" };
-          return [
-            hidden,
-            hidden,
-            {
-              stroke,
-              width: 1.5,
-              dash: DASHES[index % DASHES.length],
-              scale: "y",
-              points: { show: column.isSparse, size: 5, fill: stroke, filter: (u, at, isShown) => (isShown ? null : alone(u.data[at])) },
-            },
-          ];
-        }
-
-        function show(index) {
-          page.fill(value, valueText(table, index, group));
-        }
+      },
+      update() {
+        const runs = data();
+        if (drawn === null || runs === null) return chart.rebuild();
+        const before = table;
+        table = tableOf(runs, group);
+        const isSame = table.columns.length === before.columns.length && table.columns.every((column, index) => column.isSparse === before.columns[index].isSparse);
+        if (!isSame) return chart.rebuild();
+        tell();
+        drawn.setData(series(table));
       },
       destroy() {
         resized.disconnect();
@@ -317,6 +239,110 @@
         drawn = null;
       },
     };
+
+    /** What is said beside the curve. */
+    function tell() {
+      plot.setAttribute("role", "img");
+      plot.setAttribute("aria-label", page.visible(`${title}: ${wordsOf(table)}`));
+      page.fill(about, remarks(table, group));
+      show(drawn === null ? null : drawn.cursor.idx);
+    }
+
+    function settings(wide, high) {
+      const muted = page.colour("--muted");
+      const line = page.colour("--line");
+      return {
+        width: wide,
+        height: high,
+        padding: [8, 18, 0, 0],
+        legend: { show: false },
+        cursor: {
+          sync: { key: group.sync.key, setSeries: false, scales: ["x", null], filters: { pub: isMove, sub: isMove } },
+          y: false,
+          points: { size: 6 },
+          drag: { x: true, y: false, setScale: false, dist: 4 },
+          bind: { dblclick: () => () => group.setZoom(null) },
+        },
+        scales: {
+          x: { time: false, auto: false, range: () => group.zoom || table.ends },
+          y: { auto: true, range: (_, low, high) => rangeOf(low, high) },
+        },
+        axes: [
+          {
+            stroke: muted,
+            size: AXIS.height,
+            font: page.colour("--axis-font"),
+            grid: { show: false },
+            ticks: { stroke: line, width: 1, size: 3 },
+            gap: 3,
+            splits: (_, __, low, high) => page.ticks(low, high, Math.max(2, wide / 80)).filter(Number.isInteger),
+            values: (_, splits) => splits.map((split) => split.toLocaleString("en-US")),
+          },
+          {
+            stroke: muted,
+            size: AXIS.width,
+            font: page.colour("--axis-font"),
+            grid: { stroke: line, width: 1 },
+            ticks: { show: false },
+            gap: 4,
+            splits: (_, __, low, high) => splitsOf(low, high, Math.max(2, plot.clientHeight / 32)),
+            values: (_, splits) => textsOf(splits),
+          },
+        ],
+        series: [{}, ...table.columns.flatMap((column, index) => lines(column, index))],
+        bands: table.columns.map((column, index) => ({
+          series: [index * 3 + 2, index * 3 + 1],
+          fill: page.colour(`--run-${column.colour}-soft`),
+        })),
+        hooks: {
+          setSelect: [
+            (u) => {
+              if (u.select.width < 4) return;
+              const from = u.posToVal(u.select.left, "x");
+              const to = u.posToVal(u.select.left + u.select.width, "x");
+              u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+              if (to > from) group.setZoom([Math.max(0, Math.floor(from)), Math.ceil(to)]);
+            },
+          ],
+          setCursor: [(u) => show(u.cursor.idx)],
+          draw: [(u) => drawNotFinite(u, table), () => placeFlags()],
+        },
+      };
+    }
+
+    function splitsOf(low, high, count) {
+      if (!group.isLog) return page.ticks(low, high, count);
+      const whole = [];
+      const every = Math.max(1, Math.ceil((high - low) / count));
+      for (let power = Math.ceil(low / every) * every; power <= high; power += every) whole.push(power);
+      return whole.length > 1 ? whole : page.ticks(low, high, count);
+    }
+
+    function textsOf(splits) {
+      if (group.isLog) return splits.map((split) => page.number(10 ** split, 3));
+      return splits.length ? tickTexts(splits) : [];
+    }
+
+    function lines(column, index) {
+      const stroke = page.colour(`--run-${column.colour}`);
+      const still = { show: false };
+      const hidden = { stroke: "transparent", width: 0, points: still, scale: "y" };
+      return [
+        { ...hidden },
+        { ...hidden },
+        {
+          stroke,
+          width: 1.5,
+          dash: DASHES[index % DASHES.length],
+          scale: "y",
+          points: { show: column.isSparse, size: 5, fill: stroke, filter: (u, at, isShown) => (isShown ? null : alone(u.data[at])) },
+        },
+      ];
+    }
+
+    function show(index) {
+      page.fill(value, valueText(table, index, group));
+    }
 
     function placeFlags() {
       if (drawn === null) return;

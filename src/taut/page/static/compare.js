@@ -44,7 +44,7 @@
       answer = await page.ask("compare", null, { runs });
       drawRest();
       await curves.again();
-      group.redraw();
+      group.update();
     };
   };
 

@@ -58,7 +58,7 @@
         drawCharts();
       }
       await curves.again();
-      group.redraw();
+      group.update();
     };
   };
 
@@ -228,14 +228,11 @@
     group.charts.clear();
     const open = new Set((context.parameters.open || "").split(",").filter(Boolean));
     const grid = (names, withMarks) => {
-      const made = page.node("div", { class: "charts" });
-      for (const name of names) {
-        const chart = page.chart(group, name, () => curves.data(name), withMarks ? marks : undefined);
-        made.append(chart.node);
-      }
+      const charts = names.map((name) => page.chart(group, name, () => curves.data(name), withMarks ? marks : undefined));
+      const made = page.node("div", { class: "charts" }, charts.map((chart) => chart.node));
       curves
         .load(names)
-        .then(() => group.redraw())
+        .then(() => charts.forEach((chart) => chart.rebuild()))
         .catch((error) => context.failed(error, made));
       return made;
     };
