@@ -73,7 +73,11 @@ def test_hostile_text_is_text(written: Write, look: Look, view: str) -> None:
     assert tab.query_selector_all("main img, main script, main svg[onload], main b") == []
     text = tab.inner_text("body")
     assert "<img" in text and "<svg" in text  # a sample's text is split at spaces
-    assert "\u27e8U+202E\u27e9" in text and "\u2400" in text and "\u241b[31m" in text
+    assert (
+        "\u27e8U+202E\u27e9" in text
+        and "\u27e8U+0000\u27e9" in text
+        and "\u27e8U+001B\u27e9[31m" in text
+    )
     assert not any(letter in text for letter in "\u202e\x00\x1b\u200b")
     assert looking.requests == []
 
@@ -107,13 +111,13 @@ def test_curves_that_are_level_broken_or_empty_are_drawn(written: Write, look: L
         chart.locator(".chart-plot > .muted" if is_empty else "canvas").wait_for()
     said = {
         "train/level": "level: all within 1.4e",
-        "train/broken": "1 \u00d7 nan, 1 \u00d7 inf, 1 \u00d7 -inf",
+        "train/broken": "1 \u00d7 nan, 1 \u00d7 inf, 1 \u00d7 \u2212inf",
         "train/huge": "200 \u00d7 beyond 1e300",
         "engine/nan": "200 \u00d7 nan",
     }
     for name, text in said.items():
         chart = tab.locator("figure.chart").filter(has=tab.locator(f'.chart-name[title="{name}"]'))
-        assert text in chart.inner_text().replace("100 \u00d7 beyond 1e300, 100", "200"), name
+        assert text in chart.inner_text(), name
     for scale in ("log scale",):
         tab.get_by_label(scale).check()
     looking.settle()

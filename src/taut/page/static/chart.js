@@ -24,8 +24,9 @@
   };
 
   /** The range to draw; level lines get one that their ticks can tell apart. */
-  function rangeOf(low, high) {
+  function rangeOf(low, high, isLog) {
     if (!page.isNumber(low) || !page.isNumber(high)) return [0, 1];
+    if (isLog && high - low <= FLAT) return [low - 0.05, high + 0.05];
     const size = Math.max(Math.abs(low), Math.abs(high));
     const margin = high - low <= size * FLAT ? (size ? size * 0.1 : 1) : (high - low) * 0.06;
     return [low - margin, high + margin];
@@ -45,6 +46,9 @@
       return sign + size.toExponential(Math.min(6, Math.max(0, digits))).replace("e+", "e");
     });
   }
+
+  /** A positive number on a logarithmic axis. */
+  const shortly = (value) => (value >= 1e5 || value < 1e-3 ? value.toExponential(0).replace("e+", "e") : page.number(value, 3));
 
   /** What charts tell each other: where the cursor is, not what is dragged. */
   const isMove = (kind) => kind !== "mousedown" && kind !== "mouseup";
@@ -265,7 +269,7 @@
         },
         scales: {
           x: { time: false, auto: false, range: () => group.zoom || table.ends },
-          y: { auto: true, range: (_, low, high) => rangeOf(low, high) },
+          y: { auto: true, range: (_, low, high) => rangeOf(low, high, group.isLog) },
         },
         axes: [
           {
@@ -319,7 +323,7 @@
     }
 
     function textsOf(splits) {
-      if (group.isLog) return splits.map((split) => page.number(10 ** split, 3));
+      if (group.isLog) return splits.map((split) => shortly(10 ** split));
       return splits.length ? tickTexts(splits) : [];
     }
 
@@ -386,13 +390,12 @@
         return found === null || !group.isLog ? found : found > 0 ? Math.log10(found) : null;
       });
     const raw = run.mean.map(finite);
-    const means = scaled(run.mean);
     const known = raw.map((item, at) => (item === null ? -1 : at)).filter((at) => at >= 0);
     const isSparse = known.length > 0 && (known.length === 1 || known.length < 0.5 * (known[known.length - 1] - known[0] + 1));
     const notFinite = run.mean
       .map((item, at) => ({ step: run.step[at], text: item }))
       .filter((item) => typeof item.text === "string" || (typeof item.text === "number" && finite(item.text) === null));
-    const line = group.smooth ? smoothed(means, group.smooth) : means;
+    const line = scaled(group.smooth ? smoothed(raw, group.smooth) : raw);
     const spread = (list) => aligned(run.step, scaled(list || run.mean), steps, isSparse);
     return {
       label: run.label,
@@ -488,8 +491,11 @@
     for (const column of table.columns) {
       const who = table.columns.length > 1 ? `${column.label}: ` : "";
       const kinds = new Map();
-      for (const item of column.notFinite) kinds.set(item.text, (kinds.get(item.text) || 0) + 1);
-      const counts = [...kinds].map(([kind, count]) => `${count} \u00d7 ${typeof kind === "number" ? "beyond 1e300" : kind}`);
+      for (const { text } of column.notFinite) {
+        const kind = typeof text === "number" ? "beyond 1e300" : text.replace("-", "\u2212");
+        kinds.set(kind, (kinds.get(kind) || 0) + 1);
+      }
+      const counts = [...kinds].map(([kind, count]) => `${count} \u00d7 ${kind}`);
       if (counts.length) said.push(who + counts.join(", "));
       if (column.hidden) said.push(`${who}${page.counted(column.hidden, "value")} not above 0 left out`);
       if (column.ends) {

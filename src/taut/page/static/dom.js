@@ -12,10 +12,8 @@
   /** The text with every character that is not seen, or that moves others, written by its name. */
   page.visible = function (text) {
     return String(text).replace(UNSEEN, (character) => {
-      const code = character.codePointAt(0);
-      if (code < 0x20) return String.fromCodePoint(0x2400 + code);
-      if (code === 0x7f) return "\u2421";
-      return "\u27e8U+" + code.toString(16).toUpperCase().padStart(4, "0") + "\u27e9";
+      const code = character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
+      return `\u27e8U+${code}\u27e9`;
     });
   };
 

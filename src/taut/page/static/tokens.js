@@ -49,7 +49,7 @@
   /** The text of a token as it is shown: line ends, tabs and nothing at all are seen. */
   function shown(piece) {
     if (piece === "") return "\u00b7";
-    return piece.replaceAll("\r\n", "\u240d\u21b5\n").replaceAll(/(?<!\u21b5)\n/g, "\u21b5\n").replaceAll("\t", "\u21e5\t");
+    return piece.replaceAll("\r\n", "\u21b5\n").replaceAll(/(?<!\u21b5)\n/g, "\u21b5\n").replaceAll("\t", "\u21e5\t");
   }
 
   /** A token's name within a sentence. */
@@ -227,7 +227,7 @@
     const swatches = [];
     for (let level = 0; level <= limits.length; level++) {
       const text =
-        level === 0 ? `< ${page.number(limits[0], 2)}` : level === limits.length ? `\u2265 ${page.number(limits[level - 1], 2)}` : page.number(limits[level - 1], 2);
+        level === 0 ? `< ${page.number(limits[0], 3)}` : level === limits.length ? `\u2265 ${page.number(limits[level - 1], 3)}` : page.number(limits[level - 1], 3);
       swatches.push(page.node("span", { class: `swatch ${classOf(level)}` }, text));
     }
     return [page.node("span", { class: "label" }, SCALES[name].title), page.node("span", { class: "swatches" }, swatches)];
