@@ -533,26 +533,23 @@ def _at_step(group: Sequence[Row]) -> Answer:
 def data(run: Run, _: Parameters) -> Answer:
     history = run.history
     start, found = history.start, history.checks
-    sets = start.get("sets") or [{"name": "train", "num_samples": start.get("num_samples")}]
-    answered = []
-    for one in sets:
-        is_train = one["name"] == "train"
-        lists = {name: start.get(name, []) if is_train else [] for name in ("dropped", "cut")}
-        of_lists: Answer = {}
-        for name, lines in lists.items():
-            of_lists[name] = [
-                dict(zip(("place", "reason"), line.split(": ", 1), strict=False))
-                for line in lines[:MOST_PLACES]
-            ]
-            of_lists[f"num_{name}"] = one.get(f"num_{name}", len(lines))
-        answered.append({**one, **of_lists})
     of_data = [event for name, event in found.items() if name.startswith("data.")]
     return {
         "summary": start.get("data"),
-        "sets": answered,
+        "sets": start.get("sets") or [_train_set(start)],
         "duplicates": _check(found.get("data.repeats")),
         "checks": [_check(event) for event in of_data if event.get("outcome") != "skipped"],
     }
+
+
+def _train_set(start: Event) -> Answer:
+    """What the start event of an older version says of the training set."""
+    listed: Answer = {}
+    for name in ("dropped", "cut"):
+        lines = [line.partition(": ") for line in start.get(name, ())]
+        listed[f"num_{name}"] = len(lines)
+        listed[name] = [{"place": place, "reason": why} for place, _, why in lines[:MOST_PLACES]]
+    return {"name": "train", "num_samples": start.get("num_samples"), **listed}
 
 
 def _check(event: Event | None) -> Answer | None:

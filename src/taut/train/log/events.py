@@ -239,8 +239,8 @@ def to_json(value: Any) -> Any:
 
 
 def _parse_short(place: str, line: bytes) -> Event:
-    """A step's or a rollout's event with the lists of ``LONG`` empty: they are most of it, and parsing takes longer than
-    finding their ends. Other events are whole.
+    """A step's or a rollout's event with the lists of ``LONG`` empty: they are most of it, and parse more slowly than
+    their ends are found. Other events are whole.
     """
     if not line.startswith(LONG_KINDS):
         return _parse(place, line)
