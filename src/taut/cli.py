@@ -116,6 +116,13 @@ OTHERS = {
         "taut.commands.rollouts:Rollouts",
         ("out",),
     ),
+    "page": Command(
+        "RUN|DIR ... [out=FILE.html]",
+        "show runs in a browser: every token, rollout and curve, live or in one file",
+        "taut.commands.page:run",
+        "taut.commands.page:Page",
+        many="runs",
+    ),
     "generate": Command(
         "MODEL prompts=FILE out=FILE",
         "generate completions of a file of prompts, as JSONL",

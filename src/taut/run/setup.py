@@ -106,9 +106,12 @@ def build(
 # -- models
 
 
-def use_products(run: RunConfig, ranks: Ranks, stored: str | None = None) -> None:
+def use_products(
+    run: RunConfig, ranks: Ranks, stored: str | None = None, whose: str = "the checkpoint"
+) -> None:
     """Choose the libraries of float32 products for this process; every rank calls it and takes the first one's choice.
-    ``stored``: the choice in the checkpoint that is resumed.
+    ``stored``: the choice of ``whose``, whose numbers this run is to have: the checkpoint that is resumed, or the run
+    whose rollouts are replayed.
     """
     dtype = resolve_dtype(run.dtype, ranks.device).dtype
     # What is asked for by name is refused by every rank that lacks it; only the first one measures.
@@ -116,7 +119,7 @@ def use_products(run: RunConfig, ranks: Ranks, stored: str | None = None) -> Non
     first = None
     if chooses:
         engine = run.engine_dtype(dtype)
-        first = products.select(run.products, ranks.device, dtype, stored, engine=engine)
+        first = products.select(run.products, ranks.device, dtype, stored, whose, engine=engine)
     chosen = ranks.gather(first)[0]
     assert chosen is not None
     products.use(chosen)

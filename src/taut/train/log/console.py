@@ -1,6 +1,7 @@
 """The console report of a run: decisions, progress, warnings, and a summary.
 
-On a terminal a progress bar that is redrawn; elsewhere one plain line every ``every`` steps. Tokens per second count
+On a terminal a progress bar that is redrawn, in a notebook a line that is replaced; elsewhere one plain line every
+``every`` steps. Tokens per second count
 the samples as the user wrote them (a shared prefix counts once per sample); the share of tokens saved is a separate
 number.
 """
@@ -8,18 +9,22 @@ number.
 from __future__ import annotations
 
 import resource
+import shlex
 import statistics
 import sys
 from collections import Counter, deque
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple, TextIO, cast
+from urllib.parse import quote
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from taut.io.console import Printer, counted, one_line
+from taut.io.notebook import ProgressLine
 from taut.io.terminal import Terminal
 from taut.train.log.events import Event, ReportLost
 
@@ -66,6 +71,9 @@ SUMMARISED = ("loss", "eval_loss", "model", "divergence", "reason")
 WIDTH = 60
 """Characters shown of an answer and of what was expected."""
 
+NOT_OF_A_STEP = ("best", "checkpoint", "data", "record")
+"""Warnings that are not about what a step trained on."""
+
 NOT_SHOWN = ("kind", "time", "step")
 
 HEADLINES = (
@@ -91,10 +99,16 @@ class Part(NamedTuple):
 class ConsoleReport:
     """The sink that prints."""
 
-    def __init__(self, every: int = 1, console: Console | None = None) -> None:
+    def __init__(
+        self, every: int = 1, console: Console | None = None, out: Path | None = None
+    ) -> None:
+        """``out``: the run's directory, for the commands that show more of a step."""
         self._printer = Printer.on(sys.stdout)
+        self._notebook = ProgressLine.in_notebook() if console is None else None
         self._console = console or Terminal(file=cast(TextIO, self._printer), soft_wrap=True)
-        self._every = every
+        self._every, self._out = every, out
+        self._named: set[object] = set()
+        """The kinds of warnings after which such a command was named."""
         self._num_steps: int | None = None
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self._steps: list[Event] = []
@@ -119,6 +133,8 @@ class ConsoleReport:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+        if self._notebook is not None:
+            self._notebook.close()
 
     def _print(self, text: str, style: str = "") -> None:
         self._console.print(Text(one_line(text), style=style))
@@ -160,10 +176,12 @@ class ConsoleReport:
             seconds = statistics.fmean(self._seconds) * (self._num_steps - step)
             left = timedelta(seconds=round(seconds))
         parts = step_parts(event, left, self._rollouts)
-        if self._console.is_terminal:
+        total = "" if self._num_steps is None else f"/{self._num_steps}"
+        if self._notebook is not None:
+            self._notebook.show(f"step {step}{total}  {line_of(parts)}", step, self._num_steps)
+        elif self._console.is_terminal:
             self._draw(step, parts)
         elif step % self._every == 0 or step == self._num_steps or len(self._steps) == 1:
-            total = "" if self._num_steps is None else f"/{self._num_steps}"
             self._print(f"step {step}{total}  {line_of(parts)}")
 
     def _draw(self, step: int, parts: Sequence[Part]) -> None:
@@ -236,7 +254,14 @@ class ConsoleReport:
 
     def _show_warning(self, event: Event) -> None:
         at = f" at step {event['step']}" if "step" in event else ""
-        self._print(f"warning{at}: {event.get('detail') or event.get('name', '')}", "yellow")
+        name = event.get("name", "")
+        self._print(f"warning{at}: {event.get('detail') or name}", "yellow")
+        if self._out is None or not at or name in NOT_OF_A_STEP or name in self._named:
+            return
+        self._named.add(name)
+        out, step = shlex.quote(str(self._out)), event["step"]
+        place = f"#/run/{quote(self._out.resolve().name, safe='')}/samples?step={step}"
+        self._print(f"look  taut show --step {step} {out}, or taut page {out} and {place}", "dim")
 
     def _show_budget(self, event: Event) -> None:
         cut = f"{event['tokens_before']:,} to {event['tokens']:,} tokens a micro-batch"

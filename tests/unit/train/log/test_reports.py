@@ -383,19 +383,24 @@ def test_the_sinks_that_were_asked_for_are_opened(
 def test_wandb_is_told_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told_wandb: list[Any] = []
     run = SimpleNamespace(
-        config=SimpleNamespace(update=lambda fields: told_wandb.append(fields["num_steps"])),
-        log=lambda values, step: told_wandb.append((step, values["train/loss"])),
+        config=SimpleNamespace(
+            update=lambda fields, **_: told_wandb.append(fields["start"]["num_steps"])
+        ),
+        define_metric=lambda *_, **__: None,
+        log=lambda values: told_wandb.append((values["step"], values["train/loss"])),
         finish=lambda: told_wandb.append("finished"),
     )
     module = SimpleNamespace(
-        init=lambda **fields: told_wandb.append(fields["project"]) or run, Error=ValueError
+        init=lambda **fields: told_wandb.append((fields["project"], fields["id"])) or run,
+        Error=ValueError,
+        Settings=SimpleNamespace,
     )
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.delitem(sys.modules, "taut.train.log.wandb", raising=False)
     from taut.train.log.wandb import WeightsAndBiases
 
-    write(WeightsAndBiases("p", tmp_path), START, step(1))
-    assert told_wandb == ["p", 4, (1, 1.0), "finished"]
+    write(WeightsAndBiases("p", tmp_path, "abc", {}), START, step(1))
+    assert told_wandb == [("p", "abc"), 4, (1, 1.0), "finished"]
 
 
 def test_a_report_that_fails_does_not_end_the_run(
@@ -409,10 +414,9 @@ def test_a_report_that_fails_does_not_end_the_run(
     def fail(*_: Any, **__: Any) -> None:
         raise Lost("no connection")
 
-    run = SimpleNamespace(
-        config=SimpleNamespace(update=lambda _: None), log=fail, finish=lambda: None
-    )
-    module = SimpleNamespace(init=lambda **_: run, Error=Lost)
+    run = SimpleNamespace(define_metric=lambda *_, **__: None, log=fail, finish=lambda: None)
+    module = SimpleNamespace(init=lambda **_: run, Error=Lost, Settings=SimpleNamespace)
+    (tmp_path / "resolved.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setattr("taut.extras.find_spec", lambda _: True)
     monkeypatch.delitem(sys.modules, "taut.train.log.wandb", raising=False)
@@ -498,3 +502,21 @@ def test_the_numbers_of_an_evaluation_by_generation_are_curves() -> None:
     assert found["eval/exact_match"] == 0.5
     assert found["eval/stopped"] == 0.875
     assert "eval/samples" not in found
+
+
+def test_the_first_warning_of_a_kind_says_where_its_step_is_shown() -> None:
+    stream = io.StringIO()
+    report = ConsoleReport(1, Console(file=stream, width=200), Path("runs/a b"))
+    for step, name in ((3, "spike"), (4, "spike"), (5, "equal_rewards"), (6, "checkpoint")):
+        report({"kind": "warning", "time": 0, "step": step, "name": name, "detail": "d"})
+    report({"kind": "warning", "time": 0, "name": "lock", "detail": "d"})
+    look = "look  taut show --step {0} 'runs/a b', or taut page 'runs/a b' and #/run/a%20b/samples?step={0}"
+    assert stream.getvalue().splitlines() == [
+        "warning at step 3: d",
+        look.format(3),
+        "warning at step 4: d",
+        "warning at step 5: d",
+        look.format(5),
+        "warning at step 6: d",
+        "warning: d",
+    ]
