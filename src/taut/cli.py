@@ -338,7 +338,7 @@ def _dispatch(words: Sequence[str]) -> int:
             f"found the command {words[0]!r}; expected one of {', '.join(known)}; did you mean 'taut {near[0]}'?"
         )
     command = command_with(words, command)
-    for word, following in zip(words[1:], [*words[2:], ""], strict=True):
+    for word, following in zip(words[1:], [*words[2:], ""], strict=False):
         if word in ("-h", "--help") or word.startswith("--help="):
             topic = word.partition("=")[2] or ("" if following[:1] == "-" else following)
             _print(_help(words[0], command, topic or None))
