@@ -55,10 +55,12 @@ from taut.io.allocator import keep_freed_memory
 from taut.io.notebook import html_table
 from taut.methods.inputs import Inputs, Plan, engine_of
 from taut.methods.method import RunConfig
+from taut.methods.online import OnlineMethod
 from taut.plan.ways import memory_of, settings_that_help
 from taut.rewards.registry import require_judgeable
 from taut.run.fingerprint import TOLERANCE, identity_of, moved_servers, products_in, require_same
 from taut.run.inputs import load_inputs
+from taut.run.origin import origin
 from taut.run.reference_cache import keep_reference
 from taut.run.save import answer_for_best, choose_goldens, save_best, save_model
 from taut.run.setup import Built, build, use_products
@@ -266,7 +268,7 @@ def look(
     run's resolved.json; None: there is none to resume.
     """
     if before is None:
-        use_products(run, ranks)
+        _use_products(run, ranks, {})
         return Start(run.plan(inputs.train), identity_of(run, inputs, ranks))
     end = _finish(out, run.save.result)
     if end is not None:
@@ -299,7 +301,7 @@ def look(
         )
     num_steps = before.get("num_steps")
     identity = {} if saved is None else saved.meta.identity.model_dump()
-    use_products(run, ranks, products_in(identity))
+    _use_products(run, ranks, identity)
     mine = identity_of(run, inputs, ranks)
     if saved is None:
         plan = run.plan(inputs.train)
@@ -315,6 +317,15 @@ def look(
         damaged=damaged,
         num_steps_before=num_steps,
     )
+
+
+def _use_products(run: RunConfig, ranks: Ranks, identity: Mapping[str, Any]) -> None:
+    """Choose the libraries of products. ``identity``: of the checkpoint that is resumed; empty: there is none."""
+    stored, whose = products_in(identity), "the checkpoint"
+    recording = run.recording() if stored is None and isinstance(run, OnlineMethod) else None
+    if recording is not None:
+        stored, whose = products_in(recording.resolved.get("identity", {})), str(recording.out)
+    use_products(run, ranks, stored, whose)
 
 
 def _finish(out: Path, result: str) -> Finish | None:
@@ -411,7 +422,7 @@ def execute(
             vocabulary = token_bytes(built.inputs.renderer.tokenizer)
             recorder.open(out, vocabulary, start.from_step if run.resume else None, log.show)
             _begin(built, start, lock, checkpoints)
-            with distributed.explaining():
+            with distributed.explaining(), trainer.meter.running():
                 return _run(built, out, checkpoints, evaluations, stop_check)
         except Interrupt as interrupt:
             raise _interrupted(trainer, str(interrupt), checkpoints) from None
@@ -494,6 +505,7 @@ def _emit_start(built: Built, examination: Examination | None) -> None:
         decisions=built.decisions,
         num_parameters=sum(p.numel() for p in built.scorer.parameters()),
         num_trained=sum(parameter.numel() for parameter in trainer.trained),
+        **origin(trainer.ranks),
     )
     if examination is None:
         trainer.emit("check", name="all", outcome="skipped", value=None, detail="check=off")

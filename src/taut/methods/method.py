@@ -468,6 +468,11 @@ class RunConfig:
         """The source of steps with what it needs besides data. ``get_trainer``: the trainer, which is made after it."""
         return source
 
+    @property
+    def is_replayed(self) -> bool:
+        """Whether a run that generates trains on what another run has generated."""
+        return False
+
     def engine_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """The dtype that rollouts are computed in by an engine in this process; None: there are none. ``dtype``: the
         run's.

@@ -51,7 +51,10 @@ class Recorded:
 
     def rollouts(self, step: int) -> list[Row]:
         """The trajectories of a step, in the order of prompts."""
-        return _rows([self.out / ROLLOUTS], step)
+        rows = _rows([self.out / ROLLOUTS], step)
+        for part in (part for row in rows for part in row["rewards"]):
+            part.setdefault("reply", None)  # runs of earlier versions did not record it
+        return rows
 
     def tokens(self, step: int) -> list[Row]:
         """The samples of a step whose tokens are recorded, of all ranks."""

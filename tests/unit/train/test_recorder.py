@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -22,6 +23,7 @@ import taut
 from taut.cli import main
 from taut.data.packing import pack
 from taut.io.tables import read_tables
+from taut.run.recorded import Recorded
 from taut.train.log import LogConfig, TokenRecordConfig
 from taut.train.recorder import LEVELS, Recorder, _shared, choose
 from taut.train.trainer import StepReport
@@ -241,14 +243,40 @@ def test_a_step_is_shown_with_what_was_recorded_of_it(
 def test_rollouts_are_printed_group_by_group(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], run: Path
 ) -> None:
-    keys = keys_of("grpo", save_models(tmp_path), tmp_path, steps=2, **{"log.rollouts.max_gib": 1})
+    keys = keys_of("grpo", save_models(tmp_path), tmp_path, steps=2, **{"checkpoint.every": 2})
+    keys["rewards"] = [*keys["rewards"], {"name": "numeric", "weight": 0}]
     out = str(taut.grpo(**keys).out)
     rows = [row for row in rows_in(Path(out) / "rollouts") if row["step"] == 2]
     code, said = printed(["rollouts", out, "sort=reward", "groups=99"], capsys)
     assert code == 0 and f"step 2: 4 prompts, {len(rows)} answers, mean reward " in said
     assert all(row["prompt_id"] in said for row in rows) and "What is" in said
+    replies = {part["name"]: part["reply"] for part in rows[0]["rewards"]}
+    assert replies == {"length_target": None, "numeric": "the answer has no number"}
+    assert "numeric:" in said
     _, said = printed(["rollouts", out, "--json"], capsys)
     assert [json.loads(line)["ids_T"] for line in said.splitlines()] == [r["ids_T"] for r in rows]
     assert "has no rollouts of step 7" in printed(["rollouts", out, "step=7"], capsys)[1]
     assert "has no rollouts; expected" in printed(["rollouts", str(run / "out")], capsys)[1]
     assert "is not a taut run" in printed(["rollouts", str(tmp_path)], capsys)[1]
+    forget_replies(Path(out) / "rollouts")
+    taut.resume(out, steps=3)
+    told = {
+        step: [
+            part["reply"] for row in Recorded(Path(out)).rollouts(step) for part in row["rewards"]
+        ]
+        for step in (1, 2, 3)
+    }
+    assert len(told[1]) == len(told[2]) == len(told[3])
+    assert {*told[1], *told[2]} == {None} and any(told[3])
+
+
+def forget_replies(folder: Path) -> None:
+    """A table as an earlier version wrote it, whose rewards have no reply."""
+    for path in folder.iterdir():
+        table = pq.read_table(path)
+        at = table.schema.get_field_index("rewards")
+        part = pa.struct(
+            [field for field in table.schema.field(at).type.value_type if field.name != "reply"]
+        )
+        bare = pa.array(table["rewards"].to_pylist(), pa.list_(part))
+        pq.write_table(table.set_column(at, "rewards", bare), path)

@@ -65,6 +65,8 @@ class LogConfig:
     """Write curves and samples for TensorBoard to out/tensorboard; needs the extra tensorboard."""
     wandb: str | None = None
     """Weights & Biases project to report to; needs the extra wandb."""
+    utilisation_seconds: Annotated[float, Field(ge=0, le=86_400)] = 15.0
+    """Seconds between two readings of how busy processors, disk and GPU are (the event utilisation). 0: none."""
     trackio: str | None = None
     """trackio project to report to; needs the extra trackio."""
     sinks: list[str] = field(default_factory=list)
