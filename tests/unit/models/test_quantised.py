@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny_models import tiny_model
+from tests.tiny_models import plain_model, tiny_model
 from tests.tiny_samples import nested_family
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
@@ -29,7 +29,6 @@ from taut.models.lora import (
     LoraConfig,
     apply_lora,
     base_decisions,
-    plain_model,
     save_adapter,
     write_base,
 )
