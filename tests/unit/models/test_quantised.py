@@ -447,10 +447,15 @@ def test_codes_stand_for_the_checkpoints_weights(
     source = whole.state_dict()
     for name, layer in quantised_layers(model):
         row, weight = layer.weight.detach(), source[f"{name}.weight"]
-        assert quantised.error_of(layer, row, weight) <= 1
+        assert quantised.error_of(layer.format, row, layer.in_checkpoint(weight)) <= 1
         wide = layer.format.widen(row, torch.float32)
         x = torch.randn(3, layer.in_features)
         assert torch.allclose(layer(x), nn.functional.linear(x, wide, layer.bias), atol=1e-5)
         parts = layer.format.unpack(row)
         shifted = parts | {"weight": parts["weight"].roll(7)}
-        assert quantised.error_of(layer, layer.format.pack(shifted), weight) > 1
+        assert (
+            quantised.error_of(
+                layer.format, layer.format.pack(shifted), layer.in_checkpoint(weight)
+            )
+            > 1
+        )
