@@ -15,7 +15,7 @@
       return null;
     }
     const chooser = page.node("div", {});
-    const drawChooser = () => page.fill(chooser, page.stepChooser(steps, step, (to) => context.go({ step: to, id: null })));
+    const drawChooser = () => page.fill(chooser, page.stepChooser(steps, step, (to) => context.go({ ...context.parameters, step: to, id: null })));
     drawChooser();
     const list = page.node("div", { class: "list" });
     const shown = page.node("div", { class: "shown" });
