@@ -331,8 +331,8 @@ SHUTDOWN_SECONDS = 30
 def serve(
     app: App, limits: HttpLimits, listener: socket.socket, ending: threading.Event | None = None
 ) -> None:
-    """Serve until a signal; current requests are answered. A second signal ends it immediately. ``ending`` is set at the
-    first, for answers that would go on for ever.
+    """Serve until a signal; current requests are answered. A second signal ends it immediately. ``ending`` is set at
+    the first, for answers that would go on for ever.
 
     Uvicorn handles SIGTERM and SIGINT. Other signals must not raise an exception here: inside a request it would end
     the request only, and the server would continue.

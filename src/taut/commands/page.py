@@ -18,7 +18,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -45,7 +45,7 @@ from taut.io.terminal import Terminal
 from taut.page.answers import Answers, Unknown, find_runs
 from taut.page.file import MIB, PAGE, html, safe_json, static_files
 from taut.run.states import state_of
-from taut.train.run_dir import EVENTS, MARK
+from taut.train.run_dir import EVENTS, MARK, owner
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -163,8 +163,10 @@ def build_app(config: Page, places: list[Path], token: str | None, ending: threa
         return Response(static[name], media_type=TYPES[Path(name).suffix], headers=HEADERS)
 
     async def answer(request: Request) -> Response:
-        query = request.url.query
-        question = request.path_params["question"] + (f"?{query}" if query else "")
+        path, query = request.scope["raw_path"], request.scope["query_string"]
+        question = path.decode("latin-1").removeprefix("/answers/")
+        if query:
+            question += f"?{query.decode('latin-1')}"
         found = await asyncio.get_running_loop().run_in_executor(
             threads, _answered, answers, question
         )
@@ -213,39 +215,38 @@ def _answered(answers: Answers, question: str) -> bytes:
 async def _changes(
     answers: Answers, places: list[Path], threads: ThreadPoolExecutor, ending: threading.Event
 ) -> AsyncIterator[str]:
-    """A message for each run whose files have changed since the last look, and for each new run."""
-    loop = asyncio.get_running_loop()
-    seen = await loop.run_in_executor(threads, _sizes, answers)
-    yield ": here\n\n"
-    number = 0
-    while not ending.is_set():
-        await asyncio.sleep(LOOK_EVERY)
-        number += 1
-        if number % SEARCH_EVERY == 0:
-            answers.use(await loop.run_in_executor(threads, find_runs, places))
-        now = await loop.run_in_executor(threads, _sizes, answers)
-        for name in [name for name, size in now.items() if seen.get(name) != size]:
-            state = await loop.run_in_executor(threads, state_of, answers.run(name).out)
-            yield f"data: {safe_json({'run': name, 'step': state.step, 'state': state.state})}\n\n"
+    """A message for each run that has grown or ended since the last look, and for each new run."""
+    loop, seen, number = asyncio.get_running_loop(), _looks(answers), 0
+    while True:
         if number % SEARCH_EVERY == 0:
             yield ": here\n\n"  # a connection that is gone is found by writing to it
+            answers.use(await loop.run_in_executor(threads, find_runs, places))
+        await asyncio.sleep(LOOK_EVERY)
+        if ending.is_set():
+            return
+        number += 1
+        now = await loop.run_in_executor(threads, _looks, answers)
+        for name, look in now.items():
+            if seen.get(name) != look:
+                state = await loop.run_in_executor(threads, state_of, look[0])
+                message = safe_json({"run": name, "step": state.step, "state": state.state})
+                yield f"data: {message}\n\n"
         seen = now
 
 
-def _sizes(answers: Answers) -> dict[str, tuple[int, int]]:
-    """The size and time of each run's events."""
+def _looks(answers: Answers) -> dict[str, tuple[Path, int, int, bool]]:
+    """What changes of a run as it goes on: size and time of its events, and whether a process writes them."""
     found = {}
     for name, one in answers.runs.items():
-        try:
+        with suppress(OSError):
             status = (one.out / EVENTS).stat()
-        except OSError:
-            continue
-        found[name] = status.st_size, status.st_mtime_ns
+            is_written = owner(one.out) is not None
+            found[name] = one.out, status.st_size, status.st_mtime_ns, is_written
     return found
 
 
 class Gate:
-    """Lets requests pass that have the token, in a cookie or as Authorization: Bearer. ``/?token=...`` sets the cookie."""
+    """Lets requests pass that have the token, as a cookie (``/?token=...`` sets it) or as Authorization: Bearer."""
 
     def __init__(self, app: App, token: str) -> None:
         self._app, self._token = app, token.encode()

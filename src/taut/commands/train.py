@@ -467,6 +467,9 @@ def _checkpoints(built: Built, out: Path, start: Start, evaluations: Evaluations
 
 def _emit_start(built: Built, examination: Examination | None) -> None:
     data, trainer = built.inputs.train.report, built.trainer
+    sets = [built.inputs.train.described("train")]
+    if built.inputs.eval is not None:
+        sets.append(built.inputs.eval.described("eval"))
     trainer.emit(
         "start",
         version=version("taut"),
@@ -480,6 +483,7 @@ def _emit_start(built: Built, examination: Examination | None) -> None:
         decisions=built.decisions,
         num_parameters=sum(p.numel() for p in built.scorer.parameters()),
         num_trained=sum(parameter.numel() for parameter in trainer.trained),
+        sets=sets,
     )
     if examination is None:
         trainer.emit("check", name="all", outcome="skipped", value=None, detail="check=off")

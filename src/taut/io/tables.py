@@ -163,7 +163,7 @@ class TableReader:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._steps_of_part: dict[Path, tuple[tuple[int, int], frozenset[int]]] = {}
+        self._steps_of_part: dict[str, tuple[tuple[str, int, int], frozenset[int]]] = {}
 
     @property
     def steps(self) -> list[int]:
@@ -182,36 +182,65 @@ class TableReader:
                         yield found
 
     def rows_where(
-        self, column: str, value: str, columns: Sequence[str] | None = None
-    ) -> list[dict[str, Any]]:
-        """The rows with this value in a column of texts. Their other columns are read only of steps that have some."""
+        self,
+        column: str,
+        value: str,
+        columns: Sequence[str] | None = None,
+        most_steps: int | None = None,
+    ) -> tuple[list[dict[str, Any]], int]:
+        """The rows with this value in a column of texts, of the newest ``most_steps`` steps that have some, and the
+        number of the other steps. Their other columns are read only of these steps.
+        """
+        matches = pc.field(column) == value
+        places = [
+            (step, path)
+            for path, _ in self._parts()
+            for step in sorted(
+                {
+                    step
+                    for batch in _read_part(path, ["step", column], None)
+                    for step in batch.filter(matches)["step"].to_pylist()
+                }
+            )
+        ]
+        num_left = 0 if most_steps is None else max(0, len(places) - most_steps)
         found = []
-        for path, _ in self._parts():
-            steps: set[int] = set()
-            for batch in _read_part(path, ["step", column], None):
-                steps.update(batch.filter(pc.field(column) == value)["step"].to_pylist())
-            for step in sorted(steps):
-                for batch in _read_part(path, columns, step):
-                    of_step = (pc.field("step") == step) & (pc.field(column) == value)
-                    found += batch.filter(of_step).to_pylist()
-        return found
+        for step, path in places[num_left:]:
+            wanted = None if columns is None else [*columns, column]
+            for batch in _read_part(path, wanted, step):
+                found += batch.filter((pc.field("step") == step) & matches).to_pylist()
+        return found, num_left
 
     def _parts(self) -> Iterator[tuple[Path, frozenset[int]]]:
         """Every part, with its steps."""
         for path in _parts(self.directory):
-            place = path.with_suffix("")
-            try:
-                status = path.stat()
-            except FileNotFoundError:  # sealed just now
-                path = path.with_suffix(".parquet")
-                status = path.stat()
-            key = status.st_size, status.st_mtime_ns
-            known = self._steps_of_part.get(place)
-            if known is None or known[0] != key:
-                batches = _read_part(path, ["step"], None)
-                known = key, frozenset(s for b in batches for s in b["step"].to_pylist())
-                self._steps_of_part[place] = known
-            yield path, known[1]
+            for place in dict.fromkeys(
+                (path, path.with_suffix(".parquet"))
+            ):  # it may be sealed now
+                try:
+                    status = place.stat()
+                except FileNotFoundError:
+                    continue
+                key = place.suffix, status.st_size, status.st_mtime_ns
+                known = self._steps_of_part.get(path.stem)
+                if known is None or known[0] != key:
+                    batches = _read_part(place, ["step"], None)
+                    found = (step for b in batches for step in pc.unique(b["step"]).to_pylist())
+                    known = key, frozenset(found)
+                    self._steps_of_part[path.stem] = known
+                yield place, known[1]
+                break
+
+
+def means(
+    batches: Sequence[pa.RecordBatch], by: Sequence[str], column: str
+) -> list[tuple[Any, ...]]:
+    """The mean of a column for each combination of others; those that have none are left out."""
+    if not batches:
+        return []
+    grouped = pa.Table.from_batches(batches).group_by(list(by)).aggregate([(column, "mean")])
+    kept = grouped.filter(pc.field(f"{column}_mean").is_valid())
+    return list(zip(*(kept[name].to_pylist() for name in (*by, f"{column}_mean")), strict=True))
 
 
 def _seal(stream: Path) -> None:
@@ -326,8 +355,13 @@ def _last_step(path: Path) -> int:
 
 
 def read_column(path: Path, name: str) -> list[bytes]:
-    """What ``write_column`` wrote."""
-    column: list[bytes] = pq.read_table(path, columns=[name])[name].to_pylist()
+    """What ``write_column`` wrote. Raises DataError where it cannot be read."""
+    try:
+        with files.open_regular(path) as file, pq.ParquetFile(file) as parquet:
+            column: list[bytes] = parquet.read(columns=[name])[name].to_pylist()
+    except (pa.ArrowException, OSError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"cannot read {path}: {reason}; expected what a run has written") from error
     return column
 
 

@@ -22,7 +22,7 @@ from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import unquote
 
 from taut.errors import DataError, OutputError, redacted_in
 from taut.io import files
@@ -34,13 +34,12 @@ from taut.train.log.events import NOT_CURVES, Event, to_json
 from taut.train.run_dir import ADAPTER, BEST, EVENTS, MODEL, read_resolved
 
 Answer = dict[str, Any]
-Parameters = Mapping[str, str]
 
 POINTS, MOST_POINTS = 1000, 5000
 """Points of a curve: as asked for by default, and at most."""
 MOST_CURVES = 64
 """Curves of one answer."""
-MOST_ALARMS, MOST_EVALS, MOST_PLACES, MOST_SAMPLES, MOST_STEPS = 500, 2000, 200, 1000, 200
+MOST_ALARMS, MOST_EVALS, MOST_PLACES, MOST_SAMPLES, MOST_STEPS = 500, 2000, 200, 1000, 50
 """Entries of a list: of alarms, of evaluations, of dropped and cut rows, of samples, of a prompt's steps."""
 PROMPT_SHOWN, TEXT_SHOWN = 200, 500
 """Characters of a prompt in a list of groups, and of an answer in a list of steps."""
@@ -67,6 +66,29 @@ class Unknown(OutputError):
     """A question that nothing answers."""
 
 
+class Parameters:
+    """The parameters of a question, as they are written in it."""
+
+    def __init__(self, query: str) -> None:
+        pairs = (part.partition("=") for part in query.split("&") if part)
+        self._raw = {name: value for name, _, value in pairs}
+
+    def text(self, key: str) -> str:
+        return unquote(self._raw.get(key, ""))
+
+    def texts(self, key: str) -> list[str]:
+        """A list; a comma in one of its texts is written as %2C."""
+        return [unquote(part) for part in self._raw.get(key, "").split(",") if part]
+
+    def number(self, key: str) -> int | None:
+        if key not in self._raw:
+            return None
+        try:
+            return int(self.text(key))
+        except ValueError:
+            raise Unknown(f"found {key}={self.text(key)[:40]!r}; expected an integer") from None
+
+
 class Answers:
     """The answers to questions about some runs. ``is_live``: whether they may change."""
 
@@ -87,14 +109,13 @@ class Answers:
     def answer(self, question: str) -> Answer:
         """The answer in JSON types."""
         path, _, query = question.partition("?")
-        parameters = dict(parse_qsl(query, keep_blank_values=True))
+        parameters = Parameters(query)
         if path == "runs":
             return self._list()
         if path == "compare":
             from taut.page.compare import compare
 
-            names = [unquote(name) for name in parameters.get("runs", "").split(",") if name]
-            return _json(compare([self.run(name) for name in names]))
+            return _json(compare([self.run(name) for name in parameters.texts("runs")]))
         name, _, topic = path.removeprefix("run/").rpartition("/")
         if not path.startswith("run/") or topic not in TOPICS:
             raise Unknown(
@@ -148,21 +169,21 @@ class Run:
 
 
 def find_runs(places: Sequence[Path]) -> dict[str, Path]:
-    """The runs in directories by names that are unique: their paths below what all of them lie in."""
-    outs = list(dict.fromkeys(out.resolve() for place in places for out in find(place)))
-    if len(outs) == 1:
-        return {outs[0].name: outs[0]}
-    parents = [out.parent for out in outs]
-    common = (
-        next(
-            p
-            for p in [parents[0], *parents[0].parents]
-            if all(q.is_relative_to(p) for q in parents)
-        )
-        if outs
-        else Path()
-    )
-    return {str(out.relative_to(common)): out for out in outs}
+    """The runs in directories, by names that do not change while others appear: the path below the directory, with its
+    own name where there are several. A run that is given itself has its own name.
+    """
+    found: dict[str, Path] = {}
+    for place in dict.fromkeys(place.resolve() for place in places):
+        for out in find(place):
+            below = out.relative_to(place).as_posix()
+            name = (
+                out.name if out == place else below if len(places) == 1 else f"{place.name}/{below}"
+            )
+            if found.get(name, out) != out:
+                name = out.as_posix().strip("/")  # two directories of one name
+            if out not in found.values():
+                found[name] = out
+    return found
 
 
 def listing(name: str, state: RunState) -> Answer:
@@ -259,17 +280,16 @@ def alarm(event: Event) -> Answer:
 
 def curves(run: Run, parameters: Parameters) -> Answer:
     known = run.history.curves
-    names = [name for name in parameters.get("names", "").split(",") if name] or sorted(known)
+    names = parameters.texts("names") or sorted(known)
     missing = [name for name in names if name not in known]
     if missing:
         raise Unknown(
             f"{run.name} has no curve {missing[0][:80]!r}; expected one of its {len(known)} curves"
         )
-    points = _number(parameters, "points", POINTS)
-    assert points is not None
-    first, last = (_number(parameters, key, None) for key in ("from", "to"))
+    points = parameters.number("points") or POINTS
     chosen = {name: known[name] for name in names[:MOST_CURVES]}
-    return bucketed(chosen, max(1, min(points, MOST_POINTS)), first, last)
+    points = max(1, min(points, MOST_POINTS))
+    return bucketed(chosen, points, parameters.number("from"), parameters.number("to"))
 
 
 def checks(run: Run, _: Parameters) -> Answer:
@@ -330,7 +350,7 @@ def samples(run: Run, parameters: Parameters) -> Answer:
 
 def sample(run: Run, parameters: Parameters) -> Answer:
     recorded = run.recorded
-    step, wanted = _step(run, parameters, recorded.token_steps), parameters.get("id", "")
+    step, wanted = _step(run, parameters, recorded.token_steps), parameters.text("id")
     row = next((row for row in recorded.tokens(step) if row["sample_id"] == wanted), None)
     if row is None:
         raise Unknown(
@@ -412,7 +432,7 @@ def _listed(group: Sequence[Row]) -> Answer:
 def group(run: Run, parameters: Parameters) -> Answer:
     recorded = run.recorded
     step = _step(run, parameters, recorded.rollout_steps)
-    number = _number(parameters, "group", 0)
+    number = parameters.number("group") or 0
     rows = [row for row in recorded.rollouts(step) if row["group"] == number]
     if not rows:
         raise Unknown(
@@ -472,8 +492,8 @@ OF_PROMPTS = (
 
 
 def prompt(run: Run, parameters: Parameters) -> Answer:
-    wanted = parameters.get("id", "")
-    rows = run.recorded.rollouts_of(wanted, OF_PROMPTS)
+    wanted = parameters.text("id")
+    rows, num_left = run.recorded.rollouts_of(wanted, OF_PROMPTS, MOST_STEPS)
     if not rows:
         raise Unknown(
             f"{run.name} has no rollouts of the prompt {wanted[:80]!r}; expected the id of one that was sampled"
@@ -484,8 +504,8 @@ def prompt(run: Run, parameters: Parameters) -> Answer:
     return {
         "prompt_id": wanted,
         "prompt": prompt_text(rows[0]),
-        "steps": [_at_step(group) for group in groups[-MOST_STEPS:]],
-        "num_left": max(0, len(groups) - MOST_STEPS),
+        "steps": [_at_step(group) for group in groups],
+        "num_left": num_left,
     }
 
 
@@ -513,26 +533,23 @@ def _at_step(group: Sequence[Row]) -> Answer:
 def data(run: Run, _: Parameters) -> Answer:
     history = run.history
     start, found = history.start, history.checks
-    sets = start.get("sets") or [{"name": "train", "num_samples": start.get("num_samples")}]
-    answered = []
-    for one in sets:
-        is_train = one["name"] == "train"
-        lists = {name: start.get(name, []) if is_train else [] for name in ("dropped", "cut")}
-        of_lists: Answer = {}
-        for name, lines in lists.items():
-            of_lists[name] = [
-                dict(zip(("place", "reason"), line.split(": ", 1), strict=False))
-                for line in lines[:MOST_PLACES]
-            ]
-            of_lists[f"num_{name}"] = one.get(f"num_{name}", len(lines))
-        answered.append({**one, **of_lists})
     of_data = [event for name, event in found.items() if name.startswith("data.")]
     return {
         "summary": start.get("data"),
-        "sets": answered,
+        "sets": start.get("sets") or [_train_set(start)],
         "duplicates": _check(found.get("data.repeats")),
         "checks": [_check(event) for event in of_data if event.get("outcome") != "skipped"],
     }
+
+
+def _train_set(start: Event) -> Answer:
+    """What the start event of an older version says of the training set."""
+    listed: Answer = {}
+    for name in ("dropped", "cut"):
+        lines = [line.partition(": ") for line in start.get(name, ())]
+        listed[f"num_{name}"] = len(lines)
+        listed[name] = [{"place": place, "reason": why} for place, _, why in lines[:MOST_PLACES]]
+    return {"name": "train", "num_samples": start.get("num_samples"), **listed}
 
 
 def _check(event: Event | None) -> Answer | None:
@@ -594,22 +611,12 @@ TOPICS: dict[str, Callable[[Run, Parameters], Answer]] = {
 """The questions about one run."""
 
 
-# -- parameters and values
-
-
-def _number(parameters: Parameters, key: str, default: int | None) -> int | None:
-    text = parameters.get(key)
-    if text is None:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise Unknown(f"found {key}={text[:40]!r}; expected an integer") from None
+# -- values
 
 
 def _step(run: Run, parameters: Parameters, recorded: Sequence[int]) -> int:
     """The step asked for, or the newest recorded one."""
-    step = _number(parameters, "step", None)
+    step = parameters.number("step")
     if step is not None:
         return step
     if not recorded:

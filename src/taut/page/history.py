@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from taut.train.log.events import MEASURED, Event, EventTail, event_at, scalars, stands
+from taut.train.log.events import MEASURED, PREFIXES, Event, EventTail, event_at, measured, stands
 from taut.train.run_dir import EVENTS
 
 KEPT = ("eval", "best", "warning", "budget", "checkpoint", "resume")
@@ -58,6 +58,8 @@ class History:
         self._num_begun = 0
         self._lines = Column()
         """Where the event of each step is in the file."""
+        self._columns: dict[str, dict[str, Column]] = {}
+        """The curves by kind of event and field."""
 
     def update(self) -> None:
         """Read what was appended since the last time."""
@@ -96,11 +98,14 @@ class History:
         if kind == "step":
             self.last_step = step
             self._lines.append(step, offset)
-        for name, value in scalars(event).items():
-            column = self.curves.get(name)
+        columns = self._columns.setdefault(kind, {})
+        for name, value in measured(event).items():
+            column = columns.get(name)
             if column is None:
-                column = self.curves[name] = Column()
-            column.append(step, value)
+                column = columns[name] = Column()
+                self.curves[f"{PREFIXES[kind]}/{name}"] = column
+            column.steps.append(step)
+            column.values.append(value)
 
     def _revoke(self, resume: Event) -> None:
         """Drop the events that a resume takes back."""

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from taut.errors import OutputError
@@ -62,21 +61,21 @@ class Recorded:
         batches = (b for table in self.token_tables for b in table.read(columns, step))
         return [row for batch in batches for row in batch.to_pylist()]
 
-    def rollouts_of(self, prompt_id: str, columns: Sequence[str] | None = None) -> list[Row]:
-        """The trajectories of a prompt, in the order of steps."""
-        return self.rollout_table.rows_where("prompt_id", prompt_id, columns)
+    def rollouts_of(
+        self, prompt_id: str, columns: Sequence[str] | None = None, most_steps: int | None = None
+    ) -> tuple[list[Row], int]:
+        """The trajectories of a prompt in its newest steps, in their order, and the number of the steps before."""
+        return self.rollout_table.rows_where("prompt_id", prompt_id, columns, most_steps)
 
     def mean_rewards(self) -> dict[str, dict[int, float]]:
         """The mean reward of each prompt by step; without those that have none."""
-        found: dict[str, dict[int, list[float]]] = {}
-        for batch in self.rollout_table.read(["step", "prompt_id", "reward"]):
-            columns = (batch[name].to_pylist() for name in ("prompt_id", "step", "reward"))
-            for prompt_id, step, reward in zip(*columns, strict=True):
-                if reward is not None:
-                    found.setdefault(prompt_id, {}).setdefault(step, []).append(reward)
-        return {
-            i: {step: fmean(rewards) for step, rewards in of.items()} for i, of in found.items()
-        }
+        means: dict[str, dict[int, float]] = {}
+        columns = ["prompt_id", "step", "reward"]
+        read = [batch.select(columns) for batch in self.rollout_table.read(columns)]
+        found = tables.means(read, columns[:2], "reward")
+        for prompt_id, step, mean in sorted(found, key=lambda entry: entry[1]):
+            means.setdefault(prompt_id, {})[step] = mean
+        return means
 
     @cached_property
     def rollout_table(self) -> tables.TableReader:

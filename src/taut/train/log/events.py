@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TextIO, TypeAlias, get_args
@@ -49,6 +50,10 @@ NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 PREFIXES = {"step": "train", "rollout": "rollout", "eval": "eval"}
 """Kinds of events with curves -> the prefix of their names."""
+LONG = ("ids", "logp", "advantage", "sample_nll", "sample_ids")
+"""Lists of numbers and texts, an entry for each token or sample, that readers of the whole file skip."""
+LONG_KINDS = (b'{"kind": "step"', b'{"kind": "rollout"')
+_LONG_LIST = re.compile(rb'"(?:%s)": \[' % "|".join(LONG).encode())
 NOT_CURVES = ("step", "time")
 NOT_MEASURED = ("loss", "grad_norm")
 """Fields that are 0 in the event of a skipped step, where they have no value."""
@@ -147,8 +152,8 @@ class EventTail:
         self._inode, self._offset, self._num_lines = 0, 0, 0
 
     def read(self) -> Iterator[tuple[int, Event]]:
-        """The whole lines that were appended: where each begins, and its event. They are those that were written;
-        ``stands`` says which a resume revokes. Raises DataError for a line that is no event.
+        """The whole lines that were appended: where each begins, and its event without the lists of ``LONG``. They are
+        those that were written; ``stands`` says which a resume revokes. Raises DataError for a line that is no event.
         """
         try:
             with files.open_regular(self.path) as file:
@@ -163,7 +168,7 @@ class EventTail:
                     offset = self._offset
                     self._offset += len(line)
                     self._num_lines += 1
-                    yield offset, _parse(f"{self.path}:{self._num_lines}", line)
+                    yield offset, _parse_short(f"{self.path}:{self._num_lines}", line)
         except OSError as error:
             raise _unreadable(self.path, error) from error
 
@@ -233,7 +238,39 @@ def to_json(value: Any) -> Any:
     return os.fspath(value)
 
 
+def _parse_short(place: str, line: bytes) -> Event:
+    """A step's or a rollout's event with the lists of ``LONG`` empty: they are most of it, and parse more slowly than
+    their ends are found. Other events are whole.
+    """
+    if not line.startswith(LONG_KINDS):
+        return _parse(place, line)
+    parts, begin = [], 0
+    for found in _LONG_LIST.finditer(line):
+        end = _end_of_list(line, found.end())
+        if end is not None and found.end() > begin:
+            parts.append(line[begin : found.end()])
+            begin = end
+    try:
+        return _parse(place, b"".join([*parts, line[begin:]]))
+    except DataError:
+        return _parse(place, line)  # lists of another kind
+
+
+def _end_of_list(line: bytes, begin: int) -> int | None:
+    """Where the bracket is that ends a list of numbers or of texts, whose first entry begins at ``begin``."""
+    if line[begin : begin + 1] != b'"':
+        end = line.find(b"]", begin)
+        return None if end < 0 else end
+    quote = begin
+    while (quote := line.find(b'"]', quote + 1)) > 0:
+        before = line[begin:quote]
+        if (len(before) - len(before.rstrip(b"\\"))) % 2 == 0:  # the quote is not escaped
+            return quote + 1
+    return None
+
+
 def _parse(place: str, line: bytes) -> Event:
+    event: Any
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
@@ -243,27 +280,31 @@ def _parse(place: str, line: bytes) -> Event:
             f"found a line that is no event at {place}; expected a JSON object with 'kind', one of "
             f"{', '.join(KINDS)}; remove the line if the file was edited by hand"
         )
-    steps = [event.get("step", 0), event.get("from_step", 0)]
-    if not all(isinstance(step, int) for step in steps):
+    if not (isinstance(event.get("step", 0), int) and isinstance(event.get("from_step", 0), int)):
         raise DataError(f"found a step that is no integer at {place}; expected a count; correct it")
     if event["kind"] == "resume" and "from_step" not in event:
         raise DataError(f"found a resume without from_step at {place}; expected a step; correct it")
-    return {
-        key: NOT_FINITE.get(value, value) if isinstance(value, str) else value
-        for key, value in event.items()
-    }
+    for key, value in event.items():
+        if type(value) is str and value in NOT_FINITE:
+            event[key] = NOT_FINITE[value]
+    return event
 
 
 def scalars(event: Event) -> dict[str, float]:
     """The curves of an event, ``train/loss`` and others; empty for events that are no measurement."""
     prefix = PREFIXES.get(event["kind"])
-    if prefix is None:
+    return {f"{prefix}/{name}": float(value) for name, value in measured(event).items()}
+
+
+def measured(event: Event) -> dict[str, float]:
+    """The numbers of an event that are points of curves, by the names that they have in it."""
+    if event["kind"] not in PREFIXES:
         return {}
     left_out = NOT_CURVES + (NOT_MEASURED if event.get("skipped") else ())
     return {
-        f"{prefix}/{name}": float(value)
+        name: value
         for name, value in event.items()
-        if name not in left_out and isinstance(value, int | float) and not isinstance(value, bool)
+        if type(value) in (float, int) and name not in left_out
     }
 
 
