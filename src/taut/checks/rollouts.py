@@ -41,6 +41,7 @@ from taut.types import Completion, FloatArray, Media, Prompt, Sample
 SHOWN = 3
 """Lines of evidence."""
 NONE_GENERATED = "the run generates nothing to learn from"
+REPLAYED = "the run trains on recorded rollouts and generates none"
 
 # -- what rollouts are made with
 
@@ -57,7 +58,10 @@ def _online(session: Session) -> Online:
 def rollout_worker(session: Session) -> RolloutWorker:
     """Engine, rewards and environment. A check that needs them is skipped for a run that does not generate."""
     skip_if(not session.is_generated, NONE_GENERATED)
-    return _online(session).worker
+    skip_if(session.run.is_replayed, REPLAYED)
+    worker = _online(session).worker
+    assert isinstance(worker, RolloutWorker)
+    return worker
 
 
 def close(session: Session) -> None:
@@ -601,7 +605,7 @@ def sampled(session: Session) -> Sampled:
     """
     skip_if(session.is_scalar, "a reward model generates nothing")
     try:
-        if session.is_generated:
+        if session.is_generated and not session.run.is_replayed:
             engine: Any = rollout_worker(session).engine
         else:
             engine = engine_of(session.inputs, session.built.models, session.ranks)()
@@ -661,7 +665,8 @@ def _engine_limit(session: Session, engine: LocalEngine | ServerEngine) -> float
 
 def _engine_dtype(session: Session) -> torch.dtype:
     """The compute dtype of the engine in this process."""
-    has_own = session.is_generated and rollout_worker(session).config.dtype is not None
+    is_sampled = session.is_generated and not session.run.is_replayed
+    has_own = is_sampled and rollout_worker(session).config.dtype is not None
     return torch.bfloat16 if has_own else session.dtype
 
 
@@ -703,7 +708,7 @@ def engine_and_trainer_agree(session: Session) -> Finding:
     gap_N = np.concatenate(gaps)
     mean, limit = float(gap_N.mean()), _engine_limit(session, engine)
     if mean > limit:
-        if session.is_generated:
+        if session.is_generated and not session.run.is_replayed:
             remedy = (
                 "the ratio of the two would be a part of every gradient; set rollout.engine=local, or start the server "
                 "with the model that trains, in its precision, and please report this"
@@ -776,6 +781,7 @@ def the_engine_draws_from_updated_weights(session: Session) -> Finding:
     that it never gets, agrees with the latter. The move grows until the two can be told from each other.
     """
     skip_if(not session.is_generated, NONE_GENERATED)
+    skip_if(session.run.is_replayed, REPLAYED)
     engine, prompts, _ = sampled(session)
     limit = _engine_limit(session, engine)
     try:

@@ -113,10 +113,13 @@ def _is_stored(parameter: Tensor, stored: Any, name: str, made: Sequence[int]) -
     if rest != list(parameter.shape[1:]) or rows > parameter.shape[0]:
         return False
     last = min(first + part.shape[0], rows)
-    if part.numel() > SMALL:
-        chosen = {first, last - 1, *random.Random(name).choices(range(first, last), k=NUM_ROWS)}
-    else:
-        chosen = {*range(first, last)}
+    if part.numel() <= SMALL:
+        own = [row for row in range(first, last) if row not in made]
+        if not own:
+            return True
+        offsets = torch.tensor(own) - first
+        return _is_equal(stored[first:last].to(part.dtype)[offsets], part.cpu()[offsets])
+    chosen = {first, last - 1, *random.Random(name).choices(range(first, last), k=NUM_ROWS)}
     return all(
         _is_equal(stored[row : row + 1].to(part.dtype), part[row - first : row - first + 1].cpu())
         for row in chosen.difference(made)

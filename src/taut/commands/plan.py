@@ -404,7 +404,7 @@ class _Planner:
         if self.rollout is not None and rates is None:
             replicas = self.run.parallel.replicas
             generating = seconds_of(self.machine.name, traced, self.rollout, num_ranks, replicas)
-        elif self.run.generates:
+        elif self.run.generates and not self.run.is_replayed:
             source += "; of training alone"
         return replace(
             total,

@@ -26,6 +26,8 @@ from taut.train.log.events import to_json
 
 PROMPT_SHOWN = 400
 """Characters of a prompt that are shown; of its end, where the question is."""
+REASON_SHOWN = 200
+"""Characters of a reward's error or reply that are shown; ``--json`` has what is recorded."""
 
 
 @configclass
@@ -114,9 +116,9 @@ def _group(group: Sequence[Row]) -> Iterator[Text | Table]:
         advantages = row["advantage_N"]
         numbers = [row["reward"], *columns, fmean(advantages) if advantages else None]
         reasons = [
-            f"{p['name']}: {p['error'] or p['reason']}"
-            for p in row["rewards"]
-            if p["error"] or p["reason"]
+            f"{part['name']}: {one_line(why)[:REASON_SHOWN]}"
+            for part in row["rewards"]
+            if (why := part["error"] or part["reason"] or part["reply"])
         ]
         said = "; ".join(filter(None, [row["error"], *reasons]))
         table.add_row(

@@ -52,12 +52,15 @@ from taut.evals.during import (
 from taut.evals.stopping import StopCheck, Stops, prepare, unasked
 from taut.io import temporary
 from taut.io.allocator import keep_freed_memory
+from taut.io.notebook import html_table
 from taut.methods.inputs import Inputs, Plan, engine_of
 from taut.methods.method import RunConfig
+from taut.methods.online import OnlineMethod
 from taut.plan.ways import memory_of, settings_that_help
 from taut.rewards.registry import require_judgeable
 from taut.run.fingerprint import TOLERANCE, identity_of, moved_servers, products_in, require_same
 from taut.run.inputs import load_inputs
+from taut.run.origin import origin
 from taut.run.reference_cache import keep_reference
 from taut.run.save import answer_for_best, choose_goldens, save_best, save_model
 from taut.run.setup import Built, build, use_products
@@ -66,6 +69,7 @@ from taut.train.checkpoint import Checkpoints, Memory, Saved
 from taut.train.distributed import Ranks
 from taut.train.log import RunLog, all_events
 from taut.train.log.events import newest_first
+from taut.train.log.own import load_sinks
 from taut.train.monitors import ChangedSources, Divergence, Spikes, Untouched
 from taut.train.oom import require_room
 from taut.train.run_dir import (
@@ -119,6 +123,18 @@ class Result:
             warnings.append(f"{self.model} may not stop: {self.stops}")
         return "; ".join(warnings) or None
 
+    def _repr_html_(self) -> str:
+        rows = [
+            ("model", self.model),
+            ("steps", f"{self.steps:,}"),
+            ("training loss", self.loss),
+            *((f"held-out {name}", value) for name, value in self.metrics.items()),
+            ("stops", self.stops),
+            ("warning", self.warning),
+            ("notice", self.notice),
+        ]
+        return html_table(str(self.out), (), [row for row in rows if row[1] is not None])
+
 
 def train(run: RunConfig) -> Result:
     """Train a model by the method of the run (taut/methods).
@@ -147,7 +163,7 @@ def train(run: RunConfig) -> Result:
             inputs = load_inputs(run, ranks, None if day is None else date.fromisoformat(day))
             start = look(run, out, before, inputs, ranks)
             if start.finished is None:
-                log = RunLog()
+                log = RunLog(own=load_sinks(run.log.sinks))
                 ranks.doing("loading the model")
                 built = _build(run, inputs, start.plan, ranks, log, interrupts)
                 with closing(built.trainer.source) as source:
@@ -252,7 +268,7 @@ def look(
     run's resolved.json; None: there is none to resume.
     """
     if before is None:
-        use_products(run, ranks)
+        _use_products(run, ranks, {})
         return Start(run.plan(inputs.train), identity_of(run, inputs, ranks))
     end = _finish(out, run.save.result)
     if end is not None:
@@ -285,7 +301,7 @@ def look(
         )
     num_steps = before.get("num_steps")
     identity = {} if saved is None else saved.meta.identity.model_dump()
-    use_products(run, ranks, products_in(identity))
+    _use_products(run, ranks, identity)
     mine = identity_of(run, inputs, ranks)
     if saved is None:
         plan = run.plan(inputs.train)
@@ -301,6 +317,15 @@ def look(
         damaged=damaged,
         num_steps_before=num_steps,
     )
+
+
+def _use_products(run: RunConfig, ranks: Ranks, identity: Mapping[str, Any]) -> None:
+    """Choose the libraries of products. ``identity``: of the checkpoint that is resumed; empty: there is none."""
+    stored, whose = products_in(identity), "the checkpoint"
+    recording = run.recording() if stored is None and isinstance(run, OnlineMethod) else None
+    if recording is not None:
+        stored, whose = products_in(recording.resolved.get("identity", {})), str(recording.out)
+    use_products(run, ranks, stored, whose)
 
 
 def _finish(out: Path, result: str) -> Finish | None:
@@ -395,9 +420,9 @@ def execute(
         try:
             _emit_start(built, examination)
             vocabulary = token_bytes(built.inputs.renderer.tokenizer)
-            recorder.open(out, vocabulary, start.from_step if run.resume else None)
+            recorder.open(out, vocabulary, start.from_step if run.resume else None, log.show)
             _begin(built, start, lock, checkpoints)
-            with distributed.explaining():
+            with distributed.explaining(), trainer.meter.running():
                 return _run(built, out, checkpoints, evaluations, stop_check)
         except Interrupt as interrupt:
             raise _interrupted(trainer, str(interrupt), checkpoints) from None
@@ -483,6 +508,7 @@ def _emit_start(built: Built, examination: Examination | None) -> None:
         decisions=built.decisions,
         num_parameters=sum(p.numel() for p in built.scorer.parameters()),
         num_trained=sum(parameter.numel() for parameter in trainer.trained),
+        **origin(trainer.ranks),
         sets=sets,
     )
     if examination is None:

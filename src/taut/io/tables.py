@@ -11,7 +11,8 @@ A table is a directory of parts, in the order of their numbers. The newest part 
 was killed, is read up to there.
 
 Every table has a column ``step``, and rows are appended in the order of steps. A run that goes on from an earlier
-step first drops the rows after it (``drop_from``), so that no step is there twice.
+step first drops the rows after it (``drop_from``), so that no step is there twice. Its parts may have columns that the
+earlier ones lack; each part is read with its own.
 
 No torch here.
 """
@@ -128,7 +129,8 @@ def read_tables(
     directory: Path, columns: Sequence[str] | None = None, step: int | None = None
 ) -> Iterator[pa.RecordBatch]:
     """The batches of a table, in the order in which they were written; of one that is being written, those that are
-    whole. ``columns``: only these; ``step``: only its rows, for which no more is read than the blocks that have some.
+    whole. ``columns``: only these, null in a part that was written without; ``step``: only its rows, for which no more
+    is read than the blocks that have some.
 
     Raises DataError where a part cannot be read or is of another version.
     """
@@ -136,18 +138,46 @@ def read_tables(
         for batch in _read_part(path, columns, step):
             found = batch if step is None else batch.filter(pc.field("step") == step)
             if found.num_rows:
-                yield found if columns is None else found.select(list(columns))
+                yield found if columns is None else _with_columns(found, columns)
+
+
+def _with_columns(batch: pa.RecordBatch, columns: Sequence[str]) -> pa.RecordBatch:
+    """These columns; one that the batch lacks is null."""
+    names = set(batch.schema.names)
+    arrays = [batch[name] if name in names else pa.nulls(batch.num_rows) for name in columns]
+    return pa.RecordBatch.from_arrays(arrays, names=list(columns))
+
+
+def read_schemas(directory: Path) -> Iterator[tuple[Path, pa.Schema]]:
+    """Each part of a table that has rows, with its columns."""
+    for path in _parts(directory):
+        with _reading(path):
+            sealed = path.with_suffix(".parquet")
+            if path.suffix == ".arrows" and path.exists():
+                batch = next(_read_stream(path), None)
+                if batch is not None:
+                    yield path, batch.schema
+            elif sealed.exists():
+                with files.open_regular(sealed) as file:
+                    yield sealed, pq.read_schema(file)
 
 
 def _read_part(
     path: Path, columns: Sequence[str] | None, step: int | None
 ) -> Iterator[pa.RecordBatch]:
     wanted = None if columns is None else [*dict.fromkeys(("step", *columns))]
-    try:
+    with _reading(path):
         if path.suffix == ".arrows" and path.exists():
             yield from _read_stream(path, wanted)
         elif (sealed := path.with_suffix(".parquet")).exists():  # it may have been sealed just now
             yield from _read_sealed(sealed, wanted, step)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raises DataError where a part cannot be read."""
+    try:
+        yield
     except (pa.ArrowException, OSError, KeyError) as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(

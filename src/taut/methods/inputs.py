@@ -63,8 +63,11 @@ class Language(NamedTuple):
     @property
     def num_rows(self) -> int:
         """Rows of the embedding, those of added tokens included."""
-        size = int(self.config.get_text_config().vocab_size)
-        return max([size, *(index + 1 for index in self.new_ids)])
+        return _num_rows(self.config, self.new_ids)
+
+
+def _num_rows(config: PreTrainedConfig, new_ids: Sequence[int]) -> int:
+    return max([int(config.get_text_config().vocab_size), *(index + 1 for index in new_ids)])
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,11 @@ class Inputs:
     def token(self, index: int) -> str:
         """The token of an id."""
         return str(self.tokenizer.convert_ids_to_tokens(index))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the embedding, those of added tokens included."""
+        return _num_rows(self.config, self.new_ids)
 
     @property
     def longest(self) -> int:

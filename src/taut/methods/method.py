@@ -56,6 +56,7 @@ from taut.rewards.registry import RewardSpec, files_read
 from taut.train.checkpoint import CheckpointConfig
 from taut.train.distributed import ParallelConfig, Ranks
 from taut.train.log import LogConfig
+from taut.train.log.own import sink_file
 from taut.train.monitors import LossMonitorConfig
 from taut.train.optim import DefaultRates, OptimConfig
 from taut.train.run_dir import SaveConfig
@@ -467,6 +468,11 @@ class RunConfig:
         """The source of steps with what it needs besides data. ``get_trainer``: the trainer, which is made after it."""
         return source
 
+    @property
+    def is_replayed(self) -> bool:
+        """Whether a run that generates trains on what another run has generated."""
+        return False
+
     def engine_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """The dtype that rollouts are computed in by an engine in this process; None: there are none. ``dtype``: the
         run's.
@@ -490,6 +496,7 @@ class RunConfig:
             *input_paths(self.data),
             *input_paths(questions),
             *map(str, files_of(answers.rewards)),
+            *(str(sink_file(spec)) for spec in self.log.sinks),
             *files_read(answers.rewards),
         ]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -18,6 +18,7 @@ from taut.data.dataset import Dataset, Split
 from taut.data.prompts import PromptRow, PromptSet, load_prompt_set
 from taut.data.render import Renderer
 from taut.data.schema import Kind
+from taut.data.token_bytes import token_bytes
 from taut.errors import ConfigError, DataError, EngineError
 from taut.evals.answers import EvalSampling
 from taut.evals.during import AnswersConfig
@@ -37,11 +38,14 @@ from taut.rl.advantages import Credit
 from taut.rl.environment import EnvironmentPool, open_environments
 from taut.rl.monitors import RolloutMonitor, RolloutMonitorConfig
 from taut.rl.online import Online
-from taut.rl.rollout import RESERVED, RolloutConfig, RolloutWorker
+from taut.rl.rollout import RESERVED, RolloutConfig, RolloutSource, RolloutWorker
 from taut.sandbox import shared
 from taut.train.distributed import Ranks
 from taut.train.trainer import Monitor, StepSource, Trainer
 from taut.types import Prompt
+
+if TYPE_CHECKING:  # pyarrow takes long to import
+    from taut.rl.replay import Recording, Replay
 
 REWARD_ENDS = "add the reward stop to rewards, or lower optim.learning_rate"
 """The remedy where a method has no setting against truncated answers."""
@@ -56,7 +60,13 @@ class OnlineMethod(RunConfig):
     generates: ClassVar[bool] = True
     may_change: ClassVar[MayChange] = RunConfig.may_change.plus(
         MayChange(
-            freely=("grading", "rollout_monitor", "rollout.url", "rollout.server"),
+            freely=(
+                "grading",
+                "rollout_monitor",
+                "rollout.url",
+                "rollout.server",
+                "rollout.replay_from",  # what was recorded is hashed
+            ),
             rounding=("rollout.local",),
         )
     )
@@ -114,7 +124,19 @@ class OnlineMethod(RunConfig):
                 f"rollout.dtype={self.rollout.dtype} with dtype={self.dtype or 'chosen by the hardware'}; expected "
                 "dtype=float32, whose rollouts it makes faster; set that, or take rollout.dtype out"
             )
-        if not self.rewards and self.is_judged and self.rollout.environment.name in (None, "tools"):
+        replayed = self.rollout.replay_from
+        is_own = (
+            replayed is not None
+            and self.out is not None
+            and home_path(replayed).resolve() == home_path(self.out).resolve()
+        )
+        if is_own:
+            raise ConfigError(
+                f"rollout.replay_from={replayed} is the out of this run, which has yet to record what it trains "
+                "on; expected another run; name it, or another out"
+            )
+        has_own = self.rollout.environment.name not in (None, "tools") or replayed is not None
+        if not self.rewards and self.is_judged and not has_own:
             raise ConfigError(
                 f"rewards is not set, and {self.command()} learns from what completions are worth; expected a "
                 "reward, or an environment that gives one; set rewards=exact_match"
@@ -141,7 +163,8 @@ class OnlineMethod(RunConfig):
 
     @property
     def has_rewards(self) -> bool:
-        return self.is_judged and not self.rollout.environment.is_on
+        is_unset = self.is_replayed and not self.rewards
+        return self.is_judged and not self.rollout.environment.is_on and not is_unset
 
     @property
     def ends_remedy(self) -> str:
@@ -153,13 +176,19 @@ class OnlineMethod(RunConfig):
     # -- prompts and steps
 
     @property
+    def is_replayed(self) -> bool:
+        return self.rollout.replay_from is not None
+
+    @property
     def grows(self) -> int:
         return self.rollout.grows
 
     def load_data(
         self, split: Split, renderer: Renderer, language: Language, *, looks_again: bool = True
     ) -> Dataset:
-        longest = self.longest_sample(language.config)
+        longest, recording = self.longest_sample(language.config), self.recording()
+        if split == "train" and recording is not None:
+            recording.require_vocabulary(token_bytes(language.tokenizer))
         return load_prompt_set(self.data, split, renderer, longest, self.rollout.reference)
 
     def questions(self, data: Dataset) -> Sequence[Prompt]:
@@ -174,6 +203,10 @@ class OnlineMethod(RunConfig):
         size = batch.samples_per_step * rollout.minibatches
         order = Order(train.weights, self.seed, size, batch.shuffle, groups)
         num_steps = self.steps or order.num_steps(self.epochs or 1.0) * rollout.updates
+        if (recording := self.recording()) is not None:
+            recording.require_fits(
+                rollout, batch.samples_per_step, num_steps, is_judged=self.is_judged
+            )
         monitor = RolloutMonitor(self.rollout_monitor, self.method, self.ends_remedy)
         online = Online(rollout, train, order, self.make_credit(), monitor, self.seed)
         return Plan(online, num_steps, cursor)
@@ -195,13 +228,43 @@ class OnlineMethod(RunConfig):
         ranks: Ranks,
         get_trainer: Callable[[], Trainer],
     ) -> Online:
-        """With engine, rewards and environment, which are opened when they are first needed."""
+        """With engine, rewards and environment, or recorded rollouts, which are opened when they are first needed."""
         assert isinstance(source, Online)
+        worker: Callable[[], RolloutSource]
+        worker = partial(self.open_worker, source, inputs, models, make_engine, ranks)
+        if (recording := self.recording()) is not None:
+            worker = partial(self._open_replay, recording, inputs)
         return replace(
             source,
             get_trainer=get_trainer,
             roles=models.roles if self.scores_reference_first else (),
-            open_worker=partial(self.open_worker, source, inputs, models, make_engine, ranks),
+            open_worker=worker,
+        )
+
+    def recording(self) -> Recording | None:
+        """The rollouts that are trained on instead of new ones. Raises ConfigError where they cannot be."""
+        if self.rollout.replay_from is None:
+            return None
+        from taut.rl.replay import Recording
+
+        return Recording.open(self.rollout.replay_from)
+
+    def _open_replay(self, recording: Recording, inputs: Inputs) -> Replay:
+        from taut.rl.replay import Replay
+
+        reason = (
+            "rollout.replay_from: no engine is opened and nothing judged; under other settings than those of that run "
+            "the policy that trains is not the one that was sampled from"
+        )
+        value = f"those that {recording.out} recorded"
+        return Replay(
+            recording=recording,
+            config=self.rollout,
+            is_judged=self.is_judged,
+            num_rows=inputs.num_rows,
+            longest=inputs.longest,
+            image_store=inputs.renderer.image_store,
+            settled=[Decision("rollouts", value, reason), *self.loss_decisions()],
         )
 
     def open_worker(
@@ -341,13 +404,19 @@ class OnlineMethod(RunConfig):
     # -- files
 
     def input_files(self) -> list[str]:
+        replayed = self.rollout.replay_from
         return [
             *super().input_files(),
-            *map(str, self.user_code()),
+            *map(str, self._code()),
             *files_read(self.rewards),
+            *([] if replayed is None else [replayed]),
         ]
 
     def user_code(self) -> list[Path]:
+        return [] if self.is_replayed else self._code()
+
+    def _code(self) -> list[Path]:
+        """Files of the user's code that are named."""
         environment = self.rollout.environment
         named = [environment.name or "", *environment.tools]
         files = [home_path(name.rpartition(":")[0]) for name in named if ":" in name]
@@ -355,7 +424,7 @@ class OnlineMethod(RunConfig):
 
     @property
     def training_rewards(self) -> str | Sequence[str | RewardSpec]:
-        return self.rewards
+        return () if self.is_replayed else self.rewards
 
     # -- held-out answers
 
@@ -389,7 +458,7 @@ class OnlineMethod(RunConfig):
         return [*super().decisions, decision]
 
     def engine_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
-        if self.rollout.engine == "server":
+        if self.rollout.engine == "server" or self.is_replayed:
             return None
         return dtype if self.rollout.dtype is None else DTYPES[self.rollout.dtype]
 

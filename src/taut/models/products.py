@@ -248,11 +248,12 @@ def select(
     device: torch.device,
     dtype: torch.dtype,
     stored: str | None = None,
+    whose: str = "the checkpoint",
     *,
     engine: torch.dtype | None = None,
 ) -> Products:
-    """The libraries of a run, and why. ``stored``: the name in the checkpoint that is resumed; ``engine``: the dtype
-    that an engine of this process computes in.
+    """The libraries of a run, and why. ``stored``: the name of ``whose`` choice, which is taken where it is available;
+    ``engine``: the dtype that an engine of this process computes in.
 
     Raises ConfigError for one asked for by name that this build of PyTorch does not have.
     """
@@ -271,8 +272,8 @@ def select(
     lacks = ""
     if stored is not None:
         if _is_available(stored):
-            return Products(stored, "that of the checkpoint")
-        lacks = f"the checkpoint's {stored} is not available here; "
+            return Products(stored, f"that of {whose}")
+        lacks = f"{whose}'s {stored} is not available here; "
     shapes = {} if is_narrow else SHAPES
     if engine == torch.bfloat16 and has_bf16():
         shapes = shapes | BF16_SHAPES
@@ -290,6 +291,10 @@ def _is_available(stored: str) -> bool:
     choice, is_narrow = Products(stored), stored.startswith("packed for ")
     if _name(choice.onednn, choice.packed, is_narrow=is_narrow) != stored:
         return False  # of another build or version
+    if choice.packed & BF16_SHAPES.keys() and not has_bf16():
+        return False  # oneDNN refuses to pack for a processor without the arithmetic
+    if choice.packed & SHAPES.keys() and not has_mkl_packed():
+        return False
     return has_onednn() or not (choice.onednn or choice.packed)
 
 

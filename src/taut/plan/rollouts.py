@@ -77,7 +77,7 @@ def rollout_of(
     run: RunConfig, config: PreTrainedConfig, kernels: Kernels, supply: Supply, num_ranks: int
 ) -> Rollout | None:
     """The generation of a run; None where a run generates nothing in this process."""
-    if not isinstance(run, OnlineMethod) or run.rollout.engine != "local":
+    if not isinstance(run, OnlineMethod) or run.is_replayed or run.rollout.engine != "local":
         return None
     kernels = kernels._replace(is_sharded=num_ranks > 1 or run.parallel.cpu_offload)
     settings, local = run.rollout, run.rollout.local

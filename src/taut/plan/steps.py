@@ -149,6 +149,8 @@ def workload(run: RunConfig, inputs: Inputs, num_ranks: int) -> Workload:
     source = f"the first {len(steps)} steps of {inputs.train.report.num_samples:,} samples"
     if run.generates:
         source += ", with completions of maximal length"
+    if run.is_replayed:
+        source += ", none of which is generated"
     return Workload(
         first=max(first, key=lambda packed: packed.num_tokens),
         later=max(later, key=lambda packed: packed.num_tokens, default=None),

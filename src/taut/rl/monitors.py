@@ -118,7 +118,7 @@ def rollout_event(
     return event
 
 
-def push_event(engine: Engine) -> dict[str, float]:
+def push_event(engine: Engine | None) -> dict[str, float]:
     """The event's fields about the last weights that were sent to a server."""
     sync = engine.sync if isinstance(engine, ServerEngine) else None
     if sync is None or sync.proof is None:

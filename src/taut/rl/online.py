@@ -48,7 +48,7 @@ from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
 from taut.rl.advantages import Credit, TrainSample, as_tuple
 from taut.rl.monitors import RolloutMonitor, RolloutMonitorState, push_event, rollout_event
-from taut.rl.rollout import POLICY, Group, Rollout, RolloutConfig, RolloutWorker, score_trees
+from taut.rl.rollout import POLICY, Group, Rollout, RolloutConfig, RolloutSource, score_trees
 from taut.rl.sampler import Trajectory
 from taut.train.log.events import to_json
 from taut.train.oom import require_room
@@ -278,8 +278,8 @@ class Online:
     """The trainer, which is made after its source. None: only the order of prompts is needed."""
     roles: Sequence[Role] = ()
     """Models that score a rollout before it is trained on, such as a reference for a penalty in the reward."""
-    open_worker: Callable[[], RolloutWorker] | None = None
-    """Opens engine, rewards and environment, when they are first needed."""
+    open_worker: Callable[[], RolloutSource] | None = None
+    """Opens engine, rewards and environment, or the rollouts of another run, when they are first needed."""
     phase: Phase | None = field(default=None, init=False)
     replayed: list[TrainSample] = field(default_factory=list, init=False)
     """Groups that may be trained on again, newest first."""
@@ -300,8 +300,8 @@ class Online:
         return self.get_trainer()
 
     @cached_property
-    def worker(self) -> RolloutWorker:
-        """Engine, rewards and environment, opened."""
+    def worker(self) -> RolloutSource:
+        """Engine, rewards and environment, opened; or recorded rollouts."""
         assert self.open_worker is not None, "rollouts need an engine"
         return self.open_worker()
 
@@ -374,7 +374,7 @@ class Online:
 
         if self._taken is None or self._taken[0] != number:
             generate = partial(self._generate, number, version)
-            if self.config.engine == "local":
+            if self.config.engine == "local" and self.worker.engine is not None:
                 generate = partial(require_room, generate, f"the rollout of step {step}", SMALLER)
             with trainer.interrupts.at_once(trainer.ranks):
                 self._taken = number, generate()
@@ -426,15 +426,20 @@ class Online:
     def _generate(self, number: int, version: int) -> Rollout:
         """The rollout of a phase with the current weights, or the one that was generated ahead; the next is started."""
 
+        engine = self.worker.engine
+
         def roll(phase: int) -> Rollout:
             return self.worker.roll(phase, self.order.step(phase + 1))
 
         def update_engine() -> None:
+            assert engine is not None
             with (
                 self.trainer.interrupts.held()
             ):  # an engine with half of the weights has no version
-                self.worker.engine.update(version)
+                engine.update(version)
 
+        if engine is None:
+            return roll(number)
         if not self.config.asynchronous:
             update_engine()
             return roll(number)

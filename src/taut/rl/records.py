@@ -1,4 +1,5 @@
-"""The rows of out/rollouts: one for each trajectory, with all that it was trained with.
+"""The rows of out/rollouts: one for each trajectory, with all that it was trained with; and rollouts made of such rows
+again, of which the same is learned, bit for bit.
 
 A prompt's rows lie together, in the order of ``index``. Columns whose names end in _N have an entry for each sampled
 token, whose places in ``ids_T`` are ``sampled_at_N``.
@@ -7,19 +8,43 @@ token, whose places in ``ids_T`` are ``sampled_at_N``.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
+from taut.data.prompts import PromptRow
+from taut.errors import DataError
+from taut.rewards.panel import Verdict
+from taut.rewards.verifier import Score
 from taut.rl.advantages import TrainSample
-from taut.rl.rollout import Rollout
+from taut.rl.rollout import Group, Rollout
 from taut.rl.sampler import Trajectory
-from taut.types import FloatArray
+from taut.types import FloatArray, Media, Picture
 
+Text = TypeVar("Text", str, str | None)
 NUMBERS, PLACES = pa.list_(pa.float32()), pa.list_(pa.int32())
+PICTURE = pa.struct(
+    {
+        "source": pa.string(),
+        "content": pa.string(),  # its digest
+        "num_pictures": pa.int32(),
+        "start": pa.int32(),
+        "stop": pa.int32(),
+        "grid": PLACES,
+        "is_two_way": pa.bool_(),
+    }
+)
 PART = pa.struct(
-    {"name": pa.string(), "value": pa.float64(), "error": pa.string(), "reason": pa.string()}
+    {
+        "name": pa.string(),
+        "value": pa.float64(),
+        "error": pa.string(),
+        "reason": pa.string(),  # why the answer could not be judged
+        "reply": pa.string(),  # what came with the value: a judge's reply, the test that failed
+    }
 )
 SCHEMA = pa.schema(
     {
@@ -36,13 +61,16 @@ SCHEMA = pa.schema(
         "text": pa.string(),  # of the last completion
         "ids_T": PLACES,
         "sampled_at_N": PLACES,
-        "logp_N": NUMBERS,  # the engine's
+        "logp_N": pa.list_(pa.float64()),  # the engine's, as they weight tokens
         "advantage_N": NUMBERS,
         "version_N": PLACES,  # of the weights that sampled each token
         "finish_reason": pa.string(),
         "error": pa.string(),
         "reward": pa.float64(),
         "rewards": pa.list_(PART),
+        # what an environment's steps gave: (n of the last token of the turn, their sum)
+        "turn_rewards": pa.list_(pa.struct({"n": pa.int32(), "reward": pa.float64()})),
+        "media": pa.list_(PICTURE),
         "num_turns": pa.int32(),
         "num_calls": pa.int32(),
         "num_malformed_calls": pa.int32(),
@@ -83,28 +111,42 @@ def _row(trajectory: Trajectory, advantages: Mapping[str, FloatArray]) -> dict[s
     return {
         "sample_id": trajectory.name,
         "prompt_id": row.id,
-        "place": row.place,
+        "place": _unicode(row.place),
         "index": trajectory.index,
         "prompt": _json(first),
-        "references": list(row.references),
+        "references": [_unicode(text) for text in row.references],
         "messages": _json(trajectory.messages),
-        "text": trajectory.text,
+        "text": _unicode(trajectory.text),
         "ids_T": trajectory.ids_T,
         "sampled_at_N": trajectory.sampled_at_N,
         "logp_N": trajectory.logp_N,
         "advantage_N": advantages.get(trajectory.name),
         "version_N": trajectory.version_N,
         "finish_reason": trajectory.finish_reason,
-        "error": trajectory.error,
+        "error": _unicode(trajectory.error),
         "reward": verdict.total,
         "rewards": [
             {
                 "name": name,
                 "value": score.value,
-                "error": score.error,
-                "reason": score.unjudged,
+                "error": _unicode(score.error),
+                "reason": _unicode(score.unjudged),
+                "reply": _unicode(score.reply),
             }
             for name, score in verdict.parts.items()
+        ],
+        "turn_rewards": [{"n": n, "reward": reward} for n, reward in trajectory.turn_rewards],
+        "media": [
+            {
+                "source": media.picture.source,
+                "content": media.picture.content,
+                "num_pictures": media.picture.num_pictures,
+                "start": media.start,
+                "stop": media.stop,
+                "grid": media.grid,
+                "is_two_way": media.is_two_way,
+            }
+            for media in trajectory.media
         ],
         "num_turns": trajectory.num_turns,
         "num_calls": trajectory.num_calls,
@@ -114,4 +156,121 @@ def _row(trajectory: Trajectory, advantages: Mapping[str, FloatArray]) -> dict[s
 
 def _json(messages: Any) -> str:
     """Messages as JSON; a picture by its description."""
-    return json.dumps(messages, ensure_ascii=False, default=str)
+    return _unicode(json.dumps(messages, ensure_ascii=False, default=str))
+
+
+def _unicode(text: Text) -> Text:
+    """The text with a question mark for half a surrogate pair, which JSON of a server or a tool may have and UTF-8 may
+    not.
+    """
+    return None if text is None else text.encode("utf-8", "replace").decode()
+
+
+# -- and back
+
+ARRAYS = ("ids_T", "sampled_at_N", "logp_N", "version_N")
+READ = (
+    *("group", "prompt_id", "place", "index", "is_kept", "prompt", "references", "messages"),
+    *("text", *ARRAYS, "finish_reason", "error", "reward", "rewards", "turn_rewards", "media"),
+    *("num_turns", "num_calls", "num_malformed_calls"),
+)
+"""The columns that ``read_rollout`` reads."""
+
+
+def read_rollout(
+    batches: Iterable[pa.RecordBatch],
+    number: int,
+    lag: int,
+    picture: Callable[[str, str, int, str], Picture],
+) -> Rollout:
+    """The rollout of these rows, all of one step: the ``number``-th of a run, from 0. ``lag``: what is added to the
+    version of the weights of each token. ``picture``: makes a picture of its source, digest, number and sample.
+
+    Raises DataError for a row that nothing could be learned from as it is.
+    """
+    groups: dict[tuple[bool, int], list[Trajectory]] = {}
+    for batch in batches:
+        arrays = {name: batch.column(name) for name in ARRAYS}
+        for at, row in enumerate(batch.drop_columns(list(ARRAYS)).to_pylist()):
+            own = {name: column[at].values for name, column in arrays.items()}
+            trajectory = _trajectory(row, own, number, lag, picture)
+            groups.setdefault((row["is_kept"], row["group"]), []).append(trajectory)
+    kept, left_out = (
+        [Group(tuple(group)) for (is_kept, _), group in groups.items() if is_kept is which]
+        for which in (True, False)
+    )
+    return Rollout(kept, left_out)
+
+
+def _trajectory(
+    row: Mapping[str, Any],
+    arrays: Mapping[str, pa.Array | None],
+    number: int,
+    lag: int,
+    picture: Callable[[str, str, int, str], Picture],
+) -> Trajectory:
+    ids_T, at_N, version_N = (
+        _array(arrays[name]).astype(np.int64) for name in ("ids_T", "sampled_at_N", "version_N")
+    )
+    logp_N = _array(arrays["logp_N"]).astype(np.float64)
+    name = f"{row['prompt_id']}#{row['index']}"
+    is_whole = (
+        at_N.size == logp_N.size == version_N.size
+        and bool((np.diff(at_N, prepend=0) > 0).all())
+        and (at_N.size == 0 or at_N[-1] < ids_T.size)
+    )
+    if not is_whole:
+        raise DataError(
+            f"{name}: {ids_T.size} tokens, of which {at_N.size} sampled, with {logp_N.size} logprobs and "
+            f"{version_N.size} versions; expected one of each for every sampled token, at ascending places"
+        )
+    media = tuple(
+        Media(
+            picture(part["source"], part["content"], part["num_pictures"], name),
+            part["start"],
+            part["stop"],
+            tuple(part["grid"]) if part["grid"] else None,
+            part["is_two_way"],
+        )
+        for part in row["media"]
+    )
+    first = json.loads(row["prompt"])
+    prompt = PromptRow(
+        place=row["place"],
+        id=row["prompt_id"],
+        ids_T=ids_T[: at_N[0]] if at_N.size else ids_T,
+        prompt=first if isinstance(first, str) else tuple(first),
+        references=tuple(row["references"]),
+        reference_from=None,
+        columns={},
+    )
+    parts = {
+        part["name"]: Score(
+            part["value"], part["error"], unjudged=part["reason"], reply=part.get("reply")
+        )
+        for part in row["rewards"]
+    }
+    return Trajectory(
+        row=prompt,
+        index=row["index"],
+        ids_T=ids_T,
+        sampled_at_N=at_N,
+        logp_N=logp_N,
+        version_N=version_N + lag,
+        finish_reason=row["finish_reason"],
+        text=row["text"],
+        messages=tuple(json.loads(row["messages"])),
+        num_turns=row["num_turns"],
+        error=row["error"],
+        turn_rewards=tuple((part["n"], part["reward"]) for part in row["turn_rewards"]),
+        num_calls=row["num_calls"],
+        num_malformed_calls=row["num_malformed_calls"],
+        media=media,
+        rollout=number,
+        verdict=Verdict(parts, row["reward"]),
+    )
+
+
+def _array(values: pa.Array | None) -> NDArray[Any]:
+    """The values of a list; none of one that is null."""
+    return np.array([]) if values is None else values.to_numpy(zero_copy_only=False)

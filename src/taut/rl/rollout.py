@@ -5,6 +5,9 @@ The prompts of a phase are a pure function of the seed and the phase (``Order`` 
 by other prompts: dynamic sampling, as in DAPO (arXiv 2503.14476). The replacements are a function of the seed, the
 phase and the round, so a restart needs no memory of them.
 
+``RolloutSource`` is where rollouts come from: ``RolloutWorker`` generates them, ``Replay`` (replay.py) reads those that
+another run recorded.
+
 One rank judges for all, and calls the engine if it is a server. ``RolloutWorker`` touches no tensor, so it may run in a
 thread while the model trains.
 
@@ -20,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Literal, TypeAlias, TypeVar, cast
+from typing import Annotated, Literal, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -83,6 +86,9 @@ class RolloutConfig:
     max_staleness: Annotated[int, Field(ge=1)] | None = None
     """Maximum number of updates between the weights that sampled a completion and those that are trained; older
     completions are not trained on. None: no limit."""
+    replay_from: str | None = None
+    """The out directory of a run whose recorded rollouts are trained on instead of new ones: no engine is opened and
+    nothing judged, and the keys for that, rewards among them, are not read. Advantages are computed anew."""
     reference: str | None = None
     """The column with the right answer. None: answers, answer, ..., or the last assistant message."""
     engine: Literal["local", "server"] = "local"
@@ -157,10 +163,11 @@ class RolloutConfig:
     def describe(self, num_steps: int, samples_per_step: int) -> str:
         """The plan of a run in a sentence."""
         num_prompts = counted(samples_per_step * self.minibatches, "prompts")
-        return (
+        plan = (
             f"{counted(num_steps, 'steps')}, {self.updates} on each rollout: {num_prompts}, "
             f"{counted(self.n, 'completions')} each, of at most {counted(self.grows, 'tokens')}"
         )
+        return plan if self.replay_from is None else f"{plan}; recorded by {self.replay_from}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,6 +210,28 @@ class Rollout:
         """The groups to learn from, with those of their trajectories that have a reward."""
         groups = [Group(tuple(group.rewarded)) for group in self.groups]
         return [group for group in groups if group.trajectories]
+
+
+class RolloutSource(Protocol):
+    """Where rollouts come from. Every rank has one, and all ranks call it."""
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine that generates them; None: nothing is generated."""
+
+    @property
+    def is_judged(self) -> bool:
+        """False: completions have no reward, and all are learned from."""
+
+    @property
+    def settled(self) -> Sequence[Decision]:
+        """What was decided for the user when it was opened."""
+
+    def roll(self, phase: int, indices: Sequence[int]) -> Rollout:
+        """The rollout of a phase, with its rewards; ``indices``: of its prompts. All ranks get the same."""
+
+    def close(self) -> None:
+        """Release its resources."""
 
 
 @dataclass(frozen=True, eq=False)

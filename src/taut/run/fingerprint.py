@@ -38,6 +38,7 @@ from taut.methods import METHODS
 from taut.methods.aux_models import load_config_of
 from taut.methods.inputs import Inputs
 from taut.methods.method import RunConfig
+from taut.methods.online import OnlineMethod
 from taut.models import products
 from taut.models.precision import resolve_dtype
 from taut.rewards.registry import REWARDS, models_of
@@ -112,6 +113,8 @@ def _others(run: RunConfig, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
     parts: dict[str, Any] = {}
     if run.generates:
         parts["code"] = {str(path): _digest(_read_text(path)) for path in run.user_code()}
+    if isinstance(run, OnlineMethod) and (recording := run.recording()) is not None:
+        parts["rollouts"] = recording.digest
     for label, judge in models_of(run.training_rewards).items():
         # Its scores depend on its tokenizer and template as well.
         key, has_code = "rewards.options.model", judge.trust_remote_code

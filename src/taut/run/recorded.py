@@ -54,7 +54,10 @@ class Recorded:
 
     def rollouts(self, step: int, columns: Sequence[str] | None = None) -> list[Row]:
         """The trajectories of a step, in the order of prompts. ``columns``: only these."""
-        return [row for b in self.rollout_table.read(columns, step) for row in b.to_pylist()]
+        rows = [row for b in self.rollout_table.read(columns, step) for row in b.to_pylist()]
+        for part in (part for row in rows for part in row.get("rewards", ())):
+            part.setdefault("reply", None)  # runs of earlier versions did not record it
+        return rows
 
     def tokens(self, step: int, columns: Sequence[str] | None = None) -> list[Row]:
         """The samples of a step whose tokens are recorded, of all ranks. ``columns``: only these."""

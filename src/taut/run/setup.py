@@ -58,6 +58,7 @@ from taut.train.optim import Rate, build_optimizer, learning_rate
 from taut.train.recorder import Recorder
 from taut.train.signals import Interrupts
 from taut.train.trainer import Prefetch, Trainer, emit_nowhere
+from taut.train.utilisation import Meter
 
 ALONE_TOKENS = 1024
 """Tokens of the first step that are also run one sample at a time."""
@@ -105,9 +106,12 @@ def build(
 # -- models
 
 
-def use_products(run: RunConfig, ranks: Ranks, stored: str | None = None) -> None:
+def use_products(
+    run: RunConfig, ranks: Ranks, stored: str | None = None, whose: str = "the checkpoint"
+) -> None:
     """Choose the libraries of float32 products for this process; every rank calls it and takes the first one's choice.
-    ``stored``: the choice in the checkpoint that is resumed.
+    ``stored``: the choice of ``whose``, whose numbers this run is to have: the checkpoint that is resumed, or the run
+    whose rollouts are replayed.
     """
     dtype = resolve_dtype(run.dtype, ranks.device).dtype
     # What is asked for by name is refused by every rank that lacks it; only the first one measures.
@@ -115,7 +119,7 @@ def use_products(run: RunConfig, ranks: Ranks, stored: str | None = None) -> Non
     first = None
     if chooses:
         engine = run.engine_dtype(dtype)
-        first = products.select(run.products, ranks.device, dtype, stored, engine=engine)
+        first = products.select(run.products, ranks.device, dtype, stored, whose, engine=engine)
     chosen = ranks.gather(first)[0]
     assert chosen is not None
     products.use(chosen)
@@ -403,6 +407,7 @@ def build_trainer(
         else [Prefetch(image_store.expect)],
         emit=emit,
         recorder=recorder,
+        meter=Meter(run.log.utilisation_seconds, ranks.device),
         interrupts=Interrupts() if interrupts is None else interrupts,
     )
     return trainer

@@ -9,7 +9,8 @@ back into floats, except within lists and mappings.
 
 A killed writer may leave half a line at the end: readers skip it, and the next writer removes it. A ``resume`` line
 with ``from_step`` k revokes earlier events of steps after k; with ``is_measured`` false also the evaluations after step
-k, which are repeated. A file that is deleted or moved during the run is written again (``EventLog.restore``).
+k, which are repeated. It revokes no ``utilisation``: the machine was as busy as that. A file that is deleted or moved
+during the run is written again (``EventLog.restore``).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ Kind = Literal[
     "check",
     "step",
     "rollout",
+    "utilisation",
     "budget",
     "eval",
     "best",
@@ -42,13 +44,15 @@ Kind = Literal[
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 MEASURED = ("eval", "best")
+LASTING = ("utilisation",)
+"""Kinds of what a resume does not do again, whatever step they have."""
 SYNCED = ("checkpoint", "resume", "end")
 BLOCK = 2**16
 """Bytes of the first read from the end."""
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-PREFIXES = {"step": "train", "rollout": "rollout", "eval": "eval"}
+PREFIXES = {"step": "train", "rollout": "rollout", "eval": "eval", "utilisation": "system"}
 """Kinds of events with curves -> the prefix of their names."""
 LONG = ("ids", "logp", "advantage", "sample_nll", "sample_ids")
 """Lists of numbers and texts, an entry for each token or sample, that readers of the whole file skip."""
@@ -217,6 +221,8 @@ def _lines_back(path: Path) -> Iterator[bytes]:
 
 def stands(earlier: Event, resume: Event) -> bool:
     """Whether an earlier event stays valid after a resume."""
+    if earlier["kind"] in LASTING:
+        return True
     step, last = earlier.get("step", 0), resume["from_step"]
     is_measured_again = not resume.get("is_measured", True) and earlier["kind"] in MEASURED
     return bool(step < last or (step == last and not is_measured_again))
