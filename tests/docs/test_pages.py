@@ -120,9 +120,8 @@ def test_every_command_of_a_page_is_accepted(
     if called.has_method and (named or not called.is_raw):
         cls = class_of(None, [word.removeprefix("--") for word in named])
         given = [word for word in given if word not in ("--full", "--json")]
-    path, overrides = sort_words(
-        given, {row.key for row in describe(cls) if row.type == "true | false"}, called.alone
-    )
+    switches = {row.key for row in describe(cls) if row.type == "true | false"}
+    path, overrides = sort_words(given, switches, called.alone, called.many)
     if not called.has_method and called.config is not None and "RUN.toml" not in called.words:
         assert path is None, f"{page}: {path} is no argument"
         assert isinstance(load(cls, None, overrides), cls)

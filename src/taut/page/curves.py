@@ -24,6 +24,9 @@ def bucketed(
     """
     read = {name: (np.array(c.steps), np.array(c.values)) for name, c in columns.items()}
     for name, (steps, values) in read.items():
+        if (np.diff(steps) < 0).any():  # of a resumed run
+            order = np.argsort(steps, kind="stable")
+            steps, values = steps[order], values[order]
         begin = 0 if first is None else int(np.searchsorted(steps, first))
         end = None if last is None else int(np.searchsorted(steps, last, side="right"))
         read[name] = steps[begin:end], values[begin:end]

@@ -10,7 +10,16 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from taut.train.log.events import MEASURED, PREFIXES, Event, EventTail, event_at, measured, stands
+from taut.train.log.events import (
+    LASTING,
+    MEASURED,
+    PREFIXES,
+    Event,
+    EventTail,
+    event_at,
+    measured,
+    stands,
+)
 from taut.train.run_dir import EVENTS
 
 KEPT = ("eval", "best", "warning", "budget", "checkpoint", "resume")
@@ -19,7 +28,7 @@ KEPT = ("eval", "best", "warning", "budget", "checkpoint", "resume")
 
 @dataclass
 class Column:
-    """Numbers by step."""
+    """Numbers by step, in the order of steps but for what a resume does not revoke."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
@@ -112,8 +121,9 @@ class History:
         last, self.end = resume["from_step"], None
         for kind, events in self.kept.items():
             self.kept[kind] = [event for event in events if stands(event, resume)]
-        for name, column in self.curves.items():
-            is_measured_again = name.startswith(MEASURED) and not resume.get("is_measured", True)
-            column.keep(last - 1 if is_measured_again else last)
+        for kind, columns in self._columns.items():
+            is_measured_again = kind in MEASURED and not resume.get("is_measured", True)
+            for column in columns.values() if kind not in LASTING else ():
+                column.keep(last - 1 if is_measured_again else last)
         self._lines.keep(last)
         self.last_step = min(self.last_step, last)

@@ -117,7 +117,8 @@ def test_only_the_page_s_own_code_may_run_and_nothing_is_fetched(page: str) -> N
         a for _, a, _ in elements.found if a.get("src") or str(a.get("href", "")).startswith("http")
     ]
     head = [tag for tag, _, _ in elements.found]
-    assert head.index("meta") < head.index("style") and "link" not in head
+    assert head.index("meta") < head.index("style")
+    assert all(attrs["rel"] == "icon" for attrs, _ in elements.of("link"))
 
 
 def test_the_selection_is_what_it_says(page: str) -> None:

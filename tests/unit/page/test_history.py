@@ -25,11 +25,13 @@ LONG = [
     start(),
     *(step(n) for n in range(1, 6)),
     evaluated(4),
+    {"kind": "utilisation", "time": 1.0, "step": 5, "cpu": 0.5},
     warning(5),
     {"kind": "best", "time": 1.0, "step": 4, "name": "loss", "value": 0.25},
     evaluated(5),
     start(),
     resume(4, is_measured=False),
+    {"kind": "utilisation", "time": 1.0, "step": 4, "cpu": 0.25},
     *(step(n, loss=-n) for n in range(5, 8)),
     evaluated(4, loss=9.0),
     start(),
@@ -128,6 +130,10 @@ def test_a_short_curve_is_whole_and_a_missing_value_is_a_gap() -> None:
             "none": {"mean": [None, None, None]},
         },
     }
+    resumed = Column()
+    for number, value in ((1, 1.0), (3, 3.0), (2, 2.0)):
+        resumed.append(number, value)
+    assert bucketed({"a": resumed}, 9)["series"]["a"]["mean"] == [1.0, 2.0, 3.0]
     together = bucketed({"loss": loss}, 1)["series"]["loss"]
     assert together == {"mean": ["nan"], "min": [1.00000001], "max": ["inf"]}
     assert bucketed({"loss": loss}, 10, 2, 2)["step"] == [2]

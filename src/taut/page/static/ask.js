@@ -45,15 +45,33 @@
     throw new page.Unanswered((body && body.error && body.error.message) || `The server answered ${response.status}.`);
   }
 
-  /** Hear of runs that have grown: `grown({run, step, state})`, and of the connection: `state("live" | "lost")`. */
-  page.listen = function (grown, state) {
+  /**
+   * Hear of runs that have grown: `grown(run)`, null for any; and of the connection: `tell("live" | "lost")`. A page that
+   * is not seen does not listen: a browser has few connections to one server.
+   */
+  page.listen = function (grown, tell) {
     if (answers !== null) return;
-    const source = new EventSource("answers/events");
-    source.addEventListener("open", () => state("live"));
-    source.addEventListener("error", () => {
-      state("lost");
-      if (source.readyState === EventSource.CLOSED) setTimeout(() => page.listen(grown, state), 5000);
-    });
-    source.addEventListener("message", (message) => grown(JSON.parse(message.data)));
+    let source = null;
+    let isFirst = true;
+    const open = () => {
+      source = new EventSource("answers/events");
+      source.addEventListener("open", () => {
+        tell("live");
+        if (!isFirst) grown(null);
+        isFirst = false;
+      });
+      source.addEventListener("error", () => {
+        tell("lost");
+        if (source !== null && source.readyState === EventSource.CLOSED) setTimeout(again, 5000);
+      });
+      source.addEventListener("message", (message) => grown(JSON.parse(message.data).run));
+    };
+    const again = () => {
+      if (source !== null) source.close();
+      source = null;
+      if (!document.hidden) open();
+    };
+    document.addEventListener("visibilitychange", again);
+    again();
   };
 })(window.tautPage);

@@ -60,18 +60,7 @@
   /** Mean over `count` values around each, of those that are there; gaps stay. */
   function smoothed(values, count) {
     const half = Math.floor(count / 2);
-    const sums = [0];
-    const counts = [0];
-    values.forEach((value, index) => {
-      sums.push(sums[index] + (value ?? 0));
-      counts.push(counts[index] + (value === null ? 0 : 1));
-    });
-    return values.map((value, index) => {
-      if (value === null) return null;
-      const from = Math.max(0, index - half);
-      const to = Math.min(values.length, index + half + 1);
-      return (sums[to] - sums[from]) / (counts[to] - counts[from]);
-    });
+    return values.map((value, index) => (value === null ? null : page.mean(values.slice(Math.max(0, index - half), index + half + 1))));
   }
 
   /** What one chart shares with the others of its view. */
@@ -319,7 +308,8 @@
       const whole = [];
       const every = Math.max(1, Math.ceil((high - low) / count));
       for (let power = Math.ceil(low / every) * every; power <= high; power += every) whole.push(power);
-      return whole.length > 1 ? whole : page.ticks(low, high, count);
+      if (whole.length > 1) return whole;
+      return page.ticks(10 ** low, 10 ** high, count).filter((value) => value > 0).map(Math.log10);
     }
 
     function textsOf(splits) {

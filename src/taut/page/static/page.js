@@ -24,7 +24,9 @@
     if (place.view === "runs" && runs.runs.length === 1) {
       return history.replaceState(null, "", page.place("overview", runs.runs[0].name)), draw();
     }
-    const hadFocus = main.contains(document.activeElement) && document.activeElement !== document.body;
+    const held = main.contains(document.activeElement) ? document.activeElement : null;
+    const isSame = current !== null && current.view === place.view && current.run === place.run;
+    const scrolled = isSame && main.querySelector(".list") ? main.querySelector(".list").scrollTop : 0;
     if (current !== null) leave(current);
     const context = contextOf(place);
     current = context;
@@ -41,8 +43,11 @@
     }
     if (current !== context) return leave(context);
     main.setAttribute("aria-busy", "false");
-    if (hadFocus) main.focus({ preventScroll: true });
+    if (scrolled && main.querySelector(".list")) main.querySelector(".list").scrollTop = scrolled;
+    if (held !== null) (findKey(held.dataset.key) || main).focus({ preventScroll: true });
   }
+
+  const findKey = (key) => key !== undefined && [...main.querySelectorAll("[data-key]")].find((one) => one.dataset.key === key);
 
   function requireKnown(place) {
     if (!Object.hasOwn(page.views, place.view)) {
@@ -194,7 +199,7 @@
     const context = current;
     try {
       runs = await page.ask("runs");
-      const isShown = context.run === null || names.has(context.run);
+      const isShown = context.run === null || names.has(context.run) || names.has(null);
       if (isShown && context.update) await context.update();
     } catch (error) {
       if (!(error instanceof page.Unanswered)) throw error;
@@ -218,7 +223,7 @@
       if (current !== null && current.keys.some((listener) => listener(event.key))) event.preventDefault();
     });
     page.listen(
-      ({ run }) => {
+      (run) => {
         grown.add(run);
         setTimeout(update, PAUSE);
       },

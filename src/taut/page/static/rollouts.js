@@ -298,12 +298,28 @@
 
   // -- one prompt over the steps
 
+  /** The rewards of its answers as a curve: mean, and from the least to the most. */
+  function rewardsOf(entries) {
+    const of = (entry) => entry.answers.map((one) => one.reward).filter(page.isNumber);
+    const ordered = [...entries].sort((one, other) => one.step - other.step);
+    const extreme = (pick) => ordered.map((entry) => (of(entry).length ? pick(...of(entry)) : null));
+    return { label: "reward", colour: 0, step: ordered.map((entry) => entry.step), mean: ordered.map((entry) => entry.mean), min: extreme(Math.min), max: extreme(Math.max) };
+  }
+
   page.views.prompt = async function (context) {
     const id = context.parameters.id;
     const region = page.node("div", {});
-    page.add(context.root, [page.node("h1", {}, "A prompt over steps"), page.note(id), region]);
+    const curve = page.node("div", { class: "charts" });
+    page.add(context.root, [page.node("h1", {}, "A prompt over steps"), page.note(id), curve, region]);
+    let rewards = null;
+    const group = page.chartGroup({ lastStep: () => Math.max(1, ...rewards.step), changed: () => {} });
+    context.onLeave(() => group.destroy());
+    const chart = page.chart(group, "mean reward", () => rewards && [rewards]);
     const draw = async () => {
       const answer = await page.ask("prompt", context.run, { id });
+      rewards = rewardsOf(answer.steps);
+      if (answer.steps.length > 1) page.fill(curve, chart.node);
+      chart.update();
       const row = (entry) =>
         page.node(
           "section",

@@ -15,7 +15,7 @@
       return null;
     }
     const chooser = page.node("div", {});
-    const drawChooser = () => page.fill(chooser, page.stepChooser(steps, step, (to) => context.go({ step: to, id: null })));
+    const drawChooser = () => page.fill(chooser, page.stepChooser(steps, step, (to) => context.go({ ...context.parameters, step: to, id: null })));
     drawChooser();
     const list = page.node("div", { class: "list" });
     const shown = page.node("div", { class: "shown" });
@@ -26,7 +26,7 @@
     const id = context.parameters.id ?? (recorded.length ? recorded[0].id : null);
     page.fill(list, listOf(context, answer, id));
     if (id === null) page.fill(shown, page.note(`No tokens are recorded of step ${page.number(step)}.`));
-    else await drawSample(context, shown, step, id).catch((error) => context.failed(error, shown));
+    else await drawSample(context, shown, step, id, new Set(recorded.map((sample) => sample.id))).catch((error) => context.failed(error, shown));
     return async () => {
       steps = (await page.ask("steps", run)).steps;
       drawChooser();
@@ -89,7 +89,7 @@
     ];
   }
 
-  async function drawSample(context, place, step, id) {
+  async function drawSample(context, place, step, id, recorded) {
     const answer = await page.ask("sample", context.run, { step, id });
     const numTokens = answer.pieces.length;
     const targets = new Map(answer.target_at.map((at, index) => [at, index]));
@@ -159,7 +159,7 @@
     page.fill(
       place,
       page.node("h2", { class: "id" }, answer.id),
-      aboutOf(context, answer, targets.size),
+      aboutOf(context, answer, targets.size, recorded),
       page.node("div", { class: "bar" }, choice.node),
       tokens.legend,
       most,
@@ -176,7 +176,7 @@
     );
   }
 
-  function aboutOf(context, answer, numTargets) {
+  function aboutOf(context, answer, numTargets, recorded) {
     const others = answer.shared_with || [];
     const parts = [`${page.counted(answer.pieces.length, "token")}, ${page.counted(numTargets, "target")}${answer.why ? `; recorded as: ${answer.why}` : ""}`];
     const elsewhere = (answer.steps || []).filter((step) => step !== answer.step);
@@ -188,7 +188,7 @@
           "The first ",
           page.node("span", { class: "shared" }, page.counted(answer.num_shared, "token")),
           " are computed once for it and ",
-          others.length ? others.map((id, index) => [index ? ", " : "", page.link(id, at(answer.step, id))]) : "others",
+          others.length ? others.map((id, index) => [index ? ", " : "", recorded.has(id) ? page.link(id, at(answer.step, id)) : id]) : "others",
         ),
       elsewhere.length > 0 &&
         page.note("Also recorded in step ", elsewhere.slice(0, 30).map((step, index) => [index ? ", " : "", page.link(page.number(step), at(step, answer.id))])),
