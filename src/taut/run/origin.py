@@ -1,6 +1,6 @@
 """Where a run comes from, for its start event: the command, the code, the machine and the versions.
 
-    argv           the command line; values of words that are called token, key, password or secret are hidden
+    argv           the command line; the log hides its secrets as in every event (taut/errors.py)
     git            {"commit", "is_dirty"} of the directory that the run was started in; absent where there is none
     host           the name of the machine that writes the run
     devices        of each rank: {"host", "name", "memory_bytes"}, of a GPU, or of the processor and the host's memory
@@ -17,7 +17,6 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,17 +24,12 @@ from typing import Any
 import torch
 from packaging.requirements import Requirement
 
-from taut.errors import HIDDEN, redacted
 from taut.train.distributed import Ranks
 
 GIT_SECONDS = 5.0
 """Time limit of each call of git: the directory may be on a network."""
 PACKAGES = ("torch", "transformers", "peft", "tokenizers")
 """Named in any case; the others are what taut's metadata require."""
-SECRET = re.compile(
-    r"(?:.*[._-])?(?:token|key|password|passwd|pwd|secret|credentials?)", re.IGNORECASE
-)
-"""Names of words whose values are hidden."""
 DRIVER = Path("/proc/driver/nvidia/version")
 PROCESSOR = Path("/proc/cpuinfo")
 
@@ -45,7 +39,7 @@ def origin(ranks: Ranks) -> dict[str, Any]:
     device = ranks.device
     code = git_state(Path.cwd()) if ranks.is_writer else None
     return {
-        "argv": hidden(sys.orig_argv),
+        "argv": list(sys.orig_argv),
         **({} if code is None else {"git": code}),
         "host": platform.node(),
         "devices": ranks.gather({"host": platform.node(), **describe(device)}),
@@ -53,21 +47,6 @@ def origin(ranks: Ranks) -> dict[str, Any]:
         "num_cpus": num_cpus(),
         "num_threads": torch.get_num_threads(),
     }
-
-
-def hidden(words: Sequence[str]) -> list[str]:
-    """The words of a command line without their secrets: those of URLs, ``--token VALUE`` and ``key=VALUE``."""
-    shown: list[str] = []
-    is_secret = False
-    for word in words:
-        name, equals, _ = word.partition("=")
-        is_named = SECRET.fullmatch(name) is not None
-        if is_secret and not word.startswith("-"):
-            shown.append(HIDDEN)
-        else:
-            shown.append(f"{name}={HIDDEN}" if equals and is_named else redacted(word))
-        is_secret = is_named and not equals and word.startswith("--")
-    return shown
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:
