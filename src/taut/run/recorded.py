@@ -12,6 +12,7 @@ No torch here, and no tokenizer.
 from __future__ import annotations
 
 import codecs
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -56,6 +57,12 @@ class Recorded:
     def tokens(self, step: int) -> list[Row]:
         """The samples of a step whose tokens are recorded, of all ranks."""
         return _rows(self._folders, step)
+
+    def trained_on(self, step: int) -> set[str] | None:
+        """The ids of the samples of a step's rollout that were trained on; None: no step has trained on it yet."""
+        following = next((other for other in self.rollout_steps if other > step), math.inf)
+        steps = [e for e in self.events if e["kind"] == "step" and step <= e["step"] < following]
+        return {name for event in steps for name in event["sample_ids"]} if steps else None
 
     def event_of(self, kind: str, step: int) -> Event | None:
         """The event of a kind and a step."""
