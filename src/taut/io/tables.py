@@ -50,30 +50,33 @@ class _Stream:
     """The part that is being written: whole batches alone."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
-        self.path, self.size = path, 0
-        self._waiting = io.BytesIO()
-        """What the file lacks of the next batch, and before the first one of the schema."""
-        self._writer = pa.ipc.new_stream(self._waiting, schema, options=OPTIONS)
+        self.path, self.schema, self.size = path, schema, 0
+        self._begin()
         self._file = files.open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         files.sync(path.parent)
 
+    def _begin(self) -> None:
+        self._waiting = io.BytesIO()
+        """What the next batch is in the file, the first one with the schema."""
+        self._writer = pa.ipc.new_stream(self._waiting, self.schema, options=OPTIONS)
+
     def append(self, batch: pa.RecordBatch) -> None:
         """Append a batch. Where the system cannot write it (OSError), the file is as it was."""
-        begun = self._waiting.tell()
         try:
             self._writer.write_batch(batch)
             content, at = self._waiting.getvalue(), self.size
             while content:
                 written = os.pwrite(self._file, content, at)
                 content, at = content[written:], at + written
+            self.size = at
         except BaseException:
-            self._waiting.seek(begun)
-            self._waiting.truncate()
             os.ftruncate(self._file, self.size)
             raise
-        self.size = at
-        self._waiting.seek(0)
-        self._waiting.truncate()
+        finally:
+            self._waiting.seek(0)
+            self._waiting.truncate()
+            if self.size == 0:
+                self._begin()  # the schema has not been written either
 
     def sync(self) -> None:
         os.fsync(self._file)
