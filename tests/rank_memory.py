@@ -2,9 +2,10 @@
 
     python tests/rank_memory.py MODEL FOLDER DTYPE narrow|wide
 
-Every rank writes FOLDER/RANK, in bytes: the most above the level before reading, and above that before saving; the
-model's size, its largest tensor, and in float32 its largest group of tensors that are saved together. Pages of mapped
-files are the machine's, not the rank's (RssAnon leaves them out).
+Every rank writes FOLDER/RANK, in bytes: the most above the level before reading, above that before saving, and above
+that before comparing what was saved; the model's size, its largest tensor, and in float32 its largest group of tensors
+that are saved together, and all outside its layers. Pages of mapped files are the machine's, not the rank's (RssAnon
+leaves them out).
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def held() -> int:
 def main(path: str, folder: str, dtype_name: str, kind: str) -> None:
     import torch
 
-    from taut.models import weight_files
+    from taut.evals.reload import Room, Trained, compare_saved, every_token, load_anew, score
+    from taut.models import architecture, weight_files
     from taut.models.load import load_model, quiet_library
     from taut.models.lora import plain_groups, plain_skeleton
     from taut.models.scorer import Scorer
@@ -91,7 +93,8 @@ def main(path: str, folder: str, dtype_name: str, kind: str) -> None:
             shard=distributed.layer_sharding(ranks, dtype),
         )
         sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
-        distributed.shard(Scorer(model), ranks, dtype)
+        scorer = Scorer(model)
+        distributed.shard(scorer, ranks, dtype)
     skeleton = plain_skeleton(model).to(torch.bfloat16)
     groups = [
         4 * sum(p.numel() for name, p in model.named_parameters() if _group(name) == group)
@@ -105,9 +108,21 @@ def main(path: str, folder: str, dtype_name: str, kind: str) -> None:
     ):
         if whole is not None:
             weight_files.save(skeleton, plain_groups(model, whole), Path(folder) / "saved")
+    samples = [every_token("a", list(range(3, 40))), every_token("b", [5, 7, 5, 9])]
+    logps = score(scorer, samples)
+    ranks.barrier()
+    with most_above_before() as comparing, distributed.whole_tensors(model, ranks) as whole:
+        if whole is not None:
+            room = Room(torch.device("cpu"), is_streamed=True)
+            trained = Trained(model, whole, samples, logps, torch.bfloat16)
+            result = compare_saved(trained, load_anew(f"{folder}/saved", room))
+            assert all(comparison.is_sound for comparison in result), result
+    inside = sum(p.numel() for p in architecture.layers(model).parameters())
     found = {
         "reading": reading[0],
         "saving": saving[0],
+        "comparing": comparing[0],
+        "outside": 4 * (architecture.num_weights(model) - inside),
         "all": sum(sizes.values()),
         "largest": max(sizes.values()),
         "group": max(groups),

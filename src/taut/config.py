@@ -153,7 +153,7 @@ ELSEWHERE = {
         "checkpoint.keep": "max_ckpt_num save_total_limit",
         "log.every": "log_interval logging_steps logging_strategy",
         "log.wandb": "use_wandb wandb_project",
-        "log.wandb log.tensorboard": "logger report_to trackers",
+        "log.wandb log.tensorboard log.trackio log.sinks": "logger report_to trackers",
         "reward.centering_coef": "center_rewards_coefficient",
         "*.loss": "importance_sampling_level loss_type policy_loss pref_loss",
         "*.beta": "pref_beta",

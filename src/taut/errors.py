@@ -24,11 +24,14 @@ A message says what was found and where, what was expected, and what to do. Prog
 
     redacted("redis://:pw@host/0")              redis://***@host/0
     redacted("https://host/x?token=abc&n=1")    https://host/x?token=***&n=1
+    redacted("options.api_key=abc")             options.api_key=***
     redacted_in({"url": ...})                   every text in a value of JSON's types
+    redacted_in({"api_key": "abc"})             {"api_key": "***"}
+    redacted_in(["--hf-token", "abc"])          ["--hf-token", "***"]
 
 ``redacted`` hides the user and password of a URL of any scheme, and what a query or fragment calls a token, key,
-signature, password, secret or credential. It is applied to messages of errors, to what is printed
-(``taut.io.console``) and to events of the run log (``taut.train.log``).
+signature, password, secret or credential, and the value of a setting whose name says that it is one. It is applied to
+messages of errors, to what is printed (``taut.io.console``) and to events of the run log (``taut.train.log``).
 """
 
 from __future__ import annotations
@@ -48,13 +51,23 @@ _PARAMETER = re.compile(
     re.IGNORECASE,
 )
 """Matches whole words of a name, so that ``max_tokens`` and ``author`` stay."""
+_NAME = (
+    r"(?:[\w.-]*[._-])?(?:(?:api|access|secret|private)[_-]?key|(?:access|api|auth|bearer|hf|hub|refresh|write)[_-]?token|"
+    r"secret|password|passwd|credentials?|authorization)"
+)
+_SETTING = re.compile(rf"(?<![\w.?&;#-])((?:--)?{_NAME}=)[^\s\"'<>`,;&]+", re.IGNORECASE)
+"""A word of a command. What names a variable (``api_key_env``) stays, and so does a bare ``key`` or ``token``."""
+_SECRET = re.compile(rf"(?:--?)?{_NAME}", re.IGNORECASE)
+"""The key of a mapping, or the word of a command before its value."""
 
 
 def redacted(text: str) -> str:
-    """``text`` with the secrets of its URLs replaced by ``***``."""
+    """``text`` with the secrets of its URLs and settings replaced by ``***``."""
     if "@" in text and ":/" in text:
         text = _USERINFO.sub(rf"\1{HIDDEN}@", text)
-    return _PARAMETER.sub(rf"\1{HIDDEN}", text) if "=" in text else text
+    if "=" in text:
+        text = _SETTING.sub(rf"\1{HIDDEN}", _PARAMETER.sub(rf"\1{HIDDEN}", text))
+    return text
 
 
 def redacted_in(value: Any) -> Any:
@@ -62,12 +75,23 @@ def redacted_in(value: Any) -> Any:
     if isinstance(value, str):
         return redacted(value)
     if isinstance(value, dict):
-        return {redacted_in(key): redacted_in(item) for key, item in value.items()}
+        return {
+            redacted_in(key): HIDDEN if _is_secret(key, item) else redacted_in(item)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [redacted_in(item) for item in value]
+        before = ["", *value]
+        return [
+            HIDDEN if str(word).startswith("--") and _is_secret(word, item) else redacted_in(item)
+            for word, item in zip(before, value, strict=False)
+        ]
     if isinstance(value, os.PathLike):
         return redacted(os.fspath(value))
     return value
+
+
+def _is_secret(name: Any, value: Any) -> bool:
+    return isinstance(name, str) and isinstance(value, str) and bool(_SECRET.fullmatch(name))
 
 
 class TautError(ValueError):

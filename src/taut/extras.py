@@ -49,6 +49,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "gguf": ("gguf",),
     "quant": ("bitsandbytes",),
     "tensorboard": ("tensorboard",),
+    "trackio": ("trackio",),
     "wandb": ("wandb",),
 }
 """Extra -> the modules of its packages, as pyproject.toml lists them. The libraries of the extras ``rl`` and ``video``

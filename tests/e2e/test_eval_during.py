@@ -22,6 +22,7 @@ from tests.chat_runs import (
     write_rows,
 )
 from tests.forked_processes import run
+from tests.slow_cases import slow_except
 
 import taut
 from taut.cli import main
@@ -75,7 +76,7 @@ def test_answers_are_measured_every_so_often_and_at_the_end(go: Go, held_out: Pa
     assert events(result.out, "end")[-1]["metrics"] == result.metrics
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", slow_except([1.0], [0.0, 1.0]))
 def test_a_run_that_is_evaluated_takes_the_steps_of_one_that_is_not(
     temperature: float, go: Go
 ) -> None:

@@ -196,7 +196,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("times", ["once", "twice"])
+@pytest.mark.parametrize("times", slow_except(["once"], ["once", "twice"]))
 def test_exit_codes(times: str, model: Path, train: Path, tmp_path: Path) -> None:
     keys = {**QUIET, "model": model, "data.train": train, "out": tmp_path / "out", "steps": 6}
     keys |= {"batch.tokens_per_microbatch": 90}

@@ -43,10 +43,8 @@ def wholes(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, W
     slow_except(
         [
             ("full", "checkpoint", "step-000006", 0.8),
-            ("full", "export", "", 0.4),
             ("lora", "checkpoint", "latest", 0.7),
             ("lora", "backward", "", 0.7),
-            ("few bits", "checkpoint", "step-000006", 0.8),
         ],
         [
             ("full", "checkpoint", "step-000003", 0.5),

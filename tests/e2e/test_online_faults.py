@@ -83,6 +83,7 @@ def test_what_a_reward_cannot_say_is_counted_and_told(model: Path, tmp_path: Pat
     assert not {name.partition("#")[0] for name in names} & {"q0", "q1", "q2", "q3"}
 
 
+@pytest.mark.slow
 def test_too_many_errors_stop_the_run_and_it_goes_on(model: Path, tmp_path: Path) -> None:
     """Weights are those before; resumed with a wider bound it is the run that never stopped."""
     keys = keys_of("grpo", model, tmp_path, rewards=own(tmp_path), grading__workers=1, steps=3)

@@ -38,9 +38,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("kind", "operation", "within", "share"),
     slow_except(
-        [("replaced", "checkpoint", "step-000004", 0.6)],
+        [("kto", "forward", "", 0.6)],
         [
-            ("kto", "forward", "", 0.6),
             ("dpo", "best", "", 0.6),
             ("replaced", "checkpoint", "step-000004", 0.6),
             ("followed", "update", "", 0.9),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tests.chat_runs import QUIET, column, events, save_model, words_of
 from tests.forked_processes import run
+from tests.slow_cases import slow_except
 
 PROGRAM = """\
 import os, sys
@@ -65,7 +66,7 @@ def keys(model: Path, train: Path, out: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+@pytest.mark.parametrize("encoding", slow_except(["ascii"], ["latin-1", "ascii"]))
 def test_letters_that_stdout_lacks_are_escaped(
     encoding: str, program: Path, model: Path, train: Path, tmp_path: Path
 ) -> None:
@@ -78,17 +79,17 @@ def test_letters_that_stdout_lacks_are_escaped(
     assert not [event for event in events(out, "warning") if event["name"] == "log"]
 
 
+FULL = "full", os.strerror(errno.ENOSPC), "No space left on device; what came after is lost\n"
+CLOSED = (
+    "closed",
+    "it is closed",
+    "stdout cannot be written: it is closed; what came after is lost\n",
+)
+
+
 @pytest.mark.parametrize(
     ("kind", "reason", "stderr"),
-    [
-        ("full", os.strerror(errno.ENOSPC), "No space left on device; what came after is lost\n"),
-        ("pipe", os.strerror(errno.EPIPE), ""),
-        (
-            "closed",
-            "it is closed",
-            "stdout cannot be written: it is closed; what came after is lost\n",
-        ),
-    ],
+    slow_except([CLOSED], [FULL, ("pipe", os.strerror(errno.EPIPE), ""), CLOSED]),
 )
 def test_a_stdout_that_fails_is_noted_once_and_the_run_goes_on(
     kind: str, reason: str, stderr: str, program: Path, model: Path, train: Path, tmp_path: Path

@@ -31,6 +31,7 @@ pytest.importorskip("bitsandbytes")
 SMALL: dict[str, Any] = {"lora.rank": 4, "quantise": "nf4", "dtype": "float32"}
 
 
+@pytest.mark.slow
 def test_grpo_generates_scores_and_learns_on_a_quantised_base(tmp_path: Path) -> None:
     """Its reference is the same model without the adapter."""
     model = save_model(tmp_path / "model", dtype=torch.bfloat16)

@@ -99,7 +99,8 @@ def test_files_and_events_of_a_run(go: Go, train: Path) -> None:
     kinds = [line["kind"] for line in lines]
     assert kinds[0] == "start"
     assert kinds[-1] == "end"
-    assert set(kinds) == {"start", "check", "step", "end"}
+    is_slow = {"utilisation"}  # comes with a step after 15 seconds
+    assert set(kinds) - is_slow == {"start", "check", "step", "end"}
     steps = [line for line in lines if line["kind"] == "step"]
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5]
     for step in steps:

@@ -216,7 +216,7 @@ def test_a_run_that_is_continued_is_the_run(
 
 
 @whole_run
-@pytest.mark.parametrize("rank", slow_except([0], [0, 4]))
+@pytest.mark.parametrize("rank", slow_except([4], [0, 4]))
 def test_what_is_on_the_host_trains_as_what_is_not(
     device: torch.device, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +244,7 @@ def test_what_is_on_the_host_trains_as_what_is_not(
 
 @whole_run
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not")
+@pytest.mark.slow
 def test_compiled_layers_train_as_eager_ones_on_the_cpu(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
+@pytest.mark.slow
 def test_a_step_makes_three_of_its_own(method: str, counted: dict[str, dict[str, int]]) -> None:
     found = counted[method]
     own = {name: count for name, count in found.items() if not name.startswith("sharding ")}

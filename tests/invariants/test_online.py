@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.chat_runs import column, events, largest_difference, weights
 from tests.online_runs import LENGTH, keys_of, make, save_models, train
+from tests.slow_cases import slow_except
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -120,7 +121,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", RUNS)
+@pytest.mark.parametrize("method", slow_except(["grpo", "ppo"], RUNS))
 def test_no_layout_changes_a_run(method: str, model: Path, tmp_path: Path) -> None:
     def run(name: str, **given: Any) -> Path:
         out = str(tmp_path / name)

@@ -279,6 +279,7 @@ def test_a_rank_reads_its_part_and_saves_a_layer_at_a_time(num_ranks: int, tmp_p
         if num_ranks == 1:
             assert seen["reading"] > 0.9 * seen["all"], "the measure sees what is read"
         assert seen["saving"] < (1.5 * seen["group"] if rank == 0 else 0) + rest
+        assert seen["comparing"] < (seen["outside"] + 3 * seen["group"]) * (rank == 0) + rest
     saved = weights(tmp_path / "saved")
     assert largest_difference(saved, weights(model)) == 0
 
@@ -332,6 +333,8 @@ def test_a_rank_reads_its_part_of_a_billion_weights(tmp_path: Path) -> None:
             assert seen["all"] > 2e9
             assert seen["reading"] < seen["all"] / num_ranks + seen["largest"] + rest
             assert seen["saving"] < (1.5 * seen["group"] if rank == 0 else 0) + rest
+            most = seen["outside"] + 3 * seen["group"]
+            assert seen["comparing"] < most * (rank == 0) + rest
         shutil.rmtree(tmp_path / "saved")
 
 

@@ -13,6 +13,8 @@ from tests.chat_runs import column, events, largest_difference, weights
 from tests.invariants.test_ranks import LIMIT, by_ranks
 from tests.online_runs import TWICE, keys_of, save_models, train
 
+pytestmark = pytest.mark.slow
+
 UNEVEN = {"batch.tokens_per_microbatch": 90, "steps": 3}
 """The ranks have different numbers of micro-batches."""
 

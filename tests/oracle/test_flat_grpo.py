@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.chat_runs import column, events, save_model, write_rows
 from tests.online_runs import keys_of, questions, train
+from tests.slow_cases import slow_except
 from transformers import AutoTokenizer
 
 from taut.inference.local import LocalEngine
@@ -93,7 +94,10 @@ def words_of(model: Path, data: Path, out: Path, **options: object) -> list[str]
     return [word for key, value in (fixed | options).items() for word in (f"--{key}", str(value))]
 
 
-@pytest.mark.parametrize(("name", "epochs", "rate"), [("qwen2", 1, 1e-3), ("mistral", 2, 3e-3)])
+@pytest.mark.parametrize(
+    ("name", "epochs", "rate"),
+    slow_except([("qwen2", 1, 1e-3)], [("qwen2", 1, 1e-3), ("mistral", 2, 3e-3)]),
+)
 def test_taut_and_the_flat_example_sample_and_train_alike(
     name: str,
     epochs: int,

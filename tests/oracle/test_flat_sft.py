@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.slow_cases import slow_except
 from tests.tiny_models import save_tiny
 from tests.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoTokenizer
@@ -56,7 +57,7 @@ def write_rows(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
+@pytest.mark.parametrize("name", slow_except(["qwen2"], ["qwen2", "gemma2"]))
 def test_taut_and_the_flat_example_train_the_same_model(
     name: str, tmp_path: Path, flat: dict[str, Callable[..., Any]]
 ) -> None:

@@ -37,7 +37,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("words", "code", "output"),
     [
-        (["--help"], 0, "usage: taut sft"),
+        (["--help"], 0, "usage: taut COMMAND"),
         (["--version"], 0, "taut "),
         (["runs", "."], 0, "no runs in ."),
         (["runs", "--help"], 0, "usage: taut runs"),
@@ -112,7 +112,7 @@ def test_the_extras_are_those_of_the_project() -> None:
     }
     assert asked <= EXTRAS.keys() <= OPTIONAL.keys()
     (own,) = [line for line in PROJECT["optional-dependencies"]["dev"] if line.startswith("taut[")]
-    assert Requirement(own).extras == OPTIONAL.keys() - {"dev", "wandb"}
+    assert Requirement(own).extras == OPTIONAL.keys() - {"dev", "page-tests", "wandb", "trackio"}
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_name_that_a_newer_version_no_longer_has_is_said(
     assert said.endswith(f"run: pip install 'torch=={NEWEST['torch']}.*'\n")
 
 
-@pytest.mark.parametrize("key", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("key", ["tensorboard", "wandb", "trackio"])
 def test_a_report_is_refused_before_the_run(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("taut.extras.find_spec", lambda _: None)
     value = True if key == "tensorboard" else "project"

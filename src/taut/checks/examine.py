@@ -17,6 +17,7 @@ from taut.checks import CHECKS, Check, Part
 from taut.checks.registry import Finding, Outcome, failed, skipped, split_error
 from taut.checks.session import Session, Unavailable
 from taut.errors import CheckFailed, ConfigError, OutOfMemory, TautError
+from taut.io.notebook import html_table
 from taut.run.setup import Built
 from taut.train import random_state
 from taut.train.log.events import to_json
@@ -63,6 +64,18 @@ class Examination:
 
     def count(self, outcome: Outcome) -> int:
         return sum(answered.finding.outcome == outcome for answered in self.answered)
+
+    def _repr_html_(self) -> str:
+        """What failed, then warnings; the rest is counted."""
+        counts = ", ".join(
+            f"{self.count(o)} {o}" for o in ("failed", "warning", "passed", "skipped")
+        )
+        rows = [
+            (one.finding.outcome, one.name, one.finding.says, one.finding.remedy)
+            for one in (*self.failures, *self.warnings)
+        ]
+        columns = ("outcome", "check", "finding", "remedy") if rows else ()
+        return html_table(f"checks: {counts} in {self.seconds:.1f} s", columns, rows)
 
 
 def examine(

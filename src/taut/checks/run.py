@@ -530,8 +530,8 @@ def _compare(session: Session, before: Trained, directory: Path) -> tuple[list[C
         dtype=before.dtype,
         whole=before.whole,
     ) as written:
-        device = room_for(model, session.ranks.device)
-        reloaded = load_anew(str(written), device, run.trust_remote_code)
+        room = room_for(model, session.ranks.device)
+        reloaded = load_anew(str(written), room, run.trust_remote_code)
         comparisons, path, trust = (
             compare_saved(before, reloaded),
             str(written),

@@ -25,19 +25,20 @@ import numpy as np
 from pydantic import Field
 
 from taut.commands import generate
-from taut.commands.generate import Generate, Generated
+from taut.commands.generate import SHOWN, Generate, Generated
 from taut.commands.reading import RowSettings, print_decisions, read_prompts, write_errors
 from taut.config import configclass, fields_of, from_mapping, home_path, to_dict
 from taut.data.prompts import PromptRow
 from taut.data.sources import Source
 from taut.errors import CheckFailed, ConfigError, OutputError
 from taut.evals.answers import EvalSampling, judge, require_scorable
-from taut.evals.report import STOPPED, Answer, Report, build_report, show_report
+from taut.evals.report import STOPPED, Answer, Report, build_report, show_report, shown, spaced
 from taut.inference.open import ModelUse, open_renderer
 from taut.inference.reward_model import open_rater
+from taut.io.notebook import html_table
 from taut.io.temporary import TemporaryFolder
 from taut.io.terminal import Terminal
-from taut.rewards import RewardSpec, open_panel
+from taut.rewards import RewardSpec, Score, open_panel
 from taut.types import Completion
 
 COMPLETIONS = "completions.jsonl"
@@ -85,6 +86,20 @@ class Evaluated:
     report: Report
     answers: tuple[Answer, ...]
     generated: Generated
+
+    def _repr_html_(self) -> str:
+        """The metrics with their intervals, and some answers."""
+        report = self.report
+        metrics = [(m.name, *shown(m), m.num_scored) for m in (*report.metrics, report.stopped)]
+        names = [metric.name for metric in report.metrics]
+        answers = [
+            (a.place, a.completion.text, *(a.scores.get(name, Score()).value for name in names))
+            for a in spaced(self.answers, SHOWN)
+        ]
+        counts = f"{report.num_completions:,} completions of {report.num_prompts:,} prompts"
+        return html_table(
+            counts, ("metric", "mean", "95% interval", "scored"), metrics
+        ) + html_table("some answers", ("prompt", "answer", *names), answers)
 
 
 def run(config: Evaluate) -> int:

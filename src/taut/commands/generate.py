@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,14 @@ from taut.inference.engine import Sampling, require_text, require_usable
 from taut.inference.open import ModelUse, open_engine, open_renderer
 from taut.io import files
 from taut.io.console import counted
+from taut.io.notebook import html_table
 from taut.io.terminal import Terminal
 from taut.types import Completion, FloatArray
 
 MAX_ERRORS = 3
 """Errors listed in the summary."""
+SHOWN = 5
+"""Completions that a notebook shows of the file."""
 FINISH = "are written; the same command with resume=true finishes the rest"
 PARTS = 10
 """Progress lines without a terminal."""
@@ -103,6 +107,16 @@ class Generated:
     errors: tuple[str, ...]
     """Errors of this run's failed completions."""
     decisions: tuple[Decision, ...]
+
+    def _repr_html_(self) -> str:
+        """The summary, and the first completions of the file where it is there."""
+        rows = []
+        if self.out.is_file():
+            with files.open_text(self.out) as file:
+                rows = [json.loads(line) for line in islice(file, SHOWN)]
+        columns = ("id", "index", "finish_reason", "text")
+        cells = [[row.get(column) for column in columns] for row in rows]
+        return html_table(summary(self), columns if rows else (), cells)
 
 
 def run(config: Generate) -> int:

@@ -31,6 +31,7 @@ from taut.evals.reload import (
     Trained,
     compare,
     load_adapted,
+    room_for,
     samples_to_compare,
     score,
 )
@@ -162,7 +163,7 @@ def merge(config: Merge) -> Merged:
     unquantised = None
     if quantise is not None:
         what = f"the adapter on the base in {quantise}, and on the base as it is"
-        trust, anew = config.trust_remote_code, scorer.device
+        trust, anew = config.trust_remote_code, room_for(scorer.model, scorer.device)
         scores = score(load_adapted(config.model, adapter, new_ids, anew, trust), samples)
         unquantised = compare("unquantised", what, trained, scores)
     origin = Origin(

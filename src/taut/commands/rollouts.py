@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from statistics import fmean
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 from rich.table import Table
@@ -21,11 +21,13 @@ from taut.config import configclass, user_path
 from taut.errors import OutputError
 from taut.io.console import counted, one_line
 from taut.io.terminal import Terminal
-from taut.run.recorded import Recorded, Row
+from taut.run.recorded import Recorded, Row, answer_text, prompt_text, why_nothing
 from taut.train.log.events import to_json
 
 PROMPT_SHOWN = 400
 """Characters of a prompt that are shown; of its end, where the question is."""
+REASON_SHOWN = 200
+"""Characters of a reward's error or reply that are shown; ``--json`` has what is recorded."""
 
 
 @configclass
@@ -88,7 +90,7 @@ def _summary(
 ) -> str:
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
     reward = f", mean reward {fmean(rewards):.4g}" if rewards and _is_judged(rows) else ""
-    num_useful = sum(_why_nothing(group, trained) is None for group in groups)
+    num_useful = sum(_why_unlearned(group, trained) is None for group in groups)
     return (
         f"step {step}: {counted(len(groups), 'prompts')}, {counted(len(rows), 'answers')}{reward}, "
         f"something to learn from in {num_useful}"
@@ -100,7 +102,7 @@ def _is_judged(rows: Sequence[Row]) -> bool:
     return any(row["rewards"] for row in rows)
 
 
-def _why_nothing(group: Sequence[Row], trained: set[str] | None) -> str | None:
+def _why_unlearned(group: Sequence[Row], trained: set[str] | None) -> str | None:
     """Why nothing is learned from a group; None where something is. ``trained``: what was trained on; None: that is to
     come, and the rewards alone are looked at.
     """
@@ -111,18 +113,18 @@ def _why_nothing(group: Sequence[Row], trained: set[str] | None) -> str | None:
         and row["sample_id"] in trained
         and (row["advantage_N"] is None or any(row["advantage_N"]))
     ]
-    rewards = {row["reward"] for row in group if row["reward"] is not None}
+    rewards = [row["reward"] for row in group]
+    is_judged = _is_judged(group) or all(reward is None for reward in rewards)
     if learned:
         return None
-    if not rewards:
-        return "no answer has a reward"
-    if len(rewards) == 1 and len(group) > 1 and _is_judged(group):
-        return f"all rewards are {rewards.pop():g}"
-    return None if trained is None else "none of its answers was chosen, or all advantages are 0"
+    nothing = why_nothing(rewards) if is_judged else None
+    if nothing is not None or trained is None:
+        return nothing
+    return "none of its answers was chosen, or all advantages are 0"
 
 
 def _group(group: Sequence[Row], trained: set[str] | None) -> Iterator[Text | Table]:
-    first, nothing = group[0], _why_nothing(group, trained)
+    first, nothing = group[0], _why_unlearned(group, trained)
     expected = (
         f"  expected: {one_line(' | '.join(first['references']))}" if first["references"] else ""
     )
@@ -142,9 +144,9 @@ def _group(group: Sequence[Row], trained: set[str] | None) -> Iterator[Text | Ta
         advantages = row["advantage_N"]
         numbers = [row["reward"], *columns, fmean(advantages) if advantages else None]
         reasons = [
-            f"{p['name']}: {p['error'] or p['reason']}"
-            for p in row["rewards"]
-            if p["error"] or p["reason"]
+            f"{part['name']}: {one_line(why)[:REASON_SHOWN]}"
+            for part in row["rewards"]
+            if (why := part["error"] or part["reason"] or part["reply"])
         ]
         said = "; ".join(filter(None, [row["error"], *reasons]))
         table.add_row(
@@ -155,27 +157,3 @@ def _group(group: Sequence[Row], trained: set[str] | None) -> Iterator[Text | Ta
             Text(one_line(answer_text(row)) + (f"  [{one_line(said)}]" if said else "")),
         )
     yield table
-
-
-def prompt_text(row: Row) -> str:
-    """The prompt: its text, or its messages one after another."""
-    prompt: Any = json.loads(row["prompt"])
-    if isinstance(prompt, str):
-        return prompt
-    return " ".join(f"{message['role']}: {content_of(message)}" for message in prompt)
-
-
-def answer_text(row: Row) -> str:
-    """What was sampled: the completion, or the turns of a conversation."""
-    messages = json.loads(row["messages"])
-    if len(messages) < 2:
-        return str(row["text"])
-    return " ".join(f"{message['role']}: {content_of(message)}" for message in messages)
-
-
-def content_of(message: dict[str, Any]) -> str:
-    """A message's text, with its tool calls as JSON."""
-    content = message.get("content")
-    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-    calls = message.get("tool_calls")
-    return text if not calls else f"{text} {json.dumps(calls, ensure_ascii=False)}"

@@ -58,6 +58,7 @@ from taut.evals.statistics import (
 from taut.inference.reward_model import Judge, JudgeUse, open_judge
 from taut.io import files
 from taut.io.console import counted
+from taut.io.notebook import html_table
 from taut.io.terminal import Terminal
 from taut.types import FloatArray, Sample
 
@@ -139,6 +140,10 @@ class Scored:
     @property
     def num_tokens(self) -> int:
         return sum(sum(row.num_tokens) for row in self.rows)
+
+    def _repr_html_(self) -> str:
+        lines = (line.partition(": ") for line in summary(self).splitlines())
+        return html_table("scores", (), ((name, text) for name, _, text in lines))
 
     def as_dict(self) -> dict[str, Any]:
         """The summary for JSON."""

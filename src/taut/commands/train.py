@@ -52,6 +52,7 @@ from taut.evals.during import (
 from taut.evals.stopping import StopCheck, Stops, prepare, unasked
 from taut.io import temporary
 from taut.io.allocator import keep_freed_memory
+from taut.io.notebook import html_table
 from taut.methods.inputs import Inputs, Plan, engine_of
 from taut.methods.method import RunConfig
 from taut.methods.online import OnlineMethod
@@ -59,6 +60,7 @@ from taut.plan.ways import memory_of, settings_that_help
 from taut.rewards.registry import require_judgeable
 from taut.run.fingerprint import TOLERANCE, identity_of, moved_servers, products_in, require_same
 from taut.run.inputs import load_inputs
+from taut.run.origin import origin
 from taut.run.reference_cache import keep_reference
 from taut.run.save import answer_for_best, choose_goldens, save_best, save_model
 from taut.run.setup import Built, build, use_products
@@ -67,6 +69,7 @@ from taut.train.checkpoint import Checkpoints, Memory, Saved
 from taut.train.distributed import Ranks
 from taut.train.log import RunLog, all_events
 from taut.train.log.events import newest_first
+from taut.train.log.own import load_sinks
 from taut.train.monitors import ChangedSources, Divergence, Spikes, Untouched
 from taut.train.oom import require_room
 from taut.train.run_dir import (
@@ -120,6 +123,18 @@ class Result:
             warnings.append(f"{self.model} may not stop: {self.stops}")
         return "; ".join(warnings) or None
 
+    def _repr_html_(self) -> str:
+        rows = [
+            ("model", self.model),
+            ("steps", f"{self.steps:,}"),
+            ("training loss", self.loss),
+            *((f"held-out {name}", value) for name, value in self.metrics.items()),
+            ("stops", self.stops),
+            ("warning", self.warning),
+            ("notice", self.notice),
+        ]
+        return html_table(str(self.out), (), [row for row in rows if row[1] is not None])
+
 
 def train(run: RunConfig) -> Result:
     """Train a model by the method of the run (taut/methods).
@@ -148,7 +163,7 @@ def train(run: RunConfig) -> Result:
             inputs = load_inputs(run, ranks, None if day is None else date.fromisoformat(day))
             start = look(run, out, before, inputs, ranks)
             if start.finished is None:
-                log = RunLog()
+                log = RunLog(own=load_sinks(run.log.sinks))
                 ranks.doing("loading the model")
                 built = _build(run, inputs, start.plan, ranks, log, interrupts)
                 with closing(built.trainer.source) as source:
@@ -405,9 +420,9 @@ def execute(
         try:
             _emit_start(built, examination)
             vocabulary = token_bytes(built.inputs.renderer.tokenizer)
-            recorder.open(out, vocabulary, start.from_step if run.resume else None)
+            recorder.open(out, vocabulary, start.from_step if run.resume else None, log.show)
             _begin(built, start, lock, checkpoints)
-            with distributed.explaining():
+            with distributed.explaining(), trainer.meter.running():
                 return _run(built, out, checkpoints, evaluations, stop_check)
         except Interrupt as interrupt:
             raise _interrupted(trainer, str(interrupt), checkpoints) from None
@@ -477,6 +492,9 @@ def _checkpoints(built: Built, out: Path, start: Start, evaluations: Evaluations
 
 def _emit_start(built: Built, examination: Examination | None) -> None:
     data, trainer = built.inputs.train.report, built.trainer
+    sets = [built.inputs.train.described("train")]
+    if built.inputs.eval is not None:
+        sets.append(built.inputs.eval.described("eval"))
     trainer.emit(
         "start",
         version=version("taut"),
@@ -490,6 +508,8 @@ def _emit_start(built: Built, examination: Examination | None) -> None:
         decisions=built.decisions,
         num_parameters=sum(p.numel() for p in built.scorer.parameters()),
         num_trained=sum(parameter.numel() for parameter in trainer.trained),
+        **origin(trainer.ranks),
+        sets=sets,
     )
     if examination is None:
         trainer.emit("check", name="all", outcome="skipped", value=None, detail="check=off")

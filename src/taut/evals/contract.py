@@ -61,6 +61,7 @@ from taut.data.stop_tokens import StopSet
 from taut.errors import CheckFailed, ModelError
 from taut.evals.reload import (
     Comparison,
+    Room,
     Trained,
     compare_adapted,
     compare_saved,
@@ -442,9 +443,9 @@ def answer_best(
     questions: Sequence[Question],
     stops: StopSet,
     config: ContractConfig,
-    use: tuple[torch.device, bool],
+    use: tuple[Room, bool],
 ) -> None:
-    """Complete that contract after training. ``use``: the device, and whether the model's own code may run."""
+    """Complete that contract after training. ``use``: the room, and whether the model's own code may run."""
     tokenizer, _, goldens, note = _ask_saved(directory, questions, stops, config, use)
     facts = facts_of(directory, tokenizer, use[1])
     _write(directory, facts, tokenizer, stops, config, goldens, note=note)
@@ -455,12 +456,12 @@ def _ask_saved(
     questions: Sequence[Question],
     stops: StopSet,
     config: ContractConfig,
-    use: tuple[torch.device, bool],
+    use: tuple[Room, bool],
 ) -> tuple[PreTrainedTokenizerBase, Scorer, list[Golden], str | None]:
     """The tokenizer and the model of a saved directory, the golden answers, and why there are none. ``use``: see
     ``answer_best``. Raises CheckFailed where the tokenizer renders a prompt otherwise than in training.
     """
-    device, trust_remote_code = use
+    room, trust_remote_code = use
     path = str(directory)
     tokenizer = load_tokenizer(path, trust_remote_code)
     image_store = open_image_store(
@@ -478,7 +479,7 @@ def _ask_saved(
                 f"{question.id}: the saved tokenizer and template render other ids than training did; expected the "
                 "same; nothing was put in place; please report the model"
             )
-    reloaded = load_anew(path, device, trust_remote_code)
+    reloaded = load_anew(path, room, trust_remote_code)
     stateful = architecture.stateful_layers(reloaded.model)
     goldens: list[Golden] = []
     note: str | None = None

@@ -8,19 +8,27 @@ sequence of all new and stop tokens, so that the rows of embedding and head that
     reload    the saved directory as users load it, against training
     adapter   the base model with the saved adapter, against training
 
-All are computed in float32 (float64 after training in float64), one sample at a time. The largest difference counts,
-and only float32 rounding passes. Where weights are saved in fewer bits, ``reload`` reports the cost as the mean over
-tokens: rounding to b significant bits moves a weight by up to 2^-b of itself (bfloat16: b = 8, at most 0.4%), and such
-errors add up like noise over the layers: hundredths to tenths of a nat on average, more for tokens the model finds
-unlikely. Its limit is wide; faults show in ``weights`` and ``merge``.
+All are computed in float32 (float64 after training in float64), the samples side by side (one at a time where layers
+keep a state). The largest difference counts, and only float32 rounding passes. Where weights are saved in fewer bits,
+``reload`` reports the cost as the mean over tokens: rounding to b significant bits moves a weight by up to 2^-b of
+itself (bfloat16: b = 8, at most 0.4%), and such errors add up like noise over the layers: hundredths to tenths of a nat
+on average, more for tokens the model finds unlikely. Its limit is wide; faults show in ``weights`` and ``merge``.
+
+A model that is loaded for this takes at most ``WHOLE`` bytes of the host, or what a GPU has free, if it is whole. A
+larger one is read a layer at a time, by each forward again (``models/streamed.py``): then there are in float32 what
+stands outside the layers, and two or three layers: of a 70B model some 20 GB in place of 280. ``weights`` and ``merge``
+are found in one forward, in which each layer is compared with the trained one, merged at that time
+(``lora.plain_groups``), and then computes with that one's numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,11 +39,25 @@ from taut.errors import CheckFailed
 from taut.models import architecture
 from taut.models.attention_backends import select
 from taut.models.frozen import Storage
-from taut.models.load import is_reward_config, load_config, load_model, set_attention
-from taut.models.lora import LoraConfig, Whole, apply_lora, is_adapted, plain_groups
+from taut.models.load import (
+    explain_load_errors,
+    is_reward_config,
+    load_config,
+    load_model,
+    set_attention,
+)
+from taut.models.lora import (
+    LoraConfig,
+    Whole,
+    adapter_settings,
+    apply_lora,
+    is_adapted,
+    plain_groups,
+)
 from taut.models.precision import compute_context
 from taut.models.reward_model import NewHead, load_reward_model
 from taut.models.scorer import Scorer, evaluating
+from taut.models.streamed import StreamedLayers
 from taut.models.tokens import add_tokens
 from taut.train import distributed
 from taut.types import Media, Sample, Scores, Wants
@@ -53,6 +75,17 @@ ROUNDED = {torch.bfloat16: 0.5, torch.float16: 0.06}
 """Largest mean difference where weights were rounded to a dtype."""
 SPARE = 1.5
 """A GPU has room for a copy of the model if it has this much more free than the copy takes."""
+WHOLE = 2 * 2**30
+"""Bytes of a model in float32 that the host holds whole; layers of a larger one are read when they run."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where a model is loaded to be compared."""
+
+    device: torch.device
+    is_streamed: bool = False
+    """Its layers are read when they run, and dropped after it."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +150,9 @@ def score(scorer: Scorer, samples: Sequence[Sample]) -> list[Tensor]:
     dtype = torch.float64 if is_double else torch.float32
     model = architecture.unwrap(scorer.model)
     trained_with = architecture.text_config(model)._attn_implementation
+    is_alone = bool(architecture.stateful_layers(model))
+    parts = [[sample] for sample in samples] if is_alone else [samples]
+    scores: list[Tensor] = []
     set_attention(model, select("auto", scorer.device, dtype, model.config).implementation)
     try:
         with (
@@ -124,33 +160,48 @@ def score(scorer: Scorer, samples: Sequence[Sample]) -> list[Tensor]:
             distributed.gathered_in(scorer, dtype),
             compute_context(dtype, scorer.device),
         ):
-            outputs: list[Scores] = [scorer(pack([s], ALONE), wants=wants) for s in samples]
+            for packed in (pack(part, ALONE) for part in parts):
+                found: Scores = scorer(packed, wants=wants)
+                values, rows = (
+                    (found.logp_N, packed.row_N)
+                    if found.scalar_R is None
+                    else (found.scalar_R, packed.row_R)
+                )
+                scores += torch.split(values.cpu(), torch.bincount(rows).tolist())
     finally:
         set_attention(model, trained_with)
-    return [(o.logp_N if o.scalar_R is None else o.scalar_R).cpu() for o in outputs]
+    return scores
 
 
 def load_anew(
     directory: str,
-    device: torch.device,
+    room: Room,
     trust_remote_code: bool = False,
     head: NewHead | None = None,
     storage: Storage | None = None,
+    kept: Sequence[str] = (),
 ) -> Scorer:
     """Load a model directory in float32. ``head``: the scalar head to add, unless the model has one; ``storage``: of
-    weights that do not train.
+    weights that do not train; ``kept``: the ends of names of modules that are to be copied.
     """
     config = load_config(directory, trust_remote_code)
     is_scalar = head is not None or is_reward_config(config)
-    read = partial(load_reward_model, head=head) if is_scalar else load_model
+    read: Any = partial(load_reward_model, head=head) if is_scalar else load_model
+    what = "the model to compare"
+    streamed = (
+        StreamedLayers(partial(explain_load_errors, directory, what)) if room.is_streamed else None
+    )
     model = read(
         directory,
         dtype=torch.float32,
-        device=device,
-        attention=select("auto", device, torch.float32, config).implementation,
+        device=room.device,
+        attention=select("auto", room.device, torch.float32, config).implementation,
         trust_remote_code=trust_remote_code,
         storage=storage,
+        streamed=streamed,
     )
+    if streamed is not None and kept:
+        streamed.keep(lambda name: any(f".{module}." in f".{name}" for module in kept))
     return Scorer(model).eval()
 
 
@@ -158,62 +209,138 @@ def load_adapted(
     base: str,
     adapter: Path,
     new_ids: list[int],
-    device: torch.device,
+    room: Room,
     trust_remote_code: bool,
     head: NewHead | None = None,
     storage: Storage | None = None,
 ) -> Scorer:
     """Load a base model in float32, its weights stored as in training, with a saved adapter, unmerged."""
-    scorer = load_anew(base, device, trust_remote_code, head, storage)
+    copied = adapter_settings(adapter).get("modules_to_save") or ()
+    scorer = load_anew(base, room, trust_remote_code, head, storage, tuple(copied))
     model = architecture.unwrap(scorer.model)
     add_tokens(model, new_ids)
     return Scorer(apply_lora(model, LoraConfig(adapter=str(adapter)))).eval()
 
 
-def room_for(model: nn.Module, device: torch.device) -> torch.device:
-    """The device with room for a second copy of ``model`` in float32: ``device``, or the CPU."""
-    if device.type != "cuda":
-        return device
-    num_bytes = 4 * architecture.num_weights(model)
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(device)
-    return device if free > SPARE * num_bytes else torch.device("cpu")
+def room_for(model: nn.Module, device: torch.device) -> Room:
+    """The room for a second copy of ``model`` in float32: ``device`` if it has as much free, the CPU where the copy is
+    small; else a layer at a time, on ``device`` if it has room for that.
+    """
+    whole = 4 * architecture.num_weights(model)
+    layers = [4 * architecture.num_weights(layer) for layer in architecture.layers(model)]
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
+        if free > SPARE * whole:
+            return Room(device)
+        if whole > WHOLE and free > SPARE * (whole - sum(layers) + 3 * max(layers)):
+            return Room(device, is_streamed=True)
+    return Room(torch.device("cpu"), is_streamed=whole > WHOLE)
 
 
 @torch.no_grad()
 def compare_saved(trained: Trained, reloaded: Scorer) -> list[Comparison]:
-    """Compare the trained with the saved model. Afterwards ``reloaded`` has the weights before rounding."""
+    """Compare the trained with the saved model. Afterwards ``reloaded`` has the weights before rounding, but for layers
+    that are read when they run.
+    """
     dtype = str(trained.dtype).removeprefix("torch.")
     scores = score(reloaded, trained.samples)
     reload = compare(
         "reload", f"trained, and reloaded from {dtype}", trained, scores, trained.dtype
     )
-    first = architecture.first_names(reloaded.model)
-    found = {
-        name: tensor
-        for name, tensor in reloaded.model.state_dict().items()
-        if first.get(name, name) == name
-    }
-    num_tensors, gaps = 0, dict.fromkeys(found, torch.inf)
-    for group in plain_groups(trained.model, trained.whole):
-        while group:
-            name, merged = group.popitem()
-            num_tensors += 1
-            tensor = found.get(name)
-            if tensor is None or tensor.shape != merged.shape:
-                continue
-            expected = merged.to(trained.dtype).to(tensor.device, tensor.dtype)
-            gaps[name] = float((expected - tensor).abs().max().nan_to_num(nan=torch.inf))
-            tensor.copy_(merged)
-            del merged, expected
-    where = next((f"; the first to differ is {name}" for name, gap in gaps.items() if gap > 0), "")
-    detail = f"{num_tensors} tensors, merged and reloaded, in {dtype}{where}"
-    weights = Comparison("weights", max(gaps.values()), 0.0, detail)
+    merging = _Merging(trained, reloaded)
+    with merging.in_forwards():
+        scores = score(reloaded, trained.samples)
+    weights = merging.compared()
     if not weights.is_sound or not (is_adapted(trained.model) or trained.dtype in ROUNDED):
         return [weights, reload]
-    scores = score(reloaded, trained.samples)
     merge = compare("merge", f"trained, and merged before rounding to {dtype}", trained, scores)
     return [weights, merge, reload]
+
+
+class _Merging:
+    """Compares each tensor of the reloaded model with the merged one while the model runs, and then lets it compute
+    with that one. A layer is looked at when it begins; the rest before the first layer, or with the last.
+    """
+
+    def __init__(self, trained: Trained, reloaded: Scorer) -> None:
+        self.trained, self.reloaded = trained, reloaded
+        model = self.model = reloaded.model
+        first = architecture.first_names(model)
+        names = [name for name in model.state_dict() if first.get(name, name) == name]
+        self.gaps = dict.fromkeys(names, torch.inf)
+        """Name of a tensor -> the largest difference."""
+        self.num_tensors = 0
+        modules = {id(module): name for name, module in model.named_modules()}
+        self._layers = {layer: f"{modules[id(layer)]}." for layer in architecture.layers(model)}
+        self._prefixes = tuple(self._layers.values())
+        self._groups: Iterator[dict[str, Tensor]] = iter(())
+        self._next: dict[str, Tensor] = {}
+        """The tensors of the layer that comes next, where they have been merged."""
+        self._is_again = False
+
+    @contextmanager
+    def in_forwards(self) -> Iterator[None]:
+        """Inside, every forward of the reloaded model computes with the merged weights."""
+        handles = [self.reloaded.register_forward_pre_hook(self._begin)]
+        for layer in self._layers:  # after it was read
+            handles.append(layer.register_forward_pre_hook(self._begin_layer))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def compared(self) -> Comparison:
+        """The result, once a forward has run."""
+        gaps = self.gaps.items()
+        where = next((f"; the first to differ is {name}" for name, gap in gaps if gap > 0), "")
+        dtype = str(self.trained.dtype).removeprefix("torch.")
+        detail = f"{self.num_tensors} tensors, merged and reloaded, in {dtype}{where}"
+        return Comparison("weights", max(self.gaps.values()), 0.0, detail)
+
+    def _begin(self, *_: Any) -> None:
+        self._is_again = self.num_tensors > 0
+        self._groups = plain_groups(self.trained.model, self.trained.whole)
+        self._next = self._take_rest()
+
+    def _begin_layer(self, layer: nn.Module, *_: Any) -> None:
+        prefix = self._layers[layer]
+        self._next = self._next or self._take_rest()
+        if any(name.startswith(prefix) for name in self._next):
+            self._take(self._next)
+        if prefix == self._prefixes[-1]:
+            self._next = self._take_rest()
+
+    def _take_rest(self) -> dict[str, Tensor]:
+        """Take what stands outside the layers, up to the next one, whose tensors are returned."""
+        for group in self._groups:
+            if any(name.startswith(self._prefixes) for name in group):
+                return group
+            self._take(group)
+        return {}
+
+    def _take(self, group: dict[str, Tensor]) -> None:
+        """Compare some tensors and compute with them. ``group`` is emptied."""
+        while group:
+            name, merged = group.popitem()
+            self.num_tensors += not self._is_again
+            place, _, key = name.rpartition(".")
+            module = self.model.get_submodule(place)
+            tensors: Any = module._parameters if key in module._parameters else module._buffers
+            tensor = tensors.get(key)
+            if tensor is None or tensor.shape != merged.shape:
+                continue
+            if not self._is_again:  # then it would be the merged one
+                expected = merged.to(self.trained.dtype).to(tensor.device, tensor.dtype)
+                gap = (expected - tensor).abs().max().nan_to_num(nan=torch.inf)
+                self.gaps[name] = float(gap)
+                del expected
+            if isinstance(tensor, nn.Parameter):
+                tensor.copy_(merged)
+            else:  # of a layer that is dropped after it has run, or a buffer; often a view of the file
+                tensors[key] = merged.to(tensor.device, tensor.dtype)
+            del tensor, merged
 
 
 def compare_adapted(trained: Trained, adapted: Scorer) -> Comparison:

@@ -4,6 +4,9 @@
 
 Rich writes escape sequences of its own, for colours and for the progress bar, between texts that may come from data. So
 texts are escaped here, where the two are still apart, and ``Printer`` is told not to escape them again.
+
+In a notebook it prints plain lines, as to a file: rich would show each as an HTML output of its own, and draw bars with
+ipywidgets, which may not be there (``notebook.py`` has what is replaced in place).
 """
 
 from __future__ import annotations
@@ -23,7 +26,10 @@ class Terminal(Console):
     """What rich prints, with control characters of texts escaped, secrets in URLs hidden, and no links."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(highlight=False, **options)
+        plain = {"force_jupyter": False, "force_terminal": False}
+        super().__init__(
+            **({"highlight": False} | (plain if Console().is_jupyter else {}) | options)
+        )
 
     def lines(self, texts: Iterable[str]) -> None:
         """Print each text as a line, without markup."""

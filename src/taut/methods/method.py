@@ -56,6 +56,7 @@ from taut.rewards.registry import RewardSpec, files_read
 from taut.train.checkpoint import CheckpointConfig
 from taut.train.distributed import ParallelConfig, Ranks
 from taut.train.log import LogConfig
+from taut.train.log.own import sink_file
 from taut.train.monitors import LossMonitorConfig
 from taut.train.optim import DefaultRates, OptimConfig
 from taut.train.run_dir import SaveConfig
@@ -495,6 +496,7 @@ class RunConfig:
             *input_paths(self.data),
             *input_paths(questions),
             *map(str, files_of(answers.rewards)),
+            *(str(sink_file(spec)) for spec in self.log.sinks),
             *files_read(answers.rewards),
         ]
 

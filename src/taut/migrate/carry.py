@@ -55,6 +55,13 @@ UNKNOWN_TARGETS = (
 )
 
 
+REPORTS = {
+    "tensorboard": (),
+    "wandb": ("wandb_project", "$WANDB_PROJECT", "project"),
+    "trackio": ("$TRACKIO_PROJECT", "project"),
+}
+"""Services of ``report_to`` with a key of taut -> the options that name their project."""
+
 Outcome = Literal["carried", "needless", "machine", "lacking"]
 
 
@@ -129,6 +136,7 @@ def carry(recipe: Recipe, facts: Facts, requested_processes: int | None = None) 
     draft.carry_parts()
     draft.carry_precision()
     draft.carry_distribution()
+    draft.carry_reports()
     return draft.finish()
 
 
@@ -997,6 +1005,39 @@ class _Draft:
                 self._record(key, judged.outcome, judged.why, refuses=judged.refuses)
         settings = {key: value for key, value in self.settings.items() if key not in self.unfilled}
         return Carried(settings, self.unfilled, tuple(self.outcomes.values()), tuple(self.assumed))
+
+    # -- reports
+
+    def carry_reports(self) -> None:
+        """Where curves go: TensorBoard, Weights & Biases, trackio; other services take a class of the user's."""
+        if not self.is_hf:
+            if self._value("logger.wandb.key"):
+                self._report("logger.wandb.key", "wandb", ("logger.wandb.project",))
+            if self._value("logger.tensorboard_dir"):
+                self._report("logger.tensorboard_dir", "tensorboard", ())
+            return
+        services = [name.lower() for name in _names(self._value("report_to"))]
+        known = [name for name in dict.fromkeys(services) if name in REPORTS]
+        for name in known:
+            self._report("report_to", name, REPORTS[name])
+        others = [name for name in services if name not in (*REPORTS, "none", "all")]
+        if others:
+            why = f"{', '.join(others)}: a class of your own, log.sinks (docs/reports.md)"
+            keys = [f"log.{name}" for name in known]
+            self.outcomes.pop("report_to", None)
+            self._record("report_to", "machine", "; ".join([*keys, why]), keys)
+
+    def _report(self, key: str, service: str, projects: Sequence[str]) -> None:
+        """Report to a service, under the first of the projects that is named."""
+        name = f"log.{service}"
+        named = [option for option in projects if isinstance(self._value(option), str)]
+        default = "huggingface" if self.is_hf else "openrlhf_train_sft"
+        project = self._value(named[0]) if named else default
+        self.settings[name] = True if service == "tensorboard" else project
+        for option in (key, *named[:1]):
+            before = self.outcomes.pop(option, None)
+            keys = (*(before.keys if before else ()), name)
+            self._carried(option, *keys)
 
 
 def _is_count(value: Any) -> bool:

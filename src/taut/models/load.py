@@ -47,6 +47,7 @@ from taut.models import architecture, faster_layers, quantised
 from taut.models.experts import narrow_experts, widen_routers
 from taut.models.frozen import Storage, reading, store
 from taut.models.heads import check_head
+from taut.models.streamed import StreamedLayers
 from taut.vision import tower
 
 TOWER_ATTENTION = "sdpa"
@@ -94,13 +95,15 @@ def load_model(
     is_narrow: bool = False,
     storage: Storage | None = None,
     shard: ShardLayers | None = None,
+    streamed: StreamedLayers | None = None,
 ) -> PreTrainedModel:
     """The causal language model at ``path`` for computing in ``dtype``, in train mode, on ``device``.
 
     ``attention``: the name under which it is registered with the library's attention interface. ``is_narrow``: store
     the parameters themselves in ``dtype``, as inference does. ``storage``: how to store weights that do not train
-    (``frozen.store`` completes it). ``shard``: divides the decoder layers among ranks before any weight is read. Raises
-    ModelError where the checkpoint is incomplete or a requested setting did not take effect.
+    (``frozen.store`` completes it). ``shard``: divides the decoder layers among ranks before any weight is read.
+    ``streamed``: reads each decoder layer when it runs. Raises ModelError where the checkpoint is incomplete or a
+    requested setting did not take effect.
     """
     config = load_config(path, trust_remote_code)
     require_language_model(path, config)
@@ -116,6 +119,7 @@ def load_model(
         is_narrow=is_narrow,
         storage=storage,
         shard=shard,
+        streamed=streamed,
     )
     check_head(model)
     ready: PreTrainedModel = model.to(device).train()  # type: ignore[arg-type]  # a device
@@ -147,6 +151,7 @@ def read_model(
     is_narrow: bool,
     storage: Storage | None,
     shard: ShardLayers | None,
+    streamed: StreamedLayers | None,
     new_module: str = "",
 ) -> tuple[PreTrainedModel, bool]:
     """A complete model of one of the library's automatic classes on the CPU (a quantised one on ``device``), with every
@@ -176,6 +181,7 @@ def read_model(
         reading(storage),
         quantised.reading_rows() if is_quantised else nullcontext(),
         _sharded_before_reading(shard),
+        nullcontext() if streamed is None else streamed.reading_the_rest(),
     ):
         model, report = auto_class.from_pretrained(
             path,
@@ -227,6 +233,8 @@ def read_model(
         if is_quantised:
             quantised.require_inside(model)
         store(model, storage, widens_rows=shard is None or dtype != torch.bfloat16)
+    if streamed is not None:
+        streamed.attach(model, device)
     return model, is_new
 
 

@@ -291,6 +291,10 @@ def _is_available(stored: str) -> bool:
     choice, is_narrow = Products(stored), stored.startswith("packed for ")
     if _name(choice.onednn, choice.packed, is_narrow=is_narrow) != stored:
         return False  # of another build or version
+    if choice.packed & BF16_SHAPES.keys() and not has_bf16():
+        return False  # oneDNN refuses to pack for a processor without the arithmetic
+    if choice.packed & SHAPES.keys() and not has_mkl_packed():
+        return False
     return has_onednn() or not (choice.onednn or choice.packed)
 
 

@@ -41,6 +41,7 @@ from taut.models.load import (
     read_model,
     require_family,
 )
+from taut.models.streamed import StreamedLayers
 
 HEAD = "score"
 
@@ -65,6 +66,7 @@ def load_reward_model(
     is_narrow: bool = False,
     storage: Storage | None = None,
     shard: ShardLayers | None = None,
+    streamed: StreamedLayers | None = None,
 ) -> PreTrainedModel:
     """The model at ``path`` with its scalar head, in train mode; the other arguments as for ``load.load_model``.
 
@@ -85,6 +87,7 @@ def load_reward_model(
         is_narrow=is_narrow,
         storage=storage,
         shard=shard,
+        streamed=streamed,
         new_module=HEAD if may_lack_head else "",
     )
     module = scalar_head(model)

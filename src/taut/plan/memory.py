@@ -41,6 +41,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedConfig
 
+from taut.evals.reload import WHOLE
 from taut.methods.method import RunConfig
 from taut.methods.reference import STREAM
 from taut.models import architecture
@@ -149,12 +150,17 @@ def footprint(
 
 def saving(policy: Held, *, merges: bool) -> int:
     """The bytes on the host of the first rank while a run's result is saved. The model is written a layer at a time
-    (whole, merged and in the dtype of the file), and then read in float32 and compared; adapters are compared on the
-    base as training stores it. A GPU with room takes what is read.
+    (whole, merged and in the dtype of the file), and then read and compared: whole in float32 if it is small, else what
+    stands outside its layers, and a layer that is compared with the merged one. Adapters are compared on the base as
+    training stores it, in the same way. A GPU with room takes what is read.
     """
+    whole, at_a_time = 4 * policy.num_parameters, 4 * policy.group
+    is_whole = whole <= WHOLE
+    base = policy.weights.all if is_whole else policy.weights.rest + 2 * at_a_time
     if not merges:
-        return policy.weights.all
-    return max(4 * policy.num_parameters + 3 * 4 * policy.group, policy.weights.all)
+        return base
+    read = whole if is_whole else 4 * policy.num_outside
+    return max(read + 3 * at_a_time, base)
 
 
 def _own(models: Sequence[Held], num_shards: int | None) -> Parts:

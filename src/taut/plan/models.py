@@ -108,6 +108,8 @@ class Held:
     is_divided: bool = True
     """Whether the ranks divide it."""
     num_parameters: int = 0
+    num_outside: int = 0
+    """Numbers outside the layers."""
     num_trained: int = 0
     flops: architecture.Flops | None = None
     """What a token and a pair take of it, forward and backward; None: it runs in no micro-batch."""
@@ -323,6 +325,8 @@ def _held(
         gradients=sizes_of(model, [p for p in divided if p.requires_grad], narrow),
         group=_largest_group(model),
         num_parameters=architecture.num_weights(model),
+        num_outside=architecture.num_weights(model)
+        - sum(architecture.num_weights(layer) for layer in architecture.layers(model)),
         num_trained=sum(p.numel() for p in trained),
         flops=architecture.flops(model),
     )

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from taut.rewards.panel import Panel, PanelConfig, Tally, Verdict, open_panel, tally
 from taut.rewards.registry import REWARDS, RewardSpec, files_of, listed
-from taut.rewards.verifier import Answered, Score, Verifier
+from taut.rewards.verifier import Answered, Explained, Score, Verifier
 
 __all__ = [
     "REWARDS",
     "Answered",
+    "Explained",
     "Panel",
     "PanelConfig",
     "RewardSpec",

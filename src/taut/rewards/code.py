@@ -30,7 +30,7 @@ from pydantic import Field
 
 from taut.config import Decision, configclass
 from taut.errors import ConfigError, DataError, SandboxError
-from taut.rewards.verifier import Answered, Place, Verifier
+from taut.rewards.verifier import Answered, Explained, Place, Verifier
 from taut.sandbox import Limits, MechanismName, Ran, Remote, open_remote, shared
 from taut.sandbox.limits import Trial
 
@@ -146,7 +146,7 @@ _OVERHEAD = 30.0
 
 @configclass
 class Code(Verifier):
-    """The answer's program passes the row's tests."""
+    """The answer's program passes the row's tests. The first that fails is recorded with the number."""
 
     runs: ClassVar[Place] = "process"
     full_marks: ClassVar[float | None] = 1.0
@@ -221,7 +221,11 @@ class Code(Verifier):
         if reasons is None:
             return None
         share = reasons.count("") / len(reasons)
-        return share if self.score == "share" else float(share == 1)
+        value = share if self.score == "share" else float(share == 1)
+        failed = next((number for number, why in enumerate(reasons) if why), None)
+        if failed is None:
+            return value
+        return Explained(value, f"test {failed + 1} of {len(reasons)}: {reasons[failed]}")
 
     def judge(self, answered: Answered) -> list[str] | None:
         """For each test why it failed, for people; empty if it passed."""

@@ -15,7 +15,14 @@ from pydantic import Field
 
 from taut.config import configclass
 from taut.errors import ConfigError, DataError
-from taut.rewards.verifier import Answered, Judged, Place, Verifier, import_library
+from taut.rewards.verifier import (
+    Answered,
+    Explained,
+    Judged,
+    Place,
+    Verifier,
+    import_library,
+)
 
 
 @configclass
@@ -117,9 +124,10 @@ class JsonSchema(Verifier):
             text = fenced[1] if fenced else ""
         try:
             value = json.loads(text, parse_constant=_refuse)
-            return float(validator.is_valid(value))
-        except (ValueError, RecursionError, OverflowError):  # no JSON, too deep, too large a number
-            return 0.0
+            wrong = next(validator.iter_errors(value), None)
+        except (ValueError, RecursionError, OverflowError) as error:  # no JSON, too deep, too large
+            return Explained(0.0, f"no JSON: {error}")
+        return 1.0 if wrong is None else Explained(0.0, f"{wrong.json_path}: {wrong.message}")
 
     @cached_property
     def _library(self) -> Any:

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from taut.config import ComputeDtype, configclass, read_secret, read_url
 from taut.errors import ConfigError, DataError, EngineError, PictureError
-from taut.rewards.verifier import Answered, Client, Place, Verifier, compile_pattern
+from taut.rewards.verifier import Answered, Client, Explained, Place, Verifier, compile_pattern
 from taut.vision.content import ImageRef, ImagesConfig, encoded, mime_type
 
 WITHIN = ImagesConfig(max_bytes=2**40)
@@ -76,11 +76,11 @@ with a line "Score: N", where N is a whole number from 0 (useless or wrong) to 1
 class Judge(Verifier):
     """The number that a language model gives an answer, over an OpenAI-compatible chat endpoint.
 
-    The model is sent one user message, ``template`` with {question}, {answer} and {reference} filled in, at temperature
-    0; the last match of ``pattern`` in its reply is the number, and (number - low) / (high - low) the reward. A reply
-    without a number, or with one outside of low to high, is requested again, ``tries`` times in all; then it is an
-    error. An answer may try to persuade the judge, and a model that trains against a judge learns what pleases it: keep
-    another measure in use.
+    The model is sent one user message, ``template`` with {question}, {answer} and {reference} filled in, at
+    temperature 0; the last match of ``pattern`` in its reply is the number, and (number - low) / (high - low) the
+    reward. The reply is recorded with it. One without a number, or with one outside of low to high, is requested
+    again, ``tries`` times in all; then it is an error. An answer may try to persuade the judge, and a model that
+    trains against a judge learns what pleases it: keep another measure in use.
     """
 
     runs: ClassVar[Place] = "remote"
@@ -133,7 +133,7 @@ class Judge(Verifier):
             matches = re.findall(self.pattern, reply)
             number = _number(matches[-1]) if matches else None
             if number is not None and self.low <= number <= self.high:
-                return (number - self.low) / (self.high - self.low)
+                return Explained((number - self.low) / (self.high - self.low), reply)
         raise DataError(
             f"the judge replied {' '.join(reply.split())[-120:]!r}; expected a number from {self.low:g} to "
             f"{self.high:g}"

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from taut.config import configclass
 from taut.errors import DataError
-from taut.rewards.verifier import Answered, Place, Verifier, import_library
+from taut.rewards.verifier import Answered, Explained, Place, Verifier, import_library
 
 _PROSE = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{3,}(?![^{]*\})")
 """A word, that is no command of LaTeX and stands in no braces."""
@@ -58,7 +58,10 @@ class Math(Verifier):
             return None
         wanted = [self._reference(text) for text in answered.references]
         parsed = self._answer(answered.text)
-        return float(any(self._is_equal(reference, parsed) for reference in wanted))
+        if any(self._is_equal(reference, parsed) for reference in wanted):
+            return 1.0
+        read = next((part for part in parsed if isinstance(part, str)), None)
+        return Explained(0.0, "no formula or number was read" if read is None else f"read {read}")
 
     @cached_property
     def _library(self) -> Any:

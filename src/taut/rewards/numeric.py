@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple
 
 from taut.config import configclass
 from taut.errors import DataError
-from taut.rewards.verifier import Answered, Verifier
+from taut.rewards.verifier import Answered, Explained, Verifier
 
 TOLERANCE = 1e-6
 """Relative."""
@@ -60,7 +60,11 @@ class Numeric(Verifier):
             return None
         wanted = [_reference(text) for text in answered.references]
         found = read_number(answered.text)
-        return float(found is not None and any(_are_equal(found, number) for number in wanted))
+        if found is None:
+            return Explained(0.0, "the answer has no number")
+        if any(_are_equal(found, number) for number in wanted):
+            return 1.0
+        return Explained(0.0, f"read {found.value:g}{'%' if found.is_percent else ''}")
 
 
 def _reference(text: str) -> Number:

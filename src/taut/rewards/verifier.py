@@ -2,7 +2,8 @@
 
     verifier(answered) -> float | None
 
-A verifier is a configclass; its fields are its options. An exception is an error with its reason, and so is a number
+A verifier is a configclass; its fields are its options. A number may come with words, which are recorded beside it
+(``Explained``). An exception is an error with its reason, and so is a number
 that is not finite. Errors never become 0, and neither does what does not apply. An answer that cannot be judged,
 because it is too slow, too large or too deep (10**400, 9^9^9^9), is wrong and no error (``when_unjudged``). A value of
 the wrong type (a text, a tensor) is a bug, not an error of one answer: it stops the run (``read_number``, the one rule
@@ -18,7 +19,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 import httpx2
 import numpy as np
@@ -64,6 +65,26 @@ Judged: TypeAlias = Literal["correctness", "form"]
 which says nothing about right and wrong."""
 
 
+REPLY_SHOWN = 2000
+"""Characters that are kept of what a reward says beside its number."""
+
+
+class Explained(float):
+    """A reward with the words that explain it: a judge's reply, or the test that failed. It is that number wherever a
+    number is asked for.
+    """
+
+    reply: str
+
+    def __new__(cls, value: float, reply: str) -> Self:
+        """``reply`` is shortened to REPLY_SHOWN characters: its beginning, and its end, where a judge's number is."""
+        made = super().__new__(cls, value)
+        half = REPLY_SHOWN // 2 - 2
+        is_short = len(reply) <= REPLY_SHOWN
+        made.reply = reply if is_short else f"{reply[:half]} .. {reply[-half:]}"
+        return made
+
+
 class Score(NamedTuple):
     """The result of a reward for one answer: a value, an error, or neither: it does not apply."""
 
@@ -75,6 +96,8 @@ class Score(NamedTuple):
     """Whether the error is a TautError: about the row, the configuration or this machine, never about the answer."""
     unjudged: str | None = None
     """Why the answer could not be judged. It counts as wrong, and ``value`` is what a wrong answer gets."""
+    reply: str | None = None
+    """The words that came with the value (``Explained``)."""
 
 
 LIMITS = http.Limits(seconds=math.inf, max_bytes=2**24)
@@ -183,7 +206,8 @@ def read_number(value: object, name: str) -> float:
 def scored(name: str, value: object) -> Score:
     """The score of what a verifier returned."""
     try:
-        return Score() if value is None else Score(read_number(value, name))
+        reply = value.reply if isinstance(value, Explained) else None
+        return Score() if value is None else Score(read_number(value, name), reply=reply)
     except UserCodeError as error:
         return Score(error=str(error), is_wrong_type=True)
     except DataError as error:

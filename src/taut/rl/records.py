@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +24,7 @@ from taut.rl.rollout import Group, Rollout
 from taut.rl.sampler import Trajectory
 from taut.types import FloatArray, Media, Picture
 
+Text = TypeVar("Text", str, str | None)
 NUMBERS, PLACES = pa.list_(pa.float32()), pa.list_(pa.int32())
 PICTURE = pa.struct(
     {
@@ -37,7 +38,13 @@ PICTURE = pa.struct(
     }
 )
 PART = pa.struct(
-    {"name": pa.string(), "value": pa.float64(), "error": pa.string(), "reason": pa.string()}
+    {
+        "name": pa.string(),
+        "value": pa.float64(),
+        "error": pa.string(),
+        "reason": pa.string(),  # why the answer could not be judged
+        "reply": pa.string(),  # what came with the value: a judge's reply, the test that failed
+    }
 )
 SCHEMA = pa.schema(
     {
@@ -104,26 +111,27 @@ def _row(trajectory: Trajectory, advantages: Mapping[str, FloatArray]) -> dict[s
     return {
         "sample_id": trajectory.name,
         "prompt_id": row.id,
-        "place": row.place,
+        "place": _unicode(row.place),
         "index": trajectory.index,
         "prompt": _json(first),
-        "references": list(row.references),
+        "references": [_unicode(text) for text in row.references],
         "messages": _json(trajectory.messages),
-        "text": trajectory.text,
+        "text": _unicode(trajectory.text),
         "ids_T": trajectory.ids_T,
         "sampled_at_N": trajectory.sampled_at_N,
         "logp_N": trajectory.logp_N,
         "advantage_N": advantages.get(trajectory.name),
         "version_N": trajectory.version_N,
         "finish_reason": trajectory.finish_reason,
-        "error": trajectory.error,
+        "error": _unicode(trajectory.error),
         "reward": verdict.total,
         "rewards": [
             {
                 "name": name,
                 "value": score.value,
-                "error": score.error,
-                "reason": score.unjudged,
+                "error": _unicode(score.error),
+                "reason": _unicode(score.unjudged),
+                "reply": _unicode(score.reply),
             }
             for name, score in verdict.parts.items()
         ],
@@ -148,7 +156,14 @@ def _row(trajectory: Trajectory, advantages: Mapping[str, FloatArray]) -> dict[s
 
 def _json(messages: Any) -> str:
     """Messages as JSON; a picture by its description."""
-    return json.dumps(messages, ensure_ascii=False, default=str)
+    return _unicode(json.dumps(messages, ensure_ascii=False, default=str))
+
+
+def _unicode(text: Text) -> Text:
+    """The text with a question mark for half a surrogate pair, which JSON of a server or a tool may have and UTF-8 may
+    not.
+    """
+    return None if text is None else text.encode("utf-8", "replace").decode()
 
 
 # -- and back
@@ -230,7 +245,9 @@ def _trajectory(
         columns={},
     )
     parts = {
-        part["name"]: Score(part["value"], part["error"], unjudged=part["reason"])
+        part["name"]: Score(
+            part["value"], part["error"], unjudged=part["reason"], reply=part.get("reply")
+        )
         for part in row["rewards"]
     }
     return Trajectory(

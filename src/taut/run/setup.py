@@ -58,6 +58,7 @@ from taut.train.optim import Rate, build_optimizer, learning_rate
 from taut.train.recorder import Recorder
 from taut.train.signals import Interrupts
 from taut.train.trainer import Prefetch, Trainer, emit_nowhere
+from taut.train.utilisation import Meter
 
 ALONE_TOKENS = 1024
 """Tokens of the first step that are also run one sample at a time."""
@@ -406,6 +407,7 @@ def build_trainer(
         else [Prefetch(image_store.expect)],
         emit=emit,
         recorder=recorder,
+        meter=Meter(run.log.utilisation_seconds, ranks.device),
         interrupts=Interrupts() if interrupts is None else interrupts,
     )
     return trainer

@@ -4,6 +4,8 @@
     out/tokens/vocabulary.parquet   the bytes of every token id, so that nothing that reads them needs the tokenizer
     out/rollouts/              every trajectory (taut/rl/records.py)
 
+Sinks that show samples get texts of some of these.
+
 Tokens are recorded of the first step, every ``log.tokens.every`` steps, of the last step, and of every step in which a
 monitor warns or stops the run: half of the samples are those with the highest mean -logprob, the others are drawn. They
 are what the step computed anyway; nothing is run for them. Each rank records the samples that it scored.
@@ -16,8 +18,9 @@ The tables survive a kill (taut/io/tables.py), and a resume drops what was recor
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +34,7 @@ from taut.errors import DataError, OutputError
 from taut.train.distributed import Ranks
 from taut.train.log import LogConfig
 from taut.train.log.events import Event
+from taut.train.log.samples import ShownSample
 from taut.train.run_dir import ROLLOUTS, TOKENS, VOCABULARY
 from taut.types import Packed, Sample, Scores, to_host
 
@@ -77,16 +81,24 @@ class Recorder:
     """Its samples that are recorded."""
     _is_full: bool = field(default=False, init=False)
     """Whether no more rollouts are recorded for want of space."""
+    _show: Callable[[int, Iterable[ShownSample]], None] = field(default=lambda *_: None, init=False)
+    _vocabulary: Sequence[bytes] = field(default=(), init=False)
     _warned: dict[int, str] = field(default_factory=dict, init=False)
     """Steps of which a warning came before they were looked at -> its name."""
 
-    def open(self, out: Path, vocabulary: Sequence[bytes], from_step: int | None) -> None:
+    def open(
+        self,
+        out: Path,
+        vocabulary: Sequence[bytes],
+        from_step: int | None,
+        show: Callable[[int, Iterable[ShownSample]], None] = lambda *_: None,
+    ) -> None:
         """Record in ``out``; every rank calls it. ``vocabulary``: the bytes of each token. ``from_step``: the step from
-        which a run goes on, after which nothing stands; None for one that begins.
+        which a run goes on, after which nothing stands; None for one that begins. ``show``: gets texts of samples.
         """
         from taut.io import tables
 
-        self.out = out
+        self.out, self._vocabulary, self._show = out, vocabulary, show
         if not self.ranks.is_writer:
             return
         if from_step is not None:
@@ -161,7 +173,11 @@ class Recorder:
                 detail = f"{place} has {limit:g} GiB (log.rollouts.max_gib); later rollouts are not recorded"
                 self.emit("warning", name="record", detail=detail)
             return
-        self._append(ROLLOUTS, schema, rows())
+        table = rows()
+        self._append(ROLLOUTS, schema, table)
+        every = self.config.tokens.every
+        if step == 1 or (every > 0 and step % every == 0):
+            self._show(step, map(shown_rollout, table))
 
     # -- tokens
 
@@ -198,6 +214,8 @@ class Recorder:
         rows = token_rows(report, trainer, why)
         if rows:
             self._append(self._place, token_schema(), rows)
+            if ROLLOUTS not in self._tables:  # those say more
+                self._show(report.step, (shown_tokens(row, self._vocabulary) for row in rows))
 
     def _append(
         self, place: str, schema: pyarrow.Schema, rows: Sequence[Mapping[str, Any]]
@@ -302,6 +320,42 @@ def token_rows(
                 }
             )
     return rows
+
+
+def shown_tokens(row: Mapping[str, Any], vocabulary: Sequence[bytes]) -> ShownSample:
+    """A row of out/tokens as texts: what stands before the first target, and the rest."""
+    ids_T, first = row["ids_T"], min(row["target_at_N"], default=len(row["ids_T"]))
+    prompt, answer = (
+        b"".join(vocabulary[i] for i in part).decode("utf-8", "replace")
+        for part in (ids_T[:first], ids_T[first:])
+    )
+    return ShownSample(
+        row["sample_id"],
+        prompt,
+        answer,
+        reward=dict(row["values"]).get("reward"),
+        advantage=_mean(dict(row["streams"]).get("advantage_N")),
+        logprob=_mean(row["logp_N"]),
+    )
+
+
+def shown_rollout(row: Mapping[str, Any]) -> ShownSample:
+    """A row of out/rollouts as texts."""
+    messages = json.loads(row["prompt"])
+    if isinstance(messages, list):
+        messages = "\n\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in messages)
+    return ShownSample(
+        row["sample_id"],
+        str(messages),
+        row["text"],
+        reward=row["reward"],
+        advantage=_mean(row["advantage_N"]),
+        logprob=_mean(row["logp_N"]),
+    )
+
+
+def _mean(numbers: Any) -> float | None:
+    return None if numbers is None or not len(numbers) else float(np.mean(numbers))
 
 
 def _part(value: Tensor | None, where: Tensor) -> Any:

@@ -7,6 +7,7 @@
     out/best/            the best model so far, with eval.best
     out/tokens/          what tokens of some samples were trained with (taut/train/recorder.py)
     out/rollouts/        every trajectory that was sampled
+    out/report_id        what reports outside of ``out`` know the run by
     out/.lock            locked by the kernel while a process writes to the run
 
 ``require_usable`` only reads, so that it can run before anything is loaded; ``claim`` writes. A checkpoint with its
@@ -22,9 +23,10 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
@@ -35,7 +37,7 @@ from pydantic import AfterValidator, Field
 from typing_extensions import TypedDict
 
 from taut.config import configclass, first_problem, home_path
-from taut.errors import OutputError
+from taut.errors import OutputError, redacted_in
 from taut.io import files
 
 MARK = "resolved.json"
@@ -50,6 +52,8 @@ MODEL, ADAPTER, BEST, CRITIC = "model", "adapter", "best", "critic"
 TOKENS, ROLLOUTS = "tokens", "rollouts"
 VOCABULARY = "vocabulary.parquet"
 """In out/tokens: the bytes of each token, in the order of their ids."""
+REPORT_ID = "report_id"
+"""In ``out``: what Weights & Biases, trackio and others know the run by, the same for every process that resumes it."""
 LOCK = ".lock"
 LOOK, LOOKS = 0.01, 10
 """Seconds that ``owner`` may hold the lock, and how often ``Lock`` waits that long."""
@@ -57,7 +61,7 @@ HELD = (errno.EWOULDBLOCK, errno.EACCES)
 """The system's errors where another process has the lock."""
 WRITTEN = (
     *(MODEL, ADAPTER, BEST, CRITIC, CHECKPOINTS, TOKENS, ROLLOUTS, EVENTS),
-    *("tensorboard", "wandb", MARK),
+    *("tensorboard", "wandb", REPORT_ID, MARK),
 )
 """The files of a run, which ``overwrite`` removes: the mark last, so that after a kill the rest is still a run."""
 
@@ -178,6 +182,38 @@ def read_resolved(out: Path) -> dict[str, Any]:
         raise OutputError(
             f"{path} is damaged: {first_problem(error)}; expected what the run wrote; bring it back from a copy"
         ) from error
+
+
+def read_settings(out: Path) -> dict[str, Any]:
+    """The configuration of the run by dotted key, secrets hidden, as reports outside of ``out`` show it."""
+    settings: dict[str, Any] = redacted_in(dict(_dotted(read_resolved(out).get("config", {}))))
+    return settings
+
+
+def _dotted(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def report_id(out: Path) -> str:
+    """The id of the run in reports outside of ``out``; drawn when it is first asked for."""
+    path = out / REPORT_ID
+    try:
+        if not path.exists():
+            files.write_bytes(path, f"{secrets.token_hex(4)}\n".encode())
+        found = files.read_text(path).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OutputError(
+            f"{path} cannot be written or read: {error}; expected eight hexadecimal digits; remove it"
+        ) from error
+    if not re.fullmatch(r"[0-9a-f]{8}", found):
+        raise OutputError(
+            f"{path} is damaged; expected eight hexadecimal digits; remove it to begin another run in reports"
+        )
+    return found
 
 
 class Lock:

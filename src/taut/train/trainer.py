@@ -39,6 +39,7 @@ from taut.train.distributed import Ranks
 from taut.train.oom import Fit
 from taut.train.recorder import Recorder
 from taut.train.signals import Interrupts
+from taut.train.utilisation import Meter, Told
 from taut.types import LossSum, Packed, Picture, Scores, Tree
 
 SIZES = ("num_targets", "num_tokens", "num_tokens_unshared")
@@ -153,6 +154,8 @@ class StepReport:
     trees: Sequence[Tree] = ()
     nll: Mapping[str, float] = field(default_factory=dict)
     """Each sample's mean -logprob of its targets, in nats, by id; of all ranks. Empty where nothing is predicted."""
+    utilisation: Sequence[Told | None] = ()
+    """What each rank has read of its host since the last step."""
 
 
 class Monitor(Protocol):
@@ -196,6 +199,8 @@ class Trainer:
     """Writes an event: ``emit(kind, **fields)``."""
     recorder: Final[Recorder] = field(default_factory=Recorder)
     """Keeps tokens and rollouts."""
+    meter: Final[Meter] = field(default_factory=Meter)
+    """Reads how busy the hosts are."""
     interrupts: Final[Interrupts] = field(default_factory=Interrupts)
     done: int = field(default=0, init=False)
     """The last step whose update the weights have."""
@@ -256,6 +261,8 @@ def _take_step(trainer: Trainer, step: int) -> None:
         **_gpu_memory(trainer.ranks.device),
         **report.metrics,
     )
+    if busy := trainer.meter.together(report.utilisation):
+        trainer.emit("utilisation", step=step, **busy)
 
 
 def _sample_nll(report: StepReport) -> dict[str, list[float]]:
@@ -555,16 +562,17 @@ def summarise(
 
     def note(
         logps: Sequence[Tensor],
-    ) -> tuple[str | None, list[float] | None, Drawn | None, dict[str, float]]:
+    ) -> tuple[str | None, list[float] | None, Drawn | None, dict[str, float], Told | None]:
         ahead = trainer.plans.get((step + 1, trainer.budget))
         drawn = drawn_of(ahead) if isinstance(ahead, Planned) else None
         nll = _nll_of_samples(gradients.scored, logps)
-        return trainer.interrupts.received, _counts_ahead(trainer, step + 1), drawn, nll
+        counts = _counts_ahead(trainer, step + 1)
+        return trainer.interrupts.received, counts, drawn, nll, trainer.meter.take()
 
     totals, largest, read, notes = sums.totals(
         trainer.ranks, list(norms.values()), gradients.logps, note
     )
-    signals, counts, drawn, nlls = zip(*notes, strict=True)
+    signals, counts, drawn, nlls, utilisation = zip(*notes, strict=True)
     require_same_plan(step + 1, drawn)
     _agree_on_counts(trainer, step + 1, counts)
     terms = {term: totals.pop(f"term {term}").total for term in gradients.scales}
@@ -581,6 +589,7 @@ def summarise(
         signals=signals,
         trees=trees,
         nll={sample_id: value for nll in nlls for sample_id, value in nll.items()},
+        utilisation=utilisation,
         **sizes,
     )
 

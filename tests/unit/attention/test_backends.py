@@ -231,6 +231,7 @@ def compiles_anew() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("compiles_anew")
+@pytest.mark.slow
 def test_flex_is_compiled_per_kind_of_layer_and_never_per_micro_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -248,6 +248,8 @@ def test_the_summary_tells_what_came_of_it(
     said = capsys.readouterr().out
     assert "1 row, 2 scores: mean" in said
     assert "of 1 pairs (95%:" in said
+    table = score(config)._repr_html_()
+    assert "<td" in table and "1 row, 2 scores" in table
     as_json = from_mapping(Score, {"model": model, "data": data, "dtype": "float64", "json": True})
     assert command.run(as_json) == 0
     found = json.loads(capsys.readouterr().out)

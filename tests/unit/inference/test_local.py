@@ -236,7 +236,15 @@ def test_packed_weights_change_nothing_but_rounding(packings: list[int]) -> None
 
 
 @pytest.mark.skipif(not packed_weights.has_mkl_packed(), reason="this PyTorch has no MKL")
-@pytest.mark.parametrize("is_narrow", [False, True])
+@pytest.mark.parametrize(
+    "is_narrow",
+    [
+        False,
+        pytest.param(
+            True, marks=pytest.mark.skipif(not products.has_bf16(), reason="no bf16 arithmetic")
+        ),
+    ],
+)
 def test_packed_weights_are_never_those_of_before_an_update(
     is_narrow: bool, packings: list[int]
 ) -> None:

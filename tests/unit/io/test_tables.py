@@ -64,6 +64,18 @@ def test_rows_come_back_as_they_were_while_the_table_is_written_and_after(tmp_pa
     assert writer.num_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
 
 
+def test_parts_of_a_table_may_lack_columns_that_later_ones_have(tmp_path: Path) -> None:
+    written(tmp_path, range(1, 3)).close()
+    later = TableWriter(tmp_path, SCHEMA.append(pa.field("reply", pa.string())))
+    later.append([row | {"reply": "good"} for row in rows(3)])
+    found = [row for batch in read_tables(tmp_path, ["step", "reply"]) for row in batch.to_pylist()]
+    assert [row["reply"] for row in found] == [None] * 4 + ["good"] * 2
+    assert [row["step"] for row in found] == expected(range(1, 4))
+    later.close()
+    drop_from(tmp_path, 2)
+    assert steps_of(tmp_path) == expected(range(1, 2))
+
+
 def test_a_stream_that_ends_anywhere_has_its_whole_batches(tmp_path: Path) -> None:
     stream = killed(tmp_path, range(1, 5))
     content, found = stream.read_bytes(), []

@@ -775,3 +775,37 @@ def test_the_printed_command_is_one_that_a_shell_joins(tmp_path: Path) -> None:
 def test_a_text_that_reads_as_toml_stays_a_text(tmp_path: Path) -> None:
     offer = carried(tmp_path, "swift", "--output_dir 2026")
     assert load(RunConfig, None, shlex.split(offer["command"])[2:]).out == "2026"
+
+
+# reports
+
+
+@pytest.mark.parametrize(
+    ("framework", "options", "before", "settings"),
+    [
+        ("trl", "--report_to none", "", {}),
+        ("trl", "--report_to all", "", {}),
+        ("trl", "--report_to tensorboard", "", {"log.tensorboard": True}),
+        ("swift", "--report_to wandb", "WANDB_PROJECT=chat ", {"log.wandb": "chat"}),
+        (
+            "trl",
+            "--report_to wandb trackio --project p",
+            "",
+            {"log.wandb": "p", "log.trackio": "p"},
+        ),
+        ("trl", "--report_to trackio swanlab", "", {"log.trackio": "huggingface"}),
+        ("openrlhf", "--logger.wandb.key KEY", "", {"log.wandb": "openrlhf_train_sft"}),
+        ("openrlhf", "--logger.tensorboard_dir runs", "", {"log.tensorboard": True}),
+    ],
+)
+def test_reports_are_carried(
+    framework: str, options: str, before: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    offer = carried(tmp_path, framework, options, before)
+    found = {key: value for key, value in offer["settings"].items() if key.startswith("log.")}
+    assert found == settings
+    assert lacking(offer) == {}
+    whys = {one["key"]: one["why"] for one in offer["options"]}
+    if "swanlab" in options:
+        assert "swanlab: a class of your own, log.sinks" in whys["report_to"]
+        assert "log.trackio" in whys["report_to"]

@@ -284,7 +284,17 @@ def test_packed_weights_are_taken_where_they_beat_the_library_that_is() -> None:
     assert packed_faster(rates) == {"few rows large", "bf16 few rows"}
 
 
-@pytest.mark.parametrize("shapes", [SHAPES, SHAPES | BF16_SHAPES, BF16_SHAPES])
+HAS_BF16 = pytest.mark.skipif(not products.has_bf16(), reason="no bf16 arithmetic to pack for")
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        SHAPES,
+        pytest.param(SHAPES | BF16_SHAPES, marks=HAS_BF16),
+        pytest.param(BF16_SHAPES, marks=HAS_BF16),
+    ],
+)
 def test_an_engines_products_are_timed_in_every_way(
     shapes: dict[str, products.Shape], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -558,6 +568,20 @@ def test_a_stored_choice_that_is_not_available_is_measured_and_told(
     chosen = select("auto", CPU, torch.float32, stored)
     assert chosen.name == "onednn for head"
     assert chosen.reason.startswith(f"the checkpoint's {stored} is not available here; forward")
+
+
+def test_a_stored_choice_of_a_processor_with_other_arithmetic_is_measured_and_told(
+    monkeypatch: pytest.MonkeyPatch, counted: list[int]
+) -> None:
+    """oneDNN packs no bfloat16 weights for a processor without its arithmetic."""
+    stored = "mkl; packed for few rows small, bf16 few rows"
+    monkeypatch.setattr(products, "has_bf16", lambda: True)
+    assert select("auto", CPU, torch.float32, stored).name == stored
+    monkeypatch.setattr(products, "has_bf16", lambda: False)
+    assert select("auto", CPU, torch.float32, stored).name == "onednn for head"
+    monkeypatch.setattr(products, "has_mkl_packed", lambda: False)
+    stored = "onednn for head; packed for few rows small"
+    assert select("auto", CPU, torch.float32, stored).name == "onednn for head"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from taut.rewards import PanelConfig, RewardSpec, open_panel
 from taut.rewards.code import Code, last_block, read_cases
 from taut.rewards.length import LengthCosine
 from taut.rewards.registry import verifier_of
-from taut.rewards.verifier import Answered
+from taut.rewards.verifier import Answered, Explained
 from taut.rewards.worker import judged
 from taut.sandbox import Limits, close_shared, kernel, shared, walls
 
@@ -100,6 +100,16 @@ def test_whatever_a_program_does_is_a_zero_and_no_error(program: str) -> None:
     found = reward.judge(answered)
     assert found is not None
     assert found[0] != ""
+
+
+def test_the_first_test_that_fails_is_told() -> None:
+    row = {"tests": {"inputs": [[1, 2], [2, 2], [3, 0]], "outputs": [3, 4, 9], "fn_name": "add"}}
+    found = value_of("def add(a, b):\n    return a + b", row, score="share")
+    assert isinstance(found, Explained) and found == 2 / 3
+    assert found.reply == "test 3 of 3: returned 3, expected 9"
+    raising = value_of("def add(a, b):\n    return {}[a]", row)
+    assert isinstance(raising, Explained) and "test 1 of 3: " in raising.reply
+    assert "KeyError: 1" in raising.reply
 
 
 def test_a_row_whose_list_of_tests_is_empty_has_none() -> None:

@@ -39,7 +39,9 @@ class Scale:
     by: float
 
 def brevity(text, by=1.0):
-    return Scale(by).by / (1 + len(text))
+    from taut.rewards import Explained
+    value = Scale(by).by / (1 + len(text))
+    return Explained(value, "too long") if len(text) == 1 else value
 
 def judged(text, references, row):
     if text == "hang":
@@ -171,12 +173,16 @@ def test_what_goes_wrong_is_an_error_of_that_answer_and_the_others_are_in_their_
         "hang": "judged took longer than 0.5 s and was killed",
         "die": "judged ended its process, which exited with 3",
         "kill": "judged ended its process, which was ended by SIGKILL",
-        "exit": "SystemExit: enough (own.py:24)",
-        "raise": "KeyError: 'nothing\\nhere' (own.py:26)",
+        "exit": "SystemExit: enough (own.py:26)",
+        "raise": "KeyError: 'nothing\\nhere' (own.py:28)",
         "nan": "judged returned nan; expected a finite number or None",
         "inf": "judged returned -inf; expected a finite number or None",
     }
     assert all(score.value is None for score in scores.values() if score.error)
+
+
+def test_a_function_may_explain_its_number(panel: Panel) -> None:
+    assert said(panel, "brevity", "a", "abc") == [Score(1.0, reply="too long"), Score(0.5)]
 
 
 def test_true_and_false_are_1_and_0_and_numpy_s_numbers_are_numbers(panel: Panel) -> None:

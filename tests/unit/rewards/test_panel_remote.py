@@ -20,6 +20,7 @@ from taut.errors import ConfigError, UserCodeError
 from taut.io.http import Retries
 from taut.rewards import Answered, PanelConfig, RewardSpec, Score, open_panel
 from taut.rewards.judge import Judge
+from taut.rewards.verifier import REPLY_SHOWN
 
 Reply = tuple[int, Any] | None
 """Status and what is sent; None: the connection is dropped."""
@@ -211,7 +212,8 @@ def test_a_server_that_stays_busy_is_told_with_its_status(server: Server) -> Non
 def test_a_judge_is_asked_about_the_answer_and_its_last_number_counts(server: Server) -> None:
     server.reply = lambda body: chat("A score: 3 would be too low. **Score: 8**")
     options = {"url": f"{server.url}/v1", "model": "m", "extra": {"top_p": 1}}
-    assert said("judge", ASKED, **options) == [Score(0.8)]
+    (score,) = said("judge", ASKED, **options)
+    assert score == Score(0.8, reply="A score: 3 would be too low. **Score: 8**")
     ((path, key, body),) = server.asked
     assert (path, key) == ("/v1/chat/completions", None)
     assert (body["model"], body["temperature"], body["top_p"]) == ("m", 0.0, 1)
@@ -220,10 +222,17 @@ def test_a_judge_is_asked_about_the_answer_and_its_last_number_counts(server: Se
     assert "<answer>\nIt is {reference}.\n</answer>" in message["content"]
 
 
+def test_a_long_reply_is_kept_with_its_beginning_and_its_end(server: Server) -> None:
+    server.reply = lambda body: chat(f"First, {'hm ' * 9_000}. Score: 10")
+    (score,) = said("judge", ASKED, url=server.url, model="m")
+    assert score.reply is not None and len(score.reply) == REPLY_SHOWN
+    assert score.reply.startswith("First, hm") and score.reply.endswith("Score: 10")
+
+
 def test_an_answer_that_is_no_unicode_is_sent_as_what_is(server: Server) -> None:
     server.reply = lambda body: (200, {"choices": [{"message": {"content": "Score: 1"}}]})
     (score,) = said("judge", Answered(text="\ud800 five"), url=f"{server.url}/v1", model="m")
-    assert score == Score(0.1)
+    assert score.value == 0.1
     assert "? five" in server.asked[0][2]["messages"][0]["content"]
 
 
@@ -231,7 +240,7 @@ def test_a_judge_without_a_number_is_asked_again_and_then_an_error(server: Serve
     replies = ["Good!", "Score: 11", "Score: 10"]
     server.reply = lambda body: chat(replies[len(server.asked) - 1])
     asked = {"url": server.url, "model": "m"}
-    assert said("judge", ASKED, **asked, tries=3) == [Score(1.0)]
+    assert said("judge", ASKED, **asked, tries=3) == [Score(1.0, reply="Score: 10")]
     assert [body["temperature"] for _, _, body in server.asked] == [0.0, 1.0, 1.0]
     server.asked.clear()
     assert said("judge", ASKED, **asked) == [
@@ -260,7 +269,7 @@ def test_the_number_that_a_judge_gives(said: str, number: str) -> None:
 def test_a_judge_has_a_scale_and_words_of_its_own(server: Server) -> None:
     server.reply = lambda body: chat("verdict=-1")
     options = {"template": '{"a": {answer}}', "pattern": "verdict=(-?[01])", "low": -1, "high": 1}
-    assert said("judge", ASKED, url=server.url, model="m", **options) == [Score(0.0)]
+    assert said("judge", ASKED, url=server.url, model="m", **options)[0].value == 0.0
     assert server.asked[0][2]["messages"][0]["content"] == '{"a": It is {reference}.}'
 
 

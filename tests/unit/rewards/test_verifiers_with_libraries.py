@@ -67,8 +67,9 @@ def said(panel: Panel, label: str, text: str, **known: Any) -> Score:
     ],
 )
 def test_math(panel: Panel, text: str, reference: str, value: float) -> None:
-    assert said(panel, "math", text, references=(reference,)) == Score(value)
-    assert said(panel, "math", text, references=("12345", reference)) == Score(value)
+    score = said(panel, "math", text, references=(reference,))
+    assert score.value == value and (score.reply is None) == (value == 1)
+    assert said(panel, "math", text, references=("12345", reference)).value == value
 
 
 def test_math_without_a_reference_does_not_apply_and_one_that_is_none_is_an_error(
@@ -82,7 +83,7 @@ def test_math_without_a_reference_does_not_apply_and_one_that_is_none_is_an_erro
 
 def test_only_what_is_boxed_may_be_asked_for(panel: Panel) -> None:
     assert said(panel, "boxed", r"\boxed{5}", references=("5",)) == Score(1.0)
-    assert said(panel, "boxed", "it is 5", references=("5",)) == Score(0.0)
+    assert said(panel, "boxed", "it is 5", references=("5",)).value == 0.0
     for reference in ("5", "$x^2$", r"\boxed{5}", "[2,5)"):
         bare = Answered(text=reference, references=(reference,))
         (verdict,) = panel.grade([bare], ["math", "boxed"], are_bare=True)
@@ -143,7 +144,20 @@ def test_a_row_of_something_else_is_left_out_and_a_task_that_is_not_there_an_err
     ],
 )
 def test_json_that_a_schema_allows(panel: Panel, text: str, value: float) -> None:
-    assert said(panel, "json_schema", text) == Score(value)
+    score = said(panel, "json_schema", text)
+    assert score.value == value and (score.reply is None) == (value == 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "reply"),
+    [
+        ('{"n": -3}', "$.n: -3 is less than the minimum"),
+        ("", "no JSON: Expecting value"),
+        ('{"n": NaN}', "no JSON: NaN is not JSON"),
+    ],
+)
+def test_what_is_wrong_with_json_is_told(panel: Panel, text: str, reply: str) -> None:
+    assert str(said(panel, "json_schema", text).reply).startswith(reply)
 
 
 def test_a_number_too_large_for_the_schema_is_no_error() -> None:
@@ -154,8 +168,8 @@ def test_a_number_too_large_for_the_schema_is_no_error() -> None:
 def test_a_schema_of_the_row_and_json_in_a_block_of_code(panel: Panel) -> None:
     text = 'Here:\n```json\n{"n": 3}\n```\nDone.'
     assert said(panel, "fenced", text, row={"s": SCHEMA}) == Score(1.0)
-    assert said(panel, "fenced", text, row={"s": '{"type": "array"}'}) == Score(0.0)
-    assert said(panel, "fenced", '{"n": 3}', row={"s": SCHEMA}) == Score(0.0)
+    assert said(panel, "fenced", text, row={"s": '{"type": "array"}'}).value == 0.0
+    assert said(panel, "fenced", '{"n": 3}', row={"s": SCHEMA}).value == 0.0
     assert said(panel, "fenced", text, row={}) == Score()
     error = said(panel, "fenced", text, row={"s": {"type": "number?"}}).error
     assert str(error).startswith("DataError: found a schema that is none")

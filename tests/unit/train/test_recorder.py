@@ -24,10 +24,10 @@ from transformers import AutoModelForCausalLM
 import taut
 from taut.cli import main
 from taut.commands import show_step
-from taut.commands.rollouts import _why_nothing as why_nothing
+from taut.commands.rollouts import _why_unlearned as why_unlearned
 from taut.data.packing import pack
 from taut.io.tables import read_tables
-from taut.run.recorded import Row
+from taut.run.recorded import Recorded, Row
 from taut.train.log import LogConfig, TokenRecordConfig
 from taut.train.recorder import LEVELS, Recorder, _shared, choose
 from taut.train.trainer import StepReport
@@ -35,6 +35,30 @@ from taut.train.trainer import StepReport
 
 def rows_in(folder: Path) -> list[dict[str, Any]]:
     return [row for batch in read_tables(folder) for row in batch.to_pylist()]
+
+
+SHOWS = """\
+import json
+class Shows:
+    def __init__(self, out):
+        self.path = out / "shown.jsonl"
+    def __call__(self, event):
+        pass
+    def samples(self, step, rows):
+        with self.path.open("a") as file:
+            file.write(json.dumps([step, rows]) + "\\n")
+"""
+
+
+def shows(folder: Path) -> list[str]:
+    """``log.sinks`` with one that writes what it is shown to out/shown.jsonl."""
+    path = folder / "shows.py"
+    path.write_text(SHOWS)
+    return [f"{path}:Shows"]
+
+
+def shown_in(out: Path) -> list[tuple[int, list[dict[str, Any]]]]:
+    return [json.loads(line) for line in (out / "shown.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +72,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         place / "out",
         steps=5,
         **PLAIN,
-        **{"log.tokens.every": 2, "log.tokens.samples": 4},
+        **{"log.tokens.every": 2, "log.tokens.samples": 4, "log.sinks": shows(place)},
     )
     return place
 
@@ -80,6 +104,19 @@ def test_logprobs_are_those_of_the_library_for_the_sample_alone(run: Path) -> No
         assert text.startswith("<|im_start|>") and "assistant\n" in text
 
 
+def test_sinks_are_shown_the_texts_of_recorded_samples(run: Path) -> None:
+    rows = rows_in(run / "out/tokens/rank-00000")
+    told = [(step, row) for step, rows in shown_in(run / "out") for row in rows]
+    assert [(step, row["sample_id"]) for step, row in told] == [
+        (row["step"], row["sample_id"]) for row in rows
+    ]
+    for (_, row), recorded in zip(told, rows, strict=True):
+        assert row["prompt"].startswith("<|im_start|>") and row["prompt"].endswith("assistant\n")
+        assert row["answer"].rstrip().endswith("<|im_end|>") and "assistant" not in row["answer"]
+        assert row["logprob"] == pytest.approx(np.mean(recorded["logp_N"]))
+        assert row["reward"] is None and row["advantage"] is None
+
+
 def test_nothing_is_recorded_where_nothing_is_asked_for(run: Path, tmp_path: Path) -> None:
     off = {"log.tokens.samples": 0, "log.rollouts.max_gib": 0}
     sft(run / "model", run / "rows.jsonl", tmp_path / "out", steps=2, **PLAIN, **off)
@@ -107,7 +144,7 @@ def test_a_step_that_is_warned_of_is_recorded_and_the_samples_named_first(
 def test_every_rollout_is_recorded_and_its_tokens_have_what_trained_them(tmp_path: Path) -> None:
     model = save_models(tmp_path)
     keys = keys_of("grpo", model, tmp_path, steps=4) | {"rollout.epochs": 2, "log.tokens.every": 1}
-    out = taut.grpo(**keys).out
+    out = taut.grpo(**keys, **{"log.sinks": shows(tmp_path)}).out
     rollouts = rows_in(out / "rollouts")
     told = events(out, "rollout")
     assert [row["step"] for row in rollouts] == [
@@ -129,6 +166,14 @@ def test_every_rollout_is_recorded_and_its_tokens_have_what_trained_them(tmp_pat
             assert set(streams["clipped_N"]) <= {-1.0, 0.0, 1.0}
             seen += 1
     assert seen
+    told = shown_in(out)  # rollouts, when they are sampled, and no tokens beside them
+    assert [step for step, _ in told] == sorted({row["step"] for row in rollouts})
+    for step, shown in told:
+        mine = [row for row in rollouts if row["step"] == step][: len(shown)]
+        assert [(row["answer"], row["reward"]) for row in shown] == [
+            (row["text"], row["reward"]) for row in mine
+        ]
+        assert shown[0]["prompt"].startswith(("user: ", "system: "))
 
 
 def test_shared_prefixes_are_named(tmp_path: Path) -> None:
@@ -202,17 +247,43 @@ def test_a_step_is_shown_with_what_was_recorded_of_it(
 def test_rollouts_are_printed_group_by_group(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], run: Path
 ) -> None:
-    keys = keys_of("grpo", save_models(tmp_path), tmp_path, steps=2, **{"log.rollouts.max_gib": 1})
+    keys = keys_of("grpo", save_models(tmp_path), tmp_path, steps=2, **{"checkpoint.every": 2})
+    keys["rewards"] = [*keys["rewards"], {"name": "numeric", "weight": 0}]
     out = str(taut.grpo(**keys).out)
     rows = [row for row in rows_in(Path(out) / "rollouts") if row["step"] == 2]
     code, said = printed(["rollouts", out, "sort=reward", "groups=99"], capsys)
     assert code == 0 and f"step 2: 4 prompts, {len(rows)} answers, mean reward " in said
     assert all(row["prompt_id"] in said for row in rows) and "What is" in said
+    replies = {part["name"]: part["reply"] for part in rows[0]["rewards"]}
+    assert replies == {"length_target": None, "numeric": "the answer has no number"}
+    assert "numeric:" in said
     _, said = printed(["rollouts", out, "--json"], capsys)
     assert [json.loads(line)["ids_T"] for line in said.splitlines()] == [r["ids_T"] for r in rows]
     assert "has no rollouts of step 7" in printed(["rollouts", out, "step=7"], capsys)[1]
     assert "has no rollouts; expected" in printed(["rollouts", str(run / "out")], capsys)[1]
     assert "is not a taut run" in printed(["rollouts", str(tmp_path)], capsys)[1]
+    forget_replies(Path(out) / "rollouts")
+    taut.resume(out, steps=3)
+    told = {
+        step: [
+            part["reply"] for row in Recorded(Path(out)).rollouts(step) for part in row["rewards"]
+        ]
+        for step in (1, 2, 3)
+    }
+    assert len(told[1]) == len(told[2]) == len(told[3])
+    assert {*told[1], *told[2]} == {None} and any(told[3])
+
+
+def forget_replies(folder: Path) -> None:
+    """A table as an earlier version wrote it, whose rewards have no reply."""
+    for path in folder.iterdir():
+        table = pq.read_table(path)
+        at = table.schema.get_field_index("rewards")
+        part = pa.struct(
+            [field for field in table.schema.field(at).type.value_type if field.name != "reply"]
+        )
+        bare = pa.array(table["rewards"].to_pylist(), pa.list_(part))
+        pq.write_table(table.set_column(at, "rewards", bare), path)
 
 
 def answer(name: str, reward: float | None, advantage: float | None, kind: str = "r") -> Row:
@@ -225,20 +296,20 @@ def answer(name: str, reward: float | None, advantage: float | None, kind: str =
 def test_what_is_said_to_be_learned_is_what_was_trained_on() -> None:
     """A critic, a penalty, imitation and distillation learn from groups whose rewards are all equal."""
     equal = [answer("a", 1.0, 0.3), answer("b", 1.0, -0.3)]
-    assert why_nothing(equal, {"a", "b"}) is None
-    assert why_nothing([answer("a", 1.0, 0.0), answer("b", 1.0, 0.0)], {"a", "b"}) == (
+    assert why_unlearned(equal, {"a", "b"}) is None
+    assert why_unlearned([answer("a", 1.0, 0.0), answer("b", 1.0, 0.0)], {"a", "b"}) == (
         "all rewards are 1"
     )
     imitated = [answer("a", 1.0, None), answer("b", 1.0, None)]
-    assert why_nothing(imitated, {"a"}) is None
-    assert why_nothing(imitated, {"c"}) == "all rewards are 1"
-    assert why_nothing([answer("a", 1.0, None), answer("b", 0.0, None)], {"c"}) == (
+    assert why_unlearned(imitated, {"a"}) is None
+    assert why_unlearned(imitated, {"c"}) == "all rewards are 1"
+    assert why_unlearned([answer("a", 1.0, None), answer("b", 0.0, None)], {"c"}) == (
         "none of its answers was chosen, or all advantages are 0"
     )
     unjudged = [answer("a", 0.0, None, ""), answer("b", 0.0, None, "")]
-    assert why_nothing(unjudged, {"a", "b"}) is None and why_nothing(unjudged, None) is None
-    assert why_nothing(equal, None) == "all rewards are 1"
-    assert why_nothing([answer("a", None, None)], None) == "no answer has a reward"
+    assert why_unlearned(unjudged, {"a", "b"}) is None and why_unlearned(unjudged, None) is None
+    assert why_unlearned(equal, None) == "all rewards are 1"
+    assert why_unlearned([answer("a", None, None)], None) == "no answer has a reward"
 
 
 def test_a_step_without_samples_or_with_one_without_targets_is_shown() -> None:

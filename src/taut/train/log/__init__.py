@@ -4,9 +4,10 @@
         log.emit("start", num_steps=100, decisions=[("attention", "reference", "no CUDA device")])
         log.emit("step", step=1, loss=2.3, ...)
 
-Every sink gets the same events. A report that can no longer be written (console, TensorBoard, W&B) does not end the
-run: it is dropped, with a warning event to the others. ``events.jsonl`` is the record: a run that cannot write it ends,
-and one whose file is deleted writes it again, with a warning.
+Every sink gets the same events, and those with a method ``samples`` also texts of some samples. A report that can no
+longer be written (console, TensorBoard, W&B, trackio, the user's own) does not end the run: it is dropped, with a
+warning event to the others. ``events.jsonl`` is the record: a run that cannot write it ends, and one whose file is
+deleted writes it again, with a warning. No sink gets a secret of a URL, nor what a setting calls a key or a password.
 
 No torch here.
 """
@@ -14,17 +15,21 @@ No torch here.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, Protocol, Self
+from typing import Annotated, Any, Protocol, Self, cast
 
 from pydantic import Field
 
 from taut.config import configclass
-from taut.errors import redacted_in
+from taut.errors import ConfigError, redacted_in
 from taut.extras import require
 from taut.train.log.events import KINDS, Event, EventLog, Kind, ReportLost, all_events, read_events
+from taut.train.log.own import OwnSink
+from taut.train.log.samples import SampleSink, ShownSample, shown
+from taut.train.run_dir import read_settings, report_id
 
 
 @configclass
@@ -57,9 +62,15 @@ class LogConfig:
     every: Annotated[int, Field(ge=1)] = 1
     """Steps between progress lines where the output is no terminal."""
     tensorboard: bool = False
-    """Write TensorBoard scalars to out/tensorboard; needs the extra tensorboard."""
+    """Write curves and samples for TensorBoard to out/tensorboard; needs the extra tensorboard."""
     wandb: str | None = None
     """Weights & Biases project to report to; needs the extra wandb."""
+    utilisation_seconds: Annotated[float, Field(ge=0, le=86_400)] = 15.0
+    """Seconds between two readings of how busy processors, disk and GPU are (the event utilisation). 0: none."""
+    trackio: str | None = None
+    """trackio project to report to; needs the extra trackio."""
+    sinks: list[str] = field(default_factory=list)
+    """Reports of your own, FILE.py:Class each (docs/reports.md)."""
     tokens: TokenRecordConfig = TokenRecordConfig()
     rollouts: RolloutRecordConfig = RolloutRecordConfig()
 
@@ -68,6 +79,12 @@ class LogConfig:
             require("tensorboard", "log.tensorboard=true")
         if self.wandb is not None:
             require("wandb", "log.wandb")
+        if self.trackio is not None:
+            require("trackio", "log.trackio")
+        for spec in self.sinks:
+            file, colon, name = spec.rpartition(":")
+            if not (colon and file.endswith(".py") and name.isidentifier()):
+                raise ConfigError(f"log.sinks has {spec!r}; expected FILE.py:Class; correct it")
 
 
 __all__ = [
@@ -77,6 +94,7 @@ __all__ = [
     "LogConfig",
     "ReportLost",
     "RunLog",
+    "ShownSample",
     "Sink",
     "all_events",
     "read_events",
@@ -94,9 +112,11 @@ class Sink(Protocol):
 class RunLog:
     """Passes every event to every sink."""
 
-    def __init__(self, sinks: Sequence[Sink] | None = None) -> None:
+    def __init__(self, sinks: Sequence[Sink] | None = None, own: Sequence[OwnSink] = ()) -> None:
+        """``own``: sinks of the user's, which ``open`` adds on the rank that writes."""
         self._is_open = sinks is not None
         self._sinks = list(sinks or [])
+        self._own = own
 
     def open(
         self, out: Path, config: LogConfig, *, is_writer: bool = True, listener: Sink | None = None
@@ -118,11 +138,18 @@ class RunLog:
         if config.wandb is not None:
             from taut.train.log.wandb import WeightsAndBiases
 
-            sinks.append(WeightsAndBiases(config.wandb, out))
+            sinks.append(WeightsAndBiases(config.wandb, out, report_id(out), read_settings(out)))
+        if config.trackio is not None:
+            from taut.train.log.trackio import Trackio
+
+            sinks.append(Trackio(config.trackio, out, report_id(out), read_settings(out)))
+        for own in self._own:
+            own.bind({"out": out, "settings": read_settings(out), "run_id": report_id(out)})
+            sinks.append(own)
         if config.console:
             from taut.train.log.console import ConsoleReport
 
-            sinks.append(ConsoleReport(config.every))
+            sinks.append(ConsoleReport(config.every, out=out))
         sinks.append(record)  # last, so that a warning about a lost report precedes the end event
         return self
 
@@ -138,9 +165,22 @@ class RunLog:
             try:
                 sink(event)
             except ReportLost as lost:
-                self._sinks.remove(sink)
-                self.emit("warning", name="log", detail=str(lost))
-                sink.close()
+                self._drop(sink, lost)
+
+    def show(self, step: int, rows: Iterable[ShownSample]) -> None:
+        """Show samples of a step to the sinks that take them."""
+        sinks = [sink for sink in self._sinks if isinstance(sink, SampleSink)]
+        table = [ShownSample(*redacted_in(row)) for row in shown(rows)] if sinks else []
+        for sink in sinks:
+            try:
+                sink.samples(step, table)
+            except ReportLost as lost:
+                self._drop(cast(Sink, sink), lost)
+
+    def _drop(self, sink: Sink, lost: ReportLost) -> None:
+        self._sinks.remove(sink)
+        self.emit("warning", name="log", detail=str(lost))
+        sink.close()
 
     def close(self) -> None:
         with ExitStack() as stack:  # closes all, even if one fails

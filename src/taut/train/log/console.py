@@ -1,6 +1,7 @@
 """The console report of a run: decisions, progress, warnings, and a summary.
 
-On a terminal a progress bar that is redrawn; elsewhere one plain line every ``every`` steps. Tokens per second count
+On a terminal a progress bar that is redrawn, in a notebook a line that is replaced; elsewhere one plain line every
+``every`` steps. Tokens per second count
 the samples as the user wrote them (a shared prefix counts once per sample); the share of tokens saved is a separate
 number.
 """
@@ -8,18 +9,22 @@ number.
 from __future__ import annotations
 
 import resource
+import shlex
 import statistics
 import sys
 from collections import Counter, deque
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple, TextIO, cast
+from urllib.parse import quote
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from taut.io.console import Printer, counted, one_line
+from taut.io.notebook import ProgressLine
 from taut.io.terminal import Terminal
 from taut.train.log.events import Event, ReportLost
 
@@ -40,14 +45,34 @@ STYLES = {"passed": "green", "warning": "yellow", "failed": "red", "skipped": "y
 COUNTED = ("loss", "seconds", "num_tokens", "num_tokens_unshared", "num_targets")
 """Fields of each step that the summary uses."""
 
-ROLLED = ("reward", "rewarded", "completions", "stopped", "tokens_mean")
-"""What a line shows of a rollout."""
+ROLLED = (
+    *(
+        "reward",
+        "rewarded",
+        "completions",
+        "groups_with_signal",
+        "groups",
+        "stopped",
+        "tokens_mean",
+    ),
+    *("turns_mean", "calls", "kl"),
+)
+"""Fields of a rollout that a line shows, or makes what it shows of."""
+
+POLICY_GRADIENT = "advantage/size"
+"""A field of steps by a policy gradient, whose loss says nothing: its value is near 0 whatever is learned."""
+
+UPDATED = ("kl", "old/kl", "clip/low", "clip/high", "entropy", "entropy_estimate", POLICY_GRADIENT)
+"""Fields of a step that trains on rollouts, likewise."""
 
 SUMMARISED = ("loss", "eval_loss", "model", "divergence", "reason")
 """Fields of the end that the summary shows, and the reason of an early one, given by what stopped the run."""
 
 WIDTH = 60
 """Characters shown of an answer and of what was expected."""
+
+NOT_OF_A_STEP = ("best", "checkpoint", "data", "record")
+"""Warnings that are not about what a step trained on."""
 
 NOT_SHOWN = ("kind", "time", "step")
 
@@ -74,10 +99,16 @@ class Part(NamedTuple):
 class ConsoleReport:
     """The sink that prints."""
 
-    def __init__(self, every: int = 1, console: Console | None = None) -> None:
+    def __init__(
+        self, every: int = 1, console: Console | None = None, out: Path | None = None
+    ) -> None:
+        """``out``: the run's directory, for the commands that show more of a step."""
         self._printer = Printer.on(sys.stdout)
+        self._notebook = ProgressLine.in_notebook() if console is None else None
         self._console = console or Terminal(file=cast(TextIO, self._printer), soft_wrap=True)
-        self._every = every
+        self._every, self._out = every, out
+        self._named: set[object] = set()
+        """The kinds of warnings after which such a command was named."""
         self._num_steps: int | None = None
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self._steps: list[Event] = []
@@ -102,6 +133,8 @@ class ConsoleReport:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+        if self._notebook is not None:
+            self._notebook.close()
 
     def _print(self, text: str, style: str = "") -> None:
         self._console.print(Text(one_line(text), style=style))
@@ -136,16 +169,19 @@ class ConsoleReport:
     def _show_step(self, event: Event) -> None:
         self._seconds.append(event["seconds"])
         if not event.get("skipped"):
-            self._steps.append({key: event[key] for key in COUNTED})
+            shown = {key: event[key] for key in UPDATED if key in event}
+            self._steps.append({key: event[key] for key in COUNTED} | shown)
         step, left = event["step"], None
         if self._num_steps is not None:
             seconds = statistics.fmean(self._seconds) * (self._num_steps - step)
             left = timedelta(seconds=round(seconds))
         parts = step_parts(event, left, self._rollouts)
-        if self._console.is_terminal:
+        total = "" if self._num_steps is None else f"/{self._num_steps}"
+        if self._notebook is not None:
+            self._notebook.show(f"step {step}{total}  {line_of(parts)}", step, self._num_steps)
+        elif self._console.is_terminal:
             self._draw(step, parts)
         elif step % self._every == 0 or step == self._num_steps or len(self._steps) == 1:
-            total = "" if self._num_steps is None else f"/{self._num_steps}"
             self._print(f"step {step}{total}  {line_of(parts)}")
 
     def _draw(self, step: int, parts: Sequence[Part]) -> None:
@@ -218,11 +254,21 @@ class ConsoleReport:
 
     def _show_warning(self, event: Event) -> None:
         at = f" at step {event['step']}" if "step" in event else ""
-        self._print(f"warning{at}: {event.get('detail') or event.get('name', '')}", "yellow")
+        name = event.get("name", "")
+        self._print(f"warning{at}: {event.get('detail') or name}", "yellow")
+        if self._out is None or not at or name in NOT_OF_A_STEP or name in self._named:
+            return
+        self._named.add(name)
+        out, step = shlex.quote(str(self._out)), event["step"]
+        place = f"#/run/{quote(self._out.resolve().name, safe='')}/samples?step={step}"
+        self._print(f"look  taut show --step {step} {out}, or taut page {out} and {place}", "dim")
 
     def _show_budget(self, event: Event) -> None:
         cut = f"{event['tokens_before']:,} to {event['tokens']:,} tokens a micro-batch"
         self._print(f"budget  from step {event['step']}: {cut}: {event['reason']}", "yellow")
+
+    def _show_utilisation(self, event: Event) -> None:
+        """Nothing: it is for curves."""
 
     def _show_checkpoint(self, event: Event) -> None:
         self._print(f"checkpoint of step {event['step']}: {event.get('path', '')}")
@@ -256,38 +302,95 @@ class ConsoleReport:
             self._print(rest)
 
 
+class Shown(NamedTuple):
+    """How a line and the summary show a number of a rollout, or of a step that trains on one."""
+
+    rank: int
+    """As that of a Part."""
+    form: str
+    """As it is in a line; the summary takes the part that is the number."""
+
+
+SHOWN = {
+    "signal": Shown(4, "signal {:.0%}"),
+    "length": Shown(6, "{:.0f} tokens"),
+    "ends": Shown(5, "ends {:.0%}"),
+    "turns": Shown(8, "{:.1f} turns"),
+    "calls": Shown(8, "{:.1f} calls"),
+    "kl": Shown(6, "kl {:.3g}"),
+    "old/kl": Shown(6, "old/kl {:.3g}"),
+    "clip": Shown(7, "clip {:.1%}"),
+    "entropy": Shown(7, "entropy {:.3g}"),
+}
+"""In the order of a line."""
+
+
+def of_rollout(rollout: Event) -> dict[str, float]:
+    """What is shown of a rollout beside its reward: of its prompts, and means over its answers."""
+    found = {}
+    if rollout.get("groups") and "groups_with_signal" in rollout:
+        found["signal"] = rollout["groups_with_signal"] / rollout["groups"]
+    if "stopped" in rollout:
+        found |= {"length": rollout["tokens_mean"], "ends": rollout["stopped"]}
+    if "turns_mean" in rollout:
+        found |= {
+            "turns": rollout["turns_mean"],
+            "calls": rollout["calls"] / rollout["completions"],
+        }
+    return found
+
+
+def of_update(step: Event, rollout: Event) -> dict[str, float]:
+    """What is shown of a step that trains on a rollout: how far the policy is from the reference, or else from what it
+    was at the rollout; the share of tokens whose ratio is clipped; the entropy.
+    """
+    found = {}
+    if (divergence := step.get("kl", rollout.get("kl"))) is not None:
+        found["kl"] = divergence
+    elif "old/kl" in step:
+        found["old/kl"] = step["old/kl"]
+    if "clip/low" in step or "clip/high" in step:
+        found["clip"] = step.get("clip/low", 0.0) + step.get("clip/high", 0.0)
+    if (entropy := step.get("entropy", step.get("entropy_estimate"))) is not None:
+        found["entropy"] = entropy
+    return found
+
+
 def step_parts(event: Event, left: timedelta | None, rollouts: Sequence[Event]) -> list[Part]:
     """The parts of a step's line, in order. The step trains on the last of ``rollouts``."""
     parts = []
     rollout = rollouts[-1] if rollouts else {}
+    has_loss = POLICY_GRADIENT not in event
     if "reward" in rollout:
         is_complete = rollout.get("rewarded") == rollout.get("completions")
         of = "" if is_complete else f" ({rollout['rewarded']} of {rollout['completions']})"
-        parts.append(Part(f"reward {rollout['reward']:.3f}{of}", 2))
-    if "stopped" in rollout:
-        parts.append(Part(f"ends {rollout['stopped']:.0%}", 4))
-        parts.append(Part(f"{rollout['tokens_mean']:.0f} tokens", 7))
+        parts.append(Part(f"reward {rollout['reward']:.3f}{of}", 2 if has_loss else 0))
+    parts += [Part(SHOWN[k].form.format(v), SHOWN[k].rank) for k, v in of_rollout(rollout).items()]
     if event.get("skipped"):
         return [*parts, Part("skipped: no completion has a reward", 0)]
     speed = event["num_tokens_unshared"] / max(event["seconds"], 1e-9)
-    parts.append(Part(f"loss {event['loss']:.4f}", 0))
+    if has_loss:
+        parts.append(Part(f"loss {event['loss']:.4f}", 0))
     parts += [
         Part(f"{key.split('/')[-1]} {event[key]:.3g}", 3) for key in HEADLINES if key in event
     ]
+    if rollout:
+        update = of_update(event, rollout)
+        parts += [Part(SHOWN[k].form.format(v), SHOWN[k].rank) for k, v in update.items()]
     parts += [
-        Part(f"grad {event['grad_norm']:.3g}", 5),
-        Part(f"lr {event['learning_rate']:.2e}", 8),
-        Part(f"{speed:,.0f} tok/s", 6),
+        Part(f"grad {event['grad_norm']:.3g}", 9),
+        Part(f"lr {event['learning_rate']:.2e}", 11),
+        Part(f"{speed:,.0f} tok/s", 10),
     ]
     if left is not None:
         parts.append(Part(f"{left} left", 1))
     if event["num_tokens"] < event["num_tokens_unshared"]:
         shared = not_computed(event["num_tokens"], event["num_tokens_unshared"])
-        parts.append(Part(f"{shared} of tokens shared", 9))
+        parts.append(Part(f"{shared} of tokens shared", 12))
     unit = 1 if sys.platform == "darwin" else 1024
     of_process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     memory = event.get("memory_bytes") or of_process  # of a GPU, or of this process
-    return [*parts, Part(f"{memory / 1e9:.1f} GB", 10)]
+    return [*parts, Part(f"{memory / 1e9:.1f} GB", 13)]
 
 
 def line_of(parts: Sequence[Part], width: int | None = None) -> str:
@@ -330,17 +433,22 @@ def summary(
         for key in ("seconds", "num_tokens", "num_tokens_unshared", "num_targets")
     )
     speed = unshared / max(seconds, 1e-9)
-    rows = [
-        ("steps", f"{len(steps):,} in {timedelta(seconds=round(seconds))}"),
-        ("loss", f"{steps[0]['loss']:.4f} at the first step, {steps[-1]['loss']:.4f} at the last"),
-    ]
+    rows = [("steps", f"{len(steps):,} in {timedelta(seconds=round(seconds))}")]
+    if POLICY_GRADIENT not in steps[-1]:
+        losses = steps[0]["loss"], steps[-1]["loss"]
+        rows.append(("loss", f"{losses[0]:.4f} at the first step, {losses[1]:.4f} at the last"))
     if rollouts:
         rewards = [rollout["reward"] for rollout in rollouts if "reward" in rollout]
         if rewards:
             rows.append(("reward", f"{rewards[0]:.4f} at first, {rewards[-1]:.4f} at last"))
-        ends = [rollout["stopped"] for rollout in rollouts if "stopped" in rollout]
-        change = f": {ends[0]:.0%} ended by themselves, then {ends[-1]:.0%}" if ends else ""
-        rows.append(("rollouts", f"{len(rollouts):,}{change}"))
+        rows.append(("rollouts", f"{len(rollouts):,}"))
+        seen = [of_rollout(rollout) for rollout in rollouts]
+        seen += [of_update(step, {}) for step in steps]
+        for name, how in SHOWN.items():
+            if values := [numbers[name] for numbers in seen if name in numbers]:
+                form = next(word for word in how.form.split() if word.startswith("{"))
+                change = f"{form.format(values[0])} at first, {form.format(values[-1])} at last"
+                rows.append((name, change))
     names: dict[str, None] = {}
     for event in evals:
         has_interval = [key for key in event if f"{key}_low" in event]

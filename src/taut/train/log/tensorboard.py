@@ -1,20 +1,28 @@
-"""TensorBoard scalars, through TensorBoard's own writer: ``train/*`` at steps, ``eval/*`` at evaluations.
+"""TensorBoard, through its own writer: scalars ``train/*`` at steps, ``eval/*`` at evaluations, and tables of samples.
 
 A resume tells TensorBoard to discard the steps after it. Loads tensorboard, never torch.
 """
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event as Record
 from tensorboard.compat.proto.event_pb2 import SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from taut.errors import OutputError
 from taut.train.log.events import Event, ReportLost, scalars
+from taut.train.log.samples import COLUMNS, ShownSample, as_markdown
+
+TEXT = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+"""What makes a tensor of strings a table in TensorBoard's text view."""
 
 
 class TensorBoard:
@@ -47,6 +55,24 @@ class TensorBoard:
                 self._writer.add_event(record)
             if event["kind"] == "end":
                 self._writer.flush()
+        except OSError as error:
+            raise ReportLost(f"TensorBoard's file cannot be written: {error.strerror}") from error
+
+    def samples(self, step: int, rows: list[ShownSample]) -> None:
+        """A table of texts, at the step."""
+        table = as_markdown(rows)
+        shape = [TensorShapeProto.Dim(size=size) for size in (len(table), len(COLUMNS))]
+        tensor = TensorProto(
+            dtype=DT_STRING,
+            tensor_shape=TensorShapeProto(dim=shape),
+            string_val=[
+                cell.encode("utf-8", "backslashreplace") for cells in table for cell in cells
+            ],
+        )
+        value = Summary.Value(tag="samples", metadata=TEXT, tensor=tensor)
+        record = Record(wall_time=time.time(), step=step, summary=Summary(value=[value]))
+        try:
+            self._writer.add_event(record)
         except OSError as error:
             raise ReportLost(f"TensorBoard's file cannot be written: {error.strerror}") from error
 

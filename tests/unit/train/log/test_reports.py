@@ -94,12 +94,69 @@ def test_a_mean_reward_says_over_how_many_completions_it_is_where_some_have_none
     end = {"kind": "end", "time": 0, "step": 3}
     lines = told(START, whole, step(1), some, step(2), none, skipped, end).splitlines()
     shown = [line.partition("  ")[2] for line in lines if line.startswith("step ")]
-    assert shown[0].startswith("reward 0.500  ends 100%  9 tokens  loss")
-    assert shown[1].startswith("reward 0.333 (6 of 16)  ends 100%  9 tokens  loss")
-    assert shown[2] == "ends 100%  9 tokens  skipped: no completion has a reward"
+    assert shown[0].startswith("reward 0.500  9 tokens  ends 100%  loss")
+    assert shown[1].startswith("reward 0.333 (6 of 16)  9 tokens  ends 100%  loss")
+    assert shown[2] == "9 tokens  ends 100%  skipped: no completion has a reward"
     rows = {line.split("  ")[0]: line for line in lines}
     assert rows["reward"].endswith("0.5000 at first, 0.3333 at last")
     assert rows["loss"].endswith("1.0000 at the first step, 0.5000 at the last")
+
+
+POLICY = {"advantage/size": 0.7, "entropy_estimate": 1.25}
+ROLLED_OUT: Event = {
+    "kind": "rollout",
+    "time": 0,
+    "step": 1,
+    "reward": 0.5,
+    "rewarded": 16,
+    "completions": 16,
+    "groups_with_signal": 3,
+    "groups": 4,
+    "stopped": 0.875,
+    "tokens_mean": 52.4,
+}
+
+
+def test_a_policy_gradient_shows_its_rollouts_and_no_loss() -> None:
+    turns = {**ROLLED_OUT, "step": 2, "turns_mean": 2.25, "calls": 24, "groups_with_signal": 2}
+    clipped = {"clip/low": 0.01, "clip/high": 0.035, "old/kl": 0.0123}
+    end = {"kind": "end", "time": 0, "step": 2, "loss": 1e-9}
+    lines = told(
+        START,
+        ROLLED_OUT,
+        step(1, **POLICY, kl=0.0163),
+        turns,
+        step(2, **POLICY, **clipped, entropy=1.5),
+        end,
+    ).splitlines()
+    assert "loss" not in "".join(lines)
+    shown = [line.partition("  ")[2] for line in lines if line.startswith("step ")]
+    assert shown[0].startswith(
+        "reward 0.500  signal 75%  52 tokens  ends 88%  kl 0.0163  entropy 1.25  grad 0.5  lr "
+    )
+    assert shown[1].startswith(
+        "reward 0.500  signal 50%  52 tokens  ends 88%  2.2 turns  1.5 calls  old/kl 0.0123  clip 4.5%  entropy 1.5  "
+    )
+    rows = {line.split("  ")[0]: line.partition("  ")[2].strip() for line in lines}
+    assert rows["reward"] == "0.5000 at first, 0.5000 at last" and rows["rollouts"] == "2"
+    assert rows["signal"] == "75% at first, 50% at last"
+    assert rows["entropy"] == "1.25 at first, 1.5 at last"
+    assert rows["clip"] == "4.5% at first, 4.5% at last"
+    assert rows["calls"] == "1.5 at first, 1.5 at last" and rows["ends"].startswith("88%")
+
+
+@pytest.mark.parametrize(
+    ("width", "kept"),
+    [(60, "reward 0.500  1 day, 0:06:23 left"), (80, "reward 0.500  signal 75%  ends 88%  1 day,")],
+)
+def test_a_narrow_terminal_keeps_the_reward_of_a_policy_gradient(width: int, kept: str) -> None:
+    stream = io.StringIO()
+    report = ConsoleReport(1, Console(file=stream, force_terminal=True, width=width))
+    report({**START, "num_steps": 10_000, "dropped": []})
+    report(ROLLED_OUT)
+    report(step(1234, seconds=9.9, **POLICY, kl=0.0163))
+    report.close()
+    assert kept in stream.getvalue()
 
 
 def test_checks_that_were_left_out_by_name_have_a_line_of_their_own() -> None:
@@ -326,19 +383,24 @@ def test_the_sinks_that_were_asked_for_are_opened(
 def test_wandb_is_told_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told_wandb: list[Any] = []
     run = SimpleNamespace(
-        config=SimpleNamespace(update=lambda fields: told_wandb.append(fields["num_steps"])),
-        log=lambda values, step: told_wandb.append((step, values["train/loss"])),
+        config=SimpleNamespace(
+            update=lambda fields, **_: told_wandb.append(fields["start"]["num_steps"])
+        ),
+        define_metric=lambda *_, **__: None,
+        log=lambda values: told_wandb.append((values["step"], values["train/loss"])),
         finish=lambda: told_wandb.append("finished"),
     )
     module = SimpleNamespace(
-        init=lambda **fields: told_wandb.append(fields["project"]) or run, Error=ValueError
+        init=lambda **fields: told_wandb.append((fields["project"], fields["id"])) or run,
+        Error=ValueError,
+        Settings=SimpleNamespace,
     )
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.delitem(sys.modules, "taut.train.log.wandb", raising=False)
     from taut.train.log.wandb import WeightsAndBiases
 
-    write(WeightsAndBiases("p", tmp_path), START, step(1))
-    assert told_wandb == ["p", 4, (1, 1.0), "finished"]
+    write(WeightsAndBiases("p", tmp_path, "abc", {}), START, step(1))
+    assert told_wandb == [("p", "abc"), 4, (1, 1.0), "finished"]
 
 
 def test_a_report_that_fails_does_not_end_the_run(
@@ -352,10 +414,9 @@ def test_a_report_that_fails_does_not_end_the_run(
     def fail(*_: Any, **__: Any) -> None:
         raise Lost("no connection")
 
-    run = SimpleNamespace(
-        config=SimpleNamespace(update=lambda _: None), log=fail, finish=lambda: None
-    )
-    module = SimpleNamespace(init=lambda **_: run, Error=Lost)
+    run = SimpleNamespace(define_metric=lambda *_, **__: None, log=fail, finish=lambda: None)
+    module = SimpleNamespace(init=lambda **_: run, Error=Lost, Settings=SimpleNamespace)
+    (tmp_path / "resolved.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setattr("taut.extras.find_spec", lambda _: True)
     monkeypatch.delitem(sys.modules, "taut.train.log.wandb", raising=False)
@@ -441,3 +502,21 @@ def test_the_numbers_of_an_evaluation_by_generation_are_curves() -> None:
     assert found["eval/exact_match"] == 0.5
     assert found["eval/stopped"] == 0.875
     assert "eval/samples" not in found
+
+
+def test_the_first_warning_of_a_kind_says_where_its_step_is_shown() -> None:
+    stream = io.StringIO()
+    report = ConsoleReport(1, Console(file=stream, width=200), Path("runs/a b"))
+    for step, name in ((3, "spike"), (4, "spike"), (5, "equal_rewards"), (6, "checkpoint")):
+        report({"kind": "warning", "time": 0, "step": step, "name": name, "detail": "d"})
+    report({"kind": "warning", "time": 0, "name": "lock", "detail": "d"})
+    look = "look  taut show --step {0} 'runs/a b', or taut page 'runs/a b' and #/run/a%20b/samples?step={0}"
+    assert stream.getvalue().splitlines() == [
+        "warning at step 3: d",
+        look.format(3),
+        "warning at step 4: d",
+        "warning at step 5: d",
+        look.format(5),
+        "warning at step 6: d",
+        "warning: d",
+    ]

@@ -1,0 +1,160 @@
+"""Where a run comes from, for its start event: the command, the code, the machine and the versions.
+
+    argv           the command line; values of words that are called token, key, password or secret are hidden
+    git            {"commit", "is_dirty"} of the directory that the run was started in; absent where there is none
+    host           the name of the machine that writes the run
+    devices        of each rank: {"host", "name", "memory_bytes"}, of a GPU, or of the processor and the host's memory
+    versions       python, each package of taut's that is installed here, and cuda and driver where there is a GPU
+    num_cpus, num_threads    logical processors that the process may use, and threads that compute
+
+What cannot be found out is left out, and nothing here ends a run: git has ``GIT_SECONDS``.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.requirements import Requirement
+
+from taut.errors import HIDDEN, redacted
+from taut.train.distributed import Ranks
+
+GIT_SECONDS = 5.0
+"""Time limit of each call of git: the directory may be on a network."""
+PACKAGES = ("torch", "transformers", "peft", "tokenizers")
+"""Named in any case; the others are what taut's metadata require."""
+SECRET = re.compile(
+    r"(?:.*[._-])?(?:token|key|password|passwd|pwd|secret|credentials?)", re.IGNORECASE
+)
+"""Names of words whose values are hidden."""
+DRIVER = Path("/proc/driver/nvidia/version")
+PROCESSOR = Path("/proc/cpuinfo")
+
+
+def origin(ranks: Ranks) -> dict[str, Any]:
+    """The fields; every rank calls it."""
+    device = ranks.device
+    code = git_state(Path.cwd()) if ranks.is_writer else None
+    return {
+        "argv": hidden(sys.orig_argv),
+        **({} if code is None else {"git": code}),
+        "host": platform.node(),
+        "devices": ranks.gather({"host": platform.node(), **describe(device)}),
+        "versions": versions(device),
+        "num_cpus": num_cpus(),
+        "num_threads": torch.get_num_threads(),
+    }
+
+
+def hidden(words: Sequence[str]) -> list[str]:
+    """The words of a command line without their secrets: those of URLs, ``--token VALUE`` and ``key=VALUE``."""
+    shown: list[str] = []
+    is_secret = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        is_named = SECRET.fullmatch(name) is not None
+        if is_secret and not word.startswith("-"):
+            shown.append(HIDDEN)
+        else:
+            shown.append(f"{name}={HIDDEN}" if equals and is_named else redacted(word))
+        is_secret = is_named and not equals and word.startswith("--")
+    return shown
+
+
+def git_state(directory: Path) -> dict[str, Any] | None:
+    """The commit that is checked out, and whether tracked files differ from it; None where there is no repository, or
+    git does not answer.
+    """
+    commit = _git(directory, "rev-parse", "--verify", "HEAD")
+    if commit is None:
+        return None
+    changed = _git(directory, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit} | ({} if changed is None else {"is_dirty": bool(changed)})
+
+
+def _git(directory: Path, *words: str) -> str | None:
+    """What git prints. It runs no program that the repository's configuration names, and takes no lock."""
+    try:
+        done = subprocess.run(
+            ["git", "-c", "core.fsmonitor=false", "-C", str(directory), *words],
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=GIT_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else None
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """A device's name and memory; of a CPU those of the host."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return {"name": properties.name, "memory_bytes": properties.total_memory}
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"name": _processor(), "memory_bytes": memory}
+
+
+def _processor() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", PROCESSOR.read_text(), re.MULTILINE)
+    except OSError:  # macOS has none
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    """The versions of Python, the packages, and of what drives the GPU, by name."""
+    found = {"python": platform.python_version()}
+    for name in dict.fromkeys((*PACKAGES, *_required())):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # an extra that is not installed
+            continue
+    if device.type == "cuda":
+        compiled = torch.version.cuda or getattr(torch.version, "hip", None)
+        found |= {"cuda": compiled} if compiled else {}
+        found |= {"driver": driver} if (driver := _driver()) else {}
+    return found
+
+
+def _required() -> list[str]:
+    """The packages that taut and its extras are made with; none where taut runs from its source."""
+    try:
+        lines = metadata.requires("taut") or []
+    except metadata.PackageNotFoundError:
+        return []
+    packages = [Requirement(line) for line in lines]
+    return [
+        package.name
+        for package in packages
+        if package.name != "taut" and "dev" not in str(package.marker)
+    ]
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's driver, as the kernel tells it."""
+    try:
+        found = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d[\d.]+)", DRIVER.read_text())
+    except OSError:  # another vendor's, or a container that does not show it
+        return None
+    return found[1] if found else None
+
+
+def num_cpus() -> int:
+    """The logical processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,64 @@
+"""The samples of a step as texts, for sinks that show tables: some of those that the recorder records.
+
+    table = shown(rows)              at most ROWS rows, each text at most CHARACTERS long
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import NamedTuple, Protocol, runtime_checkable
+
+ROWS = 16
+"""Samples of a step in a table."""
+CHARACTERS = 2000
+"""Characters of a prompt or an answer in a table; of a longer prompt the last ones, of a longer answer the first."""
+
+
+class ShownSample(NamedTuple):
+    """A row of a table. Numbers are None where the method has none."""
+
+    sample_id: str
+    prompt: str
+    answer: str
+    reward: float | None = None
+    advantage: float | None = None
+    """Mean over the sampled tokens."""
+    logprob: float | None = None
+    """Mean over the targets, by the weights that the step began with."""
+
+
+COLUMNS = ShownSample._fields
+
+
+@runtime_checkable
+class SampleSink(Protocol):
+    """A sink that shows samples too."""
+
+    def samples(self, step: int, rows: list[ShownSample]) -> None: ...
+
+
+def shown(rows: Iterable[ShownSample]) -> list[ShownSample]:
+    """The rows of a table, bounded."""
+    return [
+        row._replace(
+            prompt=row.prompt[-CHARACTERS:],
+            answer=row.answer[:CHARACTERS],
+        )
+        for row in islice(rows, ROWS)
+    ]
+
+
+def as_markdown(rows: Iterable[ShownSample]) -> list[list[str]]:
+    """Headings and rows of cells for viewers that read Markdown: each text is shown as it is, line by line."""
+    return [list(COLUMNS), *([_cell(value) for value in row] for row in rows)]
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "\n".join(f"    {line}" for line in str(value).splitlines()) or ""
