@@ -60,7 +60,7 @@ def run(config: Rollouts) -> int:
     recorded = Recorded(user_path(config.out, "out"))
     key = "taut grpo and the like, with log.rollouts.max_gib above 0"
     step = recorded.require_step(config.step, recorded.rollout_steps, "rollouts", key)
-    rows = recorded.rollouts(step)
+    rows, trained = recorded.rollouts(step), recorded.trained_on(step)
     whole = [list(group) for _, group in groupby(rows, key=lambda row: row["group"])]
     chosen = [g for g in whole if config.prompt in (None, g[0]["prompt_id"])]
     if not chosen:
@@ -74,9 +74,9 @@ def run(config: Rollouts) -> int:
             sys.stdout.write(json.dumps(to_json(row), ensure_ascii=False) + "\n")
         return 0
     terminal = Terminal()
-    terminal.print(Text(_summary(step, rows, whole), "bold"))
+    terminal.print(Text(_summary(step, rows, whole, trained), "bold"))
     for group in chosen[: config.groups]:
-        for part in _group(group):
+        for part in _group(group, trained):
             terminal.print(part)
     left = len(chosen) - config.groups
     if left > 0:
@@ -85,25 +85,53 @@ def run(config: Rollouts) -> int:
     return 0
 
 
-def _summary(step: int, rows: Sequence[Row], groups: Sequence[Sequence[Row]]) -> str:
+def _summary(
+    step: int, rows: Sequence[Row], groups: Sequence[Sequence[Row]], trained: set[str] | None
+) -> str:
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
-    reward = f", mean reward {fmean(rewards):.4g}" if rewards else ""
-    num_useful = sum(why_nothing([row["reward"] for row in group]) is None for group in groups)
+    reward = f", mean reward {fmean(rewards):.4g}" if rewards and _is_judged(rows) else ""
+    num_useful = sum(_why_unlearned(group, trained) is None for group in groups)
     return (
         f"step {step}: {counted(len(groups), 'prompts')}, {counted(len(rows), 'answers')}{reward}, "
-        f"{num_useful} with a signal"
+        f"something to learn from in {num_useful}"
     )
 
 
-def _group(group: Sequence[Row]) -> Iterator[Text | Table]:
-    first, nothing = group[0], why_nothing([row["reward"] for row in group])
+def _is_judged(rows: Sequence[Row]) -> bool:
+    """Whether completions get rewards in this run: where none does, all are learned from."""
+    return any(row["rewards"] for row in rows)
+
+
+def _why_unlearned(group: Sequence[Row], trained: set[str] | None) -> str | None:
+    """Why nothing is learned from a group; None where something is. ``trained``: what was trained on; None: that is to
+    come, and the rewards alone are looked at.
+    """
+    learned = [
+        row
+        for row in group
+        if trained is not None
+        and row["sample_id"] in trained
+        and (row["advantage_N"] is None or any(row["advantage_N"]))
+    ]
+    rewards = [row["reward"] for row in group]
+    is_judged = _is_judged(group) or all(reward is None for reward in rewards)
+    if learned:
+        return None
+    nothing = why_nothing(rewards) if is_judged else None
+    if nothing is not None or trained is None:
+        return nothing
+    return "none of its answers was chosen, or all advantages are 0"
+
+
+def _group(group: Sequence[Row], trained: set[str] | None) -> Iterator[Text | Table]:
+    first, nothing = group[0], _why_unlearned(group, trained)
     expected = (
         f"  expected: {one_line(' | '.join(first['references']))}" if first["references"] else ""
     )
     yield Text(f"\n{first['prompt_id']}{expected}", "bold cyan")
     yield Text(one_line(prompt_text(first))[-PROMPT_SHOWN:], "dim")
     if nothing is not None:
-        replaced = "" if first["is_kept"] else "; replaced by another prompt"
+        replaced = "" if first["is_kept"] else "; left out for other prompts"
         yield Text(f"nothing is learned from it: {nothing}{replaced}", "yellow")
     names = list(dict.fromkeys(part["name"] for row in group for part in row["rewards"]))
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")

@@ -6,6 +6,7 @@ Every sample of the step with the mean -logprob of its targets, the highest firs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
@@ -69,6 +70,8 @@ def run(config: ShowStep) -> int:
 
 
 def _headline(event: Event) -> str:
+    if not event["sample_ids"]:
+        return f"step {event['step']}: skipped, as there was nothing to learn from"
     return (
         f"step {event['step']}: loss {event['loss']:.5g}, gradient norm {event['grad_norm']:.4g}, "
         f"{counted(len(event['sample_ids']), 'samples')}, {counted(event['num_targets'], 'targets')}"
@@ -81,8 +84,10 @@ def _samples(event: Event) -> Table:
     table.add_column("nats a target", justify="right")
     table.add_column("sample", overflow="fold")
     values = event.get("sample_nll", [None] * len(event["sample_ids"]))
-    pairs = sorted(zip(values, event["sample_ids"], strict=True), key=lambda pair: -(pair[0] or 0))
-    for value, sample_id in pairs:
+    # a sample without targets has none
+    known = [v if isinstance(v, int | float) and not math.isnan(v) else None for v in values]
+    pairs = zip(known, event["sample_ids"], strict=True)
+    for value, sample_id in sorted(pairs, key=lambda pair: (pair[0] is None, -(pair[0] or 0))):
         table.add_row("" if value is None else f"{value:.4g}", one_line(sample_id))
     return table
 
@@ -104,8 +109,12 @@ def _tokens(row: Row, recorded: Recorded) -> Iterator[Text]:
     named = ", ".join(f"{one_line(pieces[at])!r} {nll[at]:.2f}" for at in least)
     if named:
         yield Text(f"least expected: {named}", "dim")
-    for name, numbers in row["streams"]:
-        yield Text(f"{name}: {_range(numbers)}", "dim")
+    of_targets = [*row["streams"], ("entropy_N", row["entropy_N"]), ("scalar_R", row["scalar_R"])]
+    for name, numbers in of_targets:
+        if numbers:
+            yield Text(f"{name}: {_range(numbers)}", "dim")
+    for name, number in row["values"]:
+        yield Text(f"{name}: {number:.4g}", "dim")
 
 
 def _coloured(pieces: Sequence[str], nll: dict[int, float]) -> Text:

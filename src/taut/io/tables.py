@@ -19,13 +19,14 @@ No torch here.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -46,17 +47,43 @@ ROWS = 256
 """Rows of a batch that is read from a sealed part."""
 
 
-class _Stream(NamedTuple):
-    """The part that is being written."""
+class _Stream:
+    """The part that is being written: whole batches alone."""
 
-    path: Path
-    file: BinaryIO
-    writer: pa.RecordBatchStreamWriter
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self.path, self.schema, self.size = path, schema, 0
+        self._begin()
+        self._file = files.open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        files.sync(path.parent)
 
-    @classmethod
-    def create(cls, path: Path, schema: pa.Schema) -> _Stream:
-        file = os.fdopen(files.open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb")
-        return cls(path, file, pa.ipc.new_stream(file, schema, options=OPTIONS))
+    def _begin(self) -> None:
+        self._waiting = io.BytesIO()
+        """What the next batch is in the file, the first one with the schema."""
+        self._writer = pa.ipc.new_stream(self._waiting, self.schema, options=OPTIONS)
+
+    def append(self, batch: pa.RecordBatch) -> None:
+        """Append a batch. Where the system cannot write it (OSError), the file is as it was."""
+        try:
+            self._writer.write_batch(batch)
+            content, at = self._waiting.getvalue(), self.size
+            while content:
+                written = os.pwrite(self._file, content, at)
+                content, at = content[written:], at + written
+            self.size = at
+        except BaseException:
+            os.ftruncate(self._file, self.size)
+            raise
+        finally:
+            self._waiting.seek(0)
+            self._waiting.truncate()
+            if self.size == 0:
+                self._begin()  # the schema has not been written either
+
+    def sync(self) -> None:
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        os.close(self._file)
 
 
 class TableWriter:
@@ -69,25 +96,25 @@ class TableWriter:
         seal_parts(directory)
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append rows, which have the schema's columns. They survive a kill of this process once this returns."""
+        """Append rows, which have the schema's columns. They survive a kill of this process once this returns; where it
+        raises, the table is as it was.
+        """
         if not rows:
             return
-        batch = pa.RecordBatch.from_pylist(list(rows), self.schema)
+        batch = _batch_of(rows, self.schema)
         with writing_to(self.directory):
             if self._open is None:
                 path = self.directory / f"{_next_number(self.directory):06}.arrows"
-                self._open = _Stream.create(path, self.schema)
-            self._open.writer.write_batch(batch)
-            self._open.file.flush()
-            is_full = self._open.file.tell() >= self.seal_bytes
-        if is_full:
+                self._open = _Stream(path, self.schema)
+            self._open.append(batch)
+        if self._open.size >= self.seal_bytes:
             self.close()
 
     def sync(self) -> None:
         """Force what was appended to the disk: a power failure loses none of it."""
         if self._open is not None:
             with writing_to(self.directory):
-                os.fsync(self._open.file.fileno())
+                self._open.sync()
 
     @property
     def num_bytes(self) -> int:
@@ -98,12 +125,30 @@ class TableWriter:
         """Seal the part that is being written; another ``append`` begins a new one."""
         if self._open is None:
             return
-        path, file, writer = self._open
+        ended, self._open = self._open, None
         with writing_to(self.directory):
-            writer.close()
-            file.close()
-            self._open = None
-            _seal(path)
+            ended.close()
+            _seal(ended.path)
+
+
+def _batch_of(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.RecordBatch:
+    """The rows as a batch. Half a surrogate pair, as in the name of a file that is not UTF-8, becomes a question
+    mark.
+    """
+    try:
+        return pa.RecordBatch.from_pylist(list(rows), schema)
+    except UnicodeEncodeError:
+        return pa.RecordBatch.from_pylist([_encodable(row) for row in rows], schema)
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, Mapping):
+        return {key: _encodable(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encodable(part) for part in value]
+    return value
 
 
 def seal_parts(directory: Path) -> None:
@@ -167,10 +212,14 @@ def _read_part(
 ) -> Iterator[pa.RecordBatch]:
     wanted = None if columns is None else [*dict.fromkeys(("step", *columns))]
     with _reading(path):
-        if path.suffix == ".arrows" and path.exists():
-            yield from _read_stream(path, wanted)
-        elif (sealed := path.with_suffix(".parquet")).exists():  # it may have been sealed just now
-            yield from _read_sealed(sealed, wanted, step)
+        if path.suffix == ".arrows":
+            try:
+                yield from _read_stream(path, wanted)
+                return
+            except FileNotFoundError:  # it has been sealed just now
+                path = path.with_suffix(".parquet")
+        if path.exists():
+            yield from _read_sealed(path, wanted, step)
 
 
 @contextmanager
@@ -277,7 +326,7 @@ def _seal(stream: Path) -> None:
     """Turn a stream into a sealed part."""
     sealed = stream.with_suffix(".parquet")
     if not sealed.exists():
-        _write_sealed(sealed, _read_stream(stream))
+        _write_sealed(sealed, _read_part(stream, None, None))
     stream.unlink()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -94,6 +95,12 @@ class Recorded:
     @cached_property
     def _token_tables(self) -> dict[Path, tables.TableReader]:
         return {}
+
+    def trained_on(self, step: int) -> set[str] | None:
+        """The ids of the samples of a step's rollout that were trained on; None: no step has trained on it yet."""
+        following = next((other for other in self.rollout_steps if other > step), math.inf)
+        steps = [e for e in self.events if e["kind"] == "step" and step <= e["step"] < following]
+        return {name for event in steps for name in event["sample_ids"]} if steps else None
 
     def event_of(self, kind: str, step: int) -> Event | None:
         """The event of a kind and a step."""

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from taut.errors import OutputError
+from taut.errors import DataError, OutputError
 from taut.train.distributed import Ranks
 from taut.train.log import LogConfig
 from taut.train.log.events import Event
@@ -121,13 +122,15 @@ class Recorder:
 
     def sync(self) -> None:
         """Force what is recorded to the disk."""
-        for table in self._tables.values():
-            table.sync()
+        with self._unless_full():
+            for table in self._tables.values():
+                table.sync()
 
     def close(self) -> None:
-        """Seal the tables."""
+        """Seal the tables. What cannot be sealed can still be read, and a resume seals it."""
         for table in self._tables.values():
-            table.close()
+            with suppress(OutputError, DataError):
+                table.close()
 
     # -- what it is told
 
@@ -162,7 +165,8 @@ class Recorder:
         if ROLLOUTS not in self._tables:
             from taut.io import tables
 
-            tables.drop_from(place, step)
+            with self._unless_full():
+                tables.drop_from(place, step)
         elif self._tables[ROLLOUTS].num_bytes >= limit * GIB:
             if not self._is_full:
                 self._is_full = True
@@ -218,14 +222,21 @@ class Recorder:
     ) -> None:
         from taut.io.tables import TableWriter
 
-        assert self.out is not None
+        with self._unless_full():
+            if self.out is not None:
+                if place not in self._tables:
+                    self._tables[place] = TableWriter(self.out / place, schema)
+                self._tables[place].append(rows)
+
+    @contextmanager
+    def _unless_full(self) -> Iterator[None]:
+        """What cannot be written is reported, and nothing more is recorded."""
         try:
-            if place not in self._tables:
-                self._tables[place] = TableWriter(self.out / place, schema)
-            self._tables[place].append(rows)
+            yield
         except OutputError as error:
-            self.out = None
-            self.emit("warning", name="record", detail=f"nothing more is recorded: {error}")
+            if self.out is not None:
+                self.out = None
+                self.emit("warning", name="record", detail=f"nothing more is recorded: {error}")
 
 
 def choose(report: StepReport, count: int, seed: int) -> list[Chosen]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from taut.errors import DataError, OutputError
+from taut.io import tables
 from taut.io.tables import TableWriter, drop_from, read_tables
 
 SCHEMA = pa.schema({"step": pa.int32(), "text": pa.string(), "logp_N": pa.list_(pa.float32())})
@@ -120,6 +123,76 @@ def test_a_table_of_another_version_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows(1), schema), tmp_path / "000001.parquet")
     with pytest.raises(DataError, match="a table of version 7; expected version 1"):
         steps_of(tmp_path)
+
+
+def test_a_disk_that_is_full_leaves_whole_batches_and_may_have_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.pwrite
+    writer = written(tmp_path, range(1, 4), seal_bytes=10**6)
+
+    def half(file: int, content: bytes, at: int) -> int:
+        if len(content) < 100:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(file, content[: len(content) // 2], at)
+
+    monkeypatch.setattr(os, "pwrite", half)
+    for _ in range(2):
+        with pytest.raises(OutputError, match="No space left on device"):
+            writer.append(rows(4))
+        assert steps_of(tmp_path) == expected(range(1, 4))
+    monkeypatch.setattr(os, "pwrite", real)
+    writer.append(rows(5))
+    assert steps_of(tmp_path) == [1, 1, 2, 2, 3, 3, 5, 5]
+    writer.close()
+    assert steps_of(tmp_path) == [1, 1, 2, 2, 3, 3, 5, 5]
+
+
+def test_a_full_disk_before_the_first_batch_leaves_a_table_without_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    writer = TableWriter(tmp_path, SCHEMA)
+    with pytest.raises(OutputError):
+        writer.append(rows(1))
+    monkeypatch.undo()
+    assert steps_of(tmp_path) == []
+    writer.append(rows(2))
+    writer.close()
+    assert steps_of(tmp_path) == [2, 2]
+
+
+def test_half_a_surrogate_pair_is_written_as_a_question_mark(tmp_path: Path) -> None:
+    schema = SCHEMA.append(pa.field("said", pa.list_(pa.struct({"a": pa.string()}))))
+    writer = TableWriter(tmp_path, schema)
+    writer.append([{"step": 1, "text": "a\ud800b", "logp_N": [1.5], "said": [{"a": "\udfff"}]}])
+    writer.close()
+    (row,) = [row for batch in read_tables(tmp_path) for row in batch.to_pylist()]
+    assert row == {"step": 1, "text": "a?b", "logp_N": [1.5], "said": [{"a": "?"}]}
+
+
+def test_a_resume_with_a_damaged_stream_is_refused_in_a_line(tmp_path: Path) -> None:
+    stream = killed(tmp_path, range(1, 9))
+    content = bytearray(stream.read_bytes())
+    message = content.index(b"\xff\xff\xff\xff", 4) + 8
+    content[message : message + 16] = b"\xff" * 16
+    stream.write_bytes(content)
+    with pytest.raises(DataError, match=r"cannot read .*000001\.arrows: .*remove the file"):
+        drop_from(stream.parent, 5)
+    assert [path.name for path in stream.parent.iterdir()] == [stream.name]
+
+
+def test_a_stream_that_is_sealed_while_it_is_looked_for_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = written(tmp_path, range(1, 4), seal_bytes=10**6)
+    listed = tables._parts(tmp_path)
+    writer.close()
+    monkeypatch.setattr(tables, "_parts", lambda _: listed)
+    assert steps_of(tmp_path) == expected(range(1, 4))
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:

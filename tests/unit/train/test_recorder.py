@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +23,11 @@ from transformers import AutoModelForCausalLM
 
 import taut
 from taut.cli import main
+from taut.commands import show_step
+from taut.commands.rollouts import _why_unlearned as why_unlearned
 from taut.data.packing import pack
 from taut.io.tables import read_tables
-from taut.run.recorded import Recorded
+from taut.run.recorded import Recorded, Row
 from taut.train.log import LogConfig, TokenRecordConfig
 from taut.train.recorder import LEVELS, Recorder, _shared, choose
 from taut.train.trainer import StepReport
@@ -280,3 +284,69 @@ def forget_replies(folder: Path) -> None:
         )
         bare = pa.array(table["rewards"].to_pylist(), pa.list_(part))
         pq.write_table(table.set_column(at, "rewards", bare), path)
+
+
+def answer(name: str, reward: float | None, advantage: float | None, kind: str = "r") -> Row:
+    rewards = [] if not kind else [{"name": kind, "value": reward}]
+    advantages = None if advantage is None else [advantage, advantage]
+    row = {"sample_id": name, "reward": reward, "rewards": rewards, "advantage_N": advantages}
+    return row | {"is_kept": True}
+
+
+def test_what_is_said_to_be_learned_is_what_was_trained_on() -> None:
+    """A critic, a penalty, imitation and distillation learn from groups whose rewards are all equal."""
+    equal = [answer("a", 1.0, 0.3), answer("b", 1.0, -0.3)]
+    assert why_unlearned(equal, {"a", "b"}) is None
+    assert why_unlearned([answer("a", 1.0, 0.0), answer("b", 1.0, 0.0)], {"a", "b"}) == (
+        "all rewards are 1"
+    )
+    imitated = [answer("a", 1.0, None), answer("b", 1.0, None)]
+    assert why_unlearned(imitated, {"a"}) is None
+    assert why_unlearned(imitated, {"c"}) == "all rewards are 1"
+    assert why_unlearned([answer("a", 1.0, None), answer("b", 0.0, None)], {"c"}) == (
+        "none of its answers was chosen, or all advantages are 0"
+    )
+    unjudged = [answer("a", 0.0, None, ""), answer("b", 0.0, None, "")]
+    assert why_unlearned(unjudged, {"a", "b"}) is None and why_unlearned(unjudged, None) is None
+    assert why_unlearned(equal, None) == "all rewards are 1"
+    assert why_unlearned([answer("a", None, None)], None) == "no answer has a reward"
+
+
+def test_a_step_without_samples_or_with_one_without_targets_is_shown() -> None:
+    event = {"step": 3, "sample_ids": [], "loss": 0.0, "grad_norm": 0.0, "num_targets": 0}
+    assert show_step._headline(event) == "step 3: skipped, as there was nothing to learn from"
+    table = show_step._samples({"sample_ids": ["a", "b", "c"], "sample_nll": ["nan", 0.5, 2.0]})
+    assert [[*column.cells] for column in table.columns] == [["2", "0.5", ""], ["c", "b", "a"]]
+
+
+def test_a_full_disk_is_reported_once_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, dict[str, Any]]] = []
+    recorder = Recorder(emit=lambda kind, **fields: told.append((kind, fields)))
+    recorder.open(tmp_path, [b"a"], None)
+    schema = pa.schema({"step": pa.int32(), "text": pa.string()})
+
+    def record(step: int) -> None:
+        recorder.add_rollouts(step, schema, lambda: [{"step": step, "text": "said"}])
+
+    record(1)
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "fsync", full)
+    record(2)
+    record(3)
+    recorder.sync()
+    recorder.close()
+    assert [(kind, fields["name"]) for kind, fields in told] == [("warning", "record")]
+    assert "nothing more is recorded: cannot write" in told[0][1]["detail"]
+    assert rows_in(tmp_path / "rollouts") == [{"step": 1, "text": "said"}]
+    monkeypatch.undo()
+    again = Recorder()
+    again.open(tmp_path, [b"a"], from_step=1)
+    again.add_rollouts(2, schema, lambda: [{"step": 2, "text": "again"}])
+    again.close()
+    assert [row["text"] for row in rows_in(tmp_path / "rollouts")] == ["said", "again"]
