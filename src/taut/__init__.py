@@ -50,12 +50,12 @@ if TYPE_CHECKING:
     from taut.commands.export import Export
     from taut.commands.generate import Generate, Generated
     from taut.commands.merge import Merge, Merged
-    from taut.commands.runs import RunState
     from taut.commands.score import Score, Scored
     from taut.commands.teach import Taught, Teach
     from taut.commands.train import Result
     from taut.commands.verify import Finding, Verify
     from taut.methods.method import RunConfig as Run
+    from taut.run.states import RunState
 
 _T = TypeVar("_T")
 

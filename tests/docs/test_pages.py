@@ -74,7 +74,9 @@ def test_every_page_can_be_reached_from_the_readme_or_the_index() -> None:
 def test_the_page_on_installing_has_every_extra() -> None:
     said = (ROOT / "docs" / "install.md").read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert re.findall(r"^\| `(\w+)` \|", said, re.MULTILINE) == [*project["optional-dependencies"]]
+    assert re.findall(r"^\| `([\w-]+)` \|", said, re.MULTILINE) == [
+        *project["optional-dependencies"]
+    ]
 
 
 def test_no_page_but_that_of_an_index_takes_taut_from_one() -> None:
@@ -118,9 +120,8 @@ def test_every_command_of_a_page_is_accepted(
     if called.has_method and (named or not called.is_raw):
         cls = class_of(None, [word.removeprefix("--") for word in named])
         given = [word for word in given if word not in ("--full", "--json")]
-    path, overrides = sort_words(
-        given, {row.key for row in describe(cls) if row.type == "true | false"}, called.alone
-    )
+    switches = {row.key for row in describe(cls) if row.type == "true | false"}
+    path, overrides = sort_words(given, switches, called.alone, called.many)
     if not called.has_method and called.config is not None and "RUN.toml" not in called.words:
         assert path is None, f"{page}: {path} is no argument"
         assert isinstance(load(cls, None, overrides), cls)

@@ -328,8 +328,11 @@ SHUTDOWN_SECONDS = 30
 """Seconds in which current requests may finish when the server ends."""
 
 
-def serve(app: App, limits: HttpLimits, listener: socket.socket) -> None:
-    """Serve until a signal; current requests are answered. A second signal ends it immediately.
+def serve(
+    app: App, limits: HttpLimits, listener: socket.socket, ending: threading.Event | None = None
+) -> None:
+    """Serve until a signal; current requests are answered. A second signal ends it immediately. ``ending`` is set at
+    the first, for answers that would go on for ever.
 
     Uvicorn handles SIGTERM and SIGINT. Other signals must not raise an exception here: inside a request it would end
     the request only, and the server would continue.
@@ -348,6 +351,7 @@ def serve(app: App, limits: HttpLimits, listener: socket.socket) -> None:
         h11_max_incomplete_event_size=limits.max_header_bytes,
     )
     server = _Server(config)
+    server.ending = ending
     others = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, server.handle_exit) for number in others if is_main}
@@ -359,7 +363,11 @@ def serve(app: App, limits: HttpLimits, listener: socket.socket) -> None:
 
 
 class _Server(uvicorn.Server):
+    ending: threading.Event | None = None
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.ending is not None:
+            self.ending.set()
         self.force_exit = self.should_exit  # the second signal
         self.should_exit = True
 

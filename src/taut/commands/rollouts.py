@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from statistics import fmean
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 from rich.table import Table
@@ -21,7 +21,7 @@ from taut.config import configclass, user_path
 from taut.errors import OutputError
 from taut.io.console import counted, one_line
 from taut.io.terminal import Terminal
-from taut.run.recorded import Recorded, Row
+from taut.run.recorded import Recorded, Row, answer_text, prompt_text, why_nothing
 from taut.train.log.events import to_json
 
 PROMPT_SHOWN = 400
@@ -88,25 +88,15 @@ def run(config: Rollouts) -> int:
 def _summary(step: int, rows: Sequence[Row], groups: Sequence[Sequence[Row]]) -> str:
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
     reward = f", mean reward {fmean(rewards):.4g}" if rewards else ""
-    num_useful = sum(_why_nothing(group) is None for group in groups)
+    num_useful = sum(why_nothing([row["reward"] for row in group]) is None for group in groups)
     return (
         f"step {step}: {counted(len(groups), 'prompts')}, {counted(len(rows), 'answers')}{reward}, "
         f"{num_useful} with a signal"
     )
 
 
-def _why_nothing(group: Sequence[Row]) -> str | None:
-    """Why nothing is learned from a group; None where something is."""
-    rewards = {row["reward"] for row in group if row["reward"] is not None}
-    if not rewards:
-        return "no answer has a reward"
-    if len(rewards) == 1 and len(group) > 1:
-        return f"all rewards are {rewards.pop():g}"
-    return None
-
-
 def _group(group: Sequence[Row]) -> Iterator[Text | Table]:
-    first, nothing = group[0], _why_nothing(group)
+    first, nothing = group[0], why_nothing([row["reward"] for row in group])
     expected = (
         f"  expected: {one_line(' | '.join(first['references']))}" if first["references"] else ""
     )
@@ -139,27 +129,3 @@ def _group(group: Sequence[Row]) -> Iterator[Text | Table]:
             Text(one_line(answer_text(row)) + (f"  [{one_line(said)}]" if said else "")),
         )
     yield table
-
-
-def prompt_text(row: Row) -> str:
-    """The prompt: its text, or its messages one after another."""
-    prompt: Any = json.loads(row["prompt"])
-    if isinstance(prompt, str):
-        return prompt
-    return " ".join(f"{message['role']}: {content_of(message)}" for message in prompt)
-
-
-def answer_text(row: Row) -> str:
-    """What was sampled: the completion, or the turns of a conversation."""
-    messages = json.loads(row["messages"])
-    if len(messages) < 2:
-        return str(row["text"])
-    return " ".join(f"{message['role']}: {content_of(message)}" for message in messages)
-
-
-def content_of(message: dict[str, Any]) -> str:
-    """A message's text, with its tool calls as JSON."""
-    content = message.get("content")
-    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-    calls = message.get("tool_calls")
-    return text if not calls else f"{text} {json.dumps(calls, ensure_ascii=False)}"

@@ -1,14 +1,7 @@
-"""``taut runs [DIR ...]``: the runs in some directories with their states, the most recently written first.
-
-    running       a live process holds the run's lock; the reason names it
-    finished      the run is complete
-    interrupted   a signal ended it, its state is saved
-    stopped       an error ended it; the reason is shown
-    died          it has neither an end nor a process: it was killed
-    damaged       its resolved.json or events.jsonl cannot be read; the reason is shown
+"""``taut runs [DIR ...]``: the runs in some directories with their states, the most recently written first
+(taut/run/states.py).
 
 ``taut resume`` continues an interrupted, stopped or died run: after its newest complete checkpoint, or from step 1.
-Checkpoints are listed by name; a resume verifies their content. Only the last events are read. Nothing is written.
 
 Imports no torch.
 """
@@ -19,35 +12,18 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, field
 from pathlib import Path
-from typing import Literal
 
 from taut.config import configclass, user_path
-from taut.errors import OutputError, TautError
+from taut.errors import OutputError
 from taut.io.console import one_line
-from taut.train.log.events import Event, newest_first, to_json
-from taut.train.run_dir import (
-    CHECKPOINTS,
-    EVENTS,
-    MARK,
-    MODEL,
-    complete,
-    owner,
-    read_resolved,
-    step_of,
-)
+from taut.run.states import RunState, states_in
+from taut.train.log.events import to_json
+from taut.train.run_dir import MARK
 
-DEPTH = 3
-"""Levels below a directory that are searched for runs."""
 DEFAULT = Path("runs")
-AFTER_END = ("checkpoint", "warning")
-"""Events that may follow the end: of a checkpoint that was being written."""
-
-State = Literal["running", "finished", "interrupted", "stopped", "died", "damaged"]
-ENDED: tuple[State, ...] = ("interrupted", "stopped", "died")
-"""States from which a run can resume."""
 
 
 @configclass
@@ -58,34 +34,6 @@ class Runs:
     """Directories to search, three levels deep; default: runs, or else the current directory."""
     json: bool = False
     """Print a JSON array instead of a table."""
-
-
-@dataclass(frozen=True)
-class RunState:
-    """The state of a run."""
-
-    out: Path
-    state: State
-    method: str | None
-    """The name of the method; None where it cannot be read."""
-    step: int
-    """The last valid step."""
-    num_steps: int | None
-    loss: float | None
-    """Loss of that step."""
-    checkpoint: Path | None
-    """The newest complete checkpoint."""
-    written: float
-    """Time of the last event, in seconds since 1970."""
-    reason: str | None
-    """Why it ended, which process runs it, or the damage."""
-
-    @property
-    def resumes_after(self) -> int | None:
-        """The step after which ``taut resume`` continues; None where it cannot."""
-        if self.state not in ENDED:
-            return None
-        return 0 if self.checkpoint is None else step_of(self.checkpoint)
 
 
 def run(config: Runs) -> int:
@@ -107,52 +55,7 @@ def runs(directories: Sequence[str | os.PathLike[str]]) -> list[RunState]:
     """Every run in the directories (none: those that ``taut runs`` searches), newest first. Raises OutputError where a
     directory cannot be read.
     """
-    outs = [out for place in _places(directories) for out in _find(place)]
-    distinct = {out.resolve(): out for out in reversed(outs)}
-    return sorted(
-        map(state_of, distinct.values()), key=lambda state: (-state.written, str(state.out))
-    )
-
-
-def state_of(out: Path) -> RunState:
-    """The state of the run in ``out``."""
-    holder = owner(out)
-    resolved, damage = {}, []
-    newest: Event | None = None
-    end: Event | None = None
-    step: Event = {}
-    try:
-        resolved = read_resolved(out)
-    except TautError as error:
-        damage.append(str(error))
-    try:
-        newest, end, step = _last_events(out / EVENTS)
-    except TautError as error:
-        damage.append(str(error))
-    state, reason = _state_at_end(end, out)
-    if damage:
-        state, reason = "damaged", "; ".join(damage)
-    if holder is not None:
-        state, reason = "running", "; ".join([holder, *damage])
-    num_steps, method = resolved.get("num_steps"), resolved.get("method")
-    checkpoints = complete(out / CHECKPOINTS)
-    written = None if newest is None else _number(newest.get("time"))
-    if not written:
-        try:
-            written = (out / MARK).stat().st_mtime
-        except OSError:  # removed meanwhile: the run is damaged
-            written = 0.0
-    return RunState(
-        out=out,
-        state=state,
-        method=method if isinstance(method, str) else None,
-        step=step.get("step", 0),
-        num_steps=num_steps if isinstance(num_steps, int) else None,
-        loss=_number(step.get("loss")),
-        checkpoint=checkpoints[-1] if checkpoints else None,
-        written=written,
-        reason=reason,
-    )
+    return states_in(_places(directories))
 
 
 def table(states: Iterable[RunState], now: float) -> str:
@@ -205,52 +108,3 @@ def _places(directories: Sequence[str | os.PathLike[str]]) -> list[Path]:
                 "name another"
             )
     return places
-
-
-def _find(place: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """The runs in a directory, which may be a run itself. Runs are not searched."""
-    try:
-        if (place / MARK).is_file():
-            yield place
-            return
-        below = sorted(
-            Path(entry)
-            for entry in os.scandir(place)
-            if not entry.name.startswith(".") and entry.is_dir()
-        )
-    except OSError:  # no permission, or removed meanwhile
-        return
-    for path in below if depth else ():
-        yield from _find(path, depth - 1)
-
-
-def _last_events(path: Path) -> tuple[Event | None, Event | None, Event]:
-    """The newest event, the event that ended the run if no other followed, and the newest step ({}: none)."""
-    newest, end, is_after_end = None, None, True
-    for event in newest_first(path) if path.is_file() else ():
-        newest = newest or event
-        if is_after_end and event["kind"] not in AFTER_END:
-            is_after_end = False
-            end = event if event["kind"] == "end" else None
-        if event["kind"] == "step":
-            return newest, end, event
-    return newest, end, {}
-
-
-def _state_at_end(end: Event | None, out: Path) -> tuple[State, str | None]:
-    """The state of a run without a process, and why it ended."""
-    if end is None:
-        return "died", None
-    outcome, reason = end.get("outcome"), end.get("reason")
-    if outcome == "finished":
-        result = Path(end.get("model") or MODEL).name  # or the adapter
-        is_there = (out / result).is_dir()
-        return ("finished", None) if is_there else ("stopped", f"finished, but {result}/ is gone")
-    if outcome in ("interrupted", "stopped"):
-        state: State = "interrupted" if outcome == "interrupted" else "stopped"
-        return state, str(reason)
-    return "died", None
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) else None

@@ -492,6 +492,9 @@ def _checkpoints(built: Built, out: Path, start: Start, evaluations: Evaluations
 
 def _emit_start(built: Built, examination: Examination | None) -> None:
     data, trainer = built.inputs.train.report, built.trainer
+    sets = [built.inputs.train.described("train")]
+    if built.inputs.eval is not None:
+        sets.append(built.inputs.eval.described("eval"))
     trainer.emit(
         "start",
         version=version("taut"),
@@ -506,6 +509,7 @@ def _emit_start(built: Built, examination: Examination | None) -> None:
         num_parameters=sum(p.numel() for p in built.scorer.parameters()),
         num_trained=sum(parameter.numel() for parameter in trainer.trained),
         **origin(trainer.ranks),
+        sets=sets,
     )
     if examination is None:
         trainer.emit("check", name="all", outcome="skipped", value=None, detail="check=off")

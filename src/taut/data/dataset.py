@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeAlias, overload
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, overload
 
 import numpy as np
 from pydantic import Field
@@ -57,6 +57,8 @@ CACHE_VERSION = 6
 """Raise it whenever the same row could give other ids or targets, or be refused: it is part of every cache key."""
 BLOCK = 4096
 """Samples that are searched at a time."""
+BINS, LISTED = 40, 200
+"""In the run log's description of a set: bins of the histogram of lengths; rows and sources that are named."""
 
 
 @configclass
@@ -443,6 +445,35 @@ class Dataset(Samples):
     def forms(self) -> Counter[RowForm]:
         """How many rows are conversations, completions of a plain text, or documents."""
         return sum((Counter(part.entry.forms) for part in self.parts), Counter[RowForm]())
+
+    def described(self, name: Split) -> dict[str, Any]:
+        """What the run log says of this set, in a bounded form: sizes, a histogram of lengths, the first rows that were
+        left out or cut, the sources.
+        """
+        report = self.report
+        first, last = int(self.lengths.min()), int(self.lengths.max())
+        edges = np.unique(np.linspace(first, last + 1, BINS + 1).round().astype(np.int64))
+        counts, _ = np.histogram(self.lengths, edges)
+        sizes = ("num_rows", "num_samples", "num_tokens", "num_targets", "num_pictures")
+        listed: dict[str, Any] = {}
+        for kind, incidents in (("dropped", report.dropped), ("cut", report.cut)):
+            listed[f"num_{kind}"] = len(incidents)
+            listed[kind] = [{"place": i.place, "reason": i.reason} for i in incidents[:LISTED]]
+        return {
+            "name": name,
+            **{size: getattr(report, size) for size in sizes},
+            "lengths": {"edges": edges.tolist(), "counts": counts.tolist()},
+            **listed,
+            "sources": [
+                {
+                    "path": part.path,
+                    "weight": part.weight,
+                    "num_rows": part.entry.num_rows,
+                    "num_samples": len(part.entry.arrays["line"]),
+                }
+                for part in self.parts[:LISTED]
+            ],
+        }
 
     def changed_sources(self) -> list[str]:
         """The paths of the sources whose files have changed since they were read, or are gone: a look at each file's

@@ -168,7 +168,7 @@ def _read_part(
     wanted = None if columns is None else [*dict.fromkeys(("step", *columns))]
     with _reading(path):
         if path.suffix == ".arrows" and path.exists():
-            yield from _read_stream(path)
+            yield from _read_stream(path, wanted)
         elif (sealed := path.with_suffix(".parquet")).exists():  # it may have been sealed just now
             yield from _read_sealed(sealed, wanted, step)
 
@@ -184,6 +184,93 @@ def _reading(path: Path) -> Iterator[None]:
             f"cannot read {path}: {reason}; expected a part of a table that a run has written; remove the file to do "
             "without its rows"
         ) from error
+
+
+class TableReader:
+    """Reads a table again and again while it is written. It remembers which steps each part has as long as the part's
+    file is the same, so that a question about a step opens the parts that have it and no other.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._steps_of_part: dict[str, tuple[tuple[str, int, int], frozenset[int]]] = {}
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of which the table has rows."""
+        return sorted(frozenset[int]().union(*(steps for _, steps in self._parts())))
+
+    def read(
+        self, columns: Sequence[str] | None = None, step: int | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """``read_tables``; of columns those that the part has."""
+        for path, steps in self._parts():
+            if step is None or step in steps:
+                for batch in _read_part(path, columns, step):
+                    found = batch if step is None else batch.filter(pc.field("step") == step)
+                    if found.num_rows:
+                        yield found
+
+    def rows_where(
+        self,
+        column: str,
+        value: str,
+        columns: Sequence[str] | None = None,
+        most_steps: int | None = None,
+    ) -> tuple[list[dict[str, Any]], int]:
+        """The rows with this value in a column of texts, of the newest ``most_steps`` steps that have some, and the
+        number of the other steps. Their other columns are read only of these steps.
+        """
+        matches = pc.field(column) == value
+        places = [
+            (step, path)
+            for path, _ in self._parts()
+            for step in sorted(
+                {
+                    step
+                    for batch in _read_part(path, ["step", column], None)
+                    for step in batch.filter(matches)["step"].to_pylist()
+                }
+            )
+        ]
+        num_left = 0 if most_steps is None else max(0, len(places) - most_steps)
+        found = []
+        for step, path in places[num_left:]:
+            wanted = None if columns is None else [*columns, column]
+            for batch in _read_part(path, wanted, step):
+                found += batch.filter((pc.field("step") == step) & matches).to_pylist()
+        return found, num_left
+
+    def _parts(self) -> Iterator[tuple[Path, frozenset[int]]]:
+        """Every part, with its steps."""
+        for path in _parts(self.directory):
+            for place in dict.fromkeys(
+                (path, path.with_suffix(".parquet"))
+            ):  # it may be sealed now
+                try:
+                    status = place.stat()
+                except FileNotFoundError:
+                    continue
+                key = place.suffix, status.st_size, status.st_mtime_ns
+                known = self._steps_of_part.get(path.stem)
+                if known is None or known[0] != key:
+                    batches = _read_part(place, ["step"], None)
+                    found = (step for b in batches for step in pc.unique(b["step"]).to_pylist())
+                    known = key, frozenset(found)
+                    self._steps_of_part[path.stem] = known
+                yield place, known[1]
+                break
+
+
+def means(
+    batches: Sequence[pa.RecordBatch], by: Sequence[str], column: str
+) -> list[tuple[Any, ...]]:
+    """The mean of a column for each combination of others; those that have none are left out."""
+    if not batches:
+        return []
+    grouped = pa.Table.from_batches(batches).group_by(list(by)).aggregate([(column, "mean")])
+    kept = grouped.filter(pc.field(f"{column}_mean").is_valid())
+    return list(zip(*(kept[name].to_pylist() for name in (*by, f"{column}_mean")), strict=True))
 
 
 def _seal(stream: Path) -> None:
@@ -209,13 +296,18 @@ def _write_sealed(path: Path, batches: Iterable[pa.RecordBatch]) -> None:
             parquet.write_table(table)
 
 
-def _read_stream(path: Path) -> Iterator[pa.RecordBatch]:
+def _read_stream(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
     """The whole batches of a stream. Half a batch at its end is what a writer left that was killed, or writes now."""
     with files.open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         try:
             stream = pa.ipc.open_stream(file)
             _require_format(path, stream.schema)
+            if columns is not None:
+                file.seek(0)
+                fields = [i for i, name in enumerate(stream.schema.names) if name in set(columns)]
+                options = pa.ipc.IpcReadOptions(included_fields=fields)
+                stream = pa.ipc.open_stream(file, options=options)
             while True:
                 yield stream.read_next_batch()
         except StopIteration:
@@ -293,8 +385,13 @@ def _last_step(path: Path) -> int:
 
 
 def read_column(path: Path, name: str) -> list[bytes]:
-    """What ``write_column`` wrote."""
-    column: list[bytes] = pq.read_table(path, columns=[name])[name].to_pylist()
+    """What ``write_column`` wrote. Raises DataError where it cannot be read."""
+    try:
+        with files.open_regular(path) as file, pq.ParquetFile(file) as parquet:
+            column: list[bytes] = parquet.read(columns=[name])[name].to_pylist()
+    except (pa.ArrowException, OSError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"cannot read {path}: {reason}; expected what a run has written") from error
     return column
 
 

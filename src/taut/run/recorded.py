@@ -12,6 +12,7 @@ No torch here, and no tokenizer.
 from __future__ import annotations
 
 import codecs
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,8 @@ from taut.train.log import Event, read_events
 from taut.train.run_dir import EVENTS, ROLLOUTS, TOKENS, VOCABULARY, read_resolved
 
 Row = dict[str, Any]
+NO_TEXT = b"\xff"
+"""Bytes that are no UTF-8."""
 
 
 @dataclass(frozen=True)
@@ -39,26 +42,58 @@ class Recorded:
     def events(self) -> list[Event]:
         return read_events(self.out / EVENTS)
 
-    @cached_property
+    @property
     def rollout_steps(self) -> list[int]:
         """The steps before which a rollout was sampled that is recorded."""
-        return _steps([self.out / ROLLOUTS])
+        return self.rollout_table.steps
 
-    @cached_property
+    @property
     def token_steps(self) -> list[int]:
         """The steps of which tokens are recorded."""
-        return _steps(self._folders)
+        return sorted({step for table in self.token_tables for step in table.steps})
 
-    def rollouts(self, step: int) -> list[Row]:
-        """The trajectories of a step, in the order of prompts."""
-        rows = _rows([self.out / ROLLOUTS], step)
-        for part in (part for row in rows for part in row["rewards"]):
+    def rollouts(self, step: int, columns: Sequence[str] | None = None) -> list[Row]:
+        """The trajectories of a step, in the order of prompts. ``columns``: only these."""
+        rows = [row for b in self.rollout_table.read(columns, step) for row in b.to_pylist()]
+        for part in (part for row in rows for part in row.get("rewards", ())):
             part.setdefault("reply", None)  # runs of earlier versions did not record it
         return rows
 
-    def tokens(self, step: int) -> list[Row]:
-        """The samples of a step whose tokens are recorded, of all ranks."""
-        return _rows(self._folders, step)
+    def tokens(self, step: int, columns: Sequence[str] | None = None) -> list[Row]:
+        """The samples of a step whose tokens are recorded, of all ranks. ``columns``: only these."""
+        batches = (b for table in self.token_tables for b in table.read(columns, step))
+        return [row for batch in batches for row in batch.to_pylist()]
+
+    def rollouts_of(
+        self, prompt_id: str, columns: Sequence[str] | None = None, most_steps: int | None = None
+    ) -> tuple[list[Row], int]:
+        """The trajectories of a prompt in its newest steps, in their order, and the number of the steps before."""
+        return self.rollout_table.rows_where("prompt_id", prompt_id, columns, most_steps)
+
+    def mean_rewards(self) -> dict[str, dict[int, float]]:
+        """The mean reward of each prompt by step; without those that have none."""
+        means: dict[str, dict[int, float]] = {}
+        columns = ["prompt_id", "step", "reward"]
+        read = [batch.select(columns) for batch in self.rollout_table.read(columns)]
+        found = tables.means(read, columns[:2], "reward")
+        for prompt_id, step, mean in sorted(found, key=lambda entry: entry[1]):
+            means.setdefault(prompt_id, {})[step] = mean
+        return means
+
+    @cached_property
+    def rollout_table(self) -> tables.TableReader:
+        return tables.TableReader(self.out / ROLLOUTS)
+
+    @property
+    def token_tables(self) -> list[tables.TableReader]:
+        """A table of each rank."""
+        for folder in sorted((self.out / TOKENS).glob("rank-*")):
+            self._token_tables.setdefault(folder, tables.TableReader(folder))
+        return list(self._token_tables.values())
+
+    @cached_property
+    def _token_tables(self) -> dict[Path, tables.TableReader]:
+        return {}
 
     def event_of(self, kind: str, step: int) -> Event | None:
         """The event of a kind and a step."""
@@ -77,24 +112,47 @@ class Recorded:
         )
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text that each token adds; a character of several tokens comes with its last one."""
+        """The text that each token adds; a character of several tokens comes with its last one. A row of the model that
+        the tokenizer has no token for, but which can be sampled, is "\ufffd".
+        """
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        return [decoder.decode(self._vocabulary[index]) for index in ids]
+        known = self._vocabulary
+        return [decoder.decode(known[i] if i < len(known) else NO_TEXT) for i in ids]
 
     @cached_property
     def _vocabulary(self) -> list[bytes]:
         return tables.read_column(self.out / TOKENS / VOCABULARY, "bytes")
 
-    @property
-    def _folders(self) -> list[Path]:
-        return sorted((self.out / TOKENS).glob("rank-*"))
+
+def why_nothing(rewards: Sequence[float | None]) -> str | None:
+    """Why nothing is learned from a group with these rewards; None where something is."""
+    known = {reward for reward in rewards if reward is not None}
+    if not known:
+        return "no answer has a reward"
+    if len(known) == 1 and len(rewards) > 1:
+        return f"all rewards are {known.pop():g}"
+    return None
 
 
-def _steps(folders: Sequence[Path]) -> list[int]:
-    batches = (batch for folder in folders for batch in tables.read_tables(folder, ["step"]))
-    return sorted({step for batch in batches for step in batch["step"].to_pylist()})
+def prompt_text(row: Row) -> str:
+    """The prompt: its text, or its messages one after another."""
+    prompt: Any = json.loads(row["prompt"])
+    if isinstance(prompt, str):
+        return prompt
+    return " ".join(f"{message['role']}: {content_of(message)}" for message in prompt)
 
 
-def _rows(folders: Sequence[Path], step: int) -> list[Row]:
-    batches = (batch for folder in folders for batch in tables.read_tables(folder, step=step))
-    return [row for batch in batches for row in batch.to_pylist()]
+def answer_text(row: Row) -> str:
+    """What was sampled: the completion, or the turns of a conversation."""
+    messages = json.loads(row["messages"])
+    if len(messages) < 2:
+        return str(row["text"])
+    return " ".join(f"{message['role']}: {content_of(message)}" for message in messages)
+
+
+def content_of(message: dict[str, Any]) -> str:
+    """A message's text, with its tool calls as JSON."""
+    content = message.get("content")
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    calls = message.get("tool_calls")
+    return text if not calls else f"{text} {json.dumps(calls, ensure_ascii=False)}"

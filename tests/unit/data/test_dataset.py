@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.tiny_tokenizers import QWEN3, tiny_tokenizer
 
 from taut.data import cache
-from taut.data.dataset import DataConfig, Dataset, build_renderer, load_dataset
+from taut.data.dataset import BINS, LISTED, DataConfig, Dataset, build_renderer, load_dataset
 from taut.data.images import BATCH_ROWS
 from taut.data.render import Renderer
 from taut.data.sources import Source
@@ -222,6 +222,26 @@ def test_what_was_cut_and_dropped_is_listed(tmp_path: Path) -> None:
         assert [incident.place for incident in data.report.cut] == [f"{chats}:3"]
         assert data.lengths.tolist() == [16]
         assert f"2 dropped (first {chats}:1: " in str(data.report)
+        described = data.described("train")
+        assert described["lengths"] == {"edges": [16, 17], "counts": [1]}
+        assert (described["num_rows"], described["num_samples"]) == (3, 1)
+        assert (described["num_dropped"], described["num_cut"]) == (2, 1)
+        assert [entry["place"] for entry in described["cut"]] == [f"{chats}:3"]
+
+
+def test_a_set_is_described_in_a_bounded_form(tmp_path: Path) -> None:
+    texts = [{"text": "the cat " * number} for number in range(1, 301)]
+    path = write(tmp_path / "a.jsonl", texts)
+    data = load(tmp_path / "c", train=path, too_long="drop", limit=60)
+    described = data.described("train")
+    edges, counts = described["lengths"]["edges"], described["lengths"]["counts"]
+    assert len(edges) == len(counts) + 1 <= BINS + 1 and sum(counts) == len(data)
+    for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
+        assert count == ((data.lengths >= low) & (data.lengths < high)).sum()
+    assert described["num_dropped"] > LISTED == len(described["dropped"])
+    assert described["sources"] == [
+        {"path": str(path), "weight": 1.0, "num_rows": 300, "num_samples": len(data)}
+    ]
 
 
 def test_split_documents(tmp_path: Path) -> None:

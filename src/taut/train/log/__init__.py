@@ -149,7 +149,7 @@ class RunLog:
         if config.console:
             from taut.train.log.console import ConsoleReport
 
-            sinks.append(ConsoleReport(config.every))
+            sinks.append(ConsoleReport(config.every, out=out))
         sinks.append(record)  # last, so that a warning about a lost report precedes the end event
         return self
 

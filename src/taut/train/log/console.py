@@ -9,12 +9,15 @@ number.
 from __future__ import annotations
 
 import resource
+import shlex
 import statistics
 import sys
 from collections import Counter, deque
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple, TextIO, cast
+from urllib.parse import quote
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -68,6 +71,9 @@ SUMMARISED = ("loss", "eval_loss", "model", "divergence", "reason")
 WIDTH = 60
 """Characters shown of an answer and of what was expected."""
 
+NOT_OF_A_STEP = ("best", "checkpoint", "data", "record")
+"""Warnings that are not about what a step trained on."""
+
 NOT_SHOWN = ("kind", "time", "step")
 
 HEADLINES = (
@@ -93,11 +99,16 @@ class Part(NamedTuple):
 class ConsoleReport:
     """The sink that prints."""
 
-    def __init__(self, every: int = 1, console: Console | None = None) -> None:
+    def __init__(
+        self, every: int = 1, console: Console | None = None, out: Path | None = None
+    ) -> None:
+        """``out``: the run's directory, for the commands that show more of a step."""
         self._printer = Printer.on(sys.stdout)
         self._notebook = ProgressLine.in_notebook() if console is None else None
         self._console = console or Terminal(file=cast(TextIO, self._printer), soft_wrap=True)
-        self._every = every
+        self._every, self._out = every, out
+        self._named: set[object] = set()
+        """The kinds of warnings after which such a command was named."""
         self._num_steps: int | None = None
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self._steps: list[Event] = []
@@ -243,7 +254,14 @@ class ConsoleReport:
 
     def _show_warning(self, event: Event) -> None:
         at = f" at step {event['step']}" if "step" in event else ""
-        self._print(f"warning{at}: {event.get('detail') or event.get('name', '')}", "yellow")
+        name = event.get("name", "")
+        self._print(f"warning{at}: {event.get('detail') or name}", "yellow")
+        if self._out is None or not at or name in NOT_OF_A_STEP or name in self._named:
+            return
+        self._named.add(name)
+        out, step = shlex.quote(str(self._out)), event["step"]
+        place = f"#/run/{quote(self._out.resolve().name, safe='')}/samples?step={step}"
+        self._print(f"look  taut show --step {step} {out}, or taut page {out} and {place}", "dim")
 
     def _show_budget(self, event: Event) -> None:
         cut = f"{event['tokens_before']:,} to {event['tokens']:,} tokens a micro-batch"

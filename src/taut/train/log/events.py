@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TextIO, TypeAlias, get_args
@@ -53,6 +54,10 @@ NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 PREFIXES = {"step": "train", "rollout": "rollout", "eval": "eval", "utilisation": "system"}
 """Kinds of events with curves -> the prefix of their names."""
+LONG = ("ids", "logp", "advantage", "sample_nll", "sample_ids")
+"""Lists of numbers and texts, an entry for each token or sample, that readers of the whole file skip."""
+LONG_KINDS = (b'{"kind": "step"', b'{"kind": "rollout"')
+_LONG_LIST = re.compile(rb'"(?:%s)": \[' % "|".join(LONG).encode())
 NOT_CURVES = ("step", "time")
 NOT_MEASURED = ("loss", "grad_norm")
 """Fields that are 0 in the event of a skipped step, where they have no value."""
@@ -121,7 +126,7 @@ def read_events(path: str | Path) -> list[Event]:
     events: list[Event] = []
     for event in all_events(Path(path)):
         if event["kind"] == "resume":
-            events = [earlier for earlier in events if _stands(earlier, event)]
+            events = [earlier for earlier in events if stands(earlier, event)]
         events.append(event)
     return events
 
@@ -137,12 +142,57 @@ def all_events(path: Path) -> Iterator[Event]:
         yield _parse(f"{path}:{number}", line)
 
 
+class EventTail:
+    """Reads a log while it is written: each ``read`` goes on where the one before ended.
+
+    Half a line at the end is left for the next time. A file that was written again, or is another one, is read from its
+    beginning, and ``num_begun`` counts that.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_begun = 0
+        """How often the file was read from its beginning."""
+        self._inode, self._offset, self._num_lines = 0, 0, 0
+
+    def read(self) -> Iterator[tuple[int, Event]]:
+        """The whole lines that were appended: where each begins, and its event without the lists of ``LONG``. They are
+        those that were written; ``stands`` says which a resume revokes. Raises DataError for a line that is no event.
+        """
+        try:
+            with files.open_regular(self.path) as file:
+                status = os.fstat(file.fileno())
+                if status.st_ino != self._inode or status.st_size < self._offset:
+                    self.num_begun += 1
+                    self._inode, self._offset, self._num_lines = status.st_ino, 0, 0
+                file.seek(self._offset)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        return
+                    offset = self._offset
+                    self._offset += len(line)
+                    self._num_lines += 1
+                    yield offset, _parse_short(f"{self.path}:{self._num_lines}", line)
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+
+
+def event_at(path: Path, offset: int) -> Event:
+    """The event of the line that begins there."""
+    try:
+        with files.open_regular(path) as file:
+            file.seek(offset)
+            return _parse(f"{path}, byte {offset}", file.readline())
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
 def newest_first(path: Path) -> Iterator[Event]:
     """The valid events from the last one back; reads no more of a long file than is consumed."""
     resumes: list[Event] = []
     for number, line in enumerate(_lines_back(path), start=1):
         event = _parse(f"{path}, line {number} from its end", line)
-        if all(_stands(event, resume) for resume in resumes):
+        if all(stands(event, resume) for resume in resumes):
             yield event
         if event["kind"] == "resume":
             resumes.append(event)
@@ -169,7 +219,7 @@ def _lines_back(path: Path) -> Iterator[bytes]:
         raise _unreadable(path, error) from error
 
 
-def _stands(earlier: Event, resume: Event) -> bool:
+def stands(earlier: Event, resume: Event) -> bool:
     """Whether an earlier event stays valid after a resume."""
     if earlier["kind"] in LASTING:
         return True
@@ -194,7 +244,39 @@ def to_json(value: Any) -> Any:
     return os.fspath(value)
 
 
+def _parse_short(place: str, line: bytes) -> Event:
+    """A step's or a rollout's event with the lists of ``LONG`` empty: they are most of it, and parse more slowly than
+    their ends are found. Other events are whole.
+    """
+    if not line.startswith(LONG_KINDS):
+        return _parse(place, line)
+    parts, begin = [], 0
+    for found in _LONG_LIST.finditer(line):
+        end = _end_of_list(line, found.end())
+        if end is not None and found.end() > begin:
+            parts.append(line[begin : found.end()])
+            begin = end
+    try:
+        return _parse(place, b"".join([*parts, line[begin:]]))
+    except DataError:
+        return _parse(place, line)  # lists of another kind
+
+
+def _end_of_list(line: bytes, begin: int) -> int | None:
+    """Where the bracket is that ends a list of numbers or of texts, whose first entry begins at ``begin``."""
+    if line[begin : begin + 1] != b'"':
+        end = line.find(b"]", begin)
+        return None if end < 0 else end
+    quote = begin
+    while (quote := line.find(b'"]', quote + 1)) > 0:
+        before = line[begin:quote]
+        if (len(before) - len(before.rstrip(b"\\"))) % 2 == 0:  # the quote is not escaped
+            return quote + 1
+    return None
+
+
 def _parse(place: str, line: bytes) -> Event:
+    event: Any
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
@@ -204,27 +286,31 @@ def _parse(place: str, line: bytes) -> Event:
             f"found a line that is no event at {place}; expected a JSON object with 'kind', one of "
             f"{', '.join(KINDS)}; remove the line if the file was edited by hand"
         )
-    steps = [event.get("step", 0), event.get("from_step", 0)]
-    if not all(isinstance(step, int) for step in steps):
+    if not (isinstance(event.get("step", 0), int) and isinstance(event.get("from_step", 0), int)):
         raise DataError(f"found a step that is no integer at {place}; expected a count; correct it")
     if event["kind"] == "resume" and "from_step" not in event:
         raise DataError(f"found a resume without from_step at {place}; expected a step; correct it")
-    return {
-        key: NOT_FINITE.get(value, value) if isinstance(value, str) else value
-        for key, value in event.items()
-    }
+    for key, value in event.items():
+        if type(value) is str and value in NOT_FINITE:
+            event[key] = NOT_FINITE[value]
+    return event
 
 
 def scalars(event: Event) -> dict[str, float]:
     """The curves of an event, ``train/loss`` and others; empty for events that are no measurement."""
     prefix = PREFIXES.get(event["kind"])
-    if prefix is None:
+    return {f"{prefix}/{name}": float(value) for name, value in measured(event).items()}
+
+
+def measured(event: Event) -> dict[str, float]:
+    """The numbers of an event that are points of curves, by the names that they have in it."""
+    if event["kind"] not in PREFIXES:
         return {}
     left_out = NOT_CURVES + (NOT_MEASURED if event.get("skipped") else ())
     return {
-        f"{prefix}/{name}": float(value)
+        name: value
         for name, value in event.items()
-        if name not in left_out and isinstance(value, int | float) and not isinstance(value, bool)
+        if type(value) in (float, int) and name not in left_out
     }
 
 

@@ -502,3 +502,21 @@ def test_the_numbers_of_an_evaluation_by_generation_are_curves() -> None:
     assert found["eval/exact_match"] == 0.5
     assert found["eval/stopped"] == 0.875
     assert "eval/samples" not in found
+
+
+def test_the_first_warning_of_a_kind_says_where_its_step_is_shown() -> None:
+    stream = io.StringIO()
+    report = ConsoleReport(1, Console(file=stream, width=200), Path("runs/a b"))
+    for step, name in ((3, "spike"), (4, "spike"), (5, "equal_rewards"), (6, "checkpoint")):
+        report({"kind": "warning", "time": 0, "step": step, "name": name, "detail": "d"})
+    report({"kind": "warning", "time": 0, "name": "lock", "detail": "d"})
+    look = "look  taut show --step {0} 'runs/a b', or taut page 'runs/a b' and #/run/a%20b/samples?step={0}"
+    assert stream.getvalue().splitlines() == [
+        "warning at step 3: d",
+        look.format(3),
+        "warning at step 4: d",
+        "warning at step 5: d",
+        look.format(5),
+        "warning at step 6: d",
+        "warning: d",
+    ]
