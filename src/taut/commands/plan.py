@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -89,6 +89,8 @@ CHECKPOINTING: dict[ActivationCheckpointing, str] = {
     "selective": ", selective checkpointing",
     "offload": ", checkpointing on the host",
 }
+NAME_WIDTH = 24
+"""Columns of a part's name, at most."""
 LORA_RANK = 16
 MEASURED_FLOPS = 5e12
 """Largest number of operations per layer of a timed micro-batch."""
@@ -423,7 +425,7 @@ def _counts(num_ranks: int, replicas: int) -> list[int]:
 
 
 def show(planned: Planned, console: Console) -> None:
-    """Print the plan, in at most 100 columns."""
+    """Print the plan, in at most 100 columns; in 80 no word and no number is cut."""
     machine, configured, work = planned.machine, planned.ways[0], planned.work
     dtype = str(machine.kernels.dtype).removeprefix("torch.")
     console.print(
@@ -438,7 +440,10 @@ def show(planned: Planned, console: Console) -> None:
     console.print(_verdict(planned) + "\n", style="bold green" if planned.fits else "bold red")
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("", "GiB", "fits", "tokens that fit", "fits from", "s/step"):
-        table.add_column(name, justify="left" if name in ("", "fits") else "right", no_wrap=True)
+        # Where the lines are short, names are broken between words, and numbers nowhere.
+        is_name = name == ""
+        justify: Literal["left", "right"] = "left" if is_name or name == "fits" else "right"
+        table.add_column(name, justify=justify, no_wrap=not is_name)
     for way in planned.ways:
         fits, least = way.footprint.peak <= planned.limit, way.least_ranks
         table.add_row(
@@ -473,7 +478,7 @@ def _parts(planned: Planned) -> Table:
     if work.largest is not work.fullest:
         columns = {f"{work.largest.num_tokens:,} tokens": configured.now, **columns}
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column(f"GiB on each, {configured.name}", no_wrap=True)
+    table.add_column(f"GiB on each, {configured.name}", max_width=NAME_WIDTH)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", style="dim", overflow="fold")

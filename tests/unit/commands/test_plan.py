@@ -14,7 +14,7 @@ from tests.chat_runs import chats, save_model, write_rows
 from tests.tiny_models import tiny_config
 
 from taut.commands import plan as command
-from taut.commands.plan import Plan, memory, plan, show
+from taut.commands.plan import Plan, Planned, memory, plan, show
 from taut.config import from_mapping
 from taut.errors import ConfigError, TautError
 from taut.io.console import told_when_slow
@@ -33,8 +33,12 @@ def bare(tmp_path: Path) -> Path:
 
 
 def text_of(config: Plan) -> str:
+    return shown(plan(config), 100)
+
+
+def shown(planned: Planned, width: int) -> str:
     out = io.StringIO()
-    show(plan(config), Console(file=out, width=100, highlight=False))
+    show(planned, Console(file=out, width=width, highlight=False))
     return out.getvalue()
 
 
@@ -74,9 +78,13 @@ def test_a_learning_rate_that_is_set_needs_no_explanation(bare: Path) -> None:
 
 
 def test_what_is_asked_comes_first_and_each_way_has_its_keys(bare: Path) -> None:
+    """And 80 columns are enough for all of it: no line is longer, no word and no number is cut."""
     asked = {"activation_checkpointing": True, "lora__rank": 4}
-    ways = plan(config_of(bare, gpu="L4", gpu_memory="1GiB", **asked)).ways
-    assert [(way.name, way.keys) for way in ways] == [
+    planned = plan(config_of(bare, gpu="L4", gpu_memory="1GiB", **asked))
+    wide, narrow = shown(planned, 400), shown(planned, 80)
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert sorted(narrow.split()) == sorted(wide.split())
+    assert [(way.name, way.keys) for way in planned.ways] == [
         ("LoRA, rank 4, checkpointing", ()),
         ("all weights", ("lora.rank=0", "activation_checkpointing=false")),
         ("all weights, checkpointing", ("lora.rank=0",)),
