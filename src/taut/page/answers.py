@@ -49,7 +49,7 @@ CONTRACT = "contract.json"
 HEADLINES = (
     *("train/rewards/accuracy", "train/rewards/margin", "train/accuracy", "train/score/margin"),
     *("train/divergence", "train/score/error", "rollout/groups_with_signal", "rollout/stopped"),
-    *("rollout/tokens_mean", "train/old/kl_k1", "train/reference/kl_k1", "train/entropy"),
+    *("rollout/tokens_mean", "train/old/kl_k1", "train/kl", "train/entropy"),
     *("train/entropy_estimate", "train/clip/high", "rollout/turns_mean", "rollout/calls"),
 )
 """Curves that matter, in order; the loss or the reward, and what was measured of answers, stand before them."""
