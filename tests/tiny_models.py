@@ -25,6 +25,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from taut.models import faster_layers
 from taut.models.attention_backends import PREFIX
 from taut.models.load import quiet_library
+from taut.models.lora import Whole, plain_groups, plain_skeleton
 
 EIGHT = (
     "qwen2",
@@ -251,3 +252,14 @@ def with_weights_of(loaded: nn.Module, name: str, **options: Any) -> PreTrainedM
 def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """A copy of every parameter, by name."""
     return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def plain_model(model: nn.Module, whole: Whole | None = None) -> PreTrainedModel:
+    """The library's model without adapters, with all the tensors of ``plain_groups`` in memory. It has no buffers that
+    are not saved, so it does not run.
+    """
+    plain = plain_skeleton(model)
+    for group in plain_groups(model, whole):  # and keeps all of them
+        plain.load_state_dict(group, strict=False, assign=True)
+    plain.tie_weights()
+    return plain

@@ -188,6 +188,14 @@ OTHERS = {
         ("method",),
         extras=(),
     ),
+    "completion": Command(
+        "bash|zsh|fish",
+        "print a script with which a shell completes commands, keys and values",
+        "taut.commands.completion:run",
+        "taut.commands.completion:Completion",
+        ("shell",),
+        extras=(),
+    ),
     "sandbox": Command(
         "[--json]",
         "test the sandbox mechanisms of this machine",
@@ -219,7 +227,16 @@ WITH_KEY = {
     ),
 }
 """What a command is where a key is set."""
-EXAMPLE = "example: taut sft model=DIR data.train=a.jsonl out=runs/a steps=100 seed=1"
+GROUPS = {
+    "Look at a run, before and after": (
+        *("show", "check", "plan", "resume", "runs", "rollouts", "page"),
+    ),
+    "Use and judge a model": ("generate", "eval", "score", "serve-reward", "chat", "verify"),
+    "Save it elsewhere": ("merge", "export"),
+    "This machine": ("schema", "completion", "sandbox", "demo"),
+}
+"""Groups of ``taut --help``, after that of the commands that train, and of teach, which prepares it."""
+EXAMPLE = "taut sft model=DIR data.train=a.jsonl out=runs/a steps=100 seed=1"
 
 
 def commands() -> dict[str, Command]:
@@ -314,6 +331,11 @@ def _dispatch(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         _print(usage())
         return 0 if words else 2
+    if words[0] == "--complete":  # of the scripts of ``taut completion``
+        from taut.commands.completion import complete
+
+        _print("\n".join(complete(words[1:], commands())))
+        return 0
     if words[0] == "--version":
         _print(f"taut {__version__}")
         return 0
@@ -325,9 +347,11 @@ def _dispatch(words: Sequence[str]) -> int:
             f"found the command {words[0]!r}; expected one of {', '.join(known)}; did you mean 'taut {near[0]}'?"
         )
     command = command_with(words, command)
-    if "-h" in words[1:] or "--help" in words[1:]:
-        _print(_help(words[0], command))
-        return 0
+    for word, following in zip(words[1:], [*words[2:], ""], strict=False):
+        if word in ("-h", "--help") or word.startswith("--help="):
+            topic = word.partition("=")[2] or ("" if following[:1] == "-" else following)
+            _print(_help(words[0], command, topic or None))
+            return 0
     return _run(words[0], command, words[1:])
 
 
@@ -338,16 +362,17 @@ def command_with(words: Sequence[str], command: Command) -> Command:
 
 
 def usage() -> str:
-    """Every command with its description."""
+    """Every command with its description, in groups."""
+    from taut.commands import help
+
     known = commands()
-    width = max(len(f"{name} {command.words}") for name, command in known.items()) + 4
-    lines = [
-        f"{f'{name} {command.words}'.ljust(width)}{command.about}"
-        for name, command in known.items()
-    ]
-    lines += [f"{'COMMAND --help'.ljust(width)}every key of a command", "--version"]
-    body = "\n       ".join(f"taut {line}" for line in lines)
-    return f"usage: {body}\n\n{EXAMPLE}"
+    named = {name for names in GROUPS.values() for name in names}
+    training = {"Train a model": [name for name in known if name not in named]}
+    groups = {
+        title: {name: known[name].about for name in names}
+        for title, names in {**training, **GROUPS}.items()
+    }
+    return help.overview(groups, EXAMPLE)
 
 
 def config_class(command: Command) -> type[Any]:
@@ -415,25 +440,22 @@ def _require_free_out(words: Sequence[str]) -> None:
         require_usable(user_path(settings["out"], "out"), resume=False, overwrite=False)
 
 
-def _help(name: str, command: Command) -> str:
-    from taut.commands import keys
+def _help(name: str, command: Command, topic: str | None) -> str:
+    from taut.commands import help, keys
 
-    more = "" if "key=value" in command.words else " [key=value | --key value ...]"
-    lines = [f"usage: taut {name} {command.words}{more}", ""]
+    lines = [*help.usage(name, command.words), ""]
     if command.config is None:
         module = find_spec(command.call.partition(":")[0])
         assert module is not None and module.origin is not None
         source = ast.parse(Path(module.origin).read_text(encoding="utf-8"))
-        return "\n".join([*lines, ast.get_docstring(source) or ""])
+        return "\n".join([*lines, help.filled_page(ast.get_docstring(source) or "")])
     rows = keys.rows_of(command.config)
     if rows is None:  # a method from outside of this package
         for extra in command.extras:
             require(extra, f"taut {name} --help")
         rows = keys.described(config_class(command))
-    lines.append("keys (type; default):")
-    for row in rows:
-        lines += [f"  {row.key}  ({row.type}; {row.default})", f"      {row.doc}"]
-    return "\n".join(lines)
+    is_training = command.call == TRAIN
+    return "\n".join([*lines, *help.command_help(name, command.about, rows, topic, is_training)])
 
 
 def _import_name(name: str) -> Any:

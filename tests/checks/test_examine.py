@@ -135,7 +135,7 @@ def test_a_check_is_left_out_by_name_and_the_report_says_so(
     assert main(["check", *words, 'checks.skip=["a.one", "a.three"]']) == 0
     said = capsys.readouterr().out
     assert "left out by name (checks.skip): a.one\n" in said
-    assert "1 passed, 1 skipped" in said
+    assert "\n1 passed in " in said, "what is left out is named in its own line"
     assert main(["check", *words, 'checks.skip=["a.one"]', "--json"]) == 0
     asked = json.loads(capsys.readouterr().out)["checks"]
     assert [(one["name"], one["outcome"]) for one in asked] == [

@@ -218,7 +218,7 @@ def take_commands() -> dict[str, Json]:
     listed = re.findall(r"^(?:usage:)? +taut ([a-z][a-z-]*)\b", _help("--help"), re.MULTILINE)
     found = {}
     for command in dict.fromkeys(listed):
-        text = _help(command, "--help")
+        text = re.sub(r"\n {10}(?=\S)", " ", _help(command, "--help", "all"))  # lines of 80 columns
         usage = re.search(r"^usage: (.*)$", text, re.MULTILINE)
         assert usage, f"taut {command} --help says no usage"
         options = re.findall(r"^  ([\w.]+)  \((.*?); (.*?)\)(?:, .*)?$", text, re.MULTILINE)

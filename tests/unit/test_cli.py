@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,10 +16,11 @@ import pytest
 import taut
 from taut import cli
 from taut.cli import Words, main, sort_words
-from taut.commands import train
+from taut.commands import help, keys, train
 from taut.config import describe
 from taut.demo import story
 from taut.errors import CheckFailed, ConfigError
+from taut.methods import METHODS
 from taut.methods.method import RunConfig
 
 
@@ -181,14 +183,20 @@ def test_every_command_has_its_configuration_and_its_help(
 ) -> None:
     command = cli.commands()[name]
     assert callable(cli._import_name(command.call))
-    assert main([name, "--help"]) == 0
+    assert main([name, "--help", "all"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"usage: taut {name} {command.words}")
+    assert max(map(len, out.splitlines())) <= 80
+    unwrapped = re.sub(r"\n {10}(?=\S)", " ", out)
+    assert unwrapped.startswith(f"usage: taut {name} {command.words}")
     if command.config is not None:
         rows = describe(cli.config_class(command))
         assert {*command.alone} <= {row.key for row in rows}
         assert all(row.doc for row in rows)
-        assert all(f"  {row.key}  (" in out for row in rows)
+        assert all(f"\n  {row.key}  (" in out for row in rows)
+        assert main([name, "--help"]) == 0
+        brief = capsys.readouterr().out
+        assert max(map(len, brief.splitlines())) <= 80
+        assert len(brief.splitlines()) < 120
 
 
 @pytest.mark.parametrize(
@@ -278,11 +286,63 @@ def test_windows_is_refused_at_import(imported: str) -> None:
 
 def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("sft", "show"):
-        assert main([command, "--help"]) == 0
+        assert main([command, "--help", "all"]) == 0
         out = capsys.readouterr().out
         assert out.startswith(f"usage: taut {command}")
         assert "optim.learning_rate  (number | none; none)" in out
-        assert "taut sft: 2e-05, with adapters 0.0002." in out
+        assert "taut sft: 2e-05, with adapters 0.0002." in " ".join(out.split())
+
+
+def test_help_shows_few_keys_and_the_groups_of_the_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["sft", "--help"]) == 0
+    brief = capsys.readouterr().out
+    assert "  data.train  (" in brief and "  optim.beta1  (" not in brief
+    rows = describe(METHODS["sft"])
+    assert re.search(rf"groups of all {len(rows)} keys", brief)
+    counts = re.findall(r"^  (\w+) +(\d+)  ", brief, re.MULTILINE)
+    assert sum(int(count) for _, count in counts) == len(rows)
+    for group, count in counts:
+        assert main(["sft", "--help", group]) == 0
+        listed = re.findall(r"^  [\w.]+  \(", capsys.readouterr().out, re.MULTILINE)
+        assert len(listed) == int(count), group
+    assert main(["sft", "--help=optim.beta1"]) == 0
+    assert "optim.beta1  (" in capsys.readouterr().out
+
+
+def test_a_group_that_is_none_is_refused_with_those_that_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["sft", "--help", "optm"]) == 2
+    said = capsys.readouterr().err
+    assert "expected one of general, data, parallel" in said and "did you mean optim?" in said
+
+
+@pytest.mark.parametrize("words", help.EXAMPLES.items())
+def test_examples_of_help_name_keys_that_there_are(words: tuple[str, tuple[str, ...]]) -> None:
+    name, examples = words
+    for example in examples:
+        given = shlex.split(example)
+        command = cli.command_with([name, *given], cli.commands()[name])
+        rows = keys.rows_of(str(command.config))
+        assert rows is not None
+        known = {row.key for row in rows} | {"data", "full"}
+        found = [
+            word.removeprefix("--").partition("=")[0].replace("-", "_")
+            for word in given
+            if "=" in word or word.startswith("--")
+        ]
+        assert set(found) <= known
+
+
+def test_each_command_is_in_one_group_of_the_usage() -> None:
+    named = [name for names in cli.GROUPS.values() for name in names]
+    training = [name for name in cli.commands() if name not in named]
+    assert len(named) == len(set(named))
+    assert training == [
+        name for name in cli.commands() if cli.commands()[name].call == cli.TRAIN
+    ] + ["teach"]
 
 
 @pytest.mark.parametrize("command", cli.commands())
@@ -311,6 +371,7 @@ def test_version_and_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"taut {taut.__version__}\n"
     assert main(["--help"]) == 0
     usage = capsys.readouterr().out
+    assert max(map(len, usage.splitlines())) <= 80
     assert all(f"taut {command}" in usage for command in cli.commands())
     assert main([]) == 2
     assert capsys.readouterr().out == usage

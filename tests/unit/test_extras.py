@@ -37,7 +37,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("words", "code", "output"),
     [
-        (["--help"], 0, "usage: taut sft"),
+        (["--help"], 0, "usage: taut COMMAND"),
         (["--version"], 0, "taut "),
         (["runs", "."], 0, "no runs in ."),
         (["runs", "--help"], 0, "usage: taut runs"),

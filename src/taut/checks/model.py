@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
-from transformers.utils.hub import cached_file
 
 from taut.checks.measure import (
     GRADIENT_ROUNDING,
@@ -23,11 +20,13 @@ from taut.checks.measure import (
 )
 from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped
 from taut.checks.session import Session
+from taut.checks.weights import experts_in_files, open_files
 from taut.data.packing import ALONE, pack
 from taut.models import architecture
 from taut.models.compiled_layers import compiled_layers, eagerly, graphs_made
 from taut.models.heads import check_head
-from taut.models.quantised import error_of, format_of, quantised_layers
+from taut.models.lora import plain_skeleton
+from taut.models.quantised import error_of, format_of, quantised_experts, quantised_layers
 from taut.train import distributed
 
 SHOWN = 3
@@ -67,29 +66,47 @@ def what_was_asked_trains(session: Session) -> Finding:
 def quantised_weights_are_the_checkpoints(session: Session) -> Finding:
     """Do quantised weights stand for the checkpoint's, within the steps of their format?
 
-    A few layers from the first to the last are compared with the tensors in the files.
+    A few layers from the first to the last, and the first and the last expert of the first and the last layer that has
+    some, are compared with the tensors in the files.
     """
     model = session.loaded.model
-    layers = list(quantised_layers(model))
-    skip_if(not layers, "no weight is quantised")
+    layers, experts = list(quantised_layers(model)), list(quantised_experts(model))
+    skip_if(not layers and not experts, "no weight is quantised")
     skip_if(format_of(session.inputs.config) is not None, "the checkpoint holds them as they are")
-    place = cached_file(str(model.name_or_path), "config.json")
-    assert place is not None, "the model was loaded"
     chosen = [
-        layers[index * (len(layers) - 1) // max(1, COMPARED - 1)] for index in range(COMPARED)
+        layers[index * (len(layers) - 1) // max(1, COMPARED - 1)]
+        for index in range(COMPARED if layers else 0)
     ]
     chosen = list({name.replace(".base_layer", ""): layer for name, layer in chosen}.items())
     rows = {
         name: distributed.whole_of(layer.weight, distributed.local(layer.weight))
         for name, layer in chosen
     }
+    ends = dict([*experts[:1], *experts[-1:]])
+    rows_of_experts = {  # all ranks gather, a tensor at a time
+        (name, key): _ends(
+            distributed.whole_of(
+                module._parameters[key], distributed.local(module._parameters[key])
+            )
+        )
+        for name, module in ends.items()
+        for key in module.formats
+    }
     errors: dict[str, float] = {}
-    for file in sorted(Path(place).parent.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            names = set(tensors.keys())
-            for name, layer in chosen:
-                if f"{name}.weight" in names:
-                    errors[name] = error_of(layer, rows[name], tensors.get_tensor(f"{name}.weight"))
+    skeleton = plain_skeleton(session.scorer.model)
+    with ExitStack() as stack:
+        files = open_files(model, stack)
+        for name, layer in chosen:
+            if f"{name}.weight" in files:
+                source = layer.in_checkpoint(files[f"{name}.weight"].get_tensor(f"{name}.weight"))
+                errors[name] = error_of(layer.format, rows[name], source)
+        for (name, key), own in rows_of_experts.items():
+            module: Any = ends[name]
+            full = f"{name.replace('.base_layer', '')}.{key}"
+            shape = (module._parameters[key].shape[0], *module.formats[key].shape)
+            for number, source in experts_in_files(skeleton, full, shape, files, {*own}).items():
+                label = f"expert {number} of {full}"
+                errors[label] = error_of(module.formats[key], own[number], source)
     skip_if(not errors, "the files have other names for these weights")
     worst = max(errors, key=lambda name: errors[name])
     if not errors[worst] <= 1:
@@ -101,8 +118,14 @@ def quantised_weights_are_the_checkpoints(session: Session) -> Finding:
             ],
             remedy="install the tested version of bitsandbytes (constraints.txt), and please report the model",
         )
-    says = f"{len(errors)} layers of {len(layers)} within the steps of their format"
+    number = len(layers) + sum(len(module.formats) for _, module in experts)  # type: ignore[arg-type]
+    says = f"{len(errors)} weights of {number} tensors within the steps of their format"
     return passed(says, errors[worst], "of the largest error of the format")
+
+
+def _ends(rows: Tensor) -> dict[int, Tensor]:
+    """The rows of the first and the last expert, by their numbers."""
+    return {number: rows[number].clone() for number in {0, rows.shape[0] - 1}}
 
 
 @check("model.finite", after=["vision.placeholders"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from taut.checks.registry import Finding, check, failed, passed, skip_if
 from taut.checks.session import Session
 from taut.models import architecture
 from taut.models.lora import plain_skeleton
+from taut.models.quantised import format_of, quantised_experts
 from taut.models.weight_files import converted
 from taut.train import distributed
 
@@ -30,27 +31,23 @@ ADAPTER = (".base_layer", ".original_module", ".token_adapter")
 """What peft adds to the names of tensors that it leaves as they are."""
 
 
-@check("model.weights", after=["model.trains"])
+@check("model.weights", after=["model.quantised"])
 def each_rank_holds_the_checkpoints_numbers(session: Session) -> Finding:
     """Does each rank hold the numbers of the checkpoint, in its part of each tensor?
 
     Some rows of the part of each tensor, against the files, bit for bit; of tensors that the files hold in another
-    shape (experts one by one) the first and the last of each shape. Older versions of the libraries cut tensors in the
-    wrong place, without an error.
+    shape (experts one by one) the first and the last of each shape. Of quantised experts, the bytes of the first and
+    the last that the rank has, against those that their tensors in the files give. Older versions of the libraries cut
+    tensors in the wrong place, without an error.
     """
-    model = session.loaded.model
-    place = cached_file(str(model.name_or_path), "config.json")
-    assert place is not None, "the model was loaded"
-    paths = sorted(Path(place).parent.glob("*.safetensors"))
-    skip_if(not paths, "the checkpoint has no safetensors, of which a row can be read by itself")
     distributed.reshard(session.scorer)
     skeleton = plain_skeleton(session.scorer.model)
     compared, wrong = 0, list[str]()
     with ExitStack() as stack:
-        files: dict[str, Any] = {}
-        for path in paths:
-            file = stack.enter_context(safe_open(path, framework="pt"))
-            files |= dict.fromkeys(file.keys(), file)
+        files = open_files(session.loaded.model, stack)
+        skip_if(
+            not files, "the checkpoint has no safetensors, of which a row can be read by itself"
+        )
         elsewhere: dict[torch.Size, list[tuple[str, Tensor]]] = {}
         for name, parameter in _as_read(session, skeleton):
             stored = _renamed(skeleton, name, parameter.shape)
@@ -70,6 +67,10 @@ def each_rank_holds_the_checkpoints_numbers(session: Session) -> Finding:
                     compared += 1
                     if not _is_equal(source.to(part.dtype)[own], part[own]):
                         wrong.append(f"{stored}, in {name}")
+        for label, is_same in _quantised_experts(session, skeleton, files):
+            compared += 1
+            if not is_same:
+                wrong.append(label)
     skip_if(not compared, "the files have other names for all of its weights")
     if wrong:
         rank = f" on rank {session.ranks.rank}" if session.ranks.size > 1 else ""
@@ -83,10 +84,75 @@ def each_rank_holds_the_checkpoints_numbers(session: Session) -> Finding:
     return passed(f"rows of {compared} tensors are the bits in the files", compared, "tensors")
 
 
-def _as_read(session: Session, skeleton: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """The parameters that the model was read with, by their names without adapters. Quantised ones are left to
-    ``model.quantised``.
+def open_files(model: PreTrainedModel, stack: ExitStack) -> dict[str, Any]:
+    """The safetensors that a model was read from, by the names of their tensors; ``stack`` closes them."""
+    place = cached_file(str(model.name_or_path), "config.json")
+    assert place is not None, "the model was loaded"
+    files: dict[str, Any] = {}
+    for path in sorted(Path(place).parent.glob("*.safetensors")):
+        file: Any = stack.enter_context(safe_open(path, framework="pt"))
+        files |= dict.fromkeys(file.keys(), file)
+    return files
+
+
+def experts_in_files(
+    skeleton: PreTrainedModel,
+    name: str,
+    shape: tuple[int, int, int],
+    files: Mapping[str, Any],
+    chosen: Collection[int],
+) -> dict[int, Tensor]:
+    """Some of the matrices of a tensor of all experts [E, rows, columns], put together from the files as the library
+    does. Those of which the files lack a part are left out.
     """
+    num_experts, rows, columns = shape
+    # The library's own conversion, of numbers that say which expert and which of its weights each one is.
+    inside = torch.arange(rows * columns).view(1, rows, columns).expand(shape)
+    expert = torch.arange(num_experts).view(-1, 1, 1).expand(shape)
+    places = dict(converted(skeleton, [{name: inside}]))
+    found = {number: torch.zeros(rows * columns) for number in chosen}
+    filled = dict.fromkeys(chosen, 0)
+    for stored, owners in converted(skeleton, [{name: expert}]):
+        numbers = {number for number in chosen if bool((owners == number).any())}
+        if not numbers or stored not in files:
+            continue
+        source = files[stored].get_tensor(stored)
+        if source.shape != owners.shape:
+            continue
+        for number in numbers:
+            own = owners == number
+            found[number][places[stored][own]] = source[own].float()
+            filled[number] += int(own.sum())
+    return {
+        number: weights.view(rows, columns)
+        for number, weights in found.items()
+        if filled[number] == rows * columns
+    }
+
+
+def _quantised_experts(
+    session: Session, skeleton: PreTrainedModel, files: Mapping[str, Any]
+) -> Iterator[tuple[str, bool]]:
+    """Experts that this rank has, and whether they are the bytes that quantising their weights in the files gives."""
+    if format_of(session.inputs.config) is not None:
+        return
+    experts: list[tuple[str, Any]] = list(quantised_experts(session.loaded.model))
+    for name, module in dict([*experts[:1], *experts[-1:]]).items():
+        for key, layout in module.formats.items():
+            parameter = module._parameters[key]
+            part, first = distributed.local(parameter), distributed.first_row(parameter)
+            if not len(part):
+                continue
+            full = f"{name.replace('.base_layer', '')}.{key}"
+            shape = (parameter.shape[0], *layout.shape)
+            own = {first, first + len(part) - 1}
+            for number, source in experts_in_files(skeleton, full, shape, files, own).items():
+                row = layout.quantise(source.to(part.device))
+                yield f"expert {number} of {full}", torch.equal(row, part[number - first])
+
+
+def _as_read(session: Session, skeleton: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The parameters that the model was read with, by their names without adapters, less those that are quantised."""
     names = {name for name, _ in skeleton.named_parameters()}
     for name, parameter in session.loaded.model.named_parameters():
         for part in ADAPTER:

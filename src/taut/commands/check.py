@@ -3,8 +3,9 @@
     taut check RUN.toml [key=value ...] [--full] [--all] [--json]   a run, with the keys of ``taut sft``
     taut check --model DIR --data FILE                         a model and data, with the defaults
 
-Prints failures and warnings, then the number of passed checks; with --all one row per check. Exit code 1 where a check
-failed; warnings do not change it. Nothing is trained and nothing is written. ``--recipe``: see check_recipe.py.
+Prints failures and warnings, then one line about the rest: how many passed, and how many were not asked for this run,
+by the reason; with --all one row per check. Exit code 1 where a check failed; warnings do not change it. Nothing is
+trained and nothing is written. ``--recipe``: see check_recipe.py.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ from taut.train import distributed
 SCHEMA = "taut.check/2"
 """Raised whenever a field changes its meaning or goes; docs/check.md says what there is."""
 STYLES = {"passed": "green", "warning": "bold yellow", "failed": "bold red", "skipped": "dim"}
+
+REASONS_SHOWN = 3
+"""Reasons why checks were not asked that the summary names."""
 
 
 @configclass
@@ -92,16 +96,36 @@ def run(config: RunConfig, options: CheckOptions) -> int:
     if left_out:
         text = f"\nleft out by name (checks.skip): {', '.join(left_out)}"
         console.print(Text(text, STYLES["warning"]))
-    # 1 failed, 2 warnings, 44 passed, 30 skipped
+    console.print(
+        Text(
+            f"\n{summary(examination)}{'' if options.all else '; --all shows every check'}",
+            STYLES["failed" if examination.failures else "passed"],
+        )
+    )
+    return 1 if examination.failures else 0
+
+
+def summary(examination: Examination) -> str:
+    """``1 failed, 2 warnings, 44 passed, 30 not asked for this run (4: the model takes no pictures, ...) in 8.2 s``.
+    Checks that a failure hides, or that were left out by name, are not among them.
+    """
     parts = [f"{len(examination.failures)} failed"] if examination.failures else []
     parts += [counted(len(examination.warnings), "warnings")] if examination.warnings else []
     parts.append(f"{examination.count('passed')} passed")
-    num_skipped = examination.count("skipped")
-    parts += [f"{num_skipped} skipped"] if num_skipped else []
-    hint = "" if options.all else "; --all shows every check"
-    text = f"\n{', '.join(parts)} in {examination.seconds:.1f} s{hint}"
-    console.print(Text(text, STYLES["failed" if examination.failures else "passed"]))
-    return 1 if examination.failures else 0
+    reasons = Counter(
+        answered.finding.says
+        for answered in examination.answered
+        if answered.finding.outcome == "skipped"
+        and answered.cause is None
+        and not answered.is_left_out
+    ).most_common()
+    if reasons:
+        listed = [f"{number}: {reason}" for reason, number in reasons[:REASONS_SHOWN]]
+        num_others = sum(number for _, number in reasons[REASONS_SHOWN:])
+        listed += [f"{num_others}: other reasons"] if num_others else []
+        num_unasked = sum(number for _, number in reasons)
+        parts.append(f"{num_unasked} not asked for this run ({', '.join(listed)})")
+    return f"{', '.join(parts)} in {examination.seconds:.1f} s"
 
 
 def _show_row(console: Console, answered: Answered) -> None:

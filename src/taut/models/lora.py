@@ -728,17 +728,6 @@ def plain_groups(model: nn.Module, whole: Whole | None = None) -> Iterator[dict[
     assert not waiting, f"weights missing: {next(iter(waiting))}"
 
 
-def plain_model(model: nn.Module, whole: Whole | None = None) -> PreTrainedModel:
-    """The library's model without adapters, with all its tensors in memory. It has no buffers that are not saved: it is
-    for saving, not for running. ``whole``: see ``plain_groups``.
-    """
-    plain = plain_skeleton(model)
-    for group in plain_groups(model, whole):  # and keeps all of them
-        plain.load_state_dict(group, strict=False, assign=True)
-    plain.tie_weights()
-    return plain
-
-
 def _own(model: nn.Module, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
     """``Whole`` of a model that has its tensors whole."""
     return ((name, tensor) for name, tensor in model.state_dict().items() if name in names)

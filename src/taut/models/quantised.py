@@ -626,18 +626,24 @@ def quantised_layers(model: nn.Module) -> Iterator[tuple[str, QuantisedLinear]]:
             yield name, module
 
 
+def quantised_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules of experts whose weights are rows of bytes, one for each expert."""
+    for name, module in model.named_modules():
+        if "wide_sizes" in vars(module):
+            yield name, module
+
+
 @torch.no_grad()
-def error_of(layer: QuantisedLinear, row: Tensor, source: Tensor) -> float:
-    """The largest error of a layer's weights (its whole ``row``), relative to the largest that its format makes of the
-    ``source``: half the distance of neighbouring values of nf4, with what the block's maximum loses in 8 bits; half a
-    step of int8.
+def error_of(layout: Format, row: Tensor, source: Tensor) -> float:
+    """The largest error of the weights that a whole ``row`` stands for, relative to the largest that its format makes
+    of the ``source``: half the distance of neighbouring values of nf4, with what the block's maximum loses in 8 bits;
+    half a step of int8.
     """
-    wide = layer.format.widen(row, torch.float32).cpu()
-    source = layer.in_checkpoint(source).float()
+    wide, source = layout.widen(row, torch.float32).cpu(), source.float()
     if wide.shape != source.shape:
         return torch.inf
     error = (wide - source).abs()
-    if layer.format.kind != "int8":
+    if layout.kind != "int8":
         error, source = (_in_blocks(tensor.reshape(1, -1), BLOCK) for tensor in (error, source))
         largest = source.abs().amax(-1)
         around = _in_blocks(largest[None], NESTED_BLOCK).amax(-1, keepdim=True)

@@ -21,7 +21,7 @@ On a CPU there is nothing to gain; tests run it there, without streams and pinne
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -93,6 +93,8 @@ def recompute_activations(
     enable = method or inner.gradient_checkpointing_enable  # its name before transformers 5.23
     enable({"use_reentrant": False})
     function = Recompute(how) if how != "offload" else Offload(how, is_pinned=is_pinned)
+    if _has_biased_experts(model):
+        function.changed = {"aten::_grouped_mm"}
     for module in inner.modules():
         if getattr(module, "gradient_checkpointing", False):
             module._gradient_checkpointing_func = function
@@ -112,6 +114,8 @@ class Recompute:
     how: ActivationCheckpointing
     num_kept: int = 0
     """Results of operators (selective) or inputs in the host's memory (offload), kept since the start."""
+    changed: Collection[str] = ()
+    """Operators whose results the model changes in place, which cannot be kept."""
 
     def __call__(self, layer: Callable[..., Any], *inputs: Any) -> Any:
         # Reentrant checkpointing loses the gradient of adapters behind inputs that need none.
@@ -129,10 +133,19 @@ class Recompute:
         self, context: Any, operator: Any, *arguments: Any, **keywords: Any
     ) -> CheckpointPolicy:
         # The name of an overload that writes into a given tensor ends in ".out".
-        if not _is_dear(operator.name(), arguments):
+        name = operator.name()
+        if name in self.changed or not _is_dear(name, arguments):
             return CheckpointPolicy.PREFER_RECOMPUTE
         self.num_kept += not context.is_recompute
         return CheckpointPolicy.MUST_SAVE
+
+
+def _has_biased_experts(model: nn.Module) -> bool:
+    """Whether experts have biases, which the library adds to their products in place."""
+    return any(
+        "experts" in name.split(".") and name.endswith("bias") and parameter.ndim > 1
+        for name, parameter in architecture.layers(model).named_parameters()
+    )
 
 
 def _is_dear(name: str, arguments: Sequence[Any]) -> bool:

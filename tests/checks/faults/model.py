@@ -6,6 +6,7 @@ import json
 import operator
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,6 +65,45 @@ def quantised_weights_of_another_row(place: Place, is_faulty: bool) -> Session:
 
         place.patch.setattr(quantised.Format, "pack", pack_shifted)
     return place.session(lora__rank=4, quantise="nf4", dtype="float32")
+
+
+@fault("model.quantised", says="expert 3 of model.layers.0.mlp.experts.down_proj")
+def a_quantised_expert_with_the_codes_of_another(place: Place, is_faulty: bool) -> Session:
+    """Rows of bytes, one for each expert, in another order than the experts."""
+    if is_faulty:
+        install = faster_layers.install
+
+        def install_swapped(model: Any) -> None:
+            rows = model.get_parameter("model.layers.0.mlp.experts.down_proj").data
+            rows[[2, 3]] = rows[[3, 2]]
+            install(model)
+
+        place.patch.setattr(faster_layers, "install", install_swapped)
+    return place.session(_moe(place), lora__rank=4, quantise="nf4", dtype="float32")
+
+
+@fault("model.weights", says="expert 0 of model.layers.1.mlp.experts.down_proj")
+def experts_that_were_quantised_from_other_numbers(place: Place, is_faulty: bool) -> Session:
+    """Weights that went through another rounding before they were quantised: within the steps of the format, and not
+    the codes that the checkpoint gives.
+    """
+    if is_faulty:
+        install = faster_layers.install
+
+        def install_rounded(model: Any) -> None:
+            experts = model.get_submodule("model.layers.1.mlp.experts")
+            layout, rows = experts.formats["down_proj"], experts.down_proj.data
+            wide = layout.widen(rows[0], torch.float32)
+            rows[0] = layout.quantise(wide * 1.001)
+            install(model)
+
+        place.patch.setattr(faster_layers, "install", install_rounded)
+    return place.session(_moe(place), lora__rank=4, quantise="nf4", dtype="float32")
+
+
+def _moe(place: Place) -> Path:
+    """Experts whose matrices are whole blocks of nf4."""
+    return place.model("qwen3_moe", hidden_size=64, moe_intermediate_size=32)
 
 
 @fault("model.weights", says="model.layers.1.mlp.up_proj.weight")

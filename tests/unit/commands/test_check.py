@@ -138,7 +138,7 @@ def test_the_table_fits_and_has_everything(model: Path, data: Path, capsys: Any)
     said = capsys.readouterr().out
     assert max(map(len, said.splitlines())) <= WIDTH
     assert "\x1b" not in said
-    assert said.splitlines()[-1].startswith("1 failed, 1 warning, 1 passed, 1 skipped in ")
+    assert "\n1 failed, 1 warning, 1 passed, 1 not asked for this run (1: word " in said
     right = "".join(line[51:].strip() for line in said.splitlines())
     for text in (
         LONG,
@@ -163,22 +163,35 @@ def test_without_all_only_findings_are_shown(model: Path, data: Path, capsys: An
     outcomes = [line.split()[0] for line in lines[2:] if line and not line.startswith(" ")]
     assert outcomes[:2] == ["failed", "warning"]
     assert not any(word in line for line in lines for word in ("group.passes", "group.full"))
-    assert lines[-1].startswith("1 failed, 1 warning, 1 passed, 1 skipped in ")
-    assert lines[-1].endswith("; --all shows every check")
+    last = " ".join(lines[lines.index("", 2) + 1 :])
+    assert last.startswith("1 failed, 1 warning, 1 passed, 1 not asked for this run (1: word ")
+    assert last.endswith(" s; --all shows every check")
 
 
 def test_a_sound_run_is_one_line_and_names_no_check(model: Path, data: Path, capsys: Any) -> None:
     assert main(["check", *words(model, data)]) == 0
-    head, empty, blank, counted = capsys.readouterr().out.splitlines()
+    head, empty, blank, *counted = capsys.readouterr().out.splitlines()
     assert head == f"{model}, quick part" and not empty and not blank
-    assert re.fullmatch(r"\d+ passed, \d+ skipped in [\d.]+ s; --all shows every check", counted)
+    found = re.fullmatch(
+        r"\d+ passed, (\d+) not asked for this run \((.*)\) in [\d.]+ s; --all shows every check",
+        " ".join(counted),
+    )
+    assert found is not None
+    reasons = dict(part.split(": ")[::-1] for part in found[2].split(", "))
+    assert sum(map(int, reasons.values())) == int(found[1]) and len(reasons) == 4
+    assert reasons["the model takes no pictures"] == "4" and "other reasons" in reasons
 
 
 def test_what_a_failure_hides_is_counted(model: Path, tmp_path: Path, capsys: Any) -> None:
     rows = write_rows(tmp_path / "bad.jsonl", [*chats(3), {"messages": "hello"}])
     assert main(["check", *words(model, rows)]) == 1
     said = capsys.readouterr().out
-    assert re.search(r"^\d+ checks not asked, since data.rows failed$", said, re.MULTILINE)
+    hidden = re.search(r"^(\d+) checks not asked, since data.rows failed$", said, re.MULTILINE)
+    assert hidden is not None and "without the rows: data.rows fails" not in said
+    counts = re.search(r"1 failed, (\d+) passed, (\d+) not asked for this run", said)
+    assert counts is not None
+    num_asked = sum(check.part == "quick" for check in CHECKS.values())
+    assert 1 + sum(map(int, (hidden[1], *counts.groups()))) == num_asked
     assert "data.truncation" not in said
 
 

@@ -68,9 +68,9 @@ def test_the_help_of_a_method_from_outside_is_made_from_its_class(
     monkeypatch.setattr(METHODS, "entries", dict(METHODS.entries))
     METHODS.register("own", "tests.picture_runs:Own", "a method of mine")
     monkeypatch.setattr("tests.picture_runs.Own", METHODS["sft"], raising=False)
-    assert main(["own", "--help"]) == 0
+    assert main(["own", "--help", "all"]) == 0
     kept = capsys.readouterr().out
-    assert main(["sft", "--help"]) == 0
+    assert main(["sft", "--help", "all"]) == 0
     assert kept.splitlines()[1:] == capsys.readouterr().out.splitlines()[1:]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny_models import CARRIED, tiny_model
+from tests.tiny_models import CARRIED, plain_model, tiny_model
 from tests.tiny_samples import nested_family
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -24,7 +24,7 @@ from taut.models.load import (
     quiet_library,
     set_attention,
 )
-from taut.models.lora import LoraConfig, apply_lora, choose_rows, plain_model
+from taut.models.lora import LoraConfig, apply_lora, choose_rows
 from taut.models.precision import compute_context
 from taut.models.scorer import Scorer
 

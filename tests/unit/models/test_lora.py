@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.tiny_models import logits_of, parameters_of, tiny_model, with_weights_of
+from tests.tiny_models import logits_of, parameters_of, plain_model, tiny_model, with_weights_of
 from tests.vision_models import vision_model
 from torch import Tensor, nn
 from transformers import Qwen2ForCausalLM
@@ -29,7 +29,6 @@ from taut.models.lora import (
     LoraConfig,
     apply_lora,
     describe_targets,
-    plain_model,
     save_adapter,
 )
 from taut.models.noise import NoiseConfig, install_noise

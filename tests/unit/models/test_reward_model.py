@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.tiny_models import save_tiny
+from tests.tiny_models import plain_model, save_tiny
 from tests.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
@@ -20,7 +20,7 @@ from taut.models import architecture
 from taut.models.attention_backends import PREFIX, select
 from taut.models.heads import check_head, scalar_head
 from taut.models.load import freeze, load_config, load_model, load_skeleton, quiet_library
-from taut.models.lora import LoraConfig, apply_lora, choose_rows, plain_model, save_adapter
+from taut.models.lora import LoraConfig, apply_lora, choose_rows, save_adapter
 from taut.models.precision import compute_context
 from taut.models.reward_model import NewHead, load_reward_model, reward_skeleton
 from taut.models.save import saving

@@ -16,6 +16,7 @@ from tests.tiny_models import (
     STATEFUL,
     logits_of,
     parameters_of,
+    plain_model,
     tiny_model,
     with_weights_of,
 )
@@ -34,7 +35,7 @@ from taut.errors import OutputError
 from taut.models import save, weight_files
 from taut.models.attention_backends import PREFIX
 from taut.models.load import quiet_library
-from taut.models.lora import LoraConfig, apply_lora, plain_groups, plain_model, plain_skeleton
+from taut.models.lora import LoraConfig, apply_lora, plain_groups, plain_skeleton
 from taut.models.save import copy_processor, saving
 from taut.models.tokens import TokensConfig, add_tokens, add_tokens_to_tokenizer
 
