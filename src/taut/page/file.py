@@ -81,7 +81,7 @@ def html(answers: Answers, max_bytes: int) -> str:
 
 
 def selected(answers: Answers, max_bytes: int) -> str:
-    """The answers in the file, as JSON: what every run needs, then samples and rollouts while there is room."""
+    """The answers in the file, as JSON: the overview of every run, then all others while there is room."""
     texts: dict[str, str] = {}
     size, num_left = 0, 0
 
@@ -105,9 +105,12 @@ def selected(answers: Answers, max_bytes: int) -> str:
     runs = [encoded(name) for name in answers.runs]
     take("runs", is_needed=True)
     for run in runs:
-        for topic in ("overview", "checks", "data", "model", "steps"):
+        for topic in ("overview", "steps"):
             take(f"run/{run}/{topic}", is_needed=True)
-        take(f"run/{run}/curves?points={POINTS}", f"run/{run}/curves", is_needed=True)
+    for run in runs:
+        take(f"run/{run}/curves?points={POINTS}", f"run/{run}/curves")
+        for topic in ("checks", "data", "model"):
+            take(f"run/{run}/{topic}")
     if len(runs) > 1:
         pairs = [(a, b) for a in runs for b in runs if a != b] if len(runs) <= COMPARED else []
         for pair in pairs:

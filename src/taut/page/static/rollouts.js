@@ -29,6 +29,7 @@
   // -- the groups of a step
 
   function groupsOf(context, answer) {
+    if (!answer.groups.length) return page.note(`No rollouts are recorded of step ${page.number(answer.step)}.`);
     const filter = {
       signal: context.parameters.signal || "",
       low: context.parameters.low ?? "",
