@@ -70,7 +70,8 @@ def quantised_weights_are_the_checkpoints(session: Session) -> Finding:
     some, are compared with the tensors in the files.
     """
     model = session.loaded.model
-    layers, experts = list(quantised_layers(model)), list(quantised_experts(model))
+    layers: list[tuple[str, Any]] = list(quantised_layers(model))
+    experts: list[tuple[str, Any]] = list(quantised_experts(model))
     skip_if(not layers and not experts, "no weight is quantised")
     skip_if(format_of(session.inputs.config) is not None, "the checkpoint holds them as they are")
     chosen = [
@@ -101,7 +102,7 @@ def quantised_weights_are_the_checkpoints(session: Session) -> Finding:
                 source = layer.in_checkpoint(files[f"{name}.weight"].get_tensor(f"{name}.weight"))
                 errors[name] = error_of(layer.format, rows[name], source)
         for (name, key), own in rows_of_experts.items():
-            module: Any = ends[name]
+            module = ends[name]
             full = f"{name.replace('.base_layer', '')}.{key}"
             shape = (module._parameters[key].shape[0], *module.formats[key].shape)
             for number, source in experts_in_files(skeleton, full, shape, files, {*own}).items():
@@ -118,7 +119,7 @@ def quantised_weights_are_the_checkpoints(session: Session) -> Finding:
             ],
             remedy="install the tested version of bitsandbytes (constraints.txt), and please report the model",
         )
-    number = len(layers) + sum(len(module.formats) for _, module in experts)  # type: ignore[arg-type]
+    number = len(layers) + sum(len(module.formats) for _, module in experts)
     says = f"{len(errors)} weights of {number} tensors within the steps of their format"
     return passed(says, errors[worst], "of the largest error of the format")
 
