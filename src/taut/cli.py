@@ -228,12 +228,14 @@ WITH_KEY = {
 }
 """What a command is where a key is set."""
 GROUPS = {
-    "Look at a run, before and after": ("show", "check", "plan", "resume", "runs", "rollouts"),
+    "Look at a run, before and after": (
+        *("show", "check", "plan", "resume", "runs", "rollouts", "page"),
+    ),
     "Use and judge a model": ("generate", "eval", "score", "serve-reward", "chat", "verify"),
     "Save it elsewhere": ("merge", "export"),
     "This machine": ("schema", "completion", "sandbox", "demo"),
 }
-"""Groups of ``taut --help``, after that of what trains and of any command that none of them names."""
+"""Groups of ``taut --help``, after that of the commands that train, and of teach, which prepares it."""
 EXAMPLE = "taut sft model=DIR data.train=a.jsonl out=runs/a steps=100 seed=1"
 
 

@@ -47,13 +47,12 @@ CONTRACT = "contract.json"
 """In a model's directory (taut/evals/contract.py)."""
 
 HEADLINES = (
-    *("rollout/reward", "eval/reward", "eval/exact_match"),
     *("train/rewards/accuracy", "train/rewards/margin", "train/accuracy", "train/score/margin"),
     *("train/divergence", "train/score/error", "rollout/groups_with_signal", "rollout/stopped"),
-    *("rollout/tokens_mean", "train/old/kl_k1", "train/reference/kl_k1", "train/entropy"),
+    *("rollout/tokens_mean", "train/old/kl_k1", "train/kl", "train/entropy"),
     *("train/entropy_estimate", "train/clip/high", "rollout/turns_mean", "rollout/calls"),
 )
-"""Curves that matter, in order; a supervised loss and its held-out value stand before them."""
+"""Curves that matter, in order; the loss or the reward, and what was measured of answers, stand before them."""
 COMMON = ("train/grad_norm", "train/learning_rate", "train/num_tokens")
 """Curves that every method has, after those."""
 NUM_HEADLINES = 8
@@ -221,7 +220,7 @@ def overview(run: Run, _: Parameters) -> Answer:
         "started": history.started,
         "start": start,
         "decisions": decisions,
-        "headline": headline(list(history.curves), state.method),
+        "headline": headline(list(history.curves)),
         "curves": sorted(history.curves),
         "evals": evals[-MOST_EVALS:],
         "best": _fields(best[-1]) if best else None,
@@ -232,22 +231,13 @@ def overview(run: Run, _: Parameters) -> Answer:
     }
 
 
-def headline(curves: Sequence[str], method: str | None) -> list[str]:
-    """The curves that matter most, in order."""
-    held_out = [
-        name for name in curves if name.startswith("eval/") and not name.endswith(("_low", "_high"))
-    ]
-    metrics = [
-        n
-        for n in held_out
-        if n.removeprefix("eval/") not in (*NO_METRIC, "loss")
-        and "/" not in n.removeprefix("eval/")
-    ]
+def headline(curves: Sequence[str]) -> list[str]:
+    """The curves that matter most, in order. A loss that is the policy's says nothing by itself."""
+    measured = [name for name in curves if f"{name}_low" in curves]  # of answers, with an interval
     is_policy = any(name.startswith("rollout/") for name in curves)
-    first = () if is_policy else ("train/loss", "eval/loss")
-    rollouts = HEADLINES if is_policy else HEADLINES[1:]
-    wanted = [*first, *(rollouts[:1] if is_policy else ()), *metrics, *rollouts, *COMMON]
-    return list(dict.fromkeys(name for name in wanted if name in curves))[:NUM_HEADLINES]
+    first = ("rollout/reward",) if is_policy else ("train/loss", "eval/loss")
+    wanted = dict.fromkeys((*first, *measured, *HEADLINES, *COMMON))
+    return [name for name in wanted if name in curves][:NUM_HEADLINES]
 
 
 def evaluations(events: Sequence[Event]) -> list[Answer]:

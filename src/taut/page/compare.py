@@ -14,7 +14,6 @@ MOST_PROMPTS = 50
 """Prompts that are compared: those whose last rewards differ most."""
 NOT_SETTINGS = ("out", "resume", "overwrite")
 """Keys of a configuration that change nothing of what is trained."""
-PLACES = ("model", "data.train", "data.eval")
 
 
 def compare(runs: Sequence[Run]) -> Answer:
@@ -51,16 +50,9 @@ def differences(
     found.append(("data", "digest of the samples", [one.get("data") for one in resolved]))
     found.append(("model", "parameters", [start.get("num_parameters") for start in starts]))
     found.append(("model", "parameters that train", [start.get("num_trained") for start in starts]))
-    found.append(("versions", "taut", [one.get("taut") for one in resolved]))
-    for name in ("versions", "environment"):
-        of_runs = [
-            dict(_flat(_of_environment(one, start, name)))
-            for one, start in zip(resolved, starts, strict=True)
-        ]
-        found += [
-            ("versions", key, [one.get(key) for one in of_runs])
-            for key in dict.fromkeys(k for one in of_runs for k in one)
-        ]
+    of_runs = [_versions(one, start) for one, start in zip(resolved, starts, strict=True)]
+    for key in dict.fromkeys(key for one in of_runs for key in one):
+        found.append(("versions", key, [one.get(key) for one in of_runs]))
     return [
         {"kind": kind, "key": key, "values": values}
         for kind, key, values in found
@@ -68,9 +60,12 @@ def differences(
     ]
 
 
-def _of_environment(resolved: Mapping[str, Any], start: Mapping[str, Any], name: str) -> Any:
-    found = start.get(name) or resolved.get("identity", {}).get(name)
-    return found if isinstance(found, dict) else {}
+def _versions(resolved: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
+    """The versions of taut, its code and its libraries, and the environment that a resume compares."""
+    environment = resolved.get("identity", {}).get("environment", {})
+    git = {f"git {key}": value for key, value in start.get("git", {}).items()}
+    versions = {**environment, **start.get("versions", {}), **git}
+    return {"taut": resolved.get("taut"), **dict(_flat(versions))}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
