@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 from tests.page.hand_made import RUN
@@ -59,13 +60,20 @@ class Looking:
     def settle(self) -> Any:
         """Wait until what the fragment names is drawn."""
         self.tab.wait_for_selector("#main[aria-busy=false] h1, #main .error")
-        self.tab.wait_for_function(
+        self.until(
             """() => [...document.querySelectorAll(".chart-plot")].every((plot) => {
                 const box = plot.getBoundingClientRect();
                 return box.bottom < 0 || box.top > innerHeight || plot.childElementCount > 0;
             })"""
         )
         return self.tab
+
+    def until(self, expression: str) -> None:
+        """Wait until an expression is true. The page's policy forbids the browser's own way to wait, which is eval."""
+        end = time.monotonic() + SOON / 1000
+        while not self.tab.evaluate(expression):
+            assert time.monotonic() < end, expression
+            self.tab.wait_for_timeout(20)
 
     def text(self) -> str:
         """All that can be read in the view, and what its controls say."""

@@ -237,7 +237,7 @@ def test_a_hundred_thousand_tokens_are_drawn_where_they_are_seen(
     assert 300 <= first < 10_000
     height = tab.evaluate("document.documentElement.scrollHeight")
     tab.evaluate(f"window.scrollTo(0, {height // 2})")
-    tab.wait_for_function(f"{count} > {first}")
+    looking.until(f"{count} > {first}")
     assert tab.evaluate(count) < 20_000
     middle = tab.evaluate("document.elementFromPoint(500, 400).closest('.chunk').children.length")
     assert middle > 0  # what is seen has its tokens
@@ -267,7 +267,7 @@ def test_what_is_chosen_is_in_the_address(written: Write, look: Look) -> None:
     tab.get_by_label("to step").fill("90")
     tab.get_by_label("to step").press("Enter")
     tab.get_by_text("rollout (2)").click()
-    tab.wait_for_function("location.hash.includes('open=rollout')")
+    looking.until("location.hash.includes('open=rollout')")
     for part in ("log=1", "smooth=51", "from=20", "to=90"):
         assert part in tab.evaluate("location.hash")
     looking.settle()
@@ -295,14 +295,14 @@ def test_dragging_over_a_curve_zooms_all(written: Write, look: Look) -> None:
     tab.mouse.down()
     tab.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + 40, steps=5)
     tab.mouse.up()
-    tab.wait_for_function("location.hash.includes('from=')")
+    looking.until("location.hash.includes('from=')")
     low, high = (int(tab.get_by_label(f"{end} step").input_value()) for end in ("from", "to"))
     assert math.isclose(low, 100, abs_tol=3) and math.isclose(high, 150, abs_tol=3)
     looking.settle()
     ranges = tab.evaluate("document.querySelectorAll('.u-over').length")
     assert ranges >= 6
     tab.get_by_role("button", name="All steps").click()
-    tab.wait_for_function("!location.hash.includes('from=')")
+    looking.until("!location.hash.includes('from=')")
 
 
 def test_an_alarm_opens_its_sample(written: Write, look: Look) -> None:
