@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from taut.errors import DataError, OutputError
+from taut.errors import OutputError
 from taut.train.distributed import Ranks
 from taut.train.log import LogConfig
 from taut.train.log.events import Event
@@ -122,15 +121,13 @@ class Recorder:
 
     def sync(self) -> None:
         """Force what is recorded to the disk."""
-        with self._unless_full():
-            for table in self._tables.values():
-                table.sync()
+        for table in self._tables.values():
+            table.sync()
 
     def close(self) -> None:
-        """Seal the tables. What cannot be sealed can still be read, and a resume seals it."""
+        """Seal the tables."""
         for table in self._tables.values():
-            with suppress(OutputError, DataError):
-                table.close()
+            table.close()
 
     # -- what it is told
 
@@ -165,8 +162,7 @@ class Recorder:
         if ROLLOUTS not in self._tables:
             from taut.io import tables
 
-            with self._unless_full():
-                tables.drop_from(place, step)
+            tables.drop_from(place, step)
         elif self._tables[ROLLOUTS].num_bytes >= limit * GIB:
             if not self._is_full:
                 self._is_full = True
@@ -222,21 +218,14 @@ class Recorder:
     ) -> None:
         from taut.io.tables import TableWriter
 
-        with self._unless_full():
-            if self.out is not None:
-                if place not in self._tables:
-                    self._tables[place] = TableWriter(self.out / place, schema)
-                self._tables[place].append(rows)
-
-    @contextmanager
-    def _unless_full(self) -> Iterator[None]:
-        """What cannot be written is reported, and nothing more is recorded."""
+        assert self.out is not None
         try:
-            yield
+            if place not in self._tables:
+                self._tables[place] = TableWriter(self.out / place, schema)
+            self._tables[place].append(rows)
         except OutputError as error:
-            if self.out is not None:
-                self.out = None
-                self.emit("warning", name="record", detail=f"nothing more is recorded: {error}")
+            self.out = None
+            self.emit("warning", name="record", detail=f"nothing more is recorded: {error}")
 
 
 def choose(report: StepReport, count: int, seed: int) -> list[Chosen]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -317,36 +315,3 @@ def test_a_step_without_samples_or_with_one_without_targets_is_shown() -> None:
     assert show_step._headline(event) == "step 3: skipped, as there was nothing to learn from"
     table = show_step._samples({"sample_ids": ["a", "b", "c"], "sample_nll": ["nan", 0.5, 2.0]})
     assert [[*column.cells] for column in table.columns] == [["2", "0.5", ""], ["c", "b", "a"]]
-
-
-def test_a_full_disk_is_reported_once_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[tuple[str, dict[str, Any]]] = []
-    recorder = Recorder(emit=lambda kind, **fields: told.append((kind, fields)))
-    recorder.open(tmp_path, [b"a"], None)
-    schema = pa.schema({"step": pa.int32(), "text": pa.string()})
-
-    def record(step: int) -> None:
-        recorder.add_rollouts(step, schema, lambda: [{"step": step, "text": "said"}])
-
-    record(1)
-
-    def full(*_: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", full)
-    monkeypatch.setattr(os, "fsync", full)
-    record(2)
-    record(3)
-    recorder.sync()
-    recorder.close()
-    assert [(kind, fields["name"]) for kind, fields in told] == [("warning", "record")]
-    assert "nothing more is recorded: cannot write" in told[0][1]["detail"]
-    assert rows_in(tmp_path / "rollouts") == [{"step": 1, "text": "said"}]
-    monkeypatch.undo()
-    again = Recorder()
-    again.open(tmp_path, [b"a"], from_step=1)
-    again.add_rollouts(2, schema, lambda: [{"step": 2, "text": "again"}])
-    again.close()
-    assert [row["text"] for row in rows_in(tmp_path / "rollouts")] == ["said", "again"]
