@@ -118,7 +118,7 @@ def quantised_weights_are_the_checkpoints(session: Session) -> Finding:
             ],
             remedy="install the tested version of bitsandbytes (constraints.txt), and please report the model",
         )
-    number = len(layers) + sum(len(module.formats) for _, module in experts)  # type: ignore[arg-type]
+    number = len(layers) + sum(len(module.formats) for _, module in experts)
     says = f"{len(errors)} weights of {number} tensors within the steps of their format"
     return passed(says, errors[worst], "of the largest error of the format")
 
