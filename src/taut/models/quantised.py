@@ -626,7 +626,7 @@ def quantised_layers(model: nn.Module) -> Iterator[tuple[str, QuantisedLinear]]:
             yield name, module
 
 
-def quantised_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def quantised_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Names and modules of experts whose weights are rows of bytes, one for each expert."""
     for name, module in model.named_modules():
         if "wide_sizes" in vars(module):
