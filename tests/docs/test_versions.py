@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from packaging.version import Version
-from tests.versions.run import BEGIN, END, NEEDING, PAGE, SHOWN, bounds
+from tests.versions.run import BEGIN, CHOSEN, END, LEFT_OUT, NEEDING, PAGE, ROOT, SHOWN, bounds
 
 from taut.capabilities import CAPABILITIES
 from taut.extras import NEWEST
@@ -32,3 +32,11 @@ def test_every_capability_is_listed_with_its_version() -> None:
         (row,) = [line for line in TEXT.splitlines() if line.startswith(f"| {name}")]
         assert row.split(" | ")[1] == f"{library} {since}"
     assert NEEDING.keys() <= CAPABILITIES.keys()
+
+
+def test_the_chosen_tests_are_there() -> None:
+    """pytest runs none of its list where one is missing."""
+    for chosen in (*CHOSEN, LEFT_OUT, *(one for some in NEEDING.values() for one in some)):
+        path, _, function = chosen.partition("::")
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert not function or f"def {function.partition('[')[0]}(" in text, chosen
