@@ -23,6 +23,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TextIO, TypeAlias, get_args
 
+from pydantic_core import from_json
+
 from taut.errors import DataError, OutputError
 from taut.io import files
 
@@ -278,8 +280,8 @@ def _end_of_list(line: bytes, begin: int) -> int | None:
 def _parse(place: str, line: bytes) -> Event:
     event: Any
     try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
+        event = from_json(line, cache_strings="keys")  # thrice as fast as json's
+    except ValueError:
         event = None
     if not isinstance(event, dict) or event.get("kind") not in KINDS:
         raise DataError(
@@ -316,7 +318,8 @@ def measured(event: Event) -> dict[str, float]:
 
 def _open_to_append(path: Path) -> TextIO:
     number = files.open_descriptor(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
-    return os.fdopen(number, "a", encoding="utf-8")
+    # Half a surrogate pair, which the JSON of a server or a tool may have, becomes a question mark.
+    return os.fdopen(number, "a", encoding="utf-8", errors="replace")
 
 
 def _read_all(number: int) -> bytes:

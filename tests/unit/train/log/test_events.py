@@ -96,6 +96,14 @@ def test_a_value_json_cannot_hold_is_a_mistake(tmp_path: Path) -> None:
         write(tmp_path / "events.jsonl", [{"kind": "step", "loss": object()}])
 
 
+def test_half_a_surrogate_pair_does_not_end_the_run(tmp_path: Path) -> None:
+    """The JSON of a server or a tool may have one, and UTF-8 may not."""
+    path = tmp_path / "events.jsonl"
+    with closing(EventLog(path)) as log:
+        log({"kind": "warning", "detail": "a\ud800b \U0001f600"})
+    assert read_events(path)[0]["detail"] == "a?b \U0001f600"
+
+
 def test_a_torn_last_line_is_skipped_and_then_removed(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     write(path, steps(1, 2))
