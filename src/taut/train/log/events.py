@@ -280,8 +280,8 @@ def _end_of_list(line: bytes, begin: int) -> int | None:
 def _parse(place: str, line: bytes) -> Event:
     event: Any
     try:
-        event = from_json(line, cache_strings="keys")  # thrice as fast as json's
-    except ValueError:
+        event = _read_json(line)
+    except (ValueError, RecursionError):
         event = None
     if not isinstance(event, dict) or event.get("kind") not in KINDS:
         raise DataError(
@@ -296,6 +296,14 @@ def _parse(place: str, line: bytes) -> Event:
         if type(value) is str and value in NOT_FINITE:
             event[key] = NOT_FINITE[value]
     return event
+
+
+def _read_json(line: bytes) -> Any:
+    """By pydantic's parser, which is thrice as fast as json's, but refuses half a surrogate pair."""
+    try:
+        return from_json(line, cache_strings="keys")
+    except ValueError:
+        return json.loads(line)
 
 
 def scalars(event: Event) -> dict[str, float]:
