@@ -21,7 +21,7 @@ from taut.config import configclass, user_path
 from taut.errors import OutputError
 from taut.io.console import counted, one_line
 from taut.io.terminal import Terminal
-from taut.run.recorded import Recorded, Row, answer_text, prompt_text, why_nothing
+from taut.run.recorded import Recorded, Row, answer_text, is_judged, prompt_text, why_unlearned
 from taut.train.log.events import to_json
 
 PROMPT_SHOWN = 400
@@ -89,42 +89,16 @@ def _summary(
     step: int, rows: Sequence[Row], groups: Sequence[Sequence[Row]], trained: set[str] | None
 ) -> str:
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
-    reward = f", mean reward {fmean(rewards):.4g}" if rewards and _is_judged(rows) else ""
-    num_useful = sum(_why_unlearned(group, trained) is None for group in groups)
+    reward = f", mean reward {fmean(rewards):.4g}" if rewards and is_judged(rows) else ""
+    num_useful = sum(why_unlearned(group, trained) is None for group in groups)
     return (
         f"step {step}: {counted(len(groups), 'prompts')}, {counted(len(rows), 'answers')}{reward}, "
         f"something to learn from in {num_useful}"
     )
 
 
-def _is_judged(rows: Sequence[Row]) -> bool:
-    """Whether completions get rewards in this run: where none does, all are learned from."""
-    return any(row["rewards"] for row in rows)
-
-
-def _why_unlearned(group: Sequence[Row], trained: set[str] | None) -> str | None:
-    """Why nothing is learned from a group; None where something is. ``trained``: what was trained on; None: that is to
-    come, and the rewards alone are looked at.
-    """
-    learned = [
-        row
-        for row in group
-        if trained is not None
-        and row["sample_id"] in trained
-        and (row["advantage_N"] is None or any(row["advantage_N"]))
-    ]
-    rewards = [row["reward"] for row in group]
-    is_judged = _is_judged(group) or all(reward is None for reward in rewards)
-    if learned:
-        return None
-    nothing = why_nothing(rewards) if is_judged else None
-    if nothing is not None or trained is None:
-        return nothing
-    return "none of its answers was chosen, or all advantages are 0"
-
-
 def _group(group: Sequence[Row], trained: set[str] | None) -> Iterator[Text | Table]:
-    first, nothing = group[0], _why_unlearned(group, trained)
+    first, nothing = group[0], why_unlearned(group, trained)
     expected = (
         f"  expected: {one_line(' | '.join(first['references']))}" if first["references"] else ""
     )

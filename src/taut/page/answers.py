@@ -28,7 +28,7 @@ from taut.errors import DataError, OutputError, redacted_in
 from taut.io import files
 from taut.page.curves import bucketed
 from taut.page.history import History
-from taut.run.recorded import Recorded, Row, answer_text, prompt_text, why_nothing
+from taut.run.recorded import Recorded, Row, answer_text, prompt_text, why_unlearned
 from taut.run.states import RunState, find, state_of
 from taut.train.log.events import NOT_CURVES, Event, to_json
 from taut.train.run_dir import ADAPTER, BEST, EVENTS, MODEL, read_resolved
@@ -388,13 +388,18 @@ OF_GROUPS = (
     "sampled_at_N",
     "finish_reason",
     "index",
+    "sample_id",
+    "rewards",
+    "advantage_N",
 )
 
 
 def rollouts(run: Run, parameters: Parameters) -> Answer:
     step = _step(run, parameters, run.recorded.rollout_steps)
     rows = run.recorded.rollouts(step, OF_GROUPS)
-    groups = [_listed(list(group)) for _, group in groupby(rows, key=lambda row: row["group"])]
+    trained = _trained_on(run, step)
+    found = groupby(rows, key=lambda row: row["group"])
+    groups = [_listed(list(group), trained) for _, group in found]
     return {
         "step": step,
         "groups": groups[:MOST_SAMPLES],
@@ -402,7 +407,16 @@ def rollouts(run: Run, parameters: Parameters) -> Answer:
     }
 
 
-def _listed(group: Sequence[Row]) -> Answer:
+def _trained_on(run: Run, step: int) -> set[str] | None:
+    """The ids of the samples of a step's rollout that were trained on; None: no step has trained on it yet."""
+    history, steps = run.history, run.recorded.rollout_steps
+    following = next((other for other in steps if other > step), history.last_step + 1)
+    events = [history.step_event(number) for number in range(step, following)]
+    known = [event for event in events if event is not None]
+    return {name for event in known for name in event.get("sample_ids", ())} if known else None
+
+
+def _listed(group: Sequence[Row], trained: set[str] | None) -> Answer:
     """A group in the list of a step's."""
     first, rewards = group[0], [row["reward"] for row in group]
     known = [reward for reward in rewards if reward is not None]
@@ -413,7 +427,7 @@ def _listed(group: Sequence[Row]) -> Answer:
         "rewards": rewards,
         "mean": fmean(known) if known else None,
         "is_kept": first["is_kept"],
-        "why_nothing": why_nothing(rewards),
+        "why_nothing": why_unlearned(group, trained),
         "num_tokens": [len(row["sampled_at_N"] or ()) for row in group],
         "finish": [row["finish_reason"] for row in group],
     }
@@ -439,7 +453,7 @@ def group(run: Run, parameters: Parameters) -> Answer:
         "is_text": isinstance(prompt, str),
         "references": first["references"],
         "is_kept": first["is_kept"],
-        "why_nothing": why_nothing([row["reward"] for row in rows]),
+        "why_nothing": why_unlearned(rows, _trained_on(run, step)),
         "answers": [_answer(row, recorded) for row in rows],
     }
 

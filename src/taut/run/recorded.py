@@ -131,14 +131,31 @@ class Recorded:
         return tables.read_column(self.out / TOKENS / VOCABULARY, "bytes")
 
 
-def why_nothing(rewards: Sequence[float | None]) -> str | None:
-    """Why nothing is learned from a group with these rewards; None where something is."""
+def why_unlearned(group: Sequence[Row], trained: set[str] | None) -> str | None:
+    """Why nothing is learned from a group of rollouts; None where something is. ``trained``: what was trained on; None:
+    that is to come, and the rewards alone are looked at.
+    """
+    learned = [
+        row
+        for row in group
+        if trained is not None
+        and row["sample_id"] in trained
+        and (row["advantage_N"] is None or any(row["advantage_N"]))
+    ]
+    if learned:
+        return None
+    rewards = [row["reward"] for row in group]
     known = {reward for reward in rewards if reward is not None}
     if not known:
         return "no answer has a reward"
-    if len(known) == 1 and len(rewards) > 1:
+    if is_judged(group) and len(known) == 1 and len(rewards) > 1:
         return f"all rewards are {known.pop():g}"
-    return None
+    return None if trained is None else "none of its answers was chosen, or all advantages are 0"
+
+
+def is_judged(rows: Sequence[Row]) -> bool:
+    """Whether completions get rewards in this run: where none does, all are learned from."""
+    return any(row["rewards"] for row in rows)
 
 
 def prompt_text(row: Row) -> str:

@@ -22,10 +22,9 @@ from transformers import AutoModelForCausalLM
 import taut
 from taut.cli import main
 from taut.commands import show_step
-from taut.commands.rollouts import _why_unlearned as why_unlearned
 from taut.data.packing import pack
 from taut.io.tables import read_tables
-from taut.run.recorded import Recorded, Row
+from taut.run.recorded import Recorded, Row, why_unlearned
 from taut.train.log import LogConfig, TokenRecordConfig
 from taut.train.recorder import LEVELS, Recorder, _shared, choose
 from taut.train.trainer import StepReport
