@@ -212,11 +212,15 @@ def assignments(cls: Any) -> dict[str, str]:
     rows = {row.key: row for row in describe(cls)}
     plain = ("integer", "number", "true | false")
     found = {key: row.default for key, row in rows.items() if row.type in plain}
-    required = [key for key, row in rows.items() if row.default == "required"]
+    required = {
+        key: '"x"' if row.type == "string" else f'"{row.type.split(" | ")[0]}"'
+        for key, row in rows.items()
+        if row.default == "required"
+    }
     needed = {key: '"y"' for key in ("distill.teacher",) if key in rows}
     if "rollout.n" in rows and not needed:
         needed["rewards"] = '"exact_match"'
-    return {**dict.fromkeys(required, '"x"'), **needed, **found}
+    return {**required, **needed, **found}
 
 
 def spoil_keys(draw: Random, cls: Any) -> tuple[list[str], str]:
