@@ -96,7 +96,7 @@ class ServeReward(JudgeUse, HttpLimits):
             raise ConfigError("without_key=true and a key is set; expected one of them; remove one")
         if not has_key and not self.without_key and not is_loopback(self.host):
             raise ConfigError(
-                f"host={self.host} can be reached from elsewhere, and there is no key; expected one; set key=NAME of "
+                f"host={self.host!r} can be reached from elsewhere, and there is no key; expected one; set key=NAME of "
                 "an environment variable that holds it, or without_key=true"
             )
 

@@ -92,9 +92,10 @@ def experts_that_were_quantised_from_other_numbers(place: Place, is_faulty: bool
 
         def install_rounded(model: Any) -> None:
             experts = model.get_submodule("model.layers.1.mlp.experts")
-            layout, rows = experts.formats["down_proj"], experts.down_proj.data
-            wide = layout.widen(rows[0], torch.float32)
-            rows[0] = layout.quantise(wide * 1.001)
+            if "formats" in vars(experts):  # else a model that is compared, in plain numbers
+                layout, rows = experts.formats["down_proj"], experts.down_proj.data
+                wide = layout.widen(rows[0], torch.float32)
+                rows[0] = layout.quantise(wide * 1.001)
             install(model)
 
         place.patch.setattr(faster_layers, "install", install_rounded)
