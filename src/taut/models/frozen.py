@@ -107,6 +107,10 @@ def reading(storage: Storage | None) -> Iterator[None]:
     def plan(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
         own: dict[str, torch.dtype] = plan_of(model, dtype)
         dtypes = stored_dtypes(model, storage)
+        if (
+            storage.quantise is not None
+        ):  # older versions of the library would cast what is read to the bytes of rows
+            dtypes |= dict.fromkeys(quantised.names_of_rows(model), dtype)
         return own | {f"^{re.escape(name)}$": stored for name, stored in dtypes.items()}
 
     library._get_dtype_plan = plan

@@ -633,6 +633,15 @@ def quantised_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
+def names_of_rows(model: nn.Module) -> list[str]:
+    """The parameters that are rows of bytes."""
+    layers = [f"{name}.weight" for name, _ in quantised_layers(model)]
+    experts = [
+        f"{name}.{key}" for name, module in quantised_experts(model) for key in module.formats
+    ]
+    return layers + experts
+
+
 @torch.no_grad()
 def error_of(layout: Format, row: Tensor, source: Tensor) -> float:
     """The largest error of the weights that a whole ``row`` stands for, relative to the largest that its format makes
