@@ -39,6 +39,9 @@ CAPABILITIES = {
     "a scalar head on a model with pictures": Capability(
         "transformers", "5.19", "registers a class of one's own for one of its configurations"
     ),
+    "a base that comes quantised": Capability(
+        "transformers", "5.21", "hands over all stored tensors of a quantised weight together"
+    ),
     "a model read from GGUF": Capability(
         "transformers", "5.18", "reads the special tokens of its tokenizer as they are"
     ),

@@ -4,12 +4,14 @@ way with the reason said.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.tiny_models import tiny_model
 from tests.vision_models import tiny_vlm
 
 from taut import capabilities
@@ -17,13 +19,14 @@ from taut.capabilities import CAPABILITIES, lack, require
 from taut.demo import fetch
 from taut.errors import ModelError
 from taut.models.attention_backends import PREFIX
-from taut.models.load import load_config, load_tokenizer
+from taut.models.frozen import Storage
+from taut.models.load import load_config, load_model, load_tokenizer
 from taut.models.reward_model import NewHead, load_reward_model
 from taut.vision.content import ImagesConfig
 from taut.vision.image_store import open_image_store
 
 Patch = pytest.MonkeyPatch
-BEFORE = {"5.18": "5.17.0", "5.19": "5.18.2", "2.12": "2.11.0+cpu"}
+BEFORE = {"5.18": "5.17.0", "5.19": "5.18.2", "5.21": "5.20.0", "2.12": "2.11.0+cpu"}
 """A version -> one before it."""
 
 
@@ -49,9 +52,22 @@ def _gguf(place: Path, patch: Patch) -> str:
     return str(caught.value)
 
 
+def _comes_quantised(place: Path, patch: Patch) -> str:
+    tiny_model("llama").save_pretrained(place / "model")
+    path = place / "model" / "config.json"
+    quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantised}))
+    options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+    storage = Storage(torch.bfloat16, torch.bfloat16)
+    with pytest.raises(ModelError) as caught:
+        load_model(str(path.parent), **options, attention=PREFIX + "reference", storage=storage)
+    return str(caught.value)
+
+
 USES: dict[str, Callable[[Path, Patch], str]] = {
     "a model with pictures": _pictures,
     "a scalar head on a model with pictures": _scalar_head,
+    "a base that comes quantised": _comes_quantised,
     "a model read from GGUF": _gguf,
 }
 """Capability -> what needs it; returns the words that the user reads."""

@@ -40,6 +40,7 @@ from transformers.core_model_loading import Transpose
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from taut import capabilities
 from taut.config import user_path
 from taut.errors import ModelError
 from taut.io import files, hub
@@ -165,6 +166,8 @@ def read_model(
         how = storage.quantise
         quantising = {"quantization_config": quantised.settings_of(how, dtype, storage.whole)}
     comes_quantised = quantised.format_of(config) is not None
+    if comes_quantised:
+        capabilities.require("a base that comes quantised", f"model={path}")
     if comes_quantised and storage is None and not is_narrow:
         raise ModelError(
             f"model={path} comes quantised; expected weights in full precision here, which only the base under "
