@@ -328,6 +328,20 @@ SHUTDOWN_SECONDS = 30
 """Seconds in which current requests may finish when the server ends."""
 
 
+def listen(host: str, port: int, backlog: int) -> socket.socket:
+    """Bind an address; port 0 is any free one. ``backlog``: connections that may wait. Raises ConfigError."""
+    try:
+        family, *_, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        return socket.create_server(address[:2], family=family, backlog=backlog)
+    except OSError as error:
+        raise ConfigError(
+            f"host={host} port={port} cannot be listened on: {error.strerror or error}; expected a free port of this "
+            "machine; set port=0 for any"
+        ) from error
+
+
 def serve(
     app: App, limits: HttpLimits, listener: socket.socket, ending: threading.Event | None = None
 ) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-import socket
 import threading
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -35,10 +34,11 @@ from taut.commands.http_server import (
     Scope,
     Send,
     is_loopback,
+    listen,
     serve,
 )
 from taut.config import configclass, user_path
-from taut.errors import ConfigError, OutputError, TautError
+from taut.errors import OutputError, TautError
 from taut.io import files
 from taut.io.console import counted
 from taut.io.terminal import Terminal
@@ -135,7 +135,7 @@ def _write(config: Page, found: Mapping[str, Path]) -> int:
 def _serve(config: Page, places: list[Path]) -> int:
     token = None if is_loopback(config.host) else secrets.token_urlsafe(24)
     ending = threading.Event()
-    with closing(_listen(config)) as listener:
+    with closing(listen(config.host, config.port, backlog=128)) as listener:
         host, port = listener.getsockname()[:2]
         app = build_app(config, places, token, ending)
         place = f"[{host}]" if ":" in host else host
@@ -290,16 +290,3 @@ async def _send(send: Send, status: int, headers: Mapping[str, str], body: bytes
     ]
     await send({"type": "http.response.start", "status": status, "headers": listed})
     await send({"type": "http.response.body", "body": body})
-
-
-def _listen(config: Page) -> socket.socket:
-    try:
-        family, *_, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        return socket.create_server(address[:2], family=family, backlog=128)
-    except OSError as error:
-        raise ConfigError(
-            f"host={config.host} port={config.port} cannot be listened on: {error.strerror or error}; expected a free "
-            "port of this machine; set port=0 for any"
-        ) from error

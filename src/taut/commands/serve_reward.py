@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from taut.commands.http_server import App, Guard, HttpLimits, Refused, is_loopback, serve
+from taut.commands.http_server import App, Guard, HttpLimits, Refused, is_loopback, listen, serve
 from taut.commands.reading import print_decisions
 from taut.config import configclass, home_path, read_secret
 from taut.data.json_io import shown
@@ -138,7 +137,10 @@ def run(config: ServeReward) -> int:
     """Serve until a signal ends it."""
     console = Terminal(soft_wrap=True)
     key = _read_key(config)
-    with closing(_listen(config)) as listener, TemporaryFolder("serve") as folder:
+    with (
+        closing(listen(config.host, config.port, backlog=512)) as listener,
+        TemporaryFolder("serve") as folder,
+    ):
         judge = open_judge(config, folder)
         image_store = judge.renderer.image_store
         print_decisions(console, judge.decisions)
@@ -316,17 +318,3 @@ def _read_key(config: ServeReward) -> bytes | None:
         if not token:
             raise ConfigError(f"{place} is empty; expected a token; put one there")
     return None if token is None else token.encode()
-
-
-def _listen(config: ServeReward) -> socket.socket:
-    """Bind the address, before the model is loaded."""
-    try:
-        family, *_, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        return socket.create_server(address[:2], family=family, backlog=512)
-    except OSError as error:
-        raise ConfigError(
-            f"host={config.host} port={config.port} cannot be listened on: {error.strerror or error}; expected a free "
-            "port of this machine; set port=0 for any"
-        ) from error

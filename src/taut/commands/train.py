@@ -322,7 +322,7 @@ def look(
 def _use_products(run: RunConfig, ranks: Ranks, identity: Mapping[str, Any]) -> None:
     """Choose the libraries of products. ``identity``: of the checkpoint that is resumed; empty: there is none."""
     stored, whose = products_in(identity), "the checkpoint"
-    recording = run.recording() if stored is None and isinstance(run, OnlineMethod) else None
+    recording = run.recording if stored is None and isinstance(run, OnlineMethod) else None
     if recording is not None:
         stored, whose = products_in(recording.resolved.get("identity", {})), str(recording.out)
     use_products(run, ranks, stored, whose)

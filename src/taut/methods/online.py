@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -186,7 +186,7 @@ class OnlineMethod(RunConfig):
     def load_data(
         self, split: Split, renderer: Renderer, language: Language, *, looks_again: bool = True
     ) -> Dataset:
-        longest, recording = self.longest_sample(language.config), self.recording()
+        longest, recording = self.longest_sample(language.config), self.recording
         if split == "train" and recording is not None:
             recording.require_vocabulary(token_bytes(language.tokenizer))
         return load_prompt_set(self.data, split, renderer, longest, self.rollout.reference)
@@ -203,7 +203,7 @@ class OnlineMethod(RunConfig):
         size = batch.samples_per_step * rollout.minibatches
         order = Order(train.weights, self.seed, size, batch.shuffle, groups)
         num_steps = self.steps or order.num_steps(self.epochs or 1.0) * rollout.updates
-        if (recording := self.recording()) is not None:
+        if (recording := self.recording) is not None:
             recording.require_fits(
                 rollout, batch.samples_per_step, num_steps, is_judged=self.is_judged
             )
@@ -232,7 +232,7 @@ class OnlineMethod(RunConfig):
         assert isinstance(source, Online)
         worker: Callable[[], RolloutSource]
         worker = partial(self.open_worker, source, inputs, models, make_engine, ranks)
-        if (recording := self.recording()) is not None:
+        if (recording := self.recording) is not None:
             worker = partial(self._open_replay, recording, inputs)
         return replace(
             source,
@@ -241,6 +241,7 @@ class OnlineMethod(RunConfig):
             open_worker=worker,
         )
 
+    @cached_property
     def recording(self) -> Recording | None:
         """The rollouts that are trained on instead of new ones. Raises ConfigError where they cannot be."""
         if self.rollout.replay_from is None:

@@ -45,6 +45,7 @@ from taut.evals.reload import WHOLE
 from taut.methods.method import RunConfig
 from taut.methods.reference import STREAM
 from taut.models import architecture
+from taut.models.frozen import host_memory
 from taut.plan.ledger import Ledger, Parts
 from taut.plan.models import CRITIC, POLICY, REFERENCE, TEACHER, Held, Kernels, Sizes, rank_of
 from taut.plan.rollouts import Rollout, rollout_of
@@ -225,7 +226,7 @@ def device_memory(device: torch.device) -> int:
     """The memory of a GPU, or of the machine."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return host_memory()
 
 
 @dataclass(frozen=True)

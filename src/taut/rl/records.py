@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +24,6 @@ from taut.rl.rollout import Group, Rollout
 from taut.rl.sampler import Trajectory
 from taut.types import FloatArray, Media, Picture
 
-Text = TypeVar("Text", str, str | None)
 NUMBERS, PLACES = pa.list_(pa.float32()), pa.list_(pa.int32())
 PICTURE = pa.struct(
     {
@@ -111,27 +110,27 @@ def _row(trajectory: Trajectory, advantages: Mapping[str, FloatArray]) -> dict[s
     return {
         "sample_id": trajectory.name,
         "prompt_id": row.id,
-        "place": _unicode(row.place),
+        "place": row.place,
         "index": trajectory.index,
         "prompt": _json(first),
-        "references": [_unicode(text) for text in row.references],
+        "references": list(row.references),
         "messages": _json(trajectory.messages),
-        "text": _unicode(trajectory.text),
+        "text": trajectory.text,
         "ids_T": trajectory.ids_T,
         "sampled_at_N": trajectory.sampled_at_N,
         "logp_N": trajectory.logp_N,
         "advantage_N": advantages.get(trajectory.name),
         "version_N": trajectory.version_N,
         "finish_reason": trajectory.finish_reason,
-        "error": _unicode(trajectory.error),
+        "error": trajectory.error,
         "reward": verdict.total,
         "rewards": [
             {
                 "name": name,
                 "value": score.value,
-                "error": _unicode(score.error),
-                "reason": _unicode(score.unjudged),
-                "reply": _unicode(score.reply),
+                "error": score.error,
+                "reason": score.unjudged,
+                "reply": score.reply,
             }
             for name, score in verdict.parts.items()
         ],
@@ -156,14 +155,7 @@ def _row(trajectory: Trajectory, advantages: Mapping[str, FloatArray]) -> dict[s
 
 def _json(messages: Any) -> str:
     """Messages as JSON; a picture by its description."""
-    return _unicode(json.dumps(messages, ensure_ascii=False, default=str))
-
-
-def _unicode(text: Text) -> Text:
-    """The text with a question mark for half a surrogate pair, which JSON of a server or a tool may have and UTF-8 may
-    not.
-    """
-    return None if text is None else text.encode("utf-8", "replace").decode()
+    return json.dumps(messages, ensure_ascii=False, default=str)
 
 
 # -- and back

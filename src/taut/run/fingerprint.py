@@ -113,7 +113,7 @@ def _others(run: RunConfig, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
     parts: dict[str, Any] = {}
     if run.generates:
         parts["code"] = {str(path): _digest(_read_text(path)) for path in run.user_code()}
-    if isinstance(run, OnlineMethod) and (recording := run.recording()) is not None:
+    if isinstance(run, OnlineMethod) and (recording := run.recording) is not None:
         parts["rollouts"] = recording.digest
     for label, judge in models_of(run.training_rewards).items():
         # Its scores depend on its tokenizer and template as well.

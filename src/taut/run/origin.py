@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from packaging.requirements import Requirement
 
+from taut.io import threads
+from taut.models.frozen import host_memory
 from taut.train.distributed import Ranks
 
 GIT_SECONDS = 5.0
@@ -44,7 +46,7 @@ def origin(ranks: Ranks) -> dict[str, Any]:
         "host": platform.node(),
         "devices": ranks.gather({"host": platform.node(), **describe(device)}),
         "versions": versions(device),
-        "num_cpus": num_cpus(),
+        "num_cpus": threads.usable().num_cpus,
         "num_threads": torch.get_num_threads(),
     }
 
@@ -82,8 +84,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return {"name": properties.name, "memory_bytes": properties.total_memory}
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"name": _processor(), "memory_bytes": memory}
+    return {"name": _processor(), "memory_bytes": host_memory()}
 
 
 def _processor() -> str:
@@ -130,10 +131,3 @@ def _driver() -> str | None:
     except OSError:  # another vendor's, or a container that does not show it
         return None
     return found[1] if found else None
-
-
-def num_cpus() -> int:
-    """The logical processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -321,9 +321,7 @@ def train_step(trainer: Trainer, step: int) -> StepReport:
         trainer.interrupts.obey(report.signals)
     else:
         trainer.interrupts.agree(trainer.ranks)
-    if (
-        trees and trainer.recorder is not None
-    ):  # first, so that a step which a monitor stops is recorded
+    if trees:  # first, so that a step which a monitor stops is recorded
         trainer.recorder.look(report, trainer)
     for monitor in trainer.monitors if trees else ():
         monitor(report, trainer)

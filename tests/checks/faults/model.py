@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +71,7 @@ def quantised_weights_of_another_row(place: Place, is_faulty: bool) -> Session:
 def a_quantised_expert_with_the_codes_of_another(place: Place, is_faulty: bool) -> Session:
     """Rows of bytes, one for each expert, in another order than the experts."""
     if is_faulty:
-        install = faster_layers.install
-
-        def install_swapped(model: Any) -> None:
-            rows = model.get_parameter("model.layers.0.mlp.experts.down_proj").data
-            rows[[2, 3]] = rows[[3, 2]]
-            install(model)
-
-        place.patch.setattr(faster_layers, "install", install_swapped)
+        when_read(place, swap_experts("down_proj"))
     return place.session(_moe(place), lora__rank=4, quantise="nf4", dtype="float32")
 
 
@@ -88,18 +81,37 @@ def experts_that_were_quantised_from_other_numbers(place: Place, is_faulty: bool
     the codes that the checkpoint gives.
     """
     if is_faulty:
-        install = faster_layers.install
 
-        def install_rounded(model: Any) -> None:
+        def quantise_again(model: Any) -> None:
             experts = model.get_submodule("model.layers.1.mlp.experts")
             if "formats" in vars(experts):  # else a model that is compared, in plain numbers
                 layout, rows = experts.formats["down_proj"], experts.down_proj.data
                 wide = layout.widen(rows[0], torch.float32)
                 rows[0] = layout.quantise(wide * 1.001)
-            install(model)
 
-        place.patch.setattr(faster_layers, "install", install_rounded)
+        when_read(place, quantise_again)
     return place.session(_moe(place), lora__rank=4, quantise="nf4", dtype="float32")
+
+
+def when_read(place: Place, change: Callable[[Any], None]) -> None:
+    """Change each model that was read, before anything is done with it."""
+    install = faster_layers.install
+
+    def install_changed(model: Any) -> None:
+        change(model)
+        install(model)
+
+    place.patch.setattr(faster_layers, "install", install_changed)
+
+
+def swap_experts(name: str) -> Callable[[Any], None]:
+    """The third and the fourth expert of the first layer in each other's place."""
+
+    def swap(model: Any) -> None:
+        experts = model.get_parameter(f"model.layers.0.mlp.experts.{name}").data
+        experts[[2, 3]] = experts[[3, 2]]
+
+    return swap
 
 
 def _moe(place: Place) -> Path:
@@ -111,14 +123,12 @@ def _moe(place: Place) -> Path:
 def rows_that_were_read_into_other_places(place: Place, is_faulty: bool) -> Session:
     """A tensor one row further than in the file, as where ranks cut it in the wrong place."""
     if is_faulty:
-        install = faster_layers.install
 
-        def install_shifted(model: Any) -> None:
+        def shift(model: Any) -> None:
             weight = model.get_parameter("model.layers.1.mlp.up_proj.weight")
             weight.data = weight.data.roll(1, 0)
-            install(model)
 
-        place.patch.setattr(faster_layers, "install", install_shifted)
+        when_read(place, shift)
     return place.session()
 
 
@@ -126,14 +136,7 @@ def rows_that_were_read_into_other_places(place: Place, is_faulty: bool) -> Sess
 def an_expert_with_the_numbers_of_another(place: Place, is_faulty: bool) -> Session:
     """Experts are separate in the files and one tensor in the model."""
     if is_faulty:
-        install = faster_layers.install
-
-        def install_swapped(model: Any) -> None:
-            fused = model.get_parameter("model.layers.0.mlp.experts.gate_up_proj").data
-            fused[[2, 3]] = fused[[3, 2]]
-            install(model)
-
-        place.patch.setattr(faster_layers, "install", install_swapped)
+        when_read(place, swap_experts("gate_up_proj"))
     return place.session(place.model("qwen3_moe"))
 
 

@@ -18,6 +18,7 @@ from starlette.testclient import TestClient
 from tests.unit.commands.test_score import END, chat, messages, save_reward, theirs
 
 from taut.commands import serve_reward as command
+from taut.commands.http_server import listen
 from taut.commands.serve_reward import ServeReward, build_app
 from taut.config import from_mapping
 from taut.errors import ConfigError, EngineError, NonFiniteError, OutOfMemory
@@ -240,7 +241,8 @@ def test_a_key_that_is_not_there_is_told(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
-    with command._listen(config(tmp_path)) as taken:
+    asked = config(tmp_path)
+    with listen(asked.host, asked.port, backlog=512) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port={port} cannot be listened on"):
             command.run(config(tmp_path / "no model", port=port))
