@@ -419,7 +419,7 @@ def execute(
         checkpoints = _checkpoints(built, out, start, evaluations)
         try:
             _emit_start(built, examination)
-            vocabulary = token_bytes(built.inputs.renderer.tokenizer)
+            vocabulary = partial(token_bytes, built.inputs.renderer.tokenizer)
             recorder.open(out, vocabulary, start.from_step if run.resume else None, log.show)
             _begin(built, start, lock, checkpoints)
             with distributed.explaining(), trainer.meter.running():

@@ -88,16 +88,17 @@ class Recorder:
     def open(
         self,
         out: Path,
-        vocabulary: Sequence[bytes],
+        vocabulary: Callable[[], Sequence[bytes]],
         from_step: int | None,
         show: Callable[[int, Iterable[ShownSample]], None] = lambda *_: None,
     ) -> None:
-        """Record in ``out``; every rank calls it. ``vocabulary``: the bytes of each token. ``from_step``: the step from
-        which a run goes on, after which nothing stands; None for one that begins. ``show``: gets texts of samples.
+        """Record in ``out``; every rank calls it. ``vocabulary``: gives the bytes of each token, and is asked
+        by the rank that writes, where something is recorded. ``from_step``: the step from which a run goes on, after
+        which nothing stands; None for one that begins. ``show``: gets texts of samples.
         """
         from taut.io import tables
 
-        self.out, self._vocabulary, self._show = out, vocabulary, show
+        self.out, self._show = out, show
         if not self.ranks.is_writer:
             return
         if from_step is not None:
@@ -106,10 +107,10 @@ class Recorder:
             if (out / ROLLOUTS).is_dir():  # the next step's may have come with the checkpoint
                 tables.drop_from(out / ROLLOUTS, from_step + 2)
         if self.records_tokens or self.records_rollouts:
-            path = out / TOKENS / VOCABULARY
+            path, self._vocabulary = out / TOKENS / VOCABULARY, vocabulary()
             with tables.writing_to(path.parent):
                 path.parent.mkdir(exist_ok=True)
-                tables.write_column(path, "bytes", vocabulary)
+                tables.write_column(path, "bytes", self._vocabulary)
 
     @property
     def records_tokens(self) -> bool:
