@@ -7,7 +7,7 @@ keys (type; default):
       Directory the run is written to.
   questions  (integer; all 128)
       Held-out questions that are asked before and after.
-  steps  (integer; 40), optim.learning_rate  (number; 1e-4), dtype  (bfloat16) and every other key of taut sft
+  steps  (integer; 40), optim.learning_rate  (number; 1e-4) and every other key of taut sft
       except model and data: 'taut sft --help' lists them.
 
 example: taut demo steps=10 questions=20

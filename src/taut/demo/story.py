@@ -27,7 +27,6 @@ NUM_TRAIN, NUM_EVAL = 40, 8
 
 RECIPE = {
     "steps": "40",
-    "dtype": "bfloat16",
     "batch.samples_per_step": "16",
     "batch.group_prefixes": "true",
     "batch.share_prefixes": "true",
