@@ -42,6 +42,9 @@ CAPABILITIES = {
     "a base that comes quantised": Capability(
         "transformers", "5.21", "hands over all stored tensors of a quantised weight together"
     ),
+    "an adapter of quantised experts": Capability(
+        "peft", "0.21", "gives the factors of an expert's adapter without its weights"
+    ),
     "a model read from GGUF": Capability(
         "transformers", "5.18", "reads the special tokens of its tokenizer as they are"
     ),

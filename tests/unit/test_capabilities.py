@@ -21,12 +21,19 @@ from taut.errors import ModelError
 from taut.models.attention_backends import PREFIX
 from taut.models.frozen import Storage
 from taut.models.load import load_config, load_model, load_tokenizer
+from taut.models.lora import LoraConfig, apply_lora
 from taut.models.reward_model import NewHead, load_reward_model
 from taut.vision.content import ImagesConfig
 from taut.vision.image_store import open_image_store
 
 Patch = pytest.MonkeyPatch
-BEFORE = {"5.18": "5.17.0", "5.19": "5.18.2", "5.21": "5.20.0", "2.12": "2.11.0+cpu"}
+BEFORE = {
+    "5.18": "5.17.0",
+    "5.19": "5.18.2",
+    "5.21": "5.20.0",
+    "0.21": "0.20.0",
+    "2.12": "2.11.0+cpu",
+}
 """A version -> one before it."""
 
 
@@ -64,10 +71,24 @@ def _comes_quantised(place: Path, patch: Patch) -> str:
     return str(caught.value)
 
 
+def _quantised_experts(place: Path, patch: Patch) -> str:
+    pytest.importorskip("bitsandbytes")
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16, hidden_size=64, moe_intermediate_size=32)
+    model.save_pretrained(place / "model")
+    options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+    storage = Storage(torch.bfloat16, torch.bfloat16, "nf4")
+    path = str(place / "model")
+    base = load_model(path, **options, attention=PREFIX + "reference", storage=storage)
+    with pytest.raises(ModelError) as caught:
+        apply_lora(base, LoraConfig(rank=2), seed=1)
+    return str(caught.value)
+
+
 USES: dict[str, Callable[[Path, Patch], str]] = {
     "a model with pictures": _pictures,
     "a scalar head on a model with pictures": _scalar_head,
     "a base that comes quantised": _comes_quantised,
+    "an adapter of quantised experts": _quantised_experts,
     "a model read from GGUF": _gguf,
 }
 """Capability -> what needs it; returns the words that the user reads."""

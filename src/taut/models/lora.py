@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from taut import capabilities
 from taut.config import Decision, configclass, fields_of
 from taut.errors import ConfigError, ModelError
 from taut.io import files
@@ -434,11 +435,12 @@ def _as_if_whole() -> Iterator[None]:
 
 
 def _adapt_quantised_experts(model: nn.Module) -> None:
-    """Let adapters of quantised experts be added to the numbers of their weights; peft would add them to codes."""
+    """Let an adapter of quantised experts be added to the numbers of their weights; peft would add them to codes."""
     for module in model.modules():
         wrapper: Any = module
         if not hasattr(module, "lora_A") or not hasattr(_base_layer(wrapper), "wide_sizes"):
             continue
+        capabilities.require("an adapter of quantised experts", "lora.rank with quantise")
         (adapter,) = wrapper.lora_A
         wrapper.get_param = partial(getattr, wrapper.lora_A[adapter], "weight")  # for its dtype
         wrapper._activate_lora = partial(_adding, wrapper)
