@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from importlib.metadata import version
 from itertools import groupby
@@ -24,7 +25,7 @@ from statistics import fmean
 from typing import Any
 from urllib.parse import unquote
 
-from taut.errors import DataError, OutputError, redacted_in
+from taut.errors import DataError, OutputError, TautError, redacted_in
 from taut.io import files
 from taut.page.curves import bucketed
 from taut.page.history import History
@@ -104,6 +105,17 @@ class Answers:
     @property
     def runs(self) -> Mapping[str, Run]:
         return self._runs
+
+    def read_ahead(self) -> None:
+        """Read the events of the run that was written last: most of what the first question about it costs."""
+        written: dict[float, Run] = {}
+        for run in self._runs.values():
+            with suppress(OSError):  # it has none yet, or was removed
+                written[(run.out / EVENTS).stat().st_mtime] = run
+        if written:
+            run = written[max(written)]
+            with run.lock, suppress(TautError):  # who asks is told
+                _ = run.history
 
     def answer(self, question: str) -> Answer:
         """The answer in JSON types."""
@@ -269,7 +281,8 @@ def alarm(event: Event) -> Answer:
 
 
 def curves(run: Run, parameters: Parameters) -> Answer:
-    known = run.history.curves
+    history = run.history
+    known = history.curves
     names = parameters.texts("names") or sorted(known)
     missing = [name for name in names if name not in known]
     if missing:
@@ -277,7 +290,7 @@ def curves(run: Run, parameters: Parameters) -> Answer:
             f"{run.name} has no curve {missing[0][:80]!r}; expected one of its {len(known)} curves"
         )
     points = parameters.number("points") or POINTS
-    chosen = {name: known[name] for name in names[:MOST_CURVES]}
+    chosen = {name: history.column(name) for name in names[:MOST_CURVES]}
     points = max(1, min(points, MOST_POINTS))
     return bucketed(chosen, points, parameters.number("from"), parameters.number("to"))
 

@@ -292,9 +292,10 @@ def _parse(place: str, line: bytes) -> Event:
         raise DataError(f"found a step that is no integer at {place}; expected a count; correct it")
     if event["kind"] == "resume" and "from_step" not in event:
         raise DataError(f"found a resume without from_step at {place}; expected a step; correct it")
-    for key, value in event.items():
-        if type(value) is str and value in NOT_FINITE:
-            event[key] = NOT_FINITE[value]
+    if b'nan"' in line or b'inf"' in line:  # seldom, and to look at each value takes longer
+        for key, value in event.items():
+            if type(value) is str and value in NOT_FINITE:
+                event[key] = NOT_FINITE[value]
     return event
 
 
