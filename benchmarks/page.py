@@ -211,8 +211,9 @@ def events_of(
 
     shown = [
         {
-            **{"id": row["sample_id"], "text": row["text"], "messages": [], "version": step - 1},
-            **{"references": row["references"], "finish_reason": "stop", "reward": row["reward"]},
+            "id": row["sample_id"],
+            **{name: row[name] for name in ("text", "references", "finish_reason", "reward")},
+            "messages": [],
             "ids": row["ids_T"][TOKENS:],
             "logp": [round(value, 4) for value in row["logp_N"]],
             "advantage": row["advantage_N"],
@@ -311,7 +312,7 @@ def looked_at(out: Path) -> dict[str, float]:
 
 
 def memory_of_children(pid: int) -> dict[str, float]:
-    """Bytes of the processes of the browser that this process has started: what several share counted by their number."""
+    """Bytes of the processes of the browser below this process, what n of them share as an n-th."""
     parents = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:

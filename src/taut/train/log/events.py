@@ -307,6 +307,17 @@ def _read_json(line: bytes) -> Any:
         return json.loads(line)
 
 
+def with_intervals(event: Event) -> dict[str, tuple[Any, Any, Any]]:
+    """The fields of an evaluation, each with the bounds of its interval, ``NAME_low`` and ``NAME_high``; None where it
+    has none.
+    """
+    return {
+        name: (value, event.get(f"{name}_low"), event.get(f"{name}_high"))
+        for name, value in event.items()
+        if not (name.endswith(("_low", "_high")) and name.rpartition("_")[0] in event)
+    }
+
+
 def scalars(event: Event) -> dict[str, float]:
     """The curves of an event, ``train/loss`` and others; empty for events that are no measurement."""
     prefix = PREFIXES.get(event["kind"])
