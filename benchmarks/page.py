@@ -9,6 +9,7 @@ In the browser, with playwright; from the request until it is drawn:
     command     from the start of ``taut page`` until the first curve of the overview is drawn
     listening   the part of it until the address is printed
     opened      the overview, asked for as soon as the server listens: until the first curve is drawn
+    processor   of it, and of the start before, processor time of the server
     again       the same in a new tab, once the server has read the events
     rollouts    the groups of the newest step           group     one of them with its tokens
     prompt      the same prompt over the steps          samples   a step's, and one token by token
@@ -283,6 +284,7 @@ def looked_at(out: Path) -> dict[str, float]:
 
             tab, found["opened"] = opened()
             found["command"] = time.perf_counter() - begun
+            found["processor"] = processor_seconds(server.pid)
             tab.close()
             tab, found["again"] = opened()
 
@@ -332,6 +334,12 @@ def memory_of_children(pid: int) -> dict[str, float]:
             assert pss is not None
             found[f"{kind} {one}"] = float(pss[1]) * 1024
     return found
+
+
+def processor_seconds(pid: int) -> float:
+    """Processor time that a process has taken (Linux)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def peak_memory(pid: int) -> float:
