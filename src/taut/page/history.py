@@ -162,9 +162,9 @@ class History:
         last, self.end = resume["from_step"], None
         for kind, events in self.kept.items():
             self.kept[kind] = [event for event in events if stands(event, resume)]
-        for (kind, *_), block in self._blocks.items():
-            is_measured_again = kind in MEASURED and not resume.get("is_measured", True)
-            if kind not in LASTING:
+        for (of_kind, *_), block in self._blocks.items():
+            is_measured_again = of_kind in MEASURED and not resume.get("is_measured", True)
+            if of_kind not in LASTING:
                 block.keep(last - 1 if is_measured_again else last)
         end = bisect_right(self._steps, last)
         del self._steps[end:], self._offsets[end:]
