@@ -149,7 +149,7 @@ class History:
             self._block_of(event).append(offset, step, event)
 
     def _block_of(self, event: Event) -> Block:
-        key = event["kind"], event.get("skipped"), *event, *map(type, event.values())
+        key = event["kind"], bool(event.get("skipped")), *event, *map(type, event.values())
         block = self._blocks.get(key)
         if block is None:
             block = self._blocks[key] = Block(event)
