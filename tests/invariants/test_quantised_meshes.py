@@ -201,3 +201,15 @@ def test_each_rank_holds_its_part_of_the_same_codes(
             assert found["quantised"] == every
         elif kind in ("whole blocks in rows", "experts"):
             assert found["quantised"] == every * replicas // num_ranks
+
+
+def test_a_weight_with_other_rows_ends_all_ranks(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", "qwen2", dtype=torch.bfloat16, **ROWS)
+    settings = json.loads((base / "config.json").read_text())
+    settings["num_key_value_heads"] = 4  # of 2
+    (base / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "program.py").write_text(LOAD)
+    done = run(tmp_path / "program.py", base, "nf4", tmp_path, "1", num_ranks=2)
+    assert done.returncode != 0
+    expected = "found 16 rows as this rank's part of a weight of [64, 64]; expected 32, as config.json says"
+    assert expected in done.stderr

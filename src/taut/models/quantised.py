@@ -622,9 +622,9 @@ def _row_in(module: Any, key: str, weight: Tensor) -> nn.Parameter:
     """The parameter that a quantised weight of a module is on this rank."""
     parameter, layout = module._parameters[key], module.formats[key]
     if not isinstance(module, QuantisedLinear):
-        own = weight[: _num_own(parameter)]
-        made = torch.empty(len(own), layout.num_bytes, dtype=torch.uint8, device=weight.device)
-        for row, expert in zip(made, own, strict=True):
+        num_own = _num_own(parameter)
+        made = torch.empty(num_own, layout.num_bytes, dtype=torch.uint8, device=weight.device)
+        for row, expert in zip(made, weight[:num_own], strict=True):
             row.copy_(layout.quantise(expert))
         return nn.Parameter(made, requires_grad=False)
     if module.is_read_in_rows and hasattr(parameter, "full_tensor"):
@@ -635,6 +635,15 @@ def _row_in(module: Any, key: str, weight: Tensor) -> nn.Parameter:
 @torch.no_grad()
 def _quantised_together(layout: Format, some: Tensor, parameter: Any) -> Tensor:
     """The row of a weight of which each rank has read some rows."""
+    mesh = parameter.device_mesh
+    axis = mesh.ndim - 1  # the others have replicas
+    length = -(-layout.shape[0] // mesh.size(axis))
+    expected = len(range(layout.shape[0])[mesh.get_local_rank(axis) * length :][:length])
+    if len(some) != expected:
+        raise ModelError(
+            f"found {len(some)} rows as this rank's part of a weight of {list(layout.shape)}; expected {expected}, as "
+            "config.json says; copy the model's files again"
+        )
     widths = layout.bytes_of_a_row
     found = layout.codes_of(some) if len(some) else (some, some)
     flat = (part.contiguous().view(torch.uint8) for part in found)
