@@ -180,6 +180,13 @@ OTHERS = {
         ("model",),
         extras=("train", "gguf"),
     ),
+    "push": Command(
+        "RUN NAME [private=false] [out=DIR]",
+        "upload the model of a run, with a model card, to the Hugging Face hub",
+        "taut.commands.push:run",
+        "taut.commands.push:Push",
+        ("run", "name"),
+    ),
     "schema": Command(
         "[METHOD]",
         "print the JSON schema of a run's TOML file, for editors",
@@ -232,7 +239,7 @@ GROUPS = {
         *("show", "check", "plan", "resume", "runs", "rollouts", "page"),
     ),
     "Use and judge a model": ("generate", "eval", "score", "serve-reward", "chat", "verify"),
-    "Save it elsewhere": ("merge", "export"),
+    "Save it elsewhere": ("merge", "export", "push"),
     "This machine": ("schema", "completion", "sandbox", "demo"),
 }
 """Groups of ``taut --help``, after that of the commands that train, and of teach, which prepares it."""
