@@ -63,17 +63,27 @@ class FakeHub:
             def log_message(self, *arguments: Any) -> None:
                 pass
 
+            def read(self) -> bytes:
+                if self.headers.get("Transfer-Encoding") != "chunked":
+                    return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                body = b""
+                while size := int(self.rfile.readline(), 16):
+                    body += self.rfile.read(size)
+                    self.rfile.readline()
+                self.rfile.readline()
+                return body
+
             def answer(self) -> None:
-                length = int(self.headers.get("Content-Length") or 0)
-                body = self.rfile.read(length)
+                body = self.read()
                 line = f"{self.command} {self.path.partition('?')[0]}"
                 hub.requests.append(line)
                 refusal = next((v for k, v in hub.refuses.items() if line.startswith(k)), None)
                 if refusal is None and TOKEN not in self.headers.get("Authorization", TOKEN):
                     refusal = 401, "Invalid credentials"
-                if refusal is not None:
-                    status, message = refusal
-                    content, headers = json.dumps({"error": message}).encode(), {}
+                if refusal is not None and refusal[0] == 404:
+                    status, content, headers = _refused("RepoNotFound", refusal[1])
+                elif refusal is not None:
+                    status, content, headers = _json({"error": refusal[1]}, refusal[0])
                 else:
                     status, content, headers = hub.reply(line, body)
                 self.send_response(status)
@@ -135,7 +145,8 @@ class FakeHub:
             found = re.fullmatch(
                 r"\w+ /(?:datasets/)?([\w.-]+/[\w.-]+)/(resolve)/([^/]+)/README.md", line
             )
-        assert found is not None, f"nothing is made for {line}"
+        if found is None:
+            return _json({"error": f"nothing is made for {line}"}, 400)
         name, action, branch = found.groups()
         repository = self.repositories.get(name)
         if repository is None:

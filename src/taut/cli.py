@@ -225,6 +225,14 @@ WITH_KEY = {
         "taut.commands.show_step:ShowStep",
         ("out",),
     ),
+    ("eval", "tasks"): Command(
+        "MODEL tasks=lm-eval:NAME[,NAME ...]",
+        "evaluate a model on tasks of lm-evaluation-harness",
+        "taut.commands.evaluate_tasks:run",
+        "taut.commands.evaluate_tasks:EvaluateTasks",
+        ("model",),
+        extras=("train", "lm-eval"),
+    ),
     ("check", "recipe"): Command(
         "--recipe KIND:FILE [--processes N] [--json]",
         "find what is wrong with another framework's recipe",

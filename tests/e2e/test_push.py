@@ -21,6 +21,7 @@ from taut import cli
 from taut.evals.contract import read_contract
 from taut.io import hub as hub_state
 
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # the library's
 KEY = "sk-secret-of-the-run"
 
 
@@ -55,6 +56,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     with FakeHub() as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # another protocol, in Rust
         monkeypatch.setattr(hub_state, "_asked", None)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
@@ -68,7 +70,8 @@ def push(*words: object) -> int:
 def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     """The one line of a push that is refused."""
     assert push(*words) in (1, 2)
-    (line,) = capsys.readouterr().err.strip().splitlines()
+    line = capsys.readouterr().err.splitlines()[-1]  # after the library's progress
+    assert line.startswith("taut: error: ")
     return line
 
 
@@ -244,7 +247,7 @@ def test_a_data_set_is_uploaded_as_it_is(tmp_path: Path, hub: FakeHub) -> None:
 
 
 REFUSED = {
-    "GET /api/whoami-v2": (401, "Invalid token", "does not accept the token"),
+    "GET /api/whoami-v2": (401, "token", "does not accept the token"),
     "POST /api/repos/create": (403, "no rights in org", "may not write to org/tiny"),
     "POST /api/models/org/tiny/preupload": (403, "read-only token", "may not write to org/tiny"),
     "POST /api/models/org/tiny/commit": (400, "too large", "nothing was committed"),
