@@ -186,7 +186,7 @@ def test_a_model_that_changed_since_is_refused_and_can_be_forced(
 
 
 def test_a_card_of_somebody_else_s_stays_unless_asked(
-    run: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]
+    run: Path, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert push(run, "tiny") == 0
     files = hub.repositories["me/tiny"].files
@@ -200,8 +200,9 @@ def test_a_card_of_somebody_else_s_stays_unless_asked(
     assert "replace_card=true" in printed and "(private, as it was)" in printed
     assert push(run, "tiny", "replace_card=true") == 0
     assert files["main"]["README.md"] == ours
-    (run / "model" / "README.md").write_text("# By hand\n")
-    assert push(run, "tiny") == 0
+    by_hand = tmp_path / "card.md"
+    by_hand.write_text("# By hand\n")
+    assert push(run, "tiny", f"card={by_hand}") == 0
     assert files["main"]["README.md"] == b"# By hand\n"
 
 

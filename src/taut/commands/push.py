@@ -5,8 +5,8 @@
     a data set     a directory with a README.md and no run: its files as they are
 
 One commit holds all of it. A model that does not behave as its contract says is refused. A README.md at the hub that
-taut did not write stays, and one in the model's directory is taken in place of a written card. With ``out`` the folder
-is written here, and nothing is sent. In an adapter's files the base model is named as on the card: a path of this
+taut did not write stays; ``card`` uploads one in place of the written one. With ``out`` the folder is written here, and
+nothing is sent. In an adapter's files the base model is named as on the card: a path of this
 machine helps nobody there.
 """
 
@@ -55,6 +55,8 @@ class Push:
     """Write the folder here, and upload nothing; it must not exist."""
     unverified: bool = False
     """Upload a model that does not behave as its contract says."""
+    card: str | None = None
+    """A file to upload as README.md, in place of the card that taut writes."""
     replace_card: bool = False
     """Replace a README.md at the hub that taut did not write."""
     device: str = "auto"
@@ -144,12 +146,21 @@ def _model(config: Push, out: Path, directory: Path, name: str) -> Folder:
             settings = files.read_json(directory / file)
             settings[key] = base_of_run(out, config.base)
             content[file] = (json.dumps(settings, indent=2) + "\n").encode()
-    if CARD in content:
-        told.append(f"card     {directory / CARD}, as it is there")
-        return Folder("model", directory, content, told)
+    if config.card is not None:
+        return Folder("model", directory, {**content, CARD: _own_card(config.card)}, told)
     card = write_card(out, directory, name, config.base)
     told += [f"left out {line}" for line in card.untold]
     return Folder("model", directory, {**content, CARD: card.text.encode()}, told)
+
+
+def _own_card(path: str) -> bytes:
+    try:
+        return files.read_text(home_path(path)).encode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OutputError(
+            f"card={path} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}; expected a README.md; "
+            "correct the path"
+        ) from error
 
 
 def _verified(config: Push, directory: Path) -> str:
