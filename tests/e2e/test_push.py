@@ -55,6 +55,8 @@ def run(finished: Path, tmp_path: Path) -> Path:
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     with FakeHub() as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # another protocol, in Rust
         monkeypatch.setattr(hub_state, "_asked", None)
@@ -152,6 +154,7 @@ def test_no_secret_and_no_place_of_this_machine_is_sent(run: Path, hub: FakeHub)
     assert "events.jsonl" not in hub.repositories["me/tiny"].files["main"]
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's
 def test_an_adapter_names_its_base_and_is_read_by_the_library(
     run: Path, hub: FakeHub, tmp_path: Path
 ) -> None:
