@@ -71,7 +71,7 @@ class Base:
     commit: str | None
     digests: Mapping[str, str]
     """File -> SHA-256, of a directory."""
-    license: dict[str, str] = field(default_factory=dict)
+    license: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def _base(resolved: Mapping[str, Any], named: str | None, untold: list[str]) -> 
     return Base(name or place.name, name, commit, hashes, licence)
 
 
-def _license(card: Mapping[str, Any]) -> dict[str, str]:
+def _license(card: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a card that name its licence; empty without one."""
     keys = ("license", "license_name", "license_link")
     found = {key: card[key] for key in keys if isinstance(card.get(key), str)}
@@ -284,7 +284,9 @@ def _metadata(
         )
         for one in evaluations
     ]
-    known = {"base_model": base.name, "base_model_relation": relation} if base.name else {}
+    known: dict[str, Any] = {}
+    if base.name:
+        known = {"base_model": base.name, "base_model_relation": relation}
     metadata = ModelCardData(
         model_name=name.partition("/")[2] or name if results else None,
         library_name="peft" if is_adapter else "transformers",
