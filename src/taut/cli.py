@@ -181,6 +181,13 @@ OTHERS = {
         ("model",),
         extras=("train", "gguf"),
     ),
+    "push": Command(
+        "RUN NAME [private=false] [out=DIR]",
+        "upload the model of a run, with a model card, to the Hugging Face hub",
+        "taut.commands.push:run",
+        "taut.commands.push:Push",
+        ("run", "name"),
+    ),
     "schema": Command(
         "[METHOD]",
         "print the JSON schema of a run's TOML file, for editors",
@@ -219,6 +226,14 @@ WITH_KEY = {
         "taut.commands.show_step:ShowStep",
         ("out",),
     ),
+    ("eval", "tasks"): Command(
+        "MODEL tasks=lm-eval:NAME[,NAME ...]",
+        "evaluate a model on tasks of lm-evaluation-harness",
+        "taut.commands.evaluate_tasks:run",
+        "taut.commands.evaluate_tasks:EvaluateTasks",
+        ("model",),
+        extras=("train", "lm-eval"),
+    ),
     ("check", "recipe"): Command(
         "--recipe KIND:FILE [--processes N] [--json]",
         "find what is wrong with another framework's recipe",
@@ -233,7 +248,7 @@ GROUPS = {
         *("show", "check", "plan", "resume", "runs", "rollouts", "page"),
     ),
     "Use and judge a model": ("generate", "eval", "score", "serve-reward", "chat", "verify"),
-    "Save it elsewhere": ("merge", "export"),
+    "Save it elsewhere": ("merge", "export", "push"),
     "This machine": ("schema", "completion", "sandbox", "demo"),
 }
 """Groups of ``taut --help``, after that of the commands that train, and of teach, which prepares it."""

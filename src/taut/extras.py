@@ -48,6 +48,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     ),
     "gguf": ("gguf",),
     "quant": ("bitsandbytes",),
+    "lm-eval": ("lm_eval",),
     "tensorboard": ("tensorboard",),
     "trackio": ("trackio",),
     "wandb": ("wandb",),

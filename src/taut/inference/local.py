@@ -273,6 +273,19 @@ class LocalEngine:
                 return
             yield row.ids[-1]
 
+    def read_logps(self, samples: Sequence[Sample]) -> Iterator[tuple[str, Tensor]]:
+        """The id of each sample, and logprobs [R, V] at temperature 1 of the token after each of its ``read_at_R``. The
+        samples are computed together, common prefixes once.
+        """
+        packed = pack(samples, SHARE)
+        layout = Layout(packed.reach_T.numpy(), None, self.scorer.device)
+        with self._forward(self._packed()):
+            logits_RV = self.scorer.next_logits(
+                packed.ids_T, packed.position_ids, layout, packed.read_R
+            )
+            for number, name in enumerate(packed.sample_ids):
+                yield name, torch.log_softmax(logits_RV[packed.row_R == number], dim=-1)
+
     def _run(
         self, prompts: Sequence[Prompt], sampling: Sampling, packed: PackedWeights
     ) -> Iterator[Row]:

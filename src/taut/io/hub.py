@@ -3,6 +3,7 @@
     hub.settle()                          before a library loads a name: if the hub cannot be reached, only the cache
     hub.explain("org/name", error)        the hub's error for that name in one line; None: no error of the hub's
     hub.is_pointer(path)                  whether a file is git-lfs's placeholder instead of the file itself
+    hub.read_card("org/name")             what the README.md of a repository, or of a directory, says in its first lines
 
 Left to itself the library asks six times for each file, half a minute in all, before it looks into its cache.
 The library is imported inside functions.
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.request import getproxies
 
 PATIENCE = 5.0
@@ -63,7 +65,7 @@ def explain(name: str, error: BaseException, kind: str = "model") -> str | None:
     from huggingface_hub import constants, errors
 
     place = constants.ENDPOINT
-    for cause in _causes(error):
+    for cause in causes(error):
         if isinstance(cause, errors.GatedRepoError):
             return f"{name} at {place} is gated; ask for access on its page, then log in (hf auth login)"
         if isinstance(cause, errors.RepositoryNotFoundError):
@@ -92,6 +94,26 @@ def is_pointer(path: Path) -> bool:
         return file.read(len(POINTER)) == POINTER
 
 
+def read_card(name: str, kind: str = "model", revision: str | None = None) -> dict[str, Any] | str:
+    """The metadata of a card: of a directory, or of a repository at the hub. A text: why there are none."""
+    import yaml
+    from huggingface_hub import hf_hub_download, metadata_load
+
+    file = Path(name) / "README.md"
+    if not Path(name).is_dir():
+        settle()
+        try:
+            file = Path(hf_hub_download(name, "README.md", repo_type=kind, revision=revision))
+        except (OSError, ValueError) as error:
+            return explain(name, error, kind) or f"{name} has no card that can be read ({error})"
+    if not file.is_file():
+        return "it has no README.md"
+    try:
+        return metadata_load(file) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        return f"its README.md cannot be read: {' '.join(str(error).split())[:200]}"
+
+
 def _failure(endpoint: str) -> str | None:
     """Why the hub cannot be reached. Any answer means that it can, a redirect or an error included."""
     import httpx2
@@ -103,10 +125,10 @@ def _failure(endpoint: str) -> str | None:
     except TimeoutError:
         return f"no answer within {PATIENCE:g} s"
     except httpx2.RequestError as error:
-        causes = list(_causes(error))
-        if any(isinstance(cause, ssl.SSLError) for cause in causes):
+        behind = list(causes(error))
+        if any(isinstance(cause, ssl.SSLError) for cause in behind):
             return None  # it is there; the library may have other certificates
-        for cause in reversed(causes):
+        for cause in reversed(behind):
             if isinstance(cause, OSError) and cause.errno is not None:
                 return os.strerror(cause.errno) if cause.errno > 0 else str(cause.strerror)
     except http.Refused:
@@ -121,7 +143,8 @@ async def _ask(endpoint: str) -> None:
         await http.request(client, "HEAD", endpoint, http.Limits(PATIENCE, max_bytes=0))
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those behind it."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
