@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.chat_runs import chats, write_rows
+from tests.chat_runs import PLAIN, chats, column, save_model, sft, write_rows
 from tests.forked_processes import run
 from tests.tiny_tokenizers import tiny_tokenizer
 
@@ -375,3 +375,18 @@ def test_a_process_that_is_killed_is_an_error_and_what_is_finished_is_kept(
     assert shard_names(place)
     load(source, place, workers=2)
     assert content(place) == content(whole)
+
+
+def test_a_run_on_shards_has_the_losses_of_a_run_on_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_model(tmp_path / "model")
+    train = write_rows(tmp_path / "a.jsonl", chats(24))
+    losses = {}
+    for size in (2500, 2**28):
+        monkeypatch.setattr(blocks, "SHARD_BYTES", size)
+        place = tmp_path / f"cache-{size}"
+        done = sft(model, train, tmp_path / f"out-{size}", steps=2, data__cache=str(place), **PLAIN)
+        losses[size] = column(done.out, "loss")
+    assert len(shard_names(tmp_path / "cache-2500")) > 1
+    assert losses[2500] == losses[2**28]
