@@ -515,18 +515,20 @@ def shard_name(number: int) -> str:
     return f"{number:05d}"
 
 
-def save(directory: Path, key: str, entries_from: Callable[[int], Iterator[Entry]]) -> None:
+def save(directory: Path, key: str, entries_from: Callable[[int], Iterator[Entry]]) -> int:
     """Write a source, shard by shard, and give it its name. It replaces a damaged one of the same name.
 
     ``entries_from(n)`` makes the entries of all rows after the first n: those are in shards that a process finished
     which ended before the last. An error of the data, or of the template, removes the finished shards; after any other
-    end they stay.
+    end they stay. Returns how many rows those had.
     """
     writer = _Writer(directory, key)
     try:
-        for entry in entries_from(writer.num_rows):
+        num_finished = writer.num_rows
+        for entry in entries_from(num_finished):
             writer.add(entry)
         writer.finish()
+        return num_finished
     except (DataError, ModelError):
         writer.forget()
         raise

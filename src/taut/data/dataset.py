@@ -457,9 +457,11 @@ def load_dataset(
             is_cached = False
             num_workers, how = workers_for(opened, renderer, config.workers)
             reason += how
-            cache.save(
+            num_finished = cache.save(
                 directory, key, partial(entries, opened, columns, limits, renderer, num_workers)
             )
+            if num_finished:
+                reason += f"; the first {num_finished:,} rows by a run that was interrupted"
             shards, trouble = cache.load(directory, key)
             assert shards is not None, f"a fresh cache entry cannot be read: {trouble}"
         decisions.append(
