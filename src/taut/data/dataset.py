@@ -93,8 +93,8 @@ class DataConfig:
     images: ImagesConfig = field(default_factory=ImagesConfig)
     """How pictures are read."""
     workers: Annotated[int, Field(ge=1)] | None = None
-    """Processes that tokenise; 1: this one. By default one per processor core for a source of 16 MiB or more,
-    else 1."""
+    """Processes that tokenise; 1: this one. By default one per processor core, at most 16, for a source of 16
+    MiB or more, else 1."""
     cache: str | None = None
     """Directory for tokenised data; by default $TAUT_CACHE or the user's cache directory."""
 

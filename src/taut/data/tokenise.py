@@ -33,6 +33,7 @@ from taut.data.sources import Opened
 from taut.errors import DataError, PictureError, TautError
 from taut.io.console import counted
 from taut.io.helper import Helper, begin, how_it_ended
+from taut.io.threads import usable
 from taut.types import Sample
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ Records: TypeAlias = Iterable[tuple[int, Any]]
 """Records with their numbers; the error of one that cannot be read in its place."""
 LARGE = 2**24
 """Bytes of a source for which starting processes pays."""
+MOST = 16
+"""Processes, unless more are asked for: each takes about 300 MiB."""
 DEPTH = 4
 """Blocks that a worker has been sent and not answered: while shards are written, it goes on."""
 COMMAND = "from taut.data.tokenise import serve; serve({}, {})"
@@ -220,8 +223,9 @@ def _block(attempts: Sequence[Attempt]) -> Block:
 def workers_for(opened: Opened, renderer: Renderer, configured: int | None) -> tuple[int, str]:
     """How many processes tokenise a source, and words that say so; none if it is this one, as expected."""
     size = sum(stamp.size for stamp in opened.stamps)
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    num_workers = configured or (num_cores if size >= LARGE else 1)
+    cores = usable()
+    num_cores = int(min(cores.num_cores, cores.quota or cores.num_cores, MOST))
+    num_workers = configured or (max(1, num_cores) if size >= LARGE else 1)
     if num_workers == 1:
         return 1, ""
     if renderer.image_store is not None:
