@@ -548,8 +548,9 @@ class _Writer:
         self.temporary: TemporaryFolder | None = None
         self.lock: int | None = None
         """The descriptor of the locked file in ``partial``, if this process writes there."""
-        if self.partial.is_dir() and self._lock():
-            self._go_on()
+        with self._as_output_error():
+            if self.partial.is_dir() and self._lock():
+                self._go_on()
 
     @property
     def num_rows(self) -> int:
@@ -561,8 +562,6 @@ class _Writer:
             fresh = self._fresh()
             name = shard_name(len(self.listed))
             self.listed.append(_write(fresh / name, entry))
-            if len(self.listed) == 1:
-                return
             if self.lock is None and len(self.listed) == 2:
                 _remove_old(self.directory)
                 self.partial.mkdir(exist_ok=True)

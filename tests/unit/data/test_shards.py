@@ -215,6 +215,19 @@ def test_a_damaged_finished_shard_is_made_again(
     assert content(place) == content(whole)
 
 
+def test_a_source_that_is_one_shard_now_takes_nothing_of_a_damaged_start(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, place = tmp_path / "whole", tmp_path / "c"
+    interrupted_after(3, source, place, monkeypatch)
+    (damaged,) = place.glob("*/00000/ids.npy")
+    damaged.unlink()
+    monkeypatch.setattr(blocks, "SHARD_BYTES", 2**28)
+    load(source, whole)
+    load(source, place)
+    assert content(place) == content(whole)
+
+
 def test_two_processes_do_not_write_the_same_shards(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
