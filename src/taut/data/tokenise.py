@@ -53,7 +53,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "USE_T
 
 
 class WorkerDied(TautError):
-    """A process that tokenised ended before its work."""
+    """A process that tokenises ended before its work, or could not be started."""
 
 
 # -- rows
@@ -261,7 +261,13 @@ def _by_workers(
     num_yielded = 0
     try:
         for helper in helpers:
-            helper.start(COMMAND, {**os.environ, **ENVIRONMENT})
+            try:
+                helper.start(COMMAND, {**os.environ, **ENVIRONMENT})
+            except OSError as error:
+                raise WorkerDied(
+                    f"{how.path}: the system starts no process to tokenise it: {error.strerror or error}; expected "
+                    f"{num_workers}; set data.workers=1"
+                ) from None
         setup = pickle.dumps(how)
         for helper in helpers:
             _send(helper, setup, how.path)
