@@ -80,6 +80,13 @@ OTHERS = {
         "taut.methods.method:RunConfig",
         has_method=True,
     ),
+    "tokenise": Command(
+        "[RUN.toml] [key=value ...]",
+        "tokenise the data of a run before it, into the cache",
+        "taut.commands.tokenise:tokenise",
+        "taut.methods.method:RunConfig",
+        has_method=True,
+    ),
     "check": Command(
         "[RUN.toml | --model DIR --data FILE | --recipe KIND:FILE [--processes N]] [--full] [--all] [--json]",
         "find what is wrong with a run before it is trained",
@@ -245,7 +252,7 @@ WITH_KEY = {
 """What a command is where a key is set."""
 GROUPS = {
     "Look at a run, before and after": (
-        *("show", "check", "plan", "resume", "runs", "rollouts", "page"),
+        *("show", "tokenise", "check", "plan", "resume", "runs", "rollouts", "page"),
     ),
     "Use and judge a model": ("generate", "eval", "score", "serve-reward", "chat", "verify"),
     "Save it elsewhere": ("merge", "export", "push"),

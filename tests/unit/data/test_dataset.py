@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -130,11 +131,13 @@ def test_damaged_entries_are_made_anew(tmp_path: Path) -> None:
         file.write_bytes(raw)
 
     damages = [
-        lambda entry: flip(entry / "ids.npy"),
-        lambda entry: (entry / "offsets.npy").write_bytes(b""),
-        lambda entry: (entry / "line.npy").unlink(),
-        lambda entry: (entry / "meta.json").write_text('{"num_rows": 1'),
-        lambda entry: (entry / "meta.json").write_text("[]"),
+        lambda entry: flip(entry / "00000" / "ids.npy"),
+        lambda entry: (entry / "00000" / "offsets.npy").write_bytes(b""),
+        lambda entry: (entry / "00000" / "line.npy").unlink(),
+        lambda entry: (entry / "00000" / "meta.json").write_text('{"num_rows": 1'),
+        lambda entry: (entry / "manifest.json").write_text("[]"),
+        lambda entry: (entry / "manifest.json").unlink(),
+        lambda entry: shutil.rmtree(entry / "00000"),
     ]
     for damage in damages:
         (entry,) = (tmp_path / "c").iterdir()
@@ -151,7 +154,7 @@ def test_a_faster_process_wins(tmp_path: Path) -> None:
     data = load(tmp_path / "c", train=write(tmp_path / "a.jsonl", [CHAT]))
     (part,) = data.parts
     before = (tmp_path / "c" / part.key).stat().st_ino
-    cache.save(tmp_path / "c", part.key, part.entry)
+    cache.save(tmp_path / "c", part.key, lambda _: iter(part.shards))
     assert (tmp_path / "c" / part.key).stat().st_ino == before
     assert [path.name for path in (tmp_path / "c").iterdir()] == [part.key]
 
@@ -383,5 +386,5 @@ def test_what_a_killed_process_left_in_the_cache_is_removed_and_what_is_the_user
     entry = cache.Entry({name: np.zeros(1) for name in cache.ARRAYS}, 1, ())
     assert cache.load(tmp_path, "f" * 64) == (None, "not in the cache")
     assert [path.name for path in tmp_path.iterdir()] == [".mine"]
-    cache.save(tmp_path, "f" * 64, entry)
+    cache.save(tmp_path, "f" * 64, lambda _: iter([entry]))
     assert sorted(path.name for path in tmp_path.iterdir()) == [".mine", "f" * 64]
