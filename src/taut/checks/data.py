@@ -29,9 +29,10 @@ from taut.checks.registry import (
     warned,
 )
 from taut.checks.session import GENERATED, Session, Unavailable, once, owned_by
-from taut.data.batching import START, Budget, StepPlan, lay_out, samples_of, step_plan
+from taut.data.batching import Budget, StepPlan, lay_out, samples_of, step_plan
 from taut.data.dataset import Dataset, attempt_rows, sources
 from taut.data.messages import PICTURES, Completion, Conversation, Document, Row, images_of, text_of
+from taut.data.order import START
 from taut.data.prompts import PromptSet
 from taut.data.render import Limits
 from taut.data.schema import REQUIRED, Columns, Recognised, best_row, read_any, recognise, renamed

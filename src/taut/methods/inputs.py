@@ -18,8 +18,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.config import Decision
-from taut.data.batching import Budget, Cursor
+from taut.data.batching import Budget
 from taut.data.dataset import Dataset
+from taut.data.order import Cursor
 from taut.data.packing import PackPolicy
 from taut.data.render import Renderer
 from taut.data.stop_tokens import StopSet
