@@ -257,12 +257,12 @@ class Rows:
     """False: no token is predicted; a scalar head is read."""
 
     def __len__(self) -> int:
-        return self.data.num_rows if self.are_answers else len(self.data)
+        return self.data.num_groups if self.are_answers else len(self.data)
 
     def order(self, batch: BatchConfig, seed: int, samples_per_step: int) -> Order:
         """Which trees each step has. Raises ConfigError where there are too many to be grouped."""
         parts = self.data.parts
-        counts = tuple(part.num_rows if self.are_answers else part.num_samples for part in parts)
+        counts = tuple(part.num_groups if self.are_answers else part.num_samples for part in parts)
         if batch.group_prefixes and is_large(counts):
             raise ConfigError(
                 f"batch.group_prefixes=true, and data.train has {sum(counts):,} samples; expected at most "

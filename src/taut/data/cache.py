@@ -8,6 +8,10 @@
                   part.npy            int32 [S]     number of the sample in its row; 0: the only one
                   meta.json           rows read, their forms, incidents, and the SHA-256 of each array
 
+and, where a row has several samples,
+
+                  row_offsets.npy     int64 [G+1]   start of the samples of each row that has any
+
 and, where answers are judged,
 
                   value.NAME.npy      float64 [S]   a value of each sample
@@ -81,6 +85,7 @@ ARRAYS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "target_offsets": (np.int64, ()),
     "line": (np.int64, ()),
     "part": (np.int32, ()),
+    "row_offsets": (np.int64, ()),
     "read_at": (np.int32, ()),
     "read_offsets": (np.int64, ()),
     "media.offsets": (np.int64, ()),
@@ -170,10 +175,27 @@ class Entry:
             media.append(Media(picture, start, stop, (t, h, w) if t else None, two_way))
         return tuple(media)
 
-    def row_offsets(self) -> IntArray:
-        """Start of each row's samples, and one more, the end: samples of one row are neighbours."""
-        line_S = self.arrays["line"]
-        return np.concatenate([[0], np.flatnonzero(np.diff(line_S)) + 1, [line_S.size]])
+    @property
+    def num_samples(self) -> int:
+        return len(self.arrays["line"])
+
+    @property
+    def num_groups(self) -> int:
+        """Rows that have samples."""
+        offsets = self.arrays.get("row_offsets")
+        return self.num_samples if offsets is None else len(offsets) - 1
+
+    def row(self, index: int) -> range:
+        """The samples of a row, which are neighbours. Rows without samples are not counted."""
+        offsets = self.arrays.get("row_offsets")
+        if offsets is None:
+            return range(index, index + 1)
+        return range(int(offsets[index]), int(offsets[index + 1]))
+
+    def row_of(self, index: int) -> int:
+        """The row of a sample."""
+        offsets = self.arrays.get("row_offsets")
+        return index if offsets is None else int(np.searchsorted(offsets, index, side="right")) - 1
 
     def stale_reason(self) -> str:
         """Why the entry has to be made again for the sake of its images; empty if it does not."""
@@ -231,9 +253,18 @@ class EntryBuilder:
             if name in arrays:
                 arrays[offsets] = np.cumsum([0, *map(len, self._joined[name])])
         arrays |= {name: np.asarray(values) for name, values in self._per_sample.items()}
+        if self.num_samples:
+            starts = row_starts(arrays["line"])
+            if starts.size < self.num_samples:
+                arrays["row_offsets"] = np.append(starts, self.num_samples)
         arrays |= media_arrays(self._media, list(self.films))
         incidents = tuple(self.incidents)
         return Entry(arrays, self.num_rows, incidents, self.is_fleeting, self.forms)
+
+
+def row_starts(line_S: IntArray) -> IntArray:
+    """Start of the samples of each row."""
+    return np.flatnonzero(np.diff(line_S, prepend=-1))
 
 
 def media_arrays(
@@ -419,6 +450,11 @@ def require_sound(arrays: Mapping[str, NDArray[Any]]) -> None:
     _require_offsets(arrays, "offsets", "ids", num_samples)
     if num_samples and int(np.diff(offsets).min()) < 1:
         raise ValueError("offsets has a sample without tokens")
+    if "row_offsets" in arrays:
+        _require_offsets(arrays, "row_offsets", "line", None)
+    starts = arrays["row_offsets"][:-1] if "row_offsets" in arrays else np.arange(num_samples)
+    if not np.array_equal(starts, row_starts(arrays["line"])):
+        raise ValueError("row_offsets are not where the line changes")
     _require_offsets(arrays, "target_offsets", "target_at", num_samples)
     _require_within(offsets, arrays["target_offsets"], arrays["target_at"], "target_at", first=1)
     if arrays["ids"].size and int(arrays["ids"].min()) < 0:

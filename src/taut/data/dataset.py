@@ -1,12 +1,12 @@
 """Data from files to samples: read, validate, render, fit to length, cache, and look up by index.
 
-``load_dataset`` returns a Dataset: a sequence of samples built on demand from memory-mapped arrays, with lengths,
-target counts and weights as arrays for the planner. A second load of the same content with the same tokenizer,
+``load_dataset`` returns a Dataset: a sequence of samples built on demand from memory-mapped arrays. What it holds in
+memory grows with the number of sources, not of samples. A second load of the same content with the same tokenizer,
 template and options reads the cache and tokenises nothing. A source with an error leaves nothing in the cache; sources
 before it in a list stay there. ``attempt_rows`` goes on past rows with errors, to count them.
 
 ``kind`` says how rows judge their answers (``schema.py``). A row whose answers are compared is several samples, which
-stay together (``Dataset.rows``).
+stay together (``Dataset.row``).
 
 Does not shuffle, choose fractions, pack or plan (``batching.py``). Under torchrun let one rank load first.
 """
@@ -16,8 +16,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, overload
 
@@ -43,7 +44,7 @@ from taut.data.sources import Opened, Source, Stamp, changes, folder_of, open_so
 from taut.errors import ConfigError, DataError, PictureError
 from taut.io import files
 from taut.io.console import counted
-from taut.types import FloatArray, IntArray, Sample
+from taut.types import IntArray, Sample
 from taut.vision.content import ImagesConfig
 
 if TYPE_CHECKING:
@@ -53,10 +54,12 @@ if TYPE_CHECKING:
     from taut.vision.image_store import ImageStore
 
 Split: TypeAlias = Literal["train", "eval"]
-CACHE_VERSION = 6
+CACHE_VERSION = 7
 """Raise it whenever the same row could give other ids or targets, or be refused: it is part of every cache key."""
 BLOCK = 4096
 """Samples that are searched at a time."""
+SIZES_BLOCK = 2**16
+"""Samples whose sizes are read at a time."""
 BINS, LISTED = 40, 200
 """In the run log's description of a set: bins of the histogram of lengths; rows and sources that are named."""
 
@@ -337,6 +340,33 @@ class SourcePart:
         """A digest that is equal where the samples are: of their inputs; of the arrays, where there may be images."""
         return self.key if self.image_store is None else self.entry.digest
 
+    @property
+    def entries(self) -> tuple[cache.Entry, ...]:
+        """Its samples, in order."""
+        return (self.entry,)
+
+    @property
+    def num_samples(self) -> int:
+        return self.entry.num_samples
+
+    @property
+    def num_groups(self) -> int:
+        """Rows that have samples."""
+        return self.entry.num_groups
+
+    def row(self, index: int) -> range:
+        """The samples of a row."""
+        return self.entry.row(index)
+
+    def row_of(self, index: int) -> int:
+        """The row of a sample."""
+        return self.entry.row_of(index)
+
+    def size(self, index: int) -> int:
+        """The number of tokens of a sample."""
+        start, stop = self.entry.arrays["offsets"][index : index + 2]
+        return int(stop - start)
+
     def num_with_target(self, ids: Collection[int]) -> int:
         """How many samples have one of ``ids`` among their targets."""
         arrays, num = self.entry.arrays, 0
@@ -381,6 +411,45 @@ class Samples(Sequence[Sample]):
         return self.sample(index)
 
 
+@dataclass(frozen=True, eq=False)
+class LengthCounts:
+    """How many samples have each number of tokens."""
+
+    size_L: IntArray
+    """The numbers of tokens that there are, ascending."""
+    count_L: IntArray
+    """Samples of each."""
+
+    @classmethod
+    def of(cls, blocks: Iterable[IntArray]) -> LengthCounts:
+        """Those of samples whose lengths come in blocks."""
+        counts: Counter[int] = Counter()
+        for length_S in blocks:
+            sizes, numbers = np.unique(length_S, return_counts=True)
+            counts.update(dict(zip(sizes.tolist(), numbers.tolist(), strict=True)))
+        size_L = np.array(sorted(counts), dtype=np.int64)
+        return cls(size_L, np.array([counts[size] for size in size_L.tolist()], dtype=np.int64))
+
+    @property
+    def shortest(self) -> int:
+        return int(self.size_L[0])
+
+    @property
+    def longest(self) -> int:
+        return int(self.size_L[-1])
+
+    @property
+    def median(self) -> int:
+        """Rounded down."""
+        upto_L = np.cumsum(self.count_L)
+        middle = [(upto_L[-1] - 1) // 2, upto_L[-1] // 2]
+        return int(self.size_L[np.searchsorted(upto_L, middle, side="right")].sum()) // 2
+
+    def num_over(self, size: float) -> int:
+        """Samples with more tokens."""
+        return int(self.count_L[self.size_L > size].sum())
+
+
 class Dataset(Samples):
     """Samples by index, in the order of sources and rows."""
 
@@ -388,21 +457,8 @@ class Dataset(Samples):
         self, parts: Sequence[SourcePart], decisions: Sequence[str] = (), is_cached: bool = False
     ) -> None:
         self.parts = tuple(parts)
-        arrays = [part.entry.arrays for part in parts]
-        self.lengths: IntArray = np.concatenate([np.diff(a["offsets"]) for a in arrays])
-        self.num_targets: IntArray = np.concatenate([np.diff(a["target_offsets"]) for a in arrays])
-        counts = [len(a["line"]) for a in arrays]
-        self.weights: FloatArray = np.repeat([part.weight for part in parts], counts)
-        """How many times each sample is seen per epoch."""
-        self._starts: IntArray = np.cumsum([0, *counts])
-        rows = [
-            start + part.entry.row_offsets()[:-1]
-            for start, part in zip(self._starts, parts, strict=False)
-        ]
-        self.rows: IntArray = np.concatenate([*rows, self._starts[-1:]])
-        """Start of each row's samples, and one more, the end: row i has the samples rows[i] to rows[i + 1]."""
-        self.row_weights: FloatArray = self.weights[self.rows[:-1]]
-        """How many times each row is seen per epoch."""
+        self._starts = np.cumsum([0, *(part.num_samples for part in parts)])
+        self._row_starts = np.cumsum([0, *(part.num_groups for part in parts)])
         identity = json.dumps([[part.identity, part.weight] for part in parts])
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         self.report = self._report(decisions, is_cached)
@@ -413,6 +469,56 @@ class Dataset(Samples):
     def sample(self, index: int) -> Sample:
         part, offset = self._locate(index)
         return part.sample(offset)
+
+    @property
+    def num_groups(self) -> int:
+        """Rows that have samples."""
+        return int(self._row_starts[-1])
+
+    def row(self, index: int) -> range:
+        """The samples of row ``index``; rows without samples are not counted."""
+        number = int(np.searchsorted(self._row_starts, index, side="right")) - 1
+        own, first = (
+            self.parts[number].row(index - int(self._row_starts[number])),
+            self._starts[number],
+        )
+        return range(own.start + int(first), own.stop + int(first))
+
+    def row_of(self, index: int) -> int:
+        """The row of sample ``index``."""
+        number = self._part_of(index)
+        return int(self._row_starts[number]) + self.parts[number].row_of(
+            index - int(self._starts[number])
+        )
+
+    def length(self, index: int) -> int:
+        """The number of tokens of a sample, without building it."""
+        part, offset = self._locate(index)
+        return part.size(offset)
+
+    def sizes(self, of: Literal["tokens", "targets"]) -> Iterator[IntArray]:
+        """The number of tokens, or of targets, of every sample, in blocks."""
+        name = "offsets" if of == "tokens" else "target_offsets"
+        for entry in (entry for part in self.parts for entry in part.entries):
+            offsets = entry.arrays[name]
+            for first in range(0, entry.num_samples, SIZES_BLOCK):
+                yield np.diff(offsets[first : first + SIZES_BLOCK + 1])
+
+    @cached_property
+    def lengths(self) -> LengthCounts:
+        """How many samples have each number of tokens."""
+        return LengthCounts.of(self.sizes("tokens"))
+
+    def longer_than(self, size: float, most: int) -> list[int]:
+        """The first samples with more tokens, at most so many."""
+        found: list[int] = []
+        first = 0
+        for length_S in self.sizes("tokens"):
+            found += (first + np.flatnonzero(length_S > size)[: most - len(found)]).tolist()
+            if len(found) == most:
+                break
+            first += length_S.size
+        return found
 
     @property
     def image_store(self) -> ImageStore | None:
@@ -451,9 +557,10 @@ class Dataset(Samples):
         left out or cut, the sources.
         """
         report = self.report
-        first, last = int(self.lengths.min()), int(self.lengths.max())
-        edges = np.unique(np.linspace(first, last + 1, BINS + 1).round().astype(np.int64))
-        counts, _ = np.histogram(self.lengths, edges)
+        lengths = self.lengths
+        ends = lengths.shortest, lengths.longest + 1
+        edges = np.unique(np.linspace(*ends, BINS + 1).round().astype(np.int64))
+        counts, _ = np.histogram(lengths.size_L, edges, weights=lengths.count_L)
         sizes = ("num_rows", "num_samples", "num_tokens", "num_targets", "num_pictures")
         listed: dict[str, Any] = {}
         for kind, incidents in (("dropped", report.dropped), ("cut", report.cut)):
@@ -469,7 +576,7 @@ class Dataset(Samples):
                     "path": part.path,
                     "weight": part.weight,
                     "num_rows": part.entry.num_rows,
-                    "num_samples": len(part.entry.arrays["line"]),
+                    "num_samples": part.num_samples,
                 }
                 for part in self.parts[:LISTED]
             ],
@@ -486,8 +593,11 @@ class Dataset(Samples):
         index = int(index) + len(self) if index < 0 else int(index)
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        number = self._part_of(index)
         return self.parts[number], index - int(self._starts[number])
+
+    def _part_of(self, index: int) -> int:
+        return int(np.searchsorted(self._starts, index, side="right")) - 1
 
     def _report(self, decisions: Sequence[str], is_cached: bool) -> DataReport:
         incidents = [
@@ -495,12 +605,13 @@ class Dataset(Samples):
             for part in self.parts
             for incident in part.entry.incidents
         ]
-        tables = [part.entry.arrays.get("picture.content", ()) for part in self.parts]
+        entries = [entry for part in self.parts for entry in part.entries]
+        tables = [entry.arrays.get("picture.content", ()) for entry in entries]
         return DataReport(
             num_rows=sum(part.entry.num_rows for part in self.parts),
             num_samples=len(self),
-            num_tokens=int(self.lengths.sum()),
-            num_targets=int(self.num_targets.sum()),
+            num_tokens=sum(len(entry.arrays["ids"]) for entry in entries),
+            num_targets=sum(len(entry.arrays["target_at"]) for entry in entries),
             dropped=tuple(incident for incident in incidents if incident.kind == "dropped"),
             cut=tuple(incident for incident in incidents if incident.kind == "cut"),
             is_cached=is_cached,
@@ -554,7 +665,7 @@ def load_dataset(
                 "the weight"
             )
         is_compared = kind == "preference"
-        count = len(entry.row_offsets()) - 1 if is_compared else len(entry.arrays["line"])
+        count = entry.num_groups if is_compared else entry.num_samples
         if round(weight * count) == 0:
             nouns = "rows" if is_compared else "samples"
             raise ConfigError(

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,8 @@ ROUNDS = 6
 """Rounds of a permutation's Feistel network; an even number."""
 WIDTH = 8
 """Least number of bits that a permutation works on: fewer have too few permutations."""
+Bits: TypeAlias = NDArray[Any]
+"""Numbers of 64 bits without a sign."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ class LargeEpoch:
         sources = np.array(pool.sources)
         begins = np.cumsum([0, *(self.counts[source] for source in pool.sources)])
         member_S = np.searchsorted(begins, within_S, side="right") - 1
-        return self._starts[sources[member_S]] + within_S - begins[member_S]
+        index_S: IntArray = self._starts[sources[member_S]] + within_S - begins[member_S]
+        return index_S
 
     # -- the order of the files
 
@@ -207,7 +210,7 @@ def keyed_permutation(at_S: IntArray, size: int, key: Sequence[int]) -> IntArray
     return found_S.astype(np.int64)
 
 
-def _feistel(number_S: NDArray[np.uint64], width: int, keys: NDArray[np.uint64]) -> NDArray[Any]:
+def _feistel(number_S: Bits, width: int, keys: Bits) -> Bits:
     """A permutation of the numbers of ``width`` bits. The halves change places each round, with their widths."""
     left = width // 2
     for index in range(keys.size):
@@ -219,11 +222,12 @@ def _feistel(number_S: NDArray[np.uint64], width: int, keys: NDArray[np.uint64])
     return number_S
 
 
-def _mixed(number_S: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _mixed(number_S: Bits) -> Bits:
     """The finalizer of splitmix64: every bit of the result depends on every bit of the number."""
     number_S = (number_S ^ (number_S >> 30)) * np.uint64(0xBF58476D1CE4E5B9)
     number_S = (number_S ^ (number_S >> 27)) * np.uint64(0x94D049BB133111EB)
-    return number_S ^ (number_S >> 31)
+    number_S = number_S ^ (number_S >> 31)
+    return number_S
 
 
 def _number(key: Sequence[int]) -> int:

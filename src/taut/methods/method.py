@@ -449,7 +449,7 @@ class RunConfig:
         order = order.going_on_from(cursor, epochs)
         num_steps = self.steps if epochs is None else order.num_steps(epochs)
         assert num_steps is not None
-        longest = int(train.lengths.max()) if loss.mismatched else None
+        longest = train.lengths.longest if loss.mismatched else None
         return Plan(Offline(rows, order, epochs, loss, longest), num_steps, cursor)
 
     def monitors(self, source: StepSource) -> Sequence[Monitor]:
