@@ -22,7 +22,7 @@ from taut.checks.data import Exchange
 from taut.checks.examine import examine
 from taut.checks.registry import Finding
 from taut.checks.session import Session
-from taut.data.dataset import LengthCounts
+from taut.data.lengths import LengthCounts
 from taut.data.schema import Columns, recognise
 
 NAMES = [name for name in CHECKS if name.startswith("data.")]
@@ -280,7 +280,7 @@ class TestLengths:
     def test_the_histogram_has_every_sample(self) -> None:
         length_S = np.array([1, 16, 17, 32, 33, 64, 64, 64])
         assert (
-            quality.length_histogram(LengthCounts.of([length_S[:5], length_S[5:]]))
+            quality.length_histogram(LengthCounts.of(length_S))
             == "samples by tokens: to 16 25%, to 32 25%, to 64 50%"
         )
 

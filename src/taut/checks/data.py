@@ -30,13 +30,14 @@ from taut.checks.registry import (
 )
 from taut.checks.session import GENERATED, Session, Unavailable, once, owned_by
 from taut.data.batching import Budget, StepPlan, lay_out, samples_of, step_plan
-from taut.data.dataset import Dataset, attempt_rows, sources
+from taut.data.dataset import Dataset, sources
 from taut.data.messages import PICTURES, Completion, Conversation, Document, Row, images_of, text_of
 from taut.data.order import START
 from taut.data.prompts import PromptSet
 from taut.data.render import Limits
 from taut.data.schema import REQUIRED, Columns, Recognised, best_row, read_any, recognise, renamed
 from taut.data.sources import open_source
+from taut.data.tokenise import attempt_rows
 from taut.errors import DataError, PictureError, TautError
 from taut.methods.method import Offline
 from taut.rl.online import Online
@@ -581,8 +582,8 @@ def flat(data: Dataset, tokens: int = TOKENS, samples: int = SAMPLES) -> Flat:
     most = min(len(data), samples, max(1, int(share * len(data))))
     index_S = np.unique(np.linspace(0, len(data) - 1, most).astype(np.int64))
     first, ids, seen, targets, sizes = 0, [], [], [], []
-    for entry in (entry for part in data.parts for entry in part.entries):
-        arrays, num_samples = entry.arrays, entry.num_samples
+    for entry in (entry for part in data.parts for entry in part.shards):
+        arrays, num_samples = entry.arrays, entry.counts.num_samples
         chosen = index_S[(index_S >= first) & (index_S < first + num_samples)] - first
         first += num_samples
         places, lengths = _ranges(arrays["offsets"], chosen)

@@ -28,8 +28,9 @@ from taut.checks.data import (
 from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped, warned
 from taut.checks.session import Session, once
 from taut.data.cache import VALUE
-from taut.data.dataset import Dataset, LengthCounts
+from taut.data.dataset import Dataset
 from taut.data.label_noise import Lengths, PairIds, PairReport, examine_pairs
+from taut.data.lengths import LengthCounts
 from taut.data.packing import ids_with_pictures
 from taut.evals.statistics import wilson_interval
 from taut.methods.method import RunConfig
@@ -258,13 +259,13 @@ def equal_samples(train: Dataset, look: Flat) -> NDArray[np.bool_]:
         wanted.setdefault(look.seen_T[start:stop].tobytes(), []).append(number)
     candidates: list[int] = []  # training samples of the same lengths, equal in a few tokens
     first = 0
-    for part in train.parts:
-        offsets = np.asarray(part.entry.arrays["offsets"])
-        part_lengths = np.diff(offsets)
-        chosen = np.flatnonzero(np.isin(part_lengths, np.unique(lengths_S)))
-        keys = _sample_keys(part.entry.arrays["ids"], offsets[:-1][chosen], part_lengths[chosen])
+    for entry in (entry for part in train.parts for entry in part.shards):
+        offsets = np.asarray(entry.arrays["offsets"])
+        shard_lengths = np.diff(offsets)
+        chosen = np.flatnonzero(np.isin(shard_lengths, np.unique(lengths_S)))
+        keys = _sample_keys(entry.arrays["ids"], offsets[:-1][chosen], shard_lengths[chosen])
         candidates += (chosen[np.isin(keys, np.unique(keys_S))] + first).tolist()
-        first += part_lengths.size
+        first += shard_lengths.size
     is_equal = np.zeros(lengths_S.size, dtype=bool)
     for index in candidates[:20_000]:
         sample = train[index]
@@ -348,8 +349,8 @@ def pair_report(session: Session) -> PairReport:
 
 def _values(session: Session, name: str) -> FloatArray:
     """A value of every training sample, in their order."""
-    parts = [np.asarray(part.entry.arrays[VALUE + name]) for part in session.train.parts]
-    return np.concatenate(parts).astype(np.float64)
+    shards = [entry for part in session.train.parts for entry in part.shards]
+    return np.concatenate([entry.arrays[VALUE + name] for entry in shards]).astype(np.float64)
 
 
 @check("data.pairs", after=["data.rows"])

@@ -297,8 +297,8 @@ class Session:
         """The first NUM_ROWS training samples that have pictures, the shortest first."""
         indices: list[int] = []
         first = 0
-        for part in self.train.parts:
-            arrays = part.entry.arrays
+        for entry in (entry for part in self.train.parts for entry in part.shards):
+            arrays = entry.arrays
             if "media.offsets" in arrays:
                 has_picture = np.diff(arrays["media.offsets"]) > 0
                 room = NUM_ROWS - len(indices)

@@ -3,7 +3,7 @@
 ``load_dataset`` returns a Dataset: a sequence of samples built on demand from memory-mapped arrays. What it holds in
 memory grows with the number of sources, not of samples. A second load of the same content with the same tokenizer,
 template and options reads the cache and tokenises nothing. A source with an error leaves nothing in the cache; sources
-before it in a list stay there. ``attempt_rows`` goes on past rows with errors, to count them.
+before it in a list stay there. Rows are tokenised in ``tokenise.py``.
 
 ``kind`` says how rows judge their answers (``schema.py``). A row whose answers are compared is several samples, which
 stay together (``Dataset.row``).
@@ -16,32 +16,30 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, overload
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, overload
 
 import numpy as np
 from pydantic import Field
 
 from taut.config import configclass, user_path
 from taut.data import cache
-from taut.data.images import in_batches
-from taut.data.messages import FORM_OF, Conversation, Row, RowForm, images_of
+from taut.data.lengths import LengthCounts
+from taut.data.messages import Row, RowForm
 from taut.data.render import (
     Incident,
     Limits,
     Renderer,
     Targets,
     TooLong,
-    answers_of,
-    fit_any,
-    render_each,
 )
-from taut.data.schema import AnyRow, Columns, Format, Kind, best_row, read_any
+from taut.data.schema import AnyRow, Columns, Format, Kind, read_any
 from taut.data.sources import Opened, Source, Stamp, changes, folder_of, open_source
-from taut.errors import ConfigError, DataError, PictureError
+from taut.data.tokenise import entries, workers_for
+from taut.errors import ConfigError
 from taut.io import files
 from taut.io.console import counted
 from taut.types import IntArray, Sample
@@ -50,16 +48,13 @@ from taut.vision.content import ImagesConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from taut.vision.content import ImageRef
     from taut.vision.image_store import ImageStore
 
 Split: TypeAlias = Literal["train", "eval"]
-CACHE_VERSION = 7
+CACHE_VERSION = 6
 """Raise it whenever the same row could give other ids or targets, or be refused: it is part of every cache key."""
 BLOCK = 4096
 """Samples that are searched at a time."""
-SIZES_BLOCK = 2**16
-"""Samples whose sizes are read at a time."""
 BINS, LISTED = 40, 200
 """In the run log's description of a set: bins of the histogram of lengths; rows and sources that are named."""
 
@@ -98,6 +93,9 @@ class DataConfig:
     """Text that joins the steps of stepwise data."""
     images: ImagesConfig = field(default_factory=ImagesConfig)
     """How pictures are read."""
+    workers: Annotated[int, Field(ge=1)] | None = None
+    """Processes that tokenise; 1: this one. By default one per processor core for a source of 16 MiB or more,
+    else 1."""
     cache: str | None = None
     """Directory for tokenised data; by default $TAUT_CACHE or the user's cache directory."""
 
@@ -174,104 +172,6 @@ def read_rows(config: DataConfig, split: Split, kind: Kind = "sft") -> Iterator[
             yield read_any(record, f"{opened.path}:{number}", columns)
 
 
-class Attempt(NamedTuple):
-    """The result of reading one record: its samples, or its error."""
-
-    number: int
-    """The line or record in the source."""
-    place: str
-    row: AnyRow | None
-    samples: list[Sample]
-    """Rendered, and fitted to length."""
-    incidents: list[Incident]
-    error: DataError | None
-
-
-def attempt_rows(
-    opened: Opened,
-    columns: Columns,
-    renderer: Renderer,
-    limits: Limits,
-    tolerated: tuple[type[DataError], ...] = (DataError,),
-) -> Iterator[Attempt]:
-    """Read, render and fit every record of a source, several at a time. Errors of the tolerated types are returned in
-    place of the row; any other is raised.
-    """
-
-    def read(number: int, record: object) -> AnyRow | DataError:
-        if isinstance(record, DataError):
-            return record
-        try:
-            return read_any(record, f"{opened.path}:{number}", columns)
-        except tolerated as error:
-            return error
-
-    records = opened.attempts() if DataError in tolerated else opened.records()
-    read_records = ((number, read(number, record)) for number, record in records)
-    for batch in in_batches(read_records, lambda pair: _images_of(pair[1])):
-        rows = [row for _, row in batch if not isinstance(row, DataError)]
-        rendered = iter(render_each(rows, renderer, tolerated))
-        for number, row in batch:
-            place = f"{opened.path}:{number}"
-            if isinstance(row, DataError):
-                yield Attempt(number, place, None, [], [], row)
-                continue
-            samples = next(rendered)
-            if isinstance(samples, DataError):
-                yield Attempt(number, place, row, [], [], samples)
-                continue
-            try:
-                yield Attempt(number, place, row, *fit_any(row, samples, limits), None)
-            except tolerated as error:
-                yield Attempt(number, place, row, [], [], error)
-
-
-def _images_of(row: AnyRow | DataError | None) -> list[ImageRef]:
-    """The images of all answers of a row."""
-    if row is None or isinstance(row, DataError):
-        return []
-    chats = (answer for answer in answers_of(row) if isinstance(answer, Conversation))
-    return [image for chat in chats for image in images_of(chat.messages)]
-
-
-def tokenise(opened: Opened, columns: Columns, limits: Limits, renderer: Renderer) -> cache.Entry:
-    """Read, render and fit every row of a source into the arrays of a cache entry. Nothing is written."""
-    builder = cache.EntryBuilder()
-    drops_images = renderer.image_store is not None and renderer.image_store.images.bad == "drop"
-    tolerated = (PictureError,) if drops_images else ()
-    try:
-        for attempt in attempt_rows(opened, columns, renderer, limits, tolerated):
-            builder.num_rows += 1
-            number, place, row = attempt.number, attempt.place, attempt.row
-            builder.films |= {image.film: None for image in _images_of(row) if image.film}
-            if attempt.error is not None:
-                reason = str(attempt.error).removeprefix(f"{place}: ")
-                builder.incidents.append(Incident(str(number), "dropped", reason))
-                builder.is_fleeting = True
-                continue
-            assert row is not None, "a row without an error was read"
-            builder.forms[FORM_OF[type(best_row(row))]] += 1
-            builder.add(number, place, attempt.samples)
-            builder.incidents += [
-                replace(incident, place=f"{number}{incident.place[len(place) :]}")
-                for incident in attempt.incidents
-            ]
-    except PictureError as error:
-        raise PictureError(f"{error}; or leave such rows out with data.images.bad=drop") from None
-    if not builder.num_rows:
-        raise DataError(
-            f"{opened.path}: the file has no rows; expected at least one; check the path"
-        )
-    if not builder.num_samples:
-        first = builder.incidents[0]
-        setting = ", or data.images.folder" if builder.is_fleeting else ""
-        raise DataError(
-            f"{opened.path}: none of its {counted(builder.num_rows, 'rows')} is left (row {first.place}: "
-            f"{first.reason}); expected some; change data.max_length, data.min_length or data.too_long{setting}"
-        )
-    return builder.build()
-
-
 # -- samples
 
 
@@ -324,7 +224,7 @@ class SourcePart:
     """As configured; numbered where a mixture names a path again, so that sample ids are unique."""
     weight: float
     key: str
-    entry: cache.Entry
+    shards: cache.Shards
     source: str
     """As configured."""
     stamps: tuple[Stamp, ...]
@@ -333,64 +233,64 @@ class SourcePart:
     """The store of its images."""
 
     def sample(self, index: int) -> Sample:
-        return self.entry.sample(index, self.name(index), self.image_store)
+        entry, inside = self.shards.locate(index)
+        return entry.sample(inside, self._name(entry, inside), self.image_store)
 
     @property
     def identity(self) -> str:
         """A digest that is equal where the samples are: of their inputs; of the arrays, where there may be images."""
-        return self.key if self.image_store is None else self.entry.digest
-
-    @property
-    def entries(self) -> tuple[cache.Entry, ...]:
-        """Its samples, in order."""
-        return (self.entry,)
+        return self.key if self.image_store is None else self.shards.digest
 
     @property
     def num_samples(self) -> int:
-        return self.entry.num_samples
+        return self.shards.num_samples
 
     @property
     def num_groups(self) -> int:
         """Rows that have samples."""
-        return self.entry.num_groups
+        return self.shards.num_groups
 
-    def row(self, index: int) -> range:
-        """The samples of a row."""
-        return self.entry.row(index)
-
-    def row_of(self, index: int) -> int:
-        """The row of a sample."""
-        return self.entry.row_of(index)
-
-    def size(self, index: int) -> int:
+    def length(self, index: int) -> int:
         """The number of tokens of a sample."""
-        start, stop = self.entry.arrays["offsets"][index : index + 2]
+        entry, inside = self.shards.locate(index)
+        start, stop = entry.arrays["offsets"][inside : inside + 2]
         return int(stop - start)
 
     def num_with_target(self, ids: Collection[int]) -> int:
         """How many samples have one of ``ids`` among their targets."""
-        arrays, num = self.entry.arrays, 0
-        offsets, bounds = arrays["offsets"], arrays["target_offsets"]
-        for first in range(0, len(offsets) - 1, BLOCK):
-            last = min(first + BLOCK, len(offsets) - 1)
-            counts = np.diff(bounds[first : last + 1])
-            at = arrays["target_at"][bounds[first] : bounds[last]].astype(np.int64)
-            places = at + np.repeat(offsets[first:last], counts)
-            is_hit = np.isin(arrays["ids"][places], list(ids))
-            num += np.unique(np.repeat(np.arange(counts.size), counts)[is_hit]).size
+        num = 0
+        for entry in self.shards:
+            arrays = entry.arrays
+            offsets, bounds = arrays["offsets"], arrays["target_offsets"]
+            for first in range(0, len(offsets) - 1, BLOCK):
+                last = min(first + BLOCK, len(offsets) - 1)
+                counts = np.diff(bounds[first : last + 1])
+                at = arrays["target_at"][bounds[first] : bounds[last]].astype(np.int64)
+                places = at + np.repeat(offsets[first:last], counts)
+                is_hit = np.isin(arrays["ids"][places], list(ids))
+                num += np.unique(np.repeat(np.arange(counts.size), counts)[is_hit]).size
         return num
 
     def first_beyond(self, size: int) -> tuple[str, int] | None:
         """The first sample with an id of ``size`` or more, and the id."""
-        ids = self.entry.arrays["ids"]
-        if ids.max() < size:
-            return None
-        at = int((ids >= size).argmax())
-        index = int(np.searchsorted(self.entry.arrays["offsets"], at, side="right")) - 1
-        return self.name(index), int(ids[at])
+        for entry in self.shards:
+            ids = entry.arrays["ids"]
+            if ids.max() >= size:
+                at = int((ids >= size).argmax())
+                inside = int(np.searchsorted(entry.arrays["offsets"], at, side="right")) - 1
+                return self._name(entry, inside), int(ids[at])
+        return None
+
+    def line(self, index: int) -> int:
+        """The line or record that a sample comes from."""
+        entry, inside = self.shards.locate(index)
+        return int(entry.arrays["line"][inside])
 
     def name(self, index: int) -> str:
-        line, part = self.entry.arrays["line"][index], self.entry.arrays["part"][index]
+        return self._name(*self.shards.locate(index))
+
+    def _name(self, entry: cache.Entry, inside: int) -> str:
+        line, part = entry.arrays["line"][inside], entry.arrays["part"][inside]
         return f"{self.path}:{line}#{part}" if part else f"{self.path}:{line}"
 
 
@@ -409,45 +309,6 @@ class Samples(Sequence[Sample]):
         if isinstance(index, slice):
             return [self.sample(i) for i in range(*index.indices(len(self)))]
         return self.sample(index)
-
-
-@dataclass(frozen=True, eq=False)
-class LengthCounts:
-    """How many samples have each number of tokens."""
-
-    size_L: IntArray
-    """The numbers of tokens that there are, ascending."""
-    count_L: IntArray
-    """Samples of each."""
-
-    @classmethod
-    def of(cls, blocks: Iterable[IntArray]) -> LengthCounts:
-        """Those of samples whose lengths come in blocks."""
-        counts: Counter[int] = Counter()
-        for length_S in blocks:
-            sizes, numbers = np.unique(length_S, return_counts=True)
-            counts.update(dict(zip(sizes.tolist(), numbers.tolist(), strict=True)))
-        size_L = np.array(sorted(counts), dtype=np.int64)
-        return cls(size_L, np.array([counts[size] for size in size_L.tolist()], dtype=np.int64))
-
-    @property
-    def shortest(self) -> int:
-        return int(self.size_L[0])
-
-    @property
-    def longest(self) -> int:
-        return int(self.size_L[-1])
-
-    @property
-    def median(self) -> int:
-        """Rounded down."""
-        upto_L = np.cumsum(self.count_L)
-        middle = [(upto_L[-1] - 1) // 2, upto_L[-1] // 2]
-        return int(self.size_L[np.searchsorted(upto_L, middle, side="right")].sum()) // 2
-
-    def num_over(self, size: float) -> int:
-        """Samples with more tokens."""
-        return int(self.count_L[self.size_L > size].sum())
 
 
 class Dataset(Samples):
@@ -478,36 +339,30 @@ class Dataset(Samples):
     def row(self, index: int) -> range:
         """The samples of row ``index``; rows without samples are not counted."""
         number = int(np.searchsorted(self._row_starts, index, side="right")) - 1
-        own, first = (
-            self.parts[number].row(index - int(self._row_starts[number])),
-            self._starts[number],
-        )
-        return range(own.start + int(first), own.stop + int(first))
+        own = self.parts[number].shards.row(index - int(self._row_starts[number]))
+        first = int(self._starts[number])
+        return range(first + own.start, first + own.stop)
 
     def row_of(self, index: int) -> int:
         """The row of sample ``index``."""
-        number = self._part_of(index)
-        return int(self._row_starts[number]) + self.parts[number].row_of(
-            index - int(self._starts[number])
-        )
+        part, offset = self._locate(index)
+        return int(self._row_starts[self.parts.index(part)]) + part.shards.row_of(offset)
 
     def length(self, index: int) -> int:
         """The number of tokens of a sample, without building it."""
         part, offset = self._locate(index)
-        return part.size(offset)
+        return part.length(offset)
 
     def sizes(self, of: Literal["tokens", "targets"]) -> Iterator[IntArray]:
-        """The number of tokens, or of targets, of every sample, in blocks."""
+        """The number of tokens, or of targets, of every sample, shard by shard."""
         name = "offsets" if of == "tokens" else "target_offsets"
-        for entry in (entry for part in self.parts for entry in part.entries):
-            offsets = entry.arrays[name]
-            for first in range(0, entry.num_samples, SIZES_BLOCK):
-                yield np.diff(offsets[first : first + SIZES_BLOCK + 1])
+        for entry in (entry for part in self.parts for entry in part.shards):
+            yield np.diff(entry.arrays[name])
 
     @cached_property
     def lengths(self) -> LengthCounts:
         """How many samples have each number of tokens."""
-        return LengthCounts.of(self.sizes("tokens"))
+        return LengthCounts.joined(part.shards.lengths for part in self.parts)
 
     def longer_than(self, size: float, most: int) -> list[int]:
         """The first samples with more tokens, at most so many."""
@@ -533,7 +388,7 @@ class Dataset(Samples):
     def row_place(self, index: int) -> str:
         """The source and line of the sample's row, as ``read_rows`` names it."""
         part, offset = self._locate(index)
-        return f"{part.source}:{part.entry.arrays['line'][offset]}"
+        return f"{part.source}:{part.line(offset)}"
 
     def num_with_target(self, ids: Collection[int]) -> int:
         """How many samples have one of ``ids`` among their targets."""
@@ -545,12 +400,14 @@ class Dataset(Samples):
 
     def has_value(self, name: str) -> bool:
         """Whether any sample has a value of this name that is not 0."""
-        return any(part.entry.arrays[cache.VALUE + name].any() for part in self.parts)
+        return any(
+            entry.arrays[cache.VALUE + name].any() for part in self.parts for entry in part.shards
+        )
 
     @property
     def forms(self) -> Counter[RowForm]:
         """How many rows are conversations, completions of a plain text, or documents."""
-        return sum((Counter(part.entry.forms) for part in self.parts), Counter[RowForm]())
+        return sum((Counter(part.shards.forms) for part in self.parts), Counter[RowForm]())
 
     def described(self, name: Split) -> dict[str, Any]:
         """What the run log says of this set, in a bounded form: sizes, a histogram of lengths, the first rows that were
@@ -558,8 +415,8 @@ class Dataset(Samples):
         """
         report = self.report
         lengths = self.lengths
-        ends = lengths.shortest, lengths.longest + 1
-        edges = np.unique(np.linspace(*ends, BINS + 1).round().astype(np.int64))
+        bins = np.linspace(lengths.shortest, lengths.longest + 1, BINS + 1)
+        edges = np.unique(bins.round().astype(np.int64))
         counts, _ = np.histogram(lengths.size_L, edges, weights=lengths.count_L)
         sizes = ("num_rows", "num_samples", "num_tokens", "num_targets", "num_pictures")
         listed: dict[str, Any] = {}
@@ -575,7 +432,7 @@ class Dataset(Samples):
                 {
                     "path": part.path,
                     "weight": part.weight,
-                    "num_rows": part.entry.num_rows,
+                    "num_rows": part.shards.num_rows,
                     "num_samples": part.num_samples,
                 }
                 for part in self.parts[:LISTED]
@@ -593,30 +450,25 @@ class Dataset(Samples):
         index = int(index) + len(self) if index < 0 else int(index)
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        number = self._part_of(index)
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
         return self.parts[number], index - int(self._starts[number])
-
-    def _part_of(self, index: int) -> int:
-        return int(np.searchsorted(self._starts, index, side="right")) - 1
 
     def _report(self, decisions: Sequence[str], is_cached: bool) -> DataReport:
         incidents = [
             replace(incident, place=f"{part.path}:{incident.place}")
             for part in self.parts
-            for incident in part.entry.incidents
+            for incident in part.shards.incidents
         ]
-        entries = [entry for part in self.parts for entry in part.entries]
-        tables = [entry.arrays.get("picture.content", ()) for entry in entries]
         return DataReport(
-            num_rows=sum(part.entry.num_rows for part in self.parts),
+            num_rows=sum(part.shards.num_rows for part in self.parts),
             num_samples=len(self),
-            num_tokens=sum(len(entry.arrays["ids"]) for entry in entries),
-            num_targets=sum(len(entry.arrays["target_at"]) for entry in entries),
+            num_tokens=sum(part.shards.num_tokens for part in self.parts),
+            num_targets=sum(part.shards.num_targets for part in self.parts),
             dropped=tuple(incident for incident in incidents if incident.kind == "dropped"),
             cut=tuple(incident for incident in incidents if incident.kind == "cut"),
             is_cached=is_cached,
             decisions=tuple(decisions),
-            num_pictures=sum(map(len, tables)),
+            num_pictures=sum(part.shards.num_pictures for part in self.parts),
         )
 
 
@@ -644,15 +496,19 @@ def load_dataset(
     times_seen: Counter[str] = Counter()
     for (source, columns), opened in zip(named, opened_sources, strict=True):
         key = _key(opened, columns, limits, identity, has_images=renderer.image_store is not None)
-        entry, reason = cache.load(directory, key)
-        if entry is not None and looks_again and (reason := entry.stale_reason()):
+        shards, reason = cache.load(directory, key)
+        if shards is not None and looks_again and (reason := shards.stale_reason()):
             cache.forget(directory, key)
-            entry = None
-        if entry is None:
+            shards = None
+        if shards is None:
             is_cached = False
-            cache.save(directory, key, tokenise(opened, columns, limits, renderer))
-            entry, trouble = cache.load(directory, key)
-            assert entry is not None, f"a fresh cache entry cannot be read: {trouble}"
+            num_workers, how = workers_for(opened, renderer, config.workers)
+            reason += how
+            cache.save(
+                directory, key, partial(entries, opened, columns, limits, renderer, num_workers)
+            )
+            shards, trouble = cache.load(directory, key)
+            assert shards is not None, f"a fresh cache entry cannot be read: {trouble}"
         decisions.append(
             f"{source.path}: {f'tokenised ({reason})' if reason else 'from the cache'}"
         )
@@ -665,7 +521,7 @@ def load_dataset(
                 "the weight"
             )
         is_compared = kind == "preference"
-        count = entry.num_groups if is_compared else entry.num_samples
+        count = shards.num_groups if is_compared else shards.num_samples
         if round(weight * count) == 0:
             nouns = "rows" if is_compared else "samples"
             raise ConfigError(
@@ -673,7 +529,7 @@ def load_dataset(
                 "least one; raise the weight, or leave the source out"
             )
         stamps, image_store = opened.stamps, renderer.image_store
-        parts.append(SourcePart(label, weight, key, entry, opened.path, stamps, image_store))
+        parts.append(SourcePart(label, weight, key, shards, opened.path, stamps, image_store))
     return Dataset(parts, decisions, is_cached)
 
 

@@ -224,9 +224,8 @@ def _feistel(number_S: Bits, width: int, keys: Bits) -> Bits:
 
 def _mixed(number_S: Bits) -> Bits:
     """The finalizer of splitmix64: every bit of the result depends on every bit of the number."""
-    number_S = (number_S ^ (number_S >> 30)) * np.uint64(0xBF58476D1CE4E5B9)
-    number_S = (number_S ^ (number_S >> 27)) * np.uint64(0x94D049BB133111EB)
-    number_S = number_S ^ (number_S >> 31)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        number_S = (number_S ^ (number_S >> shift)) * np.uint64(factor)
     return number_S
 
 

@@ -33,7 +33,8 @@ from typing import Any
 
 import numpy as np
 
-from taut.data.cache import Entry, EntryBuilder
+from taut.data.blocks import BlockBuilder, joined
+from taut.data.cache import Entry, Shards
 from taut.data.chat_template import Ids, Text
 from taut.data.dataset import DataConfig, DataReport, Dataset, SourcePart, Split, sources
 from taut.data.images import in_batches, outside
@@ -396,8 +397,10 @@ def load_prompt_set(
         entry = _entry(kept, len(rows) + len(unread), incidents)
         times = 1 + sum(part.source == opened.path for part in parts)
         label = source.path if times == 1 else f"{source.path}({times})"
-        weight, key = source.weight, entry.digest
-        parts.append(SourcePart(label, weight, key, entry, opened.path, opened.stamps, image_store))
+        weight, key, shards = source.weight, entry.digest, Shards.of([entry])
+        parts.append(
+            SourcePart(label, weight, key, shards, opened.path, opened.stamps, image_store)
+        )
         prompt_rows += kept
     prompts = PromptSet(parts, prompt_rows)
     if len({row.id for row in prompt_rows}) < len(
@@ -430,14 +433,14 @@ def _require_usable(config: DataConfig) -> None:
 
 def _entry(rows: Sequence[PromptRow], num_rows: int, incidents: Sequence[Incident]) -> Entry:
     """The prompts as samples. The digest covers ids, references and columns, which rewards read."""
-    builder = EntryBuilder()
+    builder = BlockBuilder()
     builder.num_rows, builder.incidents = num_rows, list(incidents)
     for row in rows:
         at_N = 1 + np.flatnonzero(outside(row.media, row.ids_T.size)[1:])
         sample = Sample(row.place, row.ids_T, at_N, np.ones(at_N.size), row.media)
         builder.add(int(row.place.rpartition(":")[2]), row.place, [sample])
         builder.forms["completion" if isinstance(row.prompt, str) else "conversation"] += 1
-    entry = builder.build()
+    entry = joined([builder.build()])
     # names too: they seed the random streams
     records = [[row.id, row.references, row.columns] for row in rows]
     digest = hashlib.sha256(entry.arrays["ids"].tobytes() + entry.arrays["offsets"].tobytes())

@@ -174,6 +174,7 @@ class RunConfig:
             "batch.halve_when_out_of_memory",  # its budgets are in events.jsonl, and used again
             "model",  # its files are hashed, wherever they are
             "data.cache",
+            "data.workers",
             "data.apply_chat_template",  # the tokenised data are compared
             "data.eval",
             "dtype",  # the resolved dtype is compared

@@ -85,7 +85,7 @@ def identity_of(run: RunConfig, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
         "tokenizer": inputs.renderer.template.content(),
         "template": _digest(inputs.renderer.template.template or ""),
         "data": {
-            part.path: {"content": part.entry.digest, "weight": part.weight}
+            part.path: {"content": part.shards.digest, "weight": part.weight}
             for part in inputs.train.parts
         },
         "environment": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from taut.data.dataset import (
     LISTED,
     DataConfig,
     Dataset,
-    LengthCounts,
     build_renderer,
     load_dataset,
 )
 from taut.data.images import BATCH_ROWS
+from taut.data.lengths import LengthCounts
 from taut.data.render import Renderer
 from taut.data.sources import Source
 from taut.errors import ConfigError, DataError, OutputError
@@ -143,11 +144,13 @@ def test_damaged_entries_are_made_anew(tmp_path: Path) -> None:
         file.write_bytes(raw)
 
     damages = [
-        lambda entry: flip(entry / "ids.npy"),
-        lambda entry: (entry / "offsets.npy").write_bytes(b""),
-        lambda entry: (entry / "line.npy").unlink(),
-        lambda entry: (entry / "meta.json").write_text('{"num_rows": 1'),
-        lambda entry: (entry / "meta.json").write_text("[]"),
+        lambda entry: flip(entry / "00000" / "ids.npy"),
+        lambda entry: (entry / "00000" / "offsets.npy").write_bytes(b""),
+        lambda entry: (entry / "00000" / "line.npy").unlink(),
+        lambda entry: (entry / "00000" / "meta.json").write_text('{"num_rows": 1'),
+        lambda entry: (entry / "manifest.json").write_text("[]"),
+        lambda entry: (entry / "manifest.json").unlink(),
+        lambda entry: shutil.rmtree(entry / "00000"),
     ]
     for damage in damages:
         (entry,) = (tmp_path / "c").iterdir()
@@ -164,7 +167,7 @@ def test_a_faster_process_wins(tmp_path: Path) -> None:
     data = load(tmp_path / "c", train=write(tmp_path / "a.jsonl", [CHAT]))
     (part,) = data.parts
     before = (tmp_path / "c" / part.key).stat().st_ino
-    cache.save(tmp_path / "c", part.key, part.entry)
+    cache.save(tmp_path / "c", part.key, lambda _: iter(part.shards))
     assert (tmp_path / "c" / part.key).stat().st_ino == before
     assert [path.name for path in (tmp_path / "c").iterdir()] == [part.key]
 
@@ -397,15 +400,15 @@ def test_what_a_killed_process_left_in_the_cache_is_removed_and_what_is_the_user
     entry = cache.Entry({name: np.zeros(1) for name in cache.ARRAYS}, 1, ())
     assert cache.load(tmp_path, "f" * 64) == (None, "not in the cache")
     assert [path.name for path in tmp_path.iterdir()] == [".mine"]
-    cache.save(tmp_path, "f" * 64, entry)
+    cache.save(tmp_path, "f" * 64, lambda _: iter([entry]))
     assert sorted(path.name for path in tmp_path.iterdir()) == [".mine", "f" * 64]
 
 
 def test_counts_of_lengths_say_what_the_lengths_say() -> None:
     random = np.random.default_rng(0)
-    for size in (1, 2, 9, 200):
+    for size in (3, 4, 9, 200):
         length_S = random.integers(1, 40, size)
-        counts = LengthCounts.of(np.array_split(length_S, 3))
+        counts = LengthCounts.joined(map(LengthCounts.of, np.array_split(length_S, 3)))
         found = counts.shortest, counts.median, counts.longest
         assert found == tuple(np.quantile(length_S, [0, 0.5, 1]).astype(int))
         assert counts.num_over(20) == (length_S > 20).sum()
