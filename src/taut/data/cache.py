@@ -71,7 +71,7 @@ from taut.config import first_problem, user_path
 from taut.data.lengths import LengthCounts
 from taut.data.messages import RowForm
 from taut.data.render import Incident
-from taut.errors import DataError, OutputError, TautError
+from taut.errors import DataError, ModelError, OutputError
 from taut.io import files
 from taut.io.temporary import TemporaryFolder, clear
 from taut.types import IntArray, Media, Sample
@@ -582,16 +582,16 @@ def save(directory: Path, key: str, entries_from: Callable[[int], Iterator[Entry
     """Write a source, shard by shard, and give it its name. It replaces a damaged one of the same name.
 
     ``entries_from(n)`` makes the entries of all rows after the first n: those are in shards that a process finished
-    which was killed before the last. An error of the data removes the finished shards; after any other end they stay.
+    which ended before the last. An error of the data, or of the template, removes the finished shards; after any other
+    end they stay.
     """
     writer = _Writer(directory, key)
     try:
         for entry in entries_from(writer.num_rows):
             writer.add(entry)
         writer.finish()
-    except TautError as error:
-        if not isinstance(error, OutputError):
-            writer.forget()
+    except (DataError, ModelError):
+        writer.forget()
         raise
     finally:
         writer.close()

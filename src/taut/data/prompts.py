@@ -425,10 +425,11 @@ def _require_usable(config: DataConfig) -> None:
                 f"data.{key} is set, and what is learned are the model's own completions; expected it for data that "
                 "have answers to learn; take it out"
             )
-    if config.cache is not None:
-        raise ConfigError(
-            f"data.cache={config.cache}, and prompts are read again each time; expected none; take it out"
-        )
+    for key in ("cache", "workers"):
+        if (value := getattr(config, key)) is not None:
+            raise ConfigError(
+                f"data.{key}={value}, and prompts are read again each time, by this process; expected none; take it out"
+            )
 
 
 def _entry(rows: Sequence[PromptRow], num_rows: int, incidents: Sequence[Incident]) -> Entry:

@@ -262,19 +262,20 @@ def _by_workers(
         for helper in helpers:
             _send(helper, setup, how.path)
         while True:
-            for helper in helpers:
-                room = DEPTH - num_waiting[helper]
-                for item in islice(numbered, room if len(done) < DEPTH * num_workers else 0):
-                    _send(helper, pickle.dumps(item), how.path)
-                    num_waiting[helper] += 1
             while num_yielded in done:
                 block = done.pop(num_yielded)
                 if isinstance(block, TautError):
                     raise block
                 num_yielded += 1
                 yield block
+            for helper in helpers:
+                room = DEPTH - num_waiting[helper]
+                for item in islice(numbered, room if len(done) < DEPTH * num_workers else 0):
+                    _send(helper, pickle.dumps(item), how.path)
+                    num_waiting[helper] += 1
             at_work = {helper.pipe: helper for helper in helpers if num_waiting[helper]}
             if not at_work:
+                assert not done, "every block before the last answered one has been answered"
                 return
             for pipe in wait(list(at_work)):
                 helper = at_work[pipe]  # type: ignore[index]
