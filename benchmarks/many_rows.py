@@ -1,9 +1,9 @@
 """The first step from a warm cache, by the number of rows: seconds, memory, and a step's planning.
 
 The rows are made, not tokenised: a source's arrays are written as they are cached. Each size is measured in a process
-of its own, after its files were written (the page cache is warm): to load the data, to make the order, to plan the
-first step, for which shards are opened and verified, then the median of later steps. ``data_mb`` is memory that belongs
-to files; ``own_mb`` is the rest.
+of its own, after its files were written (the page cache is warm): to load the data; to look at all ids as a run does
+at its start, for which shards are opened and verified; to make the order; to plan the first step; then the median of
+later steps. ``data_mb`` is memory that belongs to files; ``own_mb`` is the rest.
 
     python many_rows.py --rows 100000 1000000 3000000
 """
@@ -23,8 +23,8 @@ from statistics import median
 import numpy as np
 
 PER_SHARD = 250_000
-SAMPLES, TOKENS, VOCAB = 512, 128, 8192
-"""Samples of a step; the mean length of a sample; the size of the vocabulary."""
+SAMPLES, TOKENS, VOCAB, END = 512, 128, 8192, 2
+"""Samples of a step; the mean length of a sample; the size of the vocabulary; the token that ends each sample."""
 KEY = "0" * 64
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     if asked.measure is not None:
         print(json.dumps(measured(asked.measure)))
         return
-    print("rows, seconds: load, order, first step, later steps; own_mb, data_mb")
+    print("rows, seconds: load, look, order, first step, later steps; own_mb, data_mb")
     for num_rows in asked.rows:
         with tempfile.TemporaryDirectory() as folder:
             write(Path(folder), num_rows)
@@ -57,9 +57,11 @@ def write(folder: Path, num_rows: int) -> None:
             length_S = random.integers(TOKENS // 2, TOKENS * 3 // 2, count)
             target_S = length_S * 2 // 3
             offsets, bounds = (np.append(0, np.cumsum(sizes)) for sizes in (length_S, target_S))
+            ids = random.integers(END + 1, VOCAB, offsets[-1], dtype=np.int32)
+            ids[offsets[1:] - 1] = END
             starts = np.repeat(length_S - target_S - bounds[:-1], target_S)
             arrays = {
-                "ids": random.integers(0, VOCAB, offsets[-1], dtype=np.int32),
+                "ids": ids,
                 "offsets": offsets,
                 "target_at": (starts + np.arange(bounds[-1])).astype(np.int32),
                 "target_offsets": bounds,
@@ -83,6 +85,9 @@ def measured(folder: Path) -> dict[str, float]:
     data = Dataset([SourcePart("rows", 1.0, KEY, shards, "rows", ())])
     data.described("train")
     loaded = time.perf_counter()
+    data.first_beyond(VOCAB)
+    data.num_with_target([END])
+    looked_at = time.perf_counter()
     rows = Rows(data)
     order = rows.order(BatchConfig(samples_per_step=SAMPLES), 0, SAMPLES)
     order.step(1)
@@ -95,7 +100,8 @@ def measured(folder: Path) -> dict[str, float]:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {
         "load": loaded - begin,
-        "order": ordered - loaded,
+        "look": looked_at - loaded,
+        "order": ordered - looked_at,
         "first": seconds[0],
         "later": median(seconds[1:]),
         "own_mb": int(status["RssAnon"].split()[0]) / 1024,

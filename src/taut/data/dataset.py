@@ -264,11 +264,20 @@ class SourcePart:
             offsets, bounds = arrays["offsets"], arrays["target_offsets"]
             for first in range(0, len(offsets) - 1, BLOCK):
                 last = min(first + BLOCK, len(offsets) - 1)
-                counts = np.diff(bounds[first : last + 1])
-                at = arrays["target_at"][bounds[first] : bounds[last]].astype(np.int64)
-                places = at + np.repeat(offsets[first:last], counts)
-                is_hit = np.isin(arrays["ids"][places], list(ids))
-                num += np.unique(np.repeat(np.arange(counts.size), counts)[is_hit]).size
+                starts_S, bounds_S = offsets[first:last], bounds[first : last + 1]
+                left_S = np.flatnonzero(np.diff(bounds_S))
+                # most answers end with such a token: the last target is looked at first
+                is_hit_S = np.isin(
+                    arrays["ids"][starts_S[left_S] + arrays["target_at"][bounds_S[left_S + 1] - 1]],
+                    list(ids),
+                )
+                num += int(is_hit_S.sum())
+                left_S = left_S[~is_hit_S]
+                counts = np.diff(bounds_S)[left_S]
+                places = np.repeat(bounds_S[left_S] - np.cumsum(counts) + counts, counts)
+                at = arrays["target_at"][places + np.arange(places.size)]
+                is_hit = np.isin(arrays["ids"][at + np.repeat(starts_S[left_S], counts)], list(ids))
+                num += np.unique(np.repeat(left_S, counts)[is_hit]).size
         return num
 
     def first_beyond(self, size: int) -> tuple[str, int] | None:
