@@ -47,7 +47,7 @@ class BatchConfig:
     """Share a prefix where that saves at least this number of tokens."""
     group_prefixes: bool = False
     """Keep samples with a long common prefix (a document's questions) in one step: the shuffle moves whole groups. A
-    group is cut only where no whole group fills a step. Needs shuffle."""
+    group is cut only where no whole group fills a step. Needs shuffle, and at most 10,000,000 samples."""
     group_min_tokens: Annotated[int, Field(ge=1)] = 64
     """Shortest common prefix of a group of group_prefixes, in tokens; a picture counts as long enough."""
     shuffle: bool = True
