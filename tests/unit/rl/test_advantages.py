@@ -414,7 +414,9 @@ def test_what_a_critic_or_a_penalty_adds_is_no_signal() -> None:
         ({}, {"kl": Kl(0.1)}, "ab"),
         ({}, {"entropy_coef": 0.1}, "ab"),
     ],
-    ids=str,
+    ids=[
+        *("mean", "clipped", "length", "whitened", "critic", "penalty", "divergence", "entropy"),
+    ],
 )
 def test_a_group_is_scored_unless_its_advantages_are_0_and_the_loss_leaves_it_out(
     keys: dict[str, Any], loss: dict[str, Any], names: str
