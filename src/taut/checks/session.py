@@ -304,7 +304,7 @@ class Session:
                 room = NUM_ROWS - len(indices)
                 indices += (np.flatnonzero(has_picture)[:room] + first).tolist()
             first += len(arrays["line"])
-        return sorted(indices, key=self.train.lengths.__getitem__)
+        return sorted(indices, key=self.train.length)
 
     @property
     def first_samples(self) -> list[int]:
@@ -342,8 +342,8 @@ class Session:
             return shortest(endings, BATCH_TOKENS)
         rows = self._rows
         first = range(min(len(rows), NUM_ROWS))
-        pictured = np.searchsorted(self.train.rows, self.with_pictures[:2], side="right") - 1
-        chosen = [rows.samples(index) for index in dict.fromkeys([*pictured.tolist(), *first])]
+        pictured = map(self.train.row_of, self.with_pictures[:2])
+        chosen = [rows.samples(index) for index in dict.fromkeys([*pictured, *first])]
         return shortest([around_answers(row, most) for row in chosen], BATCH_TOKENS)
 
     @cached_property

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from taut.data.cache import OFFSETS, READ_VALUE, VALUE, Entry, file_stamp
+from taut.data.cache import OFFSETS, READ_VALUE, VALUE, Entry, file_stamp, row_starts
 from taut.data.messages import RowForm
 from taut.data.render import Incident
 from taut.types import Media, Sample
@@ -102,6 +102,9 @@ def joined(blocks: Sequence[Block]) -> Entry:
     for name, offsets in OFFSETS.items():
         if name in arrays:
             arrays[offsets] = np.concatenate([[0], np.cumsum(found[LENGTHS + name])])
+    starts, num_samples = row_starts(arrays["line"]), len(arrays["line"])
+    if starts.size < num_samples:
+        arrays["row_offsets"] = np.append(starts, num_samples)
     films = dict.fromkeys(film for block in blocks for film in block.films)
     media_S = (media for block in blocks for media in block.media)
     arrays |= media_arrays(media_S, list(films))

@@ -11,6 +11,10 @@
                   part.npy            int32 [S]     number of the sample in its row; 0: the only one
                   meta.json           rows read, their forms, incidents, and the SHA-256 of each array
 
+and, where a row has several samples,
+
+                  row_offsets.npy     int64 [G+1]   start of the samples of each row that has any
+
 and, where answers are judged,
 
                   value.NAME.npy      float64 [S]   a value of each sample
@@ -64,6 +68,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from taut.config import first_problem, user_path
+from taut.data.lengths import LengthCounts
 from taut.data.messages import RowForm
 from taut.data.render import Incident
 from taut.errors import DataError, ModelError, OutputError
@@ -93,6 +98,7 @@ ARRAYS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "target_offsets": (np.int64, ()),
     "line": (np.int64, ()),
     "part": (np.int32, ()),
+    "row_offsets": (np.int64, ()),
     "read_at": (np.int32, ()),
     "read_offsets": (np.int64, ()),
     "media.offsets": (np.int64, ()),
@@ -154,10 +160,11 @@ class Entry:
     @cached_property
     def counts(self) -> Counts:
         arrays = self.arrays
+        num_samples = len(arrays["line"])
         return Counts(
             num_rows=self.num_rows,
-            num_samples=len(arrays["line"]),
-            num_groups=len(self.row_offsets()) - 1,
+            num_samples=num_samples,
+            num_groups=len(arrays["row_offsets"]) - 1 if "row_offsets" in arrays else num_samples,
             num_tokens=len(arrays["ids"]),
             num_targets=len(arrays["target_at"]),
             num_pictures=len(arrays.get("picture.content", ())),
@@ -216,10 +223,22 @@ class Entry:
             media.append(Media(picture, start, stop, (t, h, w) if t else None, two_way))
         return tuple(media)
 
-    def row_offsets(self) -> IntArray:
-        """Start of each row's samples, and one more, the end: samples of one row are neighbours."""
-        line_S = self.arrays["line"]
-        return np.concatenate([[0], np.flatnonzero(np.diff(line_S)) + 1, [line_S.size]])
+    @cached_property
+    def lengths(self) -> LengthCounts:
+        """How many samples have each number of tokens."""
+        return LengthCounts.of(np.diff(self.arrays["offsets"]))
+
+    def row(self, index: int) -> range:
+        """The samples of a row, which are neighbours. Rows without samples are not counted."""
+        offsets = self.arrays.get("row_offsets")
+        if offsets is None:
+            return range(index, index + 1)
+        return range(int(offsets[index]), int(offsets[index + 1]))
+
+    def row_of(self, index: int) -> int:
+        """The row of a sample."""
+        offsets = self.arrays.get("row_offsets")
+        return index if offsets is None else int(np.searchsorted(offsets, index, side="right")) - 1
 
     def stale_reason(self) -> str:
         """Why the entry has to be made again for the sake of its images; empty if it does not."""
@@ -252,6 +271,7 @@ class Shards(Sequence[Entry]):
         is_fleeting: bool,
         forms: Mapping[RowForm, int],
         digests: Sequence[str],
+        lengths: LengthCounts,
     ) -> None:
         self.counts = tuple(counts)
         self.incidents = tuple(incidents)
@@ -263,6 +283,10 @@ class Shards(Sequence[Entry]):
         """Equal where the samples are, and the shards. That of a single shard is the shard's."""
         self.starts_K: IntArray = np.cumsum([0, *(counted.num_samples for counted in counts)])
         """The first sample of each of K shards, and one more, the end."""
+        self.groups_K: IntArray = np.cumsum([0, *(counted.num_groups for counted in counts)])
+        """The first row with samples of each shard, and one more, the end."""
+        self.lengths = lengths
+        """How many samples have each number of tokens, in all shards."""
         self._open_shard = open_shard
         self.opened: dict[int, Entry] = {}
         """Those that are open, by number."""
@@ -277,6 +301,7 @@ class Shards(Sequence[Entry]):
             is_fleeting=any(entry.is_fleeting for entry in entries),
             forms=sum((Counter(entry.forms) for entry in entries), Counter[RowForm]()),
             digests=[entry.digest for entry in entries],
+            lengths=LengthCounts.joined(entry.lengths for entry in entries),
         )
 
     def __len__(self) -> int:
@@ -297,8 +322,26 @@ class Shards(Sequence[Entry]):
 
     def locate(self, index: int) -> tuple[Entry, int]:
         """The shard of the sample number ``index``, and the sample's number in it."""
-        number = int(np.searchsorted(self.starts_K, index, side="right")) - 1
+        number = self._shard_of(index)
         return self[number], index - int(self.starts_K[number])
+
+    def row(self, index: int) -> range:
+        """The samples of a row. Rows without samples are not counted."""
+        number = int(np.searchsorted(self.groups_K, index, side="right")) - 1
+        own, first = (
+            self[number].row(index - int(self.groups_K[number])),
+            int(self.starts_K[number]),
+        )
+        return range(first + own.start, first + own.stop)
+
+    def row_of(self, index: int) -> int:
+        """The row of a sample."""
+        number = self._shard_of(index)
+        own = self[number].row_of(index - int(self.starts_K[number]))
+        return int(self.groups_K[number]) + own
+
+    def _shard_of(self, index: int) -> int:
+        return int(np.searchsorted(self.starts_K, index, side="right")) - 1
 
     @property
     def num_rows(self) -> int:
@@ -314,6 +357,14 @@ class Shards(Sequence[Entry]):
         return sum(counts.num_groups for counts in self.counts)
 
     @property
+    def num_tokens(self) -> int:
+        return sum(counts.num_tokens for counts in self.counts)
+
+    @property
+    def num_targets(self) -> int:
+        return sum(counts.num_targets for counts in self.counts)
+
+    @property
     def num_pictures(self) -> int:
         """Distinct images of each shard."""
         return sum(counts.num_pictures for counts in self.counts)
@@ -325,6 +376,11 @@ class Shards(Sequence[Entry]):
         if not self.num_pictures:
             return ""
         return next((reason for entry in self if (reason := entry.stale_reason())), "")
+
+
+def row_starts(line_S: IntArray) -> IntArray:
+    """Start of the samples of each row."""
+    return np.flatnonzero(np.diff(line_S, prepend=-1))
 
 
 def file_stamp(path: str) -> tuple[int, int]:
@@ -362,6 +418,8 @@ class _Counts(TypedDict):
 class _Meta(_Counts):
     """``meta.json`` of a shard."""
 
+    lengths: list[tuple[int, Annotated[int, Field(ge=1)]]]
+    """Number of tokens -> samples that have it, ascending."""
     incidents: list[_Incident]
     is_fleeting: bool
     forms: dict[RowForm, Annotated[int, Field(ge=0)]]
@@ -436,6 +494,7 @@ def load(directory: Path, key: str) -> tuple[Shards | None, str]:
         is_fleeting=any(meta["is_fleeting"] for meta in metas),
         forms=sum((Counter(meta["forms"]) for meta in metas), Counter[RowForm]()),
         digests=[_digest_of_arrays(meta) for meta in metas],
+        lengths=LengthCounts.joined(map(_lengths, metas)),
     )
     if len(shards) == 1 or shards.num_pictures:  # pictures are looked at when data are loaded
         try:
@@ -475,9 +534,13 @@ def _open(folder: Path, meta: _Meta) -> Entry:
     incidents = tuple(Incident(**incident) for incident in meta["incidents"])
     digest = _digest_of_arrays(meta)
     entry = Entry(arrays, meta["num_rows"], incidents, meta["is_fleeting"], meta["forms"], digest)
-    if entry.counts != _counts(meta):
+    if entry.counts != _counts(meta) or entry.lengths != _lengths(meta):
         raise ValueError(f"{folder.name}/meta.json has other counts than the arrays")
     return entry
+
+
+def _lengths(meta: _Meta) -> LengthCounts:
+    return LengthCounts(tuple(meta["lengths"]))
 
 
 def _counts(of: _Counts) -> Counts:
@@ -663,6 +726,7 @@ def _write(folder: Path, entry: Entry) -> _Listed:
         digests[name] = files.digest(path)
     meta = {
         **asdict(entry.counts),
+        "lengths": entry.lengths.pairs,
         "incidents": [asdict(incident) for incident in entry.incidents],
         "is_fleeting": entry.is_fleeting,
         "forms": dict(entry.forms),
@@ -750,6 +814,11 @@ def require_sound(arrays: Mapping[str, NDArray[Any]]) -> None:
     _require_offsets(arrays, "offsets", "ids", num_samples)
     if num_samples and int(np.diff(offsets).min()) < 1:
         raise ValueError("offsets has a sample without tokens")
+    if "row_offsets" in arrays:
+        _require_offsets(arrays, "row_offsets", "line", None)
+    starts = arrays["row_offsets"][:-1] if "row_offsets" in arrays else np.arange(num_samples)
+    if not np.array_equal(starts, row_starts(arrays["line"])):
+        raise ValueError("row_offsets are not where the line changes")
     _require_offsets(arrays, "target_offsets", "target_at", num_samples)
     _require_within(offsets, arrays["target_offsets"], arrays["target_at"], "target_at", first=1)
     if arrays["ids"].size and int(arrays["ids"].min()) < 0:

@@ -1,12 +1,12 @@
 """Data from files to samples: read, validate, render, fit to length, cache, and look up by index.
 
-``load_dataset`` returns a Dataset: a sequence of samples built on demand from memory-mapped arrays, with lengths,
-target counts and weights as arrays for the planner. A second load of the same content with the same tokenizer,
+``load_dataset`` returns a Dataset: a sequence of samples built on demand from memory-mapped arrays. What it holds in
+memory grows with the number of sources, not of samples. A second load of the same content with the same tokenizer,
 template and options reads the cache and tokenises nothing. A source with an error leaves nothing in the cache; sources
 before it in a list stay there. Rows are tokenised in ``tokenise.py``.
 
 ``kind`` says how rows judge their answers (``schema.py``). A row whose answers are compared is several samples, which
-stay together (``Dataset.rows``).
+stay together (``Dataset.row``).
 
 Does not shuffle, choose fractions, pack or plan (``batching.py``). Under torchrun let one rank load first.
 """
@@ -18,7 +18,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, overload
 
@@ -27,6 +27,7 @@ from pydantic import Field
 
 from taut.config import configclass, user_path
 from taut.data import cache
+from taut.data.lengths import LengthCounts
 from taut.data.messages import Row, RowForm
 from taut.data.render import (
     Incident,
@@ -41,7 +42,7 @@ from taut.data.tokenise import entries, workers_for
 from taut.errors import ConfigError
 from taut.io import files
 from taut.io.console import counted
-from taut.types import FloatArray, IntArray, Sample
+from taut.types import IntArray, Sample
 from taut.vision.content import ImagesConfig
 
 if TYPE_CHECKING:
@@ -240,6 +241,21 @@ class SourcePart:
         """A digest that is equal where the samples are: of their inputs; of the arrays, where there may be images."""
         return self.key if self.image_store is None else self.shards.digest
 
+    @property
+    def num_samples(self) -> int:
+        return self.shards.num_samples
+
+    @property
+    def num_groups(self) -> int:
+        """Rows that have samples."""
+        return self.shards.num_groups
+
+    def length(self, index: int) -> int:
+        """The number of tokens of a sample."""
+        entry, inside = self.shards.locate(index)
+        start, stop = entry.arrays["offsets"][inside : inside + 2]
+        return int(stop - start)
+
     def num_with_target(self, ids: Collection[int]) -> int:
         """How many samples have one of ``ids`` among their targets."""
         num = 0
@@ -248,11 +264,20 @@ class SourcePart:
             offsets, bounds = arrays["offsets"], arrays["target_offsets"]
             for first in range(0, len(offsets) - 1, BLOCK):
                 last = min(first + BLOCK, len(offsets) - 1)
-                counts = np.diff(bounds[first : last + 1])
-                at = arrays["target_at"][bounds[first] : bounds[last]].astype(np.int64)
-                places = at + np.repeat(offsets[first:last], counts)
-                is_hit = np.isin(arrays["ids"][places], list(ids))
-                num += np.unique(np.repeat(np.arange(counts.size), counts)[is_hit]).size
+                starts_S, bounds_S = offsets[first:last], bounds[first : last + 1]
+                left_S = np.flatnonzero(np.diff(bounds_S))
+                # most answers end with such a token: the last target is looked at first
+                is_hit_S = np.isin(
+                    arrays["ids"][starts_S[left_S] + arrays["target_at"][bounds_S[left_S + 1] - 1]],
+                    list(ids),
+                )
+                num += int(is_hit_S.sum())
+                left_S = left_S[~is_hit_S]
+                counts = np.diff(bounds_S)[left_S]
+                places = np.repeat(bounds_S[left_S] - np.cumsum(counts) + counts, counts)
+                at = arrays["target_at"][places + np.arange(places.size)]
+                is_hit = np.isin(arrays["ids"][at + np.repeat(starts_S[left_S], counts)], list(ids))
+                num += np.unique(np.repeat(left_S, counts)[is_hit]).size
         return num
 
     def first_beyond(self, size: int) -> tuple[str, int] | None:
@@ -302,22 +327,8 @@ class Dataset(Samples):
         self, parts: Sequence[SourcePart], decisions: Sequence[str] = (), is_cached: bool = False
     ) -> None:
         self.parts = tuple(parts)
-        entries = [entry for part in parts for entry in part.shards]
-        arrays = [entry.arrays for entry in entries]
-        self.lengths: IntArray = np.concatenate([np.diff(a["offsets"]) for a in arrays])
-        self.num_targets: IntArray = np.concatenate([np.diff(a["target_offsets"]) for a in arrays])
-        counts = [part.shards.num_samples for part in parts]
-        self.weights: FloatArray = np.repeat([part.weight for part in parts], counts)
-        """How many times each sample is seen per epoch."""
-        self._starts: IntArray = np.cumsum([0, *counts])
-        firsts = np.cumsum([0, *(entry.counts.num_samples for entry in entries)])
-        rows = [
-            first + entry.row_offsets()[:-1] for first, entry in zip(firsts, entries, strict=False)
-        ]
-        self.rows: IntArray = np.concatenate([*rows, self._starts[-1:]])
-        """Start of each row's samples, and one more, the end: row i has the samples rows[i] to rows[i + 1]."""
-        self.row_weights: FloatArray = self.weights[self.rows[:-1]]
-        """How many times each row is seen per epoch."""
+        self._starts = np.cumsum([0, *(part.num_samples for part in parts)])
+        self._row_starts = np.cumsum([0, *(part.num_groups for part in parts)])
         identity = json.dumps([[part.identity, part.weight] for part in parts])
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         self.report = self._report(decisions, is_cached)
@@ -328,6 +339,50 @@ class Dataset(Samples):
     def sample(self, index: int) -> Sample:
         part, offset = self._locate(index)
         return part.sample(offset)
+
+    @property
+    def num_groups(self) -> int:
+        """Rows that have samples."""
+        return int(self._row_starts[-1])
+
+    def row(self, index: int) -> range:
+        """The samples of row ``index``; rows without samples are not counted."""
+        number = int(np.searchsorted(self._row_starts, index, side="right")) - 1
+        own = self.parts[number].shards.row(index - int(self._row_starts[number]))
+        first = int(self._starts[number])
+        return range(first + own.start, first + own.stop)
+
+    def row_of(self, index: int) -> int:
+        """The row of sample ``index``."""
+        part, offset = self._locate(index)
+        return int(self._row_starts[self.parts.index(part)]) + part.shards.row_of(offset)
+
+    def length(self, index: int) -> int:
+        """The number of tokens of a sample, without building it."""
+        part, offset = self._locate(index)
+        return part.length(offset)
+
+    def sizes(self, of: Literal["tokens", "targets"]) -> Iterator[IntArray]:
+        """The number of tokens, or of targets, of every sample, shard by shard."""
+        name = "offsets" if of == "tokens" else "target_offsets"
+        for entry in (entry for part in self.parts for entry in part.shards):
+            yield np.diff(entry.arrays[name])
+
+    @cached_property
+    def lengths(self) -> LengthCounts:
+        """How many samples have each number of tokens."""
+        return LengthCounts.joined(part.shards.lengths for part in self.parts)
+
+    def longer_than(self, size: float, most: int) -> list[int]:
+        """The first samples with more tokens, at most so many."""
+        found: list[int] = []
+        first = 0
+        for length_S in self.sizes("tokens"):
+            found += (first + np.flatnonzero(length_S > size)[: most - len(found)]).tolist()
+            if len(found) == most:
+                break
+            first += length_S.size
+        return found
 
     @property
     def image_store(self) -> ImageStore | None:
@@ -368,9 +423,10 @@ class Dataset(Samples):
         left out or cut, the sources.
         """
         report = self.report
-        first, last = int(self.lengths.min()), int(self.lengths.max())
-        edges = np.unique(np.linspace(first, last + 1, BINS + 1).round().astype(np.int64))
-        counts, _ = np.histogram(self.lengths, edges)
+        lengths = self.lengths
+        bins = np.linspace(lengths.shortest, lengths.longest + 1, BINS + 1)
+        edges = np.unique(bins.round().astype(np.int64))
+        counts, _ = np.histogram(lengths.size_L, edges, weights=lengths.count_L)
         sizes = ("num_rows", "num_samples", "num_tokens", "num_targets", "num_pictures")
         listed: dict[str, Any] = {}
         for kind, incidents in (("dropped", report.dropped), ("cut", report.cut)):
@@ -386,7 +442,7 @@ class Dataset(Samples):
                     "path": part.path,
                     "weight": part.weight,
                     "num_rows": part.shards.num_rows,
-                    "num_samples": part.shards.num_samples,
+                    "num_samples": part.num_samples,
                 }
                 for part in self.parts[:LISTED]
             ],
@@ -415,8 +471,8 @@ class Dataset(Samples):
         return DataReport(
             num_rows=sum(part.shards.num_rows for part in self.parts),
             num_samples=len(self),
-            num_tokens=int(self.lengths.sum()),
-            num_targets=int(self.num_targets.sum()),
+            num_tokens=sum(part.shards.num_tokens for part in self.parts),
+            num_targets=sum(part.shards.num_targets for part in self.parts),
             dropped=tuple(incident for incident in incidents if incident.kind == "dropped"),
             cut=tuple(incident for incident in incidents if incident.kind == "cut"),
             is_cached=is_cached,

@@ -26,8 +26,9 @@ from pydantic import Field
 from transformers import PreTrainedConfig
 
 from taut.config import ComputeDtype, Decision, Positive, configclass, read_toml, to_dict, user_path
-from taut.data.batching import START, BatchConfig, Cursor, Good, Order, Rows
+from taut.data.batching import BatchConfig, Good, Rows
 from taut.data.dataset import DataConfig, Dataset, Split, input_paths, load_dataset
+from taut.data.order import START, Cursor, Order
 from taut.data.render import Renderer
 from taut.data.schema import Kind
 from taut.data.top_logprobs import WithTeacher, read_top_logprobs
@@ -444,13 +445,12 @@ class RunConfig:
         run.
         """
         rows, batch, loss = self.rows_of(train), self.batch, self.loss()
-        groups = rows.prefix_groups(batch.group_min_tokens) if batch.group_prefixes else None
-        order = Order(rows.weights, self.seed, batch.samples_per_step, batch.shuffle, groups)
+        order = rows.order(batch, self.seed, batch.samples_per_step)
         epochs = None if self.steps is not None else (1.0 if self.epochs is None else self.epochs)
         order = order.going_on_from(cursor, epochs)
         num_steps = self.steps if epochs is None else order.num_steps(epochs)
         assert num_steps is not None
-        longest = int(train.lengths.max()) if loss.mismatched else None
+        longest = train.lengths.longest if loss.mismatched else None
         return Plan(Offline(rows, order, epochs, loss, longest), num_steps, cursor)
 
     def monitors(self, source: StepSource) -> Sequence[Monitor]:

@@ -65,7 +65,7 @@ def keep_reference(built: Built) -> None:
     trainer.ranks.barrier()
     table: dict[str, Tensor] = {}
     for name, data in splits.items():
-        sizes = [int(size) for size in data.num_targets]
+        sizes = [int(size) for size_S in data.sizes("targets") for size in size_S]
         count = logps[name].numel() if name in logps else 0
         if count != sum(sizes):
             raise ConfigError(

@@ -197,3 +197,21 @@ def test_a_fifo_is_not_waited_for(name: str, tmp_path: Path) -> None:
         "the cached entry is damaged (it is a FIFO; expected a regular file)",
     )
     assert len(load(tmp_path)) == 4
+
+
+def test_rows_that_begin_elsewhere(tmp_path: Path) -> None:
+    rows = [{"prompt": "a b", "answers": ["x", "y", "z"], "scores": [2, 1, 0]}] * 2
+    write_rows(tmp_path / "a.jsonl", rows)
+    config = DataConfig(train=str(tmp_path / "a.jsonl"), cache=str(tmp_path / "cache"))
+
+    def load() -> Dataset:
+        return load_dataset(config, "train", Renderer(tiny_tokenizer()), 512, kind="preference")
+
+    assert [load().row(index) for index in range(2)] == [range(3), range(3, 6)]
+    shard = shard_of(tmp_path)
+    for offsets in ([0, 2, 6], [0, 6], [0, 3, 3, 6]):
+        np.save(shard / "row_offsets.npy", np.array(offsets))
+        seal(shard)
+        data = load()
+        assert "row_offsets are not where the line changes" in data.report.decisions[0]
+        assert data.row(1) == range(3, 6)

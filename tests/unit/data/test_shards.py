@@ -80,8 +80,12 @@ def test_many_shards_have_the_samples_of_one(
     assert [told(sample) for sample in many] == [told(sample) for sample in one]
     assert many.fingerprint == one.fingerprint
     assert str(many.report) == str(one.report)
-    for name in ("lengths", "num_targets", "weights", "rows", "row_weights"):
-        assert np.array_equal(getattr(many, name), getattr(one, name))
+    assert many.lengths == one.lengths
+    for of in ("tokens", "targets"):
+        assert np.array_equal(np.concatenate([*many.sizes(of)]), np.concatenate([*one.sizes(of)]))
+    every = range(len(one))
+    assert [*map(many.length, every)] == [*map(one.length, every)]
+    assert [*map(many.row, every)] == [*map(one.row, every)] == [range(i, i + 1) for i in every]
     some = {int(one[-1].ids_T[-2])}
     assert many.num_with_target(some) == one.num_with_target(some) > 0
     largest = int(max(sample.ids_T.max() for sample in one))
@@ -100,7 +104,8 @@ def test_rows_that_are_compared_stay_together(tmp_path: Path) -> None:
     renderer = Renderer(tiny_tokenizer())
     data = load_dataset(config, "train", renderer, 512, tmp_path / "c", kind="preference")
     (part,) = data.parts
-    assert np.array_equal(data.rows, np.arange(0, 61, 3))
+    assert [data.row(index) for index in range(20)] == [range(i, i + 3) for i in range(0, 60, 3)]
+    assert [data.row_of(index) for index in range(60)] == [index // 3 for index in range(60)]
     assert len(data) == part.shards.num_samples == 3 * part.shards.num_groups == 60
 
 
