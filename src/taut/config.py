@@ -94,6 +94,8 @@ ELSEWHERE = {
         ),
         "data.too_long": "truncation truncation_strategy",
         "data.template": "apply_chat_template chat_template chat_template_path tokenizer_chat_template",
+        "data.chat_template_kwargs": "apply_chat_template_kwargs enable_thinking template_kwargs",
+        "data.system": "default_system system_message system_prompt",
         "data.columns": (
             "chosen_key dataset_prompt_column dataset_text_field input_key label_names output_key prompt_key "
             "rejected_key remove_unused_columns text_column"
@@ -288,10 +290,6 @@ INSTEAD = {
         "a file is read whole; give data.train a file with fewer rows": (
             "max_eval_samples max_samples max_train_samples"
         ),
-        "write the system message into the rows, or into the chat template (data.template)": (
-            "default_system system system_message system_prompt"
-        ),
-        "write it into the chat template (data.template)": "chat_template_kwargs enable_thinking",
         "the end tokens are derived from the chat template; 'taut show' prints them": "eos_token pad_token",
         "rollouts are drawn from the whole distribution (rollout.temperature); eval.answers.sampling has the keys of "
         "held-out answers": "min_p top_k top_p",

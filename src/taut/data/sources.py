@@ -64,6 +64,11 @@ class Source:
     """As data.format, for this source."""
     columns: dict[str, str] | None = None
     """As data.columns, for this source."""
+    system: str | None = None
+    """As data.system, for this source; empty for none."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """As data.chat_template_kwargs, for the rows of this source alone: they are rendered with these values, and the
+    template that is saved keeps the values of data.chat_template_kwargs as its defaults."""
 
 
 class Stamp(NamedTuple):

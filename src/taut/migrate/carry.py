@@ -592,7 +592,21 @@ class _Draft:
                 self._lacking(key, "write the template to a file: data.template")
                 self._fill_in("data.template", "TEMPLATE.jinja")
         if self.is_swift:
+            self._carry_system_and_thinking()
             self._carry_limits_of_pictures()
+
+    def _carry_system_and_thinking(self) -> None:
+        system = self._value("system")
+        if is_off(system):
+            self._needless("off", "system")
+        elif str(system).endswith(".txt"):
+            self._lacking("system", "write the text of the file: data.system")
+            self._fill_in("data.system", "TEXT")
+        else:
+            self._set("system", "data.system", system)
+        if (thinking := self._value("enable_thinking")) is not None:
+            values = {"enable_thinking": thinking}
+            self._set("enable_thinking", "data.chat_template_kwargs", values)
 
     def _carry_limits_of_pictures(self) -> None:
         names = {
