@@ -351,9 +351,7 @@ class PromptSet(Dataset):
             else:
                 variables = row.template_variables
                 learned = (len(row.prompt),)
-                yield Conversation(
-                    row.place, row.prompt, learned, template_variables=variables
-                )
+                yield Conversation(row.place, row.prompt, learned, template_variables=variables)
 
 
 def load_prompt_set(

@@ -60,7 +60,8 @@ class ModelUse:
     """Which model, and which engine runs it."""
 
     model: str
-    """Directory (or hub name) of the model: weights for the local engine, tokenizer and template for both."""
+    """Directory of the model, or its hub name (owner/name, or owner/name@revision): weights for the local engine,
+    tokenizer and template for both."""
     engine: Literal["local", "server"] = "local"
     """local: in this process. server: the endpoint at url, which must serve this model."""
     url: str | None = None

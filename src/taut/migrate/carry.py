@@ -268,6 +268,7 @@ class _Draft:
             )
         else:
             self._carried(key, "model")
+            self._carry_revision(model)
         if self.is_swift and self.facts.model is None and not self._uses_hugging_face():
             self.assumed.append(f"{model} is the same on the Hugging Face hub as on ModelScope")
         if self.recipe.framework == "trl" and "router_aux_loss_coef" not in self.given:
@@ -277,6 +278,18 @@ class _Draft:
                 self.assumed.append(f"{model} is no mixture of experts: {why}")
             elif "output_router_logits" in config or "num_experts_per_tok" in config:
                 self._lacking("router_aux_loss_coef", f"not set: {why}")
+
+    def _carry_revision(self, model: str) -> None:
+        """A revision of the hub's is part of a model's name."""
+        revision = self._value("model_revision")
+        if revision is None:
+            return
+        if revision in ("main", "master"):
+            self._needless("the hub's own default", "model_revision")
+        elif any((base / home_path(model)).is_dir() for base in (Path(), self.facts.directory)):
+            self._needless("a directory has no revisions", "model_revision")
+        else:
+            self._set("model_revision", "model", f"{model}@{revision}")
 
     def _uses_hugging_face(self) -> bool:
         variable = self.recipe.environment.get("USE_HF")

@@ -98,6 +98,10 @@ def inputs_of(
     template, decisions = renderer.template, run.decisions
     if reason := hub.settled():
         decisions.append(Decision("hub", "cached files only", reason))
+    if commit := getattr(config, "_commit_hash", None):
+        decisions.append(
+            Decision("model.commit", commit, f"of {run.model}; a resume needs the same")
+        )
     max_length = run.longest_sample(config)
     if run.data.max_length is None:
         decisions.append(Decision("data.max_length", str(max_length), "the model's context"))
@@ -117,7 +121,9 @@ def inputs_of(
         decisions.append(Decision("data.chat_template_kwargs", values, reason))
     if texts := run.data.system_messages:
         value = " or ".join(sorted(map(shown, texts)))
-        reason = "set; in front of conversations without a system message; a server has to send it too"
+        reason = (
+            "set; in front of conversations without a system message; a server has to send it too"
+        )
         decisions.append(Decision("data.system", value, reason))
     if template.asks_for_the_day:
         reason = "the chat template asks for the day; the one on which the run began"

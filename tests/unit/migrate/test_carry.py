@@ -483,11 +483,21 @@ def test_training_in_float32(
     assert not {"bf16", "fp16", "torch_dtype"} & set(lacking(offer))
 
 
+@pytest.mark.parametrize("framework", ["trl", "swift"])
+def test_a_revision_becomes_part_of_the_models_name(framework: str, tmp_path: Path) -> None:
+    model = "Qwen/Qwen3-0.6B"
+    key = "model" if framework == "swift" else "model_name_or_path"
+    settings = carried(tmp_path, framework, f"--{key} {model} --model_revision v2")["settings"]
+    assert settings["model"] == f"{model}@v2"
+
+
 # data
 
 
 def test_swifts_system_prompt_and_switch_of_thinking(tmp_path: Path) -> None:
-    settings = carried(tmp_path, "swift", "--system 'Be brief.' --enable_thinking false")["settings"]
+    settings = carried(tmp_path, "swift", "--system 'Be brief.' --enable_thinking false")[
+        "settings"
+    ]
     assert settings["data.system"] == "Be brief."
     assert settings["data.chat_template_kwargs"] == {"enable_thinking": False}
 
