@@ -67,8 +67,8 @@ class Source:
     system: str | None = None
     """As data.system, for this source; empty for none."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """As data.chat_template_kwargs, for the rows of this source alone: they are rendered with these values, and the
-    template that is saved keeps the values of data.chat_template_kwargs as its defaults."""
+    """Values of the template's variables for the rows of this source alone; what is saved keeps those of
+    data.chat_template_kwargs."""
 
 
 class Stamp(NamedTuple):

@@ -578,7 +578,7 @@ class RunConfig:
 
 
 def class_of(path: Path | None, overrides: Sequence[str] = ()) -> type[RunConfig]:
-    """The class of the run that a TOML or YAML file and the ``key=value`` settings on top describe, by its key ``method``."""
+    """The class of the run that a file and the ``key=value`` settings on top describe, by its key ``method``."""
     name = read_settings(path).get("method", "sft")
     for text in overrides:
         key, _, value = text.partition("=")

@@ -304,8 +304,8 @@ def _begin(
         )
     if path.row.template_variables:
         raise DataError(
-            f"{path.row.place}: the row's source has chat_template_kwargs of its own, and an environment's turns are all "
-            "rendered alike; expected the same for all rows; set data.chat_template_kwargs instead"
+            f"{path.row.place}: the row's source has chat_template_kwargs of its own, and an environment's turns are "
+            "all rendered alike; expected the same for all rows; set data.chat_template_kwargs instead"
         )
     path.first_messages = first
     path.tools = environments.tools or path.row.tools

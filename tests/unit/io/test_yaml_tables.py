@@ -117,8 +117,8 @@ def test_a_file_of_settings_may_be_either(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("model: m\nsteps: ten", "found steps=ten at run.yaml; expected an integer"),
-        ("model: m\nsave.merged: no", "found save.merged=no at run.yaml; expected true or false"),
+        ("model: m\nsteps: ten", 'found steps="ten" at run.yaml; expected an integer'),
+        ("model: m\nsave.merged: no", 'found save.merged="no" at run.yaml; expected true or false'),
         ("model: m\nstepz: 1", "unknown key 'stepz'"),
         (
             "model: m\nmodel: n",
