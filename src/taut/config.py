@@ -1,8 +1,8 @@
 """TOML or YAML, and dotted overrides -> a frozen tree of dataclasses, or an error of one line. Knows no component.
 
-A configuration is a class made with ``configclass``; classes nest. ``load`` reads a TOML or YAML file and sets ``a.b=value``
-on top; ``from_mapping`` does the same with Python values. Both refuse unknown keys, values of another kind than the
-field's, and keys that are set twice. Values are checked, never rewritten.
+A configuration is a class made with ``configclass``; classes nest. ``load`` reads a TOML or YAML file and sets
+``a.b=value`` on top; ``from_mapping`` does the same with Python values. Both refuse unknown keys, values of another
+kind than the field's, and keys that are set twice. Values are checked, never rewritten.
 
 The value of an override is TOML (``1e-4``, ``true``, ``[1, 2]``); a value that is not TOML, or of no kind that the
 field takes, is text (``out=1`` is a directory called 1). ``none`` unsets an optional field. The texts of a list need

@@ -54,8 +54,8 @@ train = "a.jsonl"
 samples_per_step = 32
 ```
 
-The same in YAML (`run.yaml` or `.yml`), with tables or with keys of dots; `taut check`, `plan`, `show`, `resume=true` and the
-functions of `import taut` take either:
+The same in YAML (`run.yaml` or `.yml`), with tables or with dotted keys; every command and the functions of
+`import taut` take either:
 
 ```yaml
 model: DIR
@@ -65,8 +65,9 @@ data: {train: a.jsonl}
 batch.samples_per_step: 32
 ```
 
-YAML is read by the core schema of YAML 1.2: `1e-5` is a number, only `true` and `false` are booleans, and `no`, `on` or a date
-are texts. `null` unsets a key that may be none. Keys set twice, anchors, tags and a second document are refused with their line.
+YAML is read by the core schema of YAML 1.2: `1e-5` is a number, only `true` and `false` are booleans, and `no`, `on`
+or a date are texts. `null` unsets a key that may be none. Keys set twice, anchors, tags and a second document are
+refused with their line.
 
 The value of a setting is TOML (`1e-4`, `true`, `["a", "b"]`); anything else is text. The texts of a list need no quotes
 on the command line, where a shell would take them away: `lora.targets=[q_proj,v_proj]`. `none` unsets a key that may be

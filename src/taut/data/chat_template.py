@@ -139,8 +139,8 @@ class Template:
             )
         if self._renders_itself:
             raise ConfigError(
-                f"{where}: found {', '.join(variables)}, and {type(self.tokenizer).__name__} renders messages with code "
-                f"of its own; expected a tokenizer that uses its chat template; take them out"
+                f"{where}: found {', '.join(variables)}, and {type(self.tokenizer).__name__} renders messages with "
+                "code of its own; expected a tokenizer that uses its chat template; take them out"
             )
         try:
             names: list[str] = processes.call("taut.data.chat_text:variables", self.template)

@@ -2,7 +2,8 @@
 
 Read by the core schema of YAML 1.2, in which values mean what they look like: ``1e-5`` is a number, only ``true`` and
 ``false`` are booleans (``no`` and ``on`` are texts), and a date is a text. ``null`` is None. As in TOML a key with dots
-is a key of a table (``optim.learning_rate: 1e-5``), unless it is in quotes. Refused with their line are keys set twice, keys that are no texts, tags, anchors, and a second document.
+is a key of a table (``optim.learning_rate: 1e-5``), unless it is in quotes. Refused with their line are keys that are
+set twice, keys that are no texts, tags, anchors, and a second document.
 """
 
 from __future__ import annotations
