@@ -1,8 +1,8 @@
 """The command line: words -> a configuration -> a call of the library. No further behaviour.
 
 Settings are ``key=value``, ``--key=value``, ``--key value``, or ``--key`` alone for a boolean key. A single word is the
-TOML file that they override or, for commands that take a model or a run, that model or run (then only a word that ends
-in .toml is a file). All forms are equal to ``taut.config``.
+TOML or YAML file that they override or, for commands that take a model or a run, that model or run (then only a word
+that ends in .toml, .yaml or .yml is a file). All forms are equal to ``taut.config``.
 
 A TautError is one line on stderr and its exit code (2: the user can correct it; 1: a check failed); under torchrun the
 first failing rank prints it for all. An interrupt is one line too, with what remains to be done. Any other exception is
@@ -448,11 +448,11 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
 
 def _require_free_out(words: Sequence[str]) -> None:
     """Refuse an ``out`` that is in use before torch is imported: seconds sooner than ``train``, which checks again."""
-    from taut.config import read_toml, user_path
+    from taut.config import SUFFIXES, read_settings, user_path
     from taut.train.run_dir import require_usable
 
-    files = [Path(word) for word in words if word.endswith(".toml") and "=" not in word]
-    settings = read_toml(files[0]) if len(files) == 1 else {}
+    files = [Path(word) for word in words if word.endswith(SUFFIXES) and "=" not in word]
+    settings = read_settings(files[0]) if len(files) == 1 else {}
     for word, following in pairwise([*words, ""]):
         key, equals, value = word.removeprefix("--").partition("=")
         settings[key] = value if equals else following
@@ -495,11 +495,13 @@ def sort_words(
     many: str | None = None,
     foreign: Collection[str] = (),
 ) -> Words:
-    """The TOML file, and every setting as ``key=value``.
+    """The file of settings, and every setting as ``key=value``.
 
     ``alone``: the keys that single words set, in order; ``many``: the key that collects them in a list; ``foreign``:
     keys of other frameworks, which may be switches there.
     """
+    from taut.config import SUFFIXES
+
     path: Path | None = None
     overrides, together = [], []
     keys, rest = iter(alone), deque(words)
@@ -511,7 +513,7 @@ def sort_words(
             overrides.append(word)
         elif many:
             together.append(word)
-        elif alone and not word.endswith(".toml"):
+        elif alone and not word.endswith(SUFFIXES):
             key = next(keys, None)
             if key is None:
                 wanted = " and ".join(name.upper() for name in alone)
@@ -523,7 +525,7 @@ def sort_words(
             path = Path(word)
         else:
             raise ConfigError(
-                f"found {word!r} next to {str(path)!r}; expected one TOML file, and settings as key=value"
+                f"found {word!r} next to {str(path)!r}; expected one file of settings, and settings as key=value"
             )
     if together:
         overrides.append(f"{many}={json.dumps(together, ensure_ascii=False)}")

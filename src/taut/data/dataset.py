@@ -81,6 +81,11 @@ class DataConfig:
     """Render prompts and completions that are plain text with the chat template, as a user message and an assistant
     message. By default they are used as they are, and taut check warns if the tokenizer has a chat template. Documents
     (the column text) are never rendered."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Values of the chat template's own variables, as in { enable_thinking = false }. They become the defaults of the
+    template that is used, and saved: a server of the model needs no setting."""
+    system: str | None = None
+    """A system message put in front of conversations that have none; a row's own takes precedence."""
     max_length: Annotated[int, Field(ge=2)] | None = None
     """Largest number of tokens of a sample; by default the model's context."""
     too_long: TooLong = "error"
@@ -98,6 +103,13 @@ class DataConfig:
     MiB or more, else 1."""
     cache: str | None = None
     """Directory for tokenised data; by default $TAUT_CACHE or the user's cache directory."""
+
+    @property
+    def system_messages(self) -> set[str]:
+        """The system messages that sources put in front of conversations without one."""
+        named = [*_sources_of(self, "train"), *_sources_of(self, "eval")]
+        texts = [self.system if source.system is None else source.system for source in named]
+        return {text for text in texts if text}
 
 
 # -- what a configuration names
@@ -122,6 +134,8 @@ def sources(config: DataConfig, split: Split, kind: Kind = "sft") -> list[tuple[
                 folder=folder_of(source, config.images.folder, "data.images.folder"),
                 images=config.images,
                 apply_chat_template=bool(config.apply_chat_template),
+                system=config.system if source.system is None else source.system,
+                template_variables=source.chat_template_kwargs or {},
             ),
         )
         for source in named
@@ -144,17 +158,20 @@ def build_renderer(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, image_store: ImageStore | None = None
 ) -> Renderer:
     """The renderer that a data configuration describes. ``image_store``: for a model that takes images."""
-    if config.template is None:
-        return Renderer(tokenizer, None, config.targets, image_store=image_store)
-    path = user_path(config.template, "data.template")
-    try:
-        template = files.read_text(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"data.template: cannot read {config.template}: {getattr(error, 'strerror', None) or error}; "
-            "expected a file with a chat template"
-        ) from None
-    return Renderer(tokenizer, template, config.targets, image_store=image_store)
+    template = None
+    if config.template is not None:
+        path = user_path(config.template, "data.template")
+        try:
+            template = files.read_text(path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"data.template: cannot read {config.template}: {getattr(error, 'strerror', None) or error}; "
+                "expected a file with a chat template"
+            ) from None
+    variables = config.chat_template_kwargs
+    return Renderer(
+        tokenizer, template, config.targets, image_store=image_store, variables=variables
+    )
 
 
 # -- rows
@@ -572,6 +589,10 @@ def _key(
         parts += [*frames, columns.folder, str(Path.cwd())]
     if columns.apply_chat_template:
         parts.append("apply_chat_template")
+    if columns.system:
+        parts.append({"system": columns.system})
+    if columns.template_variables:
+        parts.append({"chat_template_kwargs": columns.template_variables})
     if columns.kind != "sft":
         parts += [columns.kind, columns.step_separator]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -27,7 +27,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -88,6 +88,8 @@ class PromptRow:
     """The tools that the template was given with ``prompt``."""
     media: tuple[Media, ...] = ()
     """The images among the ids, ascending."""
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    """The values of the template's own variables that ``prompt`` was rendered with, in place of its defaults."""
 
     def as_prompt(self) -> Prompt:
         """The row as an engine takes it."""
@@ -104,6 +106,7 @@ class _Unrendered:
     """The content of the assistant message that was removed; empty where there is none."""
     columns: Mapping[str, Any]
     tools: tuple[Tool, ...] = ()
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -182,6 +185,7 @@ def load_prompts(
                 columns=row.columns,
                 tools=row.tools,
                 media=renderer.template.pictures.find(ids_T, text.pictures, row.place),
+                template_variables=row.template_variables,
             )
         )
     return prompts
@@ -214,7 +218,7 @@ def _read(record: Any, place: str, columns: Columns) -> _Unrendered:
             f"{place}: found {last_message} where the message to be answered should be; expected a user or tool "
             "message, with at most one assistant message after it; correct the row"
         )
-    return _Unrendered(place, messages, answer, record, row.tools)
+    return _Unrendered(place, messages, answer, record, row.tools, row.template_variables)
 
 
 def _render(row: _Unrendered, renderer: Renderer) -> tuple[_Unrendered, Text]:
@@ -222,7 +226,9 @@ def _render(row: _Unrendered, renderer: Renderer) -> tuple[_Unrendered, Text]:
     template = renderer.template
     if isinstance(row.prompt, str):
         return row, template.plain(row.prompt, row.place)
-    text = template.apply(row.prompt, row.tools, row.place, is_prompt=True)
+    text = template.apply(
+        row.prompt, row.tools, row.place, is_prompt=True, variables=row.template_variables
+    )
     for tool in row.tools:
         name = tool["function"]["name"]
         if name not in text.text:
@@ -344,7 +350,9 @@ class PromptSet(Dataset):
             if isinstance(row.prompt, str):
                 yield Completion(row.place, row.prompt, "")
             else:
-                yield Conversation(row.place, row.prompt, learned=(len(row.prompt),))
+                variables = row.template_variables
+                learned = (len(row.prompt),)
+                yield Conversation(row.place, row.prompt, learned, template_variables=variables)
 
 
 def load_prompt_set(

@@ -64,6 +64,11 @@ class Source:
     """As data.format, for this source."""
     columns: dict[str, str] | None = None
     """As data.columns, for this source."""
+    system: str | None = None
+    """As data.system, for this source; empty for none."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Values of the template's variables for the rows of this source alone; what is saved keeps those of
+    data.chat_template_kwargs."""
 
 
 class Stamp(NamedTuple):

@@ -25,7 +25,15 @@ import torch
 from pydantic import Field
 from transformers import PreTrainedConfig
 
-from taut.config import ComputeDtype, Decision, Positive, configclass, read_toml, to_dict, user_path
+from taut.config import (
+    ComputeDtype,
+    Decision,
+    Positive,
+    configclass,
+    read_settings,
+    to_dict,
+    user_path,
+)
 from taut.data.batching import BatchConfig, Good, Rows
 from taut.data.dataset import DataConfig, Dataset, Split, input_paths, load_dataset
 from taut.data.order import START, Cursor, Order
@@ -216,7 +224,7 @@ class RunConfig:
     method: MethodName = "sft"
     """The training method: for ``taut check``, ``show`` and ``plan``, which take a run of any method."""
     model: str
-    """Directory (or hub name) of the model to start from."""
+    """Directory of the model to start from, or its hub name, as owner/name or owner/name@revision."""
     out: str | None = None
     """Directory of the run's output; refused if it is not empty, unless resume or overwrite is set. ``taut show`` needs
     none."""
@@ -571,8 +579,8 @@ class RunConfig:
 
 
 def class_of(path: Path | None, overrides: Sequence[str] = ()) -> type[RunConfig]:
-    """The class of the run that a TOML file and the ``key=value`` settings on top describe, by its key ``method``."""
-    name = read_toml(path).get("method", "sft")
+    """The class of the run that a file and the ``key=value`` settings on top describe, by its key ``method``."""
+    name = read_settings(path).get("method", "sft")
     for text in overrides:
         key, _, value = text.partition("=")
         name = value.strip().strip("\"'") if key.strip() == "method" else name

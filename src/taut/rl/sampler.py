@@ -403,6 +403,11 @@ def _begin(
             f"{path.row.place}: the prompt is a text, and an environment speaks in messages; expected messages; give "
             "the row messages, or the environment a reset that makes them"
         )
+    if path.row.template_variables:
+        raise DataError(
+            f"{path.row.place}: the row's source has chat_template_kwargs of its own, and an environment's turns are "
+            "all rendered alike; expected the same for all rows; set data.chat_template_kwargs instead"
+        )
     path.first_messages = first
     path.tools = environments.tools or path.row.tools
     if messages is not None or environments.tools:
