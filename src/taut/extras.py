@@ -46,6 +46,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
         "tokenizers",
         "uvicorn",
     ),
+    "data": ("rensa",),
     "gguf": ("gguf",),
     "quant": ("bitsandbytes",),
     "tensorboard": ("tensorboard",),
