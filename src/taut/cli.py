@@ -399,12 +399,16 @@ def joined(words: Sequence[str]) -> list[str]:
 def _run_family(words: Sequence[str]) -> int:
     """``taut data`` without one of its tools: print them. Raises ConfigError where another word is in its place."""
     family, _, tool = words[0].partition(" ")
-    known = {name: command.about for name, command in commands().items() if name.startswith(f"{family} ")}
+    known = {
+        name: command.about for name, command in commands().items() if name.startswith(f"{family} ")
+    }
     if tool not in ("", "-h", "--help"):
         tools = [name.partition(" ")[2] for name in known]
         near = difflib.get_close_matches(tool, tools, n=1)
         hint = f"did you mean 'taut {family} {near[0]}'?" if near else f"run: taut {family} --help"
-        raise ConfigError(f"found taut {family} {tool!r}; expected one of {', '.join(tools)}; {hint}")
+        raise ConfigError(
+            f"found taut {family} {tool!r}; expected one of {', '.join(tools)}; {hint}"
+        )
     from taut.commands import help
 
     _print(help.family(family, known))

@@ -91,7 +91,11 @@ def complete(words: Sequence[str], commands: Mapping[str, Any]) -> list[str]:
         return [name for name in dict.fromkeys(names) if name.startswith(current)]
     tools = [name for name in commands if name.startswith(f"{before[0]} ")]
     if tools and len(before) == 1:
-        return [tool for _, _, tool in (name.partition(" ") for name in tools) if tool.startswith(current)]
+        return [
+            tool
+            for _, _, tool in (name.partition(" ") for name in tools)
+            if tool.startswith(current)
+        ]
     if tools:
         before = [" ".join(before[:2]), *before[2:]]
     command = commands.get(before[0])

@@ -5,8 +5,8 @@
     taut data decontaminate a.jsonl out=b.jsonl against=[gsm8k.jsonl]    without questions of evaluations
     taut data filter a.jsonl out=b.jsonl max_tokens=4096    only the rows that keep the conditions
 
-Rows are read as training reads them, and written unchanged. What is written besides: curate/output.py. New rows are made
-by ``taut generate``. This file has what the tools share, and those that need no model; filter: data_filter.py.
+Rows are read as training reads them, and written unchanged. What is written besides: curate/output.py. New rows are
+made by ``taut generate``. This file has what the tools share, and those that need no model; filter: data_filter.py.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def measure(config: Stats) -> dict[str, Any]:
             continue
         if any(part.columns.kind == "prompt" for part in rows.parts):
             raise DataError(
-                f"{chunk[0][0]}: the rows are prompts, which have no targets; expected rows with answers; leave model out"
+                f"{chunk[0][0]}: the rows are prompts, which have no targets; expected answers; leave model out"
             )
         rendered = render_any([row for _, _, row in chunk], renderer)
         for (place, _, row), samples in zip(chunk, rendered, strict=True):

@@ -42,7 +42,10 @@ EXAMPLES = {
     "plan": ("run.toml --gpus 8 --gpu-memory 80GiB",),
     "generate": ("DIR prompts=a.jsonl out=b.jsonl sampling.n=4",),
     "eval": ("DIR data=a.jsonl rewards=exact_match limit=100",),
-    "data filter": ("a.jsonl out=b.jsonl max_tokens=4096 model=DIR", "a.jsonl out=b/ where=['score > 3']"),
+    "data filter": (
+        "a.jsonl out=b.jsonl max_tokens=4096 model=DIR",
+        "a.jsonl out=b/ where=['score > 3']",
+    ),
     "score": ("DIR data=a.jsonl out=b.jsonl",),
 }
 """Of commands whose usage does not say enough; the other training methods have those of sft."""

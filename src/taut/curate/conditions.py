@@ -40,6 +40,8 @@ class Bound:
     name: str
     """tokens, ..."""
     limit: float
+    keeps_unknown: bool = False
+    """Whether a row that has no such value keeps the bound."""
 
     def broken_by(self, value: float) -> bool:
         return value < self.limit if self.key.startswith("min_") else value > self.limit
@@ -62,7 +64,11 @@ class Where:
                 f"{place}: the row has no column {self.column!r}, of where={self.text!r}; its columns are "
                 f"{shown(record)}{did_you_mean(self.column, record)}"
             )
-        value = self.value if not isinstance(found, str) or isinstance(self.value, str) else self.text_value
+        value = (
+            self.value
+            if not isinstance(found, str) or isinstance(self.value, str)
+            else self.text_value
+        )
         if self.operator not in ("==", "!=") and isinstance(found, str) != isinstance(value, str):
             raise DataError(
                 f"{place}: {self.column} is {shown(found)}; expected a value that {self.value!r} can be compared "
@@ -121,9 +127,9 @@ class Conditions:
         """The first condition that a row breaks, with what goes with it; None: it keeps all."""
         for bound in self.bounds:
             value = values[bound.name]
-            if value is None:
+            if value is None and not bound.keeps_unknown:
                 return f"no_{bound.name}", {}
-            if bound.broken_by(value):
+            if value is not None and bound.broken_by(value):
                 return bound.key, {bound.name: value}
         for where in self.where:
             if not where.holds(record, place):

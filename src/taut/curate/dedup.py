@@ -196,9 +196,7 @@ class Deduplicator:
 def band_size(threshold: float) -> int:
     """The most minima in a band with which a pair at the threshold is overlooked with a probability of at most MISS."""
     sizes = range(HASHES, 1, -1)
-    return next(
-        (size for size in sizes if (1 - threshold**size) ** (HASHES // size) <= MISS), 1
-    )
+    return next((size for size in sizes if (1 - threshold**size) ** (HASHES // size) <= MISS), 1)
 
 
 def _groups(

@@ -67,7 +67,9 @@ class Tally:
     def __str__(self) -> str:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.removed.most_common())
         share = self.removed.total() / max(self.num_rows, 1)
-        removed = f"{self.removed.total():,} removed ({share:.2%}{': ' if reasons else ''}{reasons})"
+        removed = (
+            f"{self.removed.total():,} removed ({share:.2%}{': ' if reasons else ''}{reasons})"
+        )
         return f"{counted(self.num_rows, 'rows')}: {self.num_kept:,} kept, {removed}"
 
 
@@ -120,11 +122,11 @@ def _places(out: str) -> Iterator[Places]:
             yield Places(folder / ROWS, folder / REMOVED, folder / REPORT, folder)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        paths = [
+        rows, removed, report = (
             stack.enter_context(files.replacing(each))  # the first takes its place last
             for each in (path, beside(out, REMOVED), beside(out, REPORT))
-        ]
-        yield Places(*paths, None)
+        )
+        yield Places(rows, removed, report, None)
 
 
 def write(

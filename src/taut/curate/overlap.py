@@ -37,7 +37,11 @@ class Questions:
             texts = (each.prompt,) if on == "prompt" else (each.prompt, *each.answers)
             for number, text in enumerate(map(normalised, texts)):
                 # an answer that is shorter than an n-gram is no question
-                grams = shingles(text, self.ngram) if number == 0 or len(text.split()) >= self.ngram else ()
+                grams = (
+                    shingles(text, self.ngram)
+                    if number == 0 or len(text.split()) >= self.ngram
+                    else ()
+                )
                 shared = [gram for gram in grams if gram in self.places]
                 if shared:
                     question = self.places[min(shared)]

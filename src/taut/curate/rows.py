@@ -83,9 +83,17 @@ class Line(NamedTuple):
     """Its line of JSON, without the line's end."""
     part: OpenRows
 
+    def read(self) -> tuple[Any, AnyRow]:
+        """The record, and the row that it is."""
+        try:
+            record = read_json(self.text.decode())
+        except ValueError:  # the other readings of the file name the fault and its column
+            raise DataError(f"{self.place}: the line is not JSON; expected an object") from None
+        return record, self.part.read(record, self.place)
+
     @property
     def content(self) -> Content:
-        return content(self.part.read(read_json(self.text.decode()), self.place))
+        return content(self.read()[1])
 
 
 class Verdict(NamedTuple):
@@ -117,21 +125,29 @@ class RowSet:
     def rows(self) -> Iterator[tuple[str, Any, AnyRow]]:
         """Place, record and row, in order."""
         for part in self.parts:
-            part.num_rows = 0
-            for number, record in islice(part.opened.records(), self.limit):
-                place = f"{part.opened.path}:{number}"
-                part.num_rows += 1
+            for place, record in self._placed(part, part.opened.records()):
                 yield place, record, part.read(record, place)
-        if not self.num_rows:
-            raise DataError(
-                f"{', '.join(part.opened.path for part in self.parts)}: no rows; expected at least one; check the path"
-            )
+        self._require_some()
 
     def lines(self) -> Iterator[Line]:
         """The same rows as lines, in the same order."""
         for part in self.parts:
-            for number, text in islice(part.opened.lines(), self.limit):
-                yield Line(f"{part.opened.path}:{number}", text, part)
+            for place, text in self._placed(part, part.opened.lines()):
+                yield Line(place, text, part)
+        self._require_some()
+
+    def _placed(
+        self, part: OpenRows, numbered: Iterator[tuple[int, Any]]
+    ) -> Iterator[tuple[str, Any]]:
+        part.num_rows = 0
+        for number, value in islice(numbered, self.limit):
+            part.num_rows += 1
+            yield f"{part.opened.path}:{number}", value
+
+    def _require_some(self) -> None:
+        if not self.num_rows:
+            names = ", ".join(part.opened.path for part in self.parts)
+            raise DataError(f"{names}: no rows; expected at least one; check the path")
 
     @property
     def num_rows(self) -> int:
@@ -172,7 +188,10 @@ def content(row: AnyRow) -> Content:
     if isinstance(best, Conversation):
         system = [text_of(m["content"]) for m in best.messages if m["role"] == "system"]
         pictures = [
-            [image.kind, image.value if isinstance(image.value, str) else sha256(image.value).hexdigest()]
+            [
+                image.kind,
+                image.value if isinstance(image.value, str) else sha256(image.value).hexdigest(),
+            ]
             for image in images_of(best.messages)
         ]
         context = [system, best.tools, pictures]
@@ -209,7 +228,9 @@ def _halves(row: Conversation | Completion | Document) -> tuple[str, str]:
 
 def _said(message: Message) -> str:
     """All text of a message: its content, its reasoning, and its calls of tools as JSON."""
-    others = [message[key] for key in ("reasoning_content", "reasoning", "thinking") if key in message]
+    others = [
+        message[key] for key in ("reasoning_content", "reasoning", "thinking") if key in message
+    ]
     calls = [json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls", ())]
     return "\n".join([*others, text_of(message["content"]), *calls])
 

@@ -81,5 +81,6 @@ def lines_of(report: dict[str, Any]) -> Iterator[str]:
                 f"{row[p]:>10,}" for p in ("p50", "p90", "p99", "max")
             )
     yield "longest: " + ", ".join(
-        f"{row['id']} ({next(v for k, v in row.items() if k != 'id'):,})" for row in report["longest"]
+        f"{row['id']} ({next(v for k, v in row.items() if k != 'id'):,})"
+        for row in report["longest"]
     )

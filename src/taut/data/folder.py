@@ -89,6 +89,7 @@ def write_card(folder: Path, card: Card) -> str:
 def _inferred(path: Path) -> tuple[dict[str, Any] | None, str]:
     """The features and sizes of a file of rows for the card, or why there are none."""
     import datasets
+    from huggingface_hub import DatasetCardData
 
     before = datasets.is_progress_bar_enabled()
     verbosity = datasets.logging.get_verbosity()
@@ -110,12 +111,9 @@ def _inferred(path: Path) -> tuple[dict[str, Any] | None, str]:
             datasets.enable_progress_bars()
     split = datasets.SplitInfo("train", num_bytes=path.stat().st_size, num_examples=num_rows)
     info = datasets.DatasetInfo(features=features, splits=datasets.SplitDict({"train": split}))
-    card = datasets.info.DatasetInfosDict({"default": info})
-    from huggingface_hub import DatasetCardData
-
-    data = DatasetCardData()
-    card.to_dataset_card_data(data)
-    return data.to_dict()["dataset_info"], ""
+    data: Any = DatasetCardData()
+    datasets.info.DatasetInfosDict({"default": info}).to_dataset_card_data(data)
+    return data["dataset_info"], ""
 
 
 def sources_listed(sources: Sequence[dict[str, Any]]) -> str:
