@@ -65,7 +65,7 @@ class WritesRows(DataSettings):
     out: str
     """FILE.jsonl, with .removed.jsonl and .report.json next to it; or DIR/, a data set folder with a card. Nothing is
     overwritten."""
-    licence: str | None = None
+    license: str | None = None
     """Licence of the rows for the card of DIR/, as the Hugging Face hub names it: apache-2.0, cc-by-4.0, ..."""
 
 
@@ -250,9 +250,9 @@ def _with_columns(source: str | Source, columns: Columns) -> tuple[Source, Colum
 
 def open_for(config: WritesRows) -> RowSet:
     """The rows, once it is known that ``out`` can be written."""
-    if config.licence is not None and not is_folder(config.out):
+    if config.license is not None and not is_folder(config.out):
         raise ConfigError(
-            f"licence={config.licence} is for the card of a folder, and out={config.out} is a file; set out=DIR/, or "
+            f"license={config.license} is for the card of a folder, and out={config.out} is a file; set out=DIR/, or "
             "remove it"
         )
     require_writable(config.out, (home_path(source_of(source).path) for source in config.data))
@@ -276,7 +276,7 @@ def write(
         return {"command": command, "config": settings, "seconds": seconds, **more()}
 
     def card(tally: Tally) -> Card:
-        return Card(home_path(config.out).name, output.about(command, tally, rows), config.licence)
+        return Card(home_path(config.out).name, output.about(command, tally, rows), config.license)
 
     tally, fault = output.write(config.out, verdicts, rows, describe, card)
     lines = [str(tally), *([f"datasets cannot load {config.out}: {fault}"] if fault else [])]

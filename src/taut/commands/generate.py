@@ -99,7 +99,7 @@ class Generate(RowSettings, ModelUse):
     options."""
     keep: Literal["all", "best"] = "all"
     """Rows of DIR/: all completions, or of each prompt the one with the highest reward."""
-    licence: str | None = None
+    license: str | None = None
     """Licence of the rows for the card of DIR/, as the Hugging Face hub names it: apache-2.0, cc-by-4.0, ..."""
     sampling: Sampling = Sampling()
 
@@ -109,7 +109,7 @@ class Generate(RowSettings, ModelUse):
             raise ConfigError(
                 "keep=best and rewards is not set; expected what judges the completions; set rewards"
             )
-        for key in ("keep", "licence"):
+        for key in ("keep", "license"):
             if getattr(self, key) != getattr(Generate, key) and not is_folder(self.out):
                 raise ConfigError(
                     f"{key}={getattr(self, key)} is for a data set folder, and out={self.out} is a file; set "
@@ -348,7 +348,7 @@ def _write_folder(
             for line in lines:
                 row = _training_row(line, rows[order[line["id"]]])
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        write_card(partial, Card(folder.name, about, config.licence))
+        write_card(partial, Card(folder.name, about, config.license))
     return len(lines)
 
 

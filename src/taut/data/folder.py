@@ -37,7 +37,7 @@ class Card:
     title: str
     about: str
     """How the rows were made, in Markdown."""
-    licence: str | None = None
+    license: str | None = None
     """An SPDX name in lower case, as the Hugging Face hub lists them."""
 
 
@@ -71,7 +71,7 @@ def writing_folder(directory: Path) -> Iterator[Path]:
 
 def write_card(folder: Path, card: Card) -> str:
     """Write the card of the rows in ``folder``. Returns why ``datasets`` cannot load them; empty: it can."""
-    header: dict[str, Any] = {} if card.licence is None else {"license": card.licence}
+    header: dict[str, Any] = {} if card.license is None else {"license": card.license}
     header["configs"] = [
         {"config_name": "default", "data_files": [{"split": "train", "path": ROWS}]}
     ]
