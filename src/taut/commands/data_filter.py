@@ -85,9 +85,9 @@ class Filter(WritesRows):
     """Regular expression (Python's) that a row's text must contain."""
     reject: str | None = None
     """Regular expression (Python's) that a row's text must not contain."""
-    where: list[str] = field(default_factory=list)
-    """Conditions on columns: COLUMN, one of == != >= <= > <, and a value, as in 'score >= 0.5'; a dot leads into an
-    object: 'meta.lang == en'."""
+    where: str | list[str] = field(default_factory=list)
+    """A condition on a column, or a list of them: COLUMN, one of == != >= <= > <, and a value, as in 'score >= 0.5'; a
+    dot leads into an object: 'meta.lang == en'."""
     model: str | None = None
     """Directory or hub name of the model that counts tokens and computes losses."""
     template: str | None = None
@@ -159,9 +159,10 @@ def run(config: Filter) -> int:
 
 def filter_rows(config: Filter, console: Terminal | None = None) -> Curated:
     """Write the rows that keep every condition. ``console``: for decisions."""
+    where = [config.where] if isinstance(config.where, str) else config.where
     conditions = Conditions(
         bounds_of(config),
-        [read_where(text) for text in config.where],
+        [read_where(text) for text in where],
         read_pattern(config.match, "match"),
         read_pattern(config.reject, "reject"),
     )

@@ -44,7 +44,7 @@ EXAMPLES = {
     "eval": ("DIR data=a.jsonl rewards=exact_match limit=100",),
     "data filter": (
         "a.jsonl out=b.jsonl max_tokens=4096 model=DIR",
-        "a.jsonl out=b/ where=['score > 3']",
+        "a.jsonl out=b/ where='score > 3'",
     ),
     "score": ("DIR data=a.jsonl out=b.jsonl",),
 }
