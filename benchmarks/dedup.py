@@ -4,8 +4,8 @@ Every tenth row is a copy of an earlier one: exact, in other case, with other wh
 its answer replaced. Every tenth only looks like an earlier one: a long question with another short answer, or 15 % of
 the words of the answer replaced. ``taut data dedup`` runs from the command line; next to it the way of datasketch's own
 documentation, MinHash and MinHashLSH over the same word n-grams at the same threshold, removing what the index answers
-without looking at the sets. The page shows how many rows of each kind were removed, the seconds, and the peak of the
-memory. ``--peer-path``: a folder with datasketch.
+without looking at the sets. The page shows how many rows of each kind were removed, the seconds of
+the processor, and the peak of the memory. ``--peer-path``: a folder with datasketch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -96,9 +95,7 @@ def copied(
 
 
 def timed(command: list[str], environment: dict[str, str] | None = None) -> tuple[float, int, str]:
-    """Seconds, peak of the memory in bytes, and output of a program."""
-
-    before = time.perf_counter()
+    """Seconds of the processor, peak of the memory in bytes, and output of a program."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})}
     )
@@ -108,7 +105,7 @@ def timed(command: list[str], environment: dict[str, str] | None = None) -> tupl
     if status:
         raise SystemExit(f"{command[1:4]} failed")
     scale = 1 if sys.platform == "darwin" else 1024
-    return time.perf_counter() - before, usage.ru_maxrss * scale, printed
+    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss * scale, printed
 
 
 def datasketch_removed(path: Path) -> list[int]:
@@ -135,7 +132,9 @@ def show(
 ) -> None:
     """Print what a program found."""
     planted, found = Counter(kind_of.values()), Counter(kind_of[n] for n in removed & {*kind_of})
-    print(f"{name}: {rows:,} rows in {seconds:.0f} s, {memory / 2**20:,.0f} MiB at the peak")
+    print(
+        f"{name}: {rows:,} rows, {seconds:.0f} s of one processor, {memory / 2**20:,.0f} MiB at the peak"
+    )
     for kind in COPIES:
         print(
             f"  {kind:<15} {found[kind]:,} of {planted[kind]:,} removed ({found[kind] / planted[kind]:.2%})"

@@ -161,7 +161,14 @@ class Deduplicator:
 
         assert self.threshold is not None
         size = band_size(self.threshold)
-        tokens = [[*self._tagged(texts)] for _, *texts in compared]
+        tokens = [
+            [
+                f"{number}:{gram}"  # those of each text are told apart
+                for number, text in enumerate(texts)
+                for gram in shingles(text, self.ngram)
+            ]
+            for _, *texts in compared
+        ]
         minima = np.array(
             rensa.RMinHash.digests_from_token_sets(tokens, HASHES, SEED), dtype=np.uint64
         )
@@ -175,12 +182,6 @@ class Deduplicator:
             hashed = (hashed ^ cut[:, :, at]) * MULTIPLIER
             hashed ^= hashed >> np.uint64(29)
         return hashed
-
-    def _tagged(self, texts: Sequence[str]) -> Iterator[str]:
-        """The n-grams of each text, told apart."""
-        for number, text in enumerate(texts):
-            for gram in shingles(text, self.ngram):
-                yield f"{number}:{gram}"
 
     def _sets(self, each: Content) -> Sets:
         import rensa

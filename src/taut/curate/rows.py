@@ -247,7 +247,7 @@ def shingles(text: str, size: int) -> set[str]:
     words = text.split(" ")
     if len(words) <= size:
         return {text} if text else set()
-    return {" ".join(words[at : at + size]) for at in range(len(words) - size + 1)}
+    return {*map(" ".join, zip(*(words[at:] for at in range(size)), strict=False))}
 
 
 def chunks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:

@@ -25,7 +25,6 @@ def test_an_exception_leaves_nothing_and_a_killed_writer_s_folder_is_replaced(
     left = tmp_path / ".set.partial"
     left.mkdir()
     (left / "old").write_text("")
-    with pytest.raises(FileExistsError), writing_folder(tmp_path / "set") as folder:
-        (folder / ROWS).touch(exist_ok=False)
-        (folder / ROWS).touch(exist_ok=False)
+    with pytest.raises(FileNotFoundError), writing_folder(tmp_path / "set") as folder:
+        (folder / "none").read_text()
     assert list(tmp_path.iterdir()) == []
