@@ -4,8 +4,8 @@ Every tenth row is a copy of an earlier one: exact, in other case, with other wh
 its answer replaced. Every tenth only looks like an earlier one: a long question with another short answer, or 15 % of
 the words of the answer replaced. ``taut data dedup`` runs from the command line; next to it the way of datasketch's own
 documentation, MinHash and MinHashLSH over the same word n-grams at the same threshold, removing what the index answers
-without looking at the sets. The page shows how many rows of each kind were removed, the seconds of
-the processor, and the peak of the memory. ``--peer-path``: a folder with datasketch.
+without looking at the sets. The page shows how many rows of each kind were removed, the seconds of the processor, and
+the peak of the memory. ``--peer-path``: a folder with datasketch.
 """
 
 from __future__ import annotations
