@@ -69,7 +69,9 @@ class Where:
             if not isinstance(found, str) or isinstance(self.value, str)
             else self.text_value
         )
-        if self.operator not in ("==", "!=") and isinstance(found, str) != isinstance(value, str):
+        kinds = (str, (int, float))
+        is_ordered = any(isinstance(found, kind) and isinstance(value, kind) for kind in kinds)
+        if self.operator not in ("==", "!=") and not is_ordered:
             raise DataError(
                 f"{place}: {self.column} is {shown(found)}; expected a value that {self.value!r} can be compared "
                 f"with, for where={self.text!r}; correct the row, or the condition"

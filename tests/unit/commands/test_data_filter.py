@@ -157,6 +157,7 @@ def test_pass_rates_of_recorded_completions(run: Run) -> None:
         (["where=score"], "where has 'score'; expected COLUMN"),
         (["where=sco > 1"], "a.jsonl:1: the row has no column 'sco'"),
         (["where=score > high"], "a.jsonl:1: score is 0.2; expected a value"),
+        (["where=meta > 1"], "a.jsonl:1: meta is "),
         (["language=xx"], "found the language 'xx'"),
         (["max_characters=1"], "no row is left of 3 rows"),
         (["completions=none.jsonl", "min_pass_rate=1"], "completions=none.jsonl cannot be read"),
