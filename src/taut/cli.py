@@ -145,6 +145,35 @@ OTHERS = {
         "taut.commands.evaluate:Evaluate",
         ("model",),
     ),
+    "data stats": Command(
+        "IN ...",
+        "print what a data set holds: rows, lengths, duplicates",
+        "taut.commands.data:run_stats",
+        "taut.commands.data:Stats",
+        many="data",
+    ),
+    "data dedup": Command(
+        "IN ... out=FILE.jsonl|DIR/",
+        "remove exact and near duplicates",
+        "taut.commands.data:run_dedup",
+        "taut.commands.data:Dedup",
+        many="data",
+        extras=("train", "data"),
+    ),
+    "data decontaminate": Command(
+        "IN ... out=FILE.jsonl|DIR/ against=[FILE]",
+        "remove rows that hold a question of an evaluation",
+        "taut.commands.data:run_decontaminate",
+        "taut.commands.data:Decontaminate",
+        many="data",
+    ),
+    "data filter": Command(
+        "IN ... out=FILE.jsonl|DIR/",
+        "keep rows by length, language, loss, reward, pass rate or column",
+        "taut.commands.data_filter:run",
+        "taut.commands.data_filter:Filter",
+        many="data",
+    ),
     "score": Command(
         "MODEL data=FILE out=FILE",
         "score a file of answers with a reward model, as JSONL",
@@ -254,11 +283,14 @@ GROUPS = {
     "Look at a run, before and after": (
         *("show", "tokenise", "check", "plan", "resume", "runs", "rollouts", "page"),
     ),
+    "Look at data, and take rows out": tuple(name for name in OTHERS if name.startswith("data ")),
     "Use and judge a model": ("generate", "eval", "score", "serve-reward", "chat", "verify"),
     "Save it elsewhere": ("merge", "export", "push"),
     "This machine": ("schema", "completion", "sandbox", "demo"),
 }
 """Groups of ``taut --help``, after that of the commands that train, and of teach, which prepares it."""
+FAMILIES = {name.partition(" ")[0] for name in OTHERS if " " in name}
+"""First words of the commands whose names are two words."""
 EXAMPLE = "taut sft model=DIR data.train=a.jsonl out=runs/a steps=100 seed=1"
 
 
@@ -362,10 +394,12 @@ def _dispatch(words: Sequence[str]) -> int:
     if words[0] == "--version":
         _print(f"taut {__version__}")
         return 0
-    known = commands()
+    known, words = commands(), joined(words)
     command = known.get(words[0])
     if command is None:
         near = difflib.get_close_matches(words[0], known, n=1) or ["sft"]
+        if words[0].partition(" ")[0] in FAMILIES:
+            return _run_family(words)
         raise ConfigError(
             f"found the command {words[0]!r}; expected one of {', '.join(known)}; did you mean 'taut {near[0]}'?"
         )
@@ -376,6 +410,32 @@ def _dispatch(words: Sequence[str]) -> int:
             _print(_help(words[0], command, topic or None))
             return 0
     return _run(words[0], command, words[1:])
+
+
+def joined(words: Sequence[str]) -> list[str]:
+    """The words with the name of the command as the first, which of a family is two: ``data dedup``."""
+    if words[0] in FAMILIES and len(words) > 1:
+        return [" ".join(words[:2]), *words[2:]]
+    return list(words)
+
+
+def _run_family(words: Sequence[str]) -> int:
+    """``taut data`` without one of its tools: print them. Raises ConfigError where another word is in its place."""
+    family, _, tool = words[0].partition(" ")
+    known = {
+        name: command.about for name, command in commands().items() if name.startswith(f"{family} ")
+    }
+    if tool not in ("", "-h", "--help"):
+        tools = [name.partition(" ")[2] for name in known]
+        near = difflib.get_close_matches(tool, tools, n=1)
+        hint = f"did you mean 'taut {family} {near[0]}'?" if near else f"run: taut {family} --help"
+        raise ConfigError(
+            f"found taut {family} {tool!r}; expected one of {', '.join(tools)}; {hint}"
+        )
+    from taut.commands import help
+
+    _print(help.family(family, known))
+    return 0 if tool else 2
 
 
 def command_with(words: Sequence[str], command: Command) -> Command:

@@ -46,6 +46,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
         "tokenizers",
         "uvicorn",
     ),
+    "data": ("rensa",),
     "gguf": ("gguf",),
     "quant": ("bitsandbytes",),
     "lm-eval": ("lm_eval",),

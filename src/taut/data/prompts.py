@@ -255,14 +255,14 @@ def _references(
     present = [name for name, value in row.columns.items() if value is not None]
     if column is None:
         column = next((name for name in known if name in present), None)
-        texts = None if column is None else _texts(row.columns[column])
+        texts = None if column is None else reference_texts(row.columns[column])
     elif column not in present:
         raise DataError(
             f"{row.place}: the row has no column {column!r}; expected the reference in it; its columns are "
             f"{listed(present)}{did_you_mean(column, present)}"
         )
     else:
-        texts, is_needed = _texts(row.columns[column]), True
+        texts, is_needed = reference_texts(row.columns[column]), True
     if texts:
         return texts, column
     if column is None and row.answer:
@@ -281,7 +281,7 @@ def _references(
     return (), None
 
 
-def _texts(value: Any) -> tuple[str, ...] | None:
+def reference_texts(value: Any) -> tuple[str, ...] | None:
     """A text, a number or a list of them as texts; None for any other value, a blank text, or a number that is not
     finite (Arrow files have NaN for missing values). Of messages, as a ``completion`` may be, the last one's content.
     """

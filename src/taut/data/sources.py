@@ -109,6 +109,20 @@ class Opened:
     stamps: tuple[Stamp, ...]
     """The stamp of each file that the digest covers."""
     _records: Any = field(repr=False)
+    _lines: Any = field(default=None, repr=False)
+    """The lines of a JSONL file; None: of another format."""
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """The records as lines of JSON, without line ends: of a JSONL file its own bytes. A DataError is raised for a
+        value that JSON has no place for.
+        """
+        if self._lines is None:
+            for number, record in self.records():
+                yield number, _as_line(record, f"{self.path}:{number}")
+            return
+        self._require_unchanged()
+        yield from self._lines()
+        self._require_unchanged()
 
     def records(self) -> Records:
         """The records from the start. A DataError is raised at the end if they are not what the digest covers."""
@@ -173,7 +187,11 @@ def open_source(source: Source) -> Opened:
             "or hf download --repo-type dataset"
         )
     return Opened(
-        source.path, f"{suffix}:{digest}", stamps, lambda: _READERS[suffix](path, source.path)
+        source.path,
+        f"{suffix}:{digest}",
+        stamps,
+        lambda: _READERS[suffix](path, source.path),
+        (lambda: _jsonl_lines(path)) if suffix == ".jsonl" else None,
     )
 
 
@@ -201,17 +219,33 @@ def _digest(paths: list[Path]) -> tuple[str, tuple[Stamp, ...]]:
 
 
 def _read_jsonl(path: Path, name: str) -> Records:
+    for number, line in _jsonl_lines(path):
+        place = f"{name}:{number}"
+        try:
+            yield number, read_json(_decode(line, place))
+        except DataError as error:
+            yield number, error
+        except ValueError as error:
+            yield number, _broken_json(error, place)
+
+
+def _jsonl_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, without what follows the JSON, by number."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if line.strip():
-                place = f"{name}:{number}"
-                try:
-                    yield number, read_json(_decode(line.rstrip(), place))
-                except DataError as error:
-                    yield number, error
-                except ValueError as error:
-                    yield number, _broken_json(error, place)
+                yield number, line.rstrip()
+
+
+def _as_line(record: Any, place: str) -> bytes:
+    try:
+        return json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{place}: the row cannot be written as JSON ({_first_line(error)}); expected text, numbers, lists and "
+            "objects; leave the column out of the file"
+        ) from None
 
 
 def _decode(raw: bytes, place: str) -> str:

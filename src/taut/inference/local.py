@@ -233,7 +233,7 @@ class LocalEngine:
         self.stop_ids = frozenset(stop_ids)
         self.texts = Texts(tokenizer, stop_ids)
         self.version = 0
-        self._compute, self._ranks = compute, ranks or Ranks(0, 1, scorer.device)
+        self.compute, self._ranks = compute, ranks or Ranks(0, 1, scorer.device)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, on_done: OnDone | None = None
@@ -315,7 +315,7 @@ class LocalEngine:
             evaluating(self.scorer),
             torch.no_grad(),
             cast_once(self.scorer),
-            self._compute(),
+            self.compute(),
             products.decoding(packed),
         ):
             yield
