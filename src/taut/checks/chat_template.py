@@ -366,9 +366,9 @@ def system_messages_are_written(session: Session) -> Finding:
         )
     notes = []
     if given := session.run.data.system_messages:
-        first = [chat.row.messages[0] for chat in chats if chat.row.messages[0]["role"] == "system"]
-        num_given = sum(message["content"] in given for message in first)
-        own = f"{len(first) - num_given} rows have a system message of their own, which is kept"
+        begun = [chat.row.messages[0] for chat in chats if chat.row.messages[0]["role"] == "system"]
+        num_given = sum(message["content"] in given for message in begun)
+        own = f"{len(begun) - num_given} rows have a system message of their own, which is kept"
         notes.append(f"{num_given} rows have the one of data.system; {own}")
     if default:
         without = len(chats) - num_with

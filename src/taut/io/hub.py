@@ -72,7 +72,7 @@ def named(path: str) -> tuple[str, str | None]:
     return (path, None) if match is None else (match[1], match[2])
 
 
-def pinned(path: str) -> tuple[str, dict[str, str]]:
+def pinned(path: str) -> tuple[str, dict[str, Any]]:
     """A model's path and, if it is a name, the commit as the library's argument ``revision``. A process looks it up
     once, so that all files are of one commit whatever a branch names by then. Raises the library's errors.
     """

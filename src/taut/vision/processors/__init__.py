@@ -75,12 +75,12 @@ def open_processor(
             f"next to config.json; copy {' and '.join(_FILES)}, as far as they exist, from the base model"
         )
     try:
-        name, revision = hub.pinned(path)
-        settings, _ = ImageProcessingMixin.get_image_processor_dict(name, **revision)
-        own, _ = ProcessorMixin.get_processor_dict(name, **revision)
+        place, revision = hub.pinned(path)
+        settings, _ = ImageProcessingMixin.get_image_processor_dict(place, **revision)
+        own, _ = ProcessorMixin.get_processor_dict(place, **revision)
         load: Any = AutoImageProcessor.from_pretrained  # has no types
         images = load(
-            name, config=config, backend="pil", trust_remote_code=trust_remote_code, **revision
+            place, config=config, backend="pil", trust_remote_code=trust_remote_code, **revision
         )
     except (OSError, ValueError, LookupError, ImportError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]
