@@ -216,6 +216,8 @@ def assignments(cls: Any) -> dict[str, str]:
     needed = {key: '"y"' for key in ("distill.teacher",) if key in rows}
     if "rollout.n" in rows and not needed:
         needed["rewards"] = '"exact_match"'
+    if "max_characters" in rows:
+        needed["max_characters"] = "20000"
     return {**required, **needed, **found}
 
 
