@@ -44,7 +44,7 @@ Records: TypeAlias = Iterable[tuple[int, Any]]
 LARGE = 2**24
 """Bytes of a source for which starting processes pays."""
 MOST = 16
-"""Processes, unless more are asked for: each takes about 300 MiB."""
+"""Processes, unless more are asked for: each takes 100 MiB or more, and its template's process 60."""
 DEPTH = 4
 """Blocks that a worker has been sent and not answered: while shards are written, it goes on."""
 COMMAND = "from taut.data.tokenise import serve; serve({}, {})"
