@@ -673,7 +673,7 @@ def _parse_override(cls: type[Any], text: str) -> Assignment:
         raise ConfigError(
             f"found '{key_text([text])}' on the command line; expected key=value, as in seed=1"
         )
-    return Assignment(path, _parse_value(_annotation(cls, path), raw))
+    return Assignment(path, _parse_value(annotation_of(cls, path), raw))
 
 
 def _parse_value(annotation: Any, raw: str) -> Any:
@@ -764,7 +764,7 @@ def _flatten(
         path = (*prefix, *str(key).split("."))
         if _is_table(type(value)):
             value = to_dict(value)
-        if isinstance(value, Mapping) and _is_table(_annotation(cls, path)):
+        if isinstance(value, Mapping) and _is_table(annotation_of(cls, path)):
             yield from _flatten(cls, value, path)
         else:
             yield Assignment(path, value)
@@ -777,7 +777,7 @@ def _require_disjoint(cls: type[Any], paths: Sequence[tuple[str, ...]], place: s
         if path in seen:
             raise ConfigError(f"key '{key_text(path)}' is set twice {place}; expected once")
         seen.add(path)
-        annotation = _annotation(cls, path)
+        annotation = annotation_of(cls, path)
         if _is_table(annotation):
             example = f"{'.'.join(path)}.{next(iter(fields_of(annotation)))}"
             raise ConfigError(
@@ -813,7 +813,7 @@ def _is_table(annotation: Any) -> bool:
     return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
 
 
-def _annotation(cls: type[Any], path: Sequence[str]) -> Any:
+def annotation_of(cls: type[Any], path: Sequence[str]) -> Any:
     """The type of the field a dotted key names; None where there is none."""
     annotation: Any = cls
     for name in path:
