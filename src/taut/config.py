@@ -282,11 +282,14 @@ INSTEAD = {
         "nothing is uploaded; upload the directory out/model when the run is finished": (
             "hub_model_id hub_strategy push_to_hub"
         ),
-        "held-out rows are a file or data set of their own: data.eval": (
+        "held-out rows are named by data.eval: a file or data set of their own, or a share of a source: share = [0.95, 1]": (
             "split_dataset_ratio test_size val_size validation_split_percentage"
         ),
-        "a file is read whole; give data.train a file with fewer rows": (
+        "limit takes the first rows of a source: data.train=[{ path = ..., limit = 1000 }]": (
             "max_eval_samples max_samples max_train_samples"
+        ),
+        "a source's weight says how many times its rows are seen: data.train=[{ path = ..., weight = 2 }]": (
+            "repeat repeats"
         ),
         "write the system message into the rows, or into the chat template (data.template)": (
             "default_system system system_message system_prompt"

@@ -475,10 +475,11 @@ def _open_data_set(source: Source, path: Path) -> Opened:
         where = _hub_name(source.path)
         if not path.is_dir() and (reason := hub.explain(where, error, "dataset")):
             raise DataError(f"data: {source.path}: {reason}") from None
+        house = "ModelScope" if source.path.startswith("ms://") else "Hugging Face"
         cause = error.__cause__ or error  # datasets says only that something went wrong
         raise DataError(
-            f"data: {source.path} cannot be loaded as a data set: {first_line(cause)}; check the path or name, the "
-            "split, and the configuration if it has several"
+            f"data: {source.path} cannot be loaded as a {house} data set: {first_line(cause)}; check the path or "
+            "name, the split, and the configuration if it has several"
         ) from None
     finally:
         datasets.logging.set_verbosity(verbosity)

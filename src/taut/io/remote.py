@@ -6,7 +6,7 @@
     folder/<hash of the address>/files.json                     which addresses a pattern or directory stood for
 
 http and https go through ``taut.io.http``; s3, gs and hf (hf://datasets/owner/name/FILE) through fsspec; the libraries
-of s3 and gs are extras. A transfer that breaks off goes on at the byte it had reached; after ATTEMPTS without a new byte
+of s3 and gs are extras. A broken transfer goes on at the byte it had reached; after ATTEMPTS without a new byte
 nothing of it is left, and RemoteError names address and byte. A file that changes meanwhile is a RemoteError too.
 
 With HF_HUB_OFFLINE=1 nothing is asked: the newest version in the folder is used, or RemoteError raised. Credentials are
@@ -169,7 +169,7 @@ def _transfer(store: _Store, url: str, version: Version, file: IO[bytes]) -> Non
         time.sleep(PAUSE * 2**num_idle * random.uniform(0.5, 1.0))
     if store.look(url) != version:
         raise RemoteError(
-            f"data: {_shown(url)} changed while it was fetched; expected it to stay as it is; run again when it is written"
+            f"data: {_shown(url)} changed while it was fetched; expected it to stay as it is; run again"
         )
 
 
@@ -252,7 +252,8 @@ class _FileSystem:
         assert version.size is not None, "a store says how large its files are"
         while (start := file.tell()) < version.size:
             try:
-                content = self.system.cat_file(url, start, min(start + BLOCK, version.size))
+                stop = min(start + BLOCK, version.size)
+                content = self.system.cat_file(url, start=start, end=stop)
             except PermissionError:
                 raise
             except (OSError, ValueError, RuntimeError) as error:
