@@ -282,7 +282,7 @@ INSTEAD = {
         "nothing is uploaded; upload the directory out/model when the run is finished": (
             "hub_model_id hub_strategy push_to_hub"
         ),
-        "held-out rows are named by data.eval: a file or data set of their own, or a share of a source: share = [0.95, 1]": (
+        "held-out rows are named by data.eval: a file of their own, or { path = ..., share = [0.95, 1] } of a source": (
             "split_dataset_ratio test_size val_size validation_split_percentage"
         ),
         "limit takes the first rows of a source: data.train=[{ path = ..., limit = 1000 }]": (
@@ -389,8 +389,9 @@ def _path_of(detail: Any, tree: Any) -> KeyPath:
 def _explain_one(path: KeyPath, details: Sequence[Any], place: str, keys: Sequence[str]) -> str:
     key = key_text(path)
     kinds = {detail["type"] for detail in details}
-    if "value_error" in kinds:
-        return str(details[0]["ctx"]["error"])
+    for detail in details:
+        if detail["type"] == "value_error":
+            return str(detail["ctx"]["error"])
     if "missing" in kinds:
         wanted = next((known for known in keys if known.startswith(f"{key}.")), key)
         return f"key '{key}' is missing; expected {wanted}=... on the command line or in the run's TOML file"

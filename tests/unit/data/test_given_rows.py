@@ -109,7 +109,7 @@ def test_columns_without_a_meaning_are_told_by_row() -> None:
 
 
 def test_a_run_on_given_rows_is_resumed(tmp_path: Path) -> None:
-    keys = {"batch.tokens_per_step": 64, "check": "off", "stop_check.required": False}
+    keys = {"batch.samples_per_step": 6, "check": "off", "stop_check.required": False}
     model = str(save_model(tmp_path / "m"))
     out = str(tmp_path / "out")
     taut.sft(model=model, data={"train": chats(6)}, out=out, steps=1, **keys)
