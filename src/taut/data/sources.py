@@ -289,6 +289,8 @@ def _open_local(source: Source) -> Opened:
     if path.is_file():
         _require_no_split(source)
         return _open_files(source, [(source.path, path)])
+    if path.is_dir():
+        _require_regular(path)
     is_library = any(getattr(source, key) is not None for key in ("split", "name", "revision"))
     if path.is_dir() and not is_library and (found := _plain_files(source.path, path)):
         return _open_files(source, found)
@@ -546,12 +548,8 @@ def _hub_name(path: str) -> str:
     return path.removeprefix("hf://").removeprefix("datasets/").rstrip("/")
 
 
-def _require_local(directory: Path) -> None:
-    """Raise DataError where a directory has a file that would block, or a card that names data outside of it: the
-    library would fetch addresses.
-    """
-    from huggingface_hub.repocard import REGEX_YAML_BLOCK
-
+def _require_regular(directory: Path) -> None:
+    """Raise DataError where a directory has a file that would block."""
     for folder, _, names in os.walk(directory):
         for name in names:
             if not (file := Path(folder, name)).exists():
@@ -562,6 +560,12 @@ def _require_local(directory: Path) -> None:
                 raise DataError(
                     f"data: {file} cannot be read: {error.strerror}; expected a regular file; remove it from the data"
                 ) from None
+
+
+def _require_local(directory: Path) -> None:
+    """Raise DataError where a directory has a card that names data outside of it: the library would fetch addresses."""
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
     for card in filter(Path.exists, (directory / name for name in CARDS)):
         try:
             text = files.read_regular(card, CARD_LIMIT).decode("utf-8")
