@@ -225,7 +225,8 @@ def _read_columns(path: Path, name: str) -> Records:
                 raise DataError(f"{name}: a column is named twice: {shown(column)}; rename one")
             yield from found
 
-    return read_arrow(batches(), name, format_of(path).removeprefix("."))
+    kind = "parquet" if format_of(path) == ".parquet" else "complete Arrow"
+    return read_arrow(batches(), name, kind)
 
 
 _READERS = {
