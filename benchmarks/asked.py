@@ -19,8 +19,12 @@ import data
 _WORD = re.compile(r"^Ġ[a-z]{3,}$")
 
 
-def write_prompts(path: Path, model: Path, *, count: int, length: int) -> None:
-    """``count`` rows of messages, each ``length`` tokens with template and generation prompt."""
+def write_prompts(
+    path: Path, model: Path, *, count: int, length: int, are_half_silent: bool = False
+) -> None:
+    """``count`` rows of messages, each ``length`` tokens with template and generation prompt. ``are_half_silent``:
+    every other one says that all of its answers are worth the same.
+    """
     tokenizer = AutoTokenizer.from_pretrained(model)
     words = _words(tokenizer)
     rng = np.random.default_rng(23)
@@ -32,7 +36,8 @@ def write_prompts(path: Path, model: Path, *, count: int, length: int) -> None:
             messages = [{"role": "user", "content": " ".join(chosen)}]
             size = len(_rendered(tokenizer, messages[0]["content"]))
             assert size == length, f"prompt {number} has {size} tokens, not {length}"
-            file.write(json.dumps({"prompt": messages}) + "\n")
+            is_silent = are_half_silent and number % 2 == 1
+            file.write(json.dumps({"prompt": messages, "is_silent": is_silent}) + "\n")
 
 
 def _rendered(tokenizer: Any, content: str) -> list[int]:

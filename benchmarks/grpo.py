@@ -4,6 +4,7 @@
     reference   the same at 256 with a reference model and a divergence from it in the loss
     135M        SmolLM2-135M-Instruct, as the demo converts it
     long        4 prompts of 64 tokens, 8 completions of 512 tokens each
+    silent      small, at 256; all answers to every other prompt get one reward, and their groups teach nothing
     group       4, 16 and 32 completions of each prompt
     losses      the losses that both have, on one rollout of TRL's: values and gradients, in float64
 
@@ -44,6 +45,7 @@ from taut.demo.fetch import get_model
 Result = dict[str, Any]
 
 TAUT, UNSHARED = Contender("taut", "shared"), Contender("taut", "unshared")
+EVERYTHING = Contender("taut", "everything")
 ACCUMULATED = Contender("trl", "accumulated")
 TRL = (
     ACCUMULATED,
@@ -75,6 +77,7 @@ class Case:
     group: int = 8
     num_steps: int = 3
     divergence: float = 0.0
+    is_half_silent: bool = False
     prompts: int = PROMPTS
     new_tokens: int = NEW_TOKENS
     target: float | None = None
@@ -103,6 +106,7 @@ CASES = (
     Case("small, 256", 256, target=5.0, peak_mb=858, contenders=(TAUT, *TRL, UNSHARED)),
     Case("small, 1024", 1024, target=9.0, peak_mb=900, contenders=(TAUT, *TRL[:2])),
     Case("long answers", 64, num_steps=2, prompts=4, new_tokens=512),
+    Case("silent, 256", 256, is_half_silent=True, contenders=(TAUT, EVERYTHING, ACCUMULATED)),
     Case("reference, 256", 256, divergence=0.04, target=4.0),
     Case("135M, 256", 256, model=None, num_steps=2, target=4.0),
     Case("135M, 1024", 1024, model=None, num_steps=2, target=6.0),
@@ -172,7 +176,8 @@ def prepare(bench: Bench, case: Case) -> Result:
     """Prompts and model on disk, and the part of the job that all contenders have in common."""
     model = model_of(bench, case.model)
     prompts = bench.work / f"{case.name.replace(', ', '-')}.jsonl"
-    write_prompts(prompts, model, count=case.prompts * case.num_steps, length=case.length)
+    count, half = case.prompts * case.num_steps, case.is_half_silent
+    write_prompts(prompts, model, count=count, length=case.length, are_half_silent=half)
     return {
         "model": str(model),
         "data": str(prompts),
@@ -200,7 +205,10 @@ def run_once(bench: Bench, case: Case, contender: Contender, job: Result) -> Res
     """One run of one contender, with as many tokens in every step as there should be."""
     script = f"train_{contender.framework}_grpo.py"
     run: Result = bench.run(script, contender.framework, job | contender.job)
-    wanted = [case.num_completions * case.length, case.num_completions * case.new_tokens]
+    computed = case.num_completions
+    if case.is_half_silent and contender == TAUT:
+        computed //= 2
+    wanted = [computed * case.length, computed * case.new_tokens]
     for number, step in enumerate(run["steps"], start=1):
         found = [step["prompt_tokens"], step["completion_tokens"]]
         if found != wanted:

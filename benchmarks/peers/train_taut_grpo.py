@@ -1,6 +1,7 @@
 """One run of ``taut grpo``: ``python train_taut_grpo.py JOB.json``.
 
-Modes: ``shared`` (the default) and ``unshared`` (each completion is trained with the prompt to itself). The checks
+Modes: ``shared`` (the default), ``unshared`` (each completion is trained with the prompt to itself) and ``everything``
+(groups without a signal are computed too). The checks
 before a run, and the evaluation and the checkpoints after it, are off: what is timed is the steps. No token ends a
 completion, so that all have the same length.
 """
@@ -18,6 +19,7 @@ from phases import Phases, peak_mb
 from taut.commands import train
 from taut.config import from_mapping
 from taut.inference.local import LocalEngine
+from taut.losses.policy import PolicyGradient
 from taut.methods.grpo import Grpo
 from taut.models import products
 from taut.rl import online
@@ -33,6 +35,8 @@ def main() -> None:
     torch.set_num_threads(job["threads"])
     out = Path(job["scratch"], "run")
     phases = watch()
+    if job["mode"] == "everything":
+        PolicyGradient.is_silent = lambda *_: False  # type: ignore[method-assign]
     import_mb = peak_mb()
     keys = {
         "model": job["model"],
@@ -44,7 +48,7 @@ def main() -> None:
         "batch": {
             "samples_per_step": job["prompts_per_step"],
             "tokens_per_microbatch": job["tokens_at_a_time"],
-            "share_prefixes": job["mode"] == "shared",
+            "share_prefixes": job["mode"] != "unshared",
             "shuffle": False,
         },
         "optim": {
@@ -53,7 +57,7 @@ def main() -> None:
             "warmup_steps": 0,
         },
         "rollout": {"n": job["group"], "max_new_tokens": job["new_tokens"]},
-        "rewards": f"{REWARD}:share_of_marks",
+        "rewards": f"{REWARD}:share_of_row",
         "grading": {"workers": 1},
         "grpo": job["taut"],
     }

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from phases import Phases, peak_mb
-from reward import share_of_marks
+from reward import share_of_row
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -43,8 +43,13 @@ class Recorder(TrainerCallback):
         self.phases.end_step()
 
 
-def rewards(completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
-    return [share_of_marks(completion[0]["content"]) for completion in completions]
+def rewards(
+    completions: list[list[dict[str, str]]], is_silent: list[bool], **kwargs: Any
+) -> list[float]:
+    return [
+        share_of_row(completion[0]["content"], {"is_silent": silent})
+        for completion, silent in zip(completions, is_silent, strict=True)
+    ]
 
 
 def make_trainer(job: Job, recorder: Recorder) -> GRPOTrainer:

@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -430,7 +431,7 @@ def _require_free_out(words: Sequence[str]) -> None:
 
     files = [Path(word) for word in words if word.endswith(".toml") and "=" not in word]
     settings = read_toml(files[0]) if len(files) == 1 else {}
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in pairwise([*words, ""]):
         key, equals, value = word.removeprefix("--").partition("=")
         settings[key] = value if equals else following
     is_replaced = any(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from transformers import AutoModelForCausalLM
 from taut.data.batching import samples_of
 from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine
+from taut.losses.policy import PolicyGradient
 from taut.rl.online import Online
-from taut.train.trainer import add_gradients
-from taut.types import Completion, Prompt, Sample
+from taut.train.trainer import StepReport, add_gradients
+from taut.types import Completion, Prompt, Sample, Tree
 
 LIMIT = 1e-9
 
@@ -90,6 +92,90 @@ def test_the_first_of_several_updates_has_ratio_one_and_the_same_gradient(
     assert all("old_logp_N" in s.streams for s in twice)
     assert told["ratio"] == pytest.approx(1.0, abs=1e-12)
     assert largest_difference(stale, fresh) < 1e-12
+
+
+def silenced(trees: list[Tree], numbers: set[int]) -> list[Tree]:
+    """The trees, some of them without an advantage."""
+
+    def without(sample: Sample) -> Sample:
+        zeros = np.zeros_like(sample.streams["advantage_N"])
+        return replace(sample, streams={**sample.streams, "advantage_N": zeros})
+
+    return [
+        replace(tree, samples=tuple(map(without, tree.samples))) if number in numbers else tree
+        for number, tree in enumerate(trees)
+    ]
+
+
+@pytest.mark.parametrize("average", ["token", "sequence", "constant"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"grpo__loss": "clip", "rollout__epochs": 2},
+        {"grpo__loss": "gspo", "rollout__epochs": 2},
+        {"grpo__loss": "gmpo", "rollout__epochs": 2},
+        {"grpo__loss": "reinforce"},
+    ],
+    ids=lambda given: given["grpo__loss"],
+)
+def test_groups_without_a_signal_are_counted_and_not_computed(
+    given: dict[str, Any],
+    average: str,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The gradient is that of a step in which all is computed; where no group has a signal it is 0."""
+    built, _ = make(keys_of("grpo", model, tmp_path, **given, grpo__loss_aggregation=average))
+    source, trainer = built.trainer.source, built.trainer
+    assert isinstance(source, Online)
+    try:
+        trees = source.prepare(1)
+    finally:
+        source.close()
+
+    def gradient(numbers: set[int]) -> tuple[dict[str, Tensor], StepReport]:
+        trainer.optimizer.zero_grad()
+        report = add_gradients(trainer, silenced(trees, numbers), 1)
+        named = built.scorer.model.named_parameters()
+        return {n: p.grad.clone() for n, p in named if p.grad is not None}, report
+
+    for numbers in ({1, 2}, set(range(len(trees)))):
+        few, told = gradient(numbers)
+        with monkeypatch.context() as patch:
+            patch.setattr(PolicyGradient, "is_silent", lambda *_: False)
+            all_of_them, wanted = gradient(numbers)
+        assert few.keys() == all_of_them.keys()
+        assert largest_difference(few, all_of_them) < LIMIT
+        assert told.loss == pytest.approx(wanted.loss, abs=LIMIT)
+        assert told.num_tokens < wanted.num_tokens
+        assert told.sample_ids == wanted.sample_ids
+        assert told.metrics["silent"] == min(len(numbers), len(trees) - 1) / len(trees)
+        assert "silent" not in wanted.metrics
+    assert not any(value.any() for value in few.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "is_left_out"),
+    [
+        ({}, True),
+        ({"grpo__kl_coef": 0.1}, False),
+        ({"grpo__entropy_coef": 0.01}, False),
+        ({"grpo__log_entropy": True}, False),
+    ],
+    ids=str,
+)
+def test_a_group_is_left_out_only_where_no_other_term_or_metric_needs_it(
+    given: dict[str, Any], *, is_left_out: bool, model: Path, tmp_path: Path
+) -> None:
+    built, _ = make(keys_of("grpo", model, tmp_path, **given))
+    source = built.trainer.source
+    assert isinstance(source, Online)
+    try:
+        (first, *_) = silenced(source.prepare(1), {0})
+    finally:
+        source.close()
+    assert all(source.loss.is_silent(sample) is is_left_out for sample in first.samples)
 
 
 def test_float32_engine_and_trainer_agree_to_rounding(model: Path, tmp_path: Path) -> None:

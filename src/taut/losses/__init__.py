@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from taut.losses.loss import Loss, Unit, count
+from taut.losses.loss import Loss, Unit, count, count_silent
 from taut.losses.policy import SURROGATES, Bounds, Correction, Critic, Kl, PolicyGradient
 from taut.losses.preference import VARIANTS, Orpo, Preference, Unpaired, cpo, simpo
 from taut.losses.reward import BradleyTerry, Process, Regression
 from taut.losses.supervised import CrossEntropy
 
-__all__ = ["LOSSES", "Loss", "Unit", "count"]
+__all__ = ["LOSSES", "Loss", "Unit", "count", "count_silent"]
 
 _SMOOTHED = {"robust": 0.1, "exo": 1e-3, "aot": 0.1}
 

@@ -19,14 +19,14 @@ At the end are the small functions that several losses share. Losses import type
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from taut.types import LossSum, Packed, Scores, Wants
+from taut.types import LossSum, Packed, Sample, Scores, Wants
 
 Metrics: TypeAlias = dict[str, tuple[Tensor, Tensor]]
 """name -> (sum, count), detached."""
@@ -116,6 +116,12 @@ class Loss:
         """
         return None
 
+    def is_silent(self, sample: Sample) -> bool:
+        """Whether every term of this sample is 0 with gradient 0, whatever the model's scores are. It is then counted
+        in the denominators and not computed.
+        """
+        return False
+
     def observe(self, scores: Scores, packed: Packed) -> dict[str, Tensor]:
         """Tensors to gather from a micro-batch, without gradient; they are joined along their first axis."""
         return {}
@@ -138,6 +144,17 @@ def count(unit: Unit, packed: Packed) -> float:
             return float(packed.num_pairs)
         case "read":
             return float(packed.num_reads)
+
+
+def count_silent(unit: Unit, samples: Sequence[Sample]) -> float:
+    """The share of samples that are not computed (``Loss.is_silent``)."""
+    match unit:
+        case "token":
+            return float(sum(sample.weight_N.sum() for sample in samples))
+        case "sequence":
+            return float(len(samples))
+        case _:
+            raise AssertionError(f"no loss with terms by {unit} has silent samples")
 
 
 # -- shared by several losses ----------------------------------------------------------------------

@@ -44,7 +44,7 @@ from torch import Tensor
 
 from taut.errors import ConfigError
 from taut.losses.loss import STEEPEST, Loss, Metrics, Unit, mean, relative_power
-from taut.types import LossSum, Packed, Scores, Wants
+from taut.types import LossSum, Packed, Sample, Scores, Wants
 
 # -- surrogates ------------------------------------------------------------------------------------
 
@@ -629,6 +629,12 @@ class PolicyGradient(Loss):
             "value/explained": explained_variance(metrics),
         }
         return {name: value for name, value in values.items() if value is not None}
+
+    def is_silent(self, sample: Sample) -> bool:
+        """Where every advantage is 0 and no other term or metric needs the forward."""
+        if self.kl or self.critic or self.wants.entropy:
+            return False
+        return not sample.streams["advantage_N"].any()
 
     def linear_weights(self, packed: Packed) -> dict[str, Tensor] | None:
         is_corrected = self.correction.kind != "none"

@@ -89,6 +89,10 @@ class Credit:
         reads = {"has_reads": self.wants.scalar, "has_bootstrap": self.bootstraps_cut}
         return [Tree(tuple(sample_of(t, **reads) for t in group.trajectories)) for group in groups]
 
+    def scored(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """The groups whose scores ``assign`` needs: all, unless a part of them is not computed by the loss."""
+        return groups
+
     def is_useful(self, group: Group) -> bool:
         """Whether anything can be learned from a group: its rewards differ."""
         return group.has_signal
@@ -208,6 +212,29 @@ class PolicyCredit(Credit):
         self._scale = Scale()
         self._coef = 0.0 if penalty is None else penalty.coef
 
+    def scored(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """Not those whose advantages are 0 whatever the scores, where the loss leaves such samples out. The engine's
+        logprobs stand in for the old policy's there; nothing reads them.
+        """
+        estimate = self.estimator
+        if estimate is None or estimate.is_whitened or self.penalty is not None:
+            return groups
+        trajectories = [t for group in groups for t in group.trajectories]
+        numbers = [n for n, group in enumerate(groups) for _ in group.trajectories]
+        compared_S = estimate.compare(self._shaped(trajectories)[1], torch.tensor(numbers))
+        loud = {number for number, value in zip(numbers, compared_S.tolist(), strict=True) if value}
+        return [
+            group
+            for number, group in enumerate(groups)
+            if number in loud or not all(map(self._is_silent, group.trajectories))
+        ]
+
+    def _is_silent(self, trajectory: Trajectory) -> bool:
+        """Whether a trajectory without an advantage is left out by the loss."""
+        streams = {"advantage_N": np.zeros(trajectory.sampled_at_N.size)}
+        is_known = bool(np.isfinite(trajectory.logp_N).all())
+        return is_known and self.loss.is_silent(replace(sample_of(trajectory), streams=streams))
+
     def assign(
         self, groups: Sequence[Group], scores: ModelScores
     ) -> tuple[list[TrainSample], dict[str, float]]:
@@ -215,7 +242,9 @@ class PolicyCredit(Credit):
         trajectories = [trajectory for _, trajectory in numbered]
         group_S = torch.tensor([number for number, _ in numbered])
         scale, reward_S = self._shaped(trajectories)
-        scores_S = [scores[trajectory.name] for trajectory in trajectories]
+        scores_S = [
+            scores.get(trajectory.name, {POLICY: trajectory.logp_N}) for trajectory in trajectories
+        ]
         metrics: dict[str, float] = {}
         if self.shaping != ShapingConfig():
             metrics["reward_shaped"] = float(reward_S.mean())

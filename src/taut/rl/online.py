@@ -385,7 +385,7 @@ class Online:
         of_credit: dict[str, float] = {}
         if groups:
             began = time.perf_counter()
-            trees = self.credit.bare(groups)
+            trees = self.credit.bare(self.credit.scored(groups))
             scores = score_trees(trainer, trees, self.credit.wants, self.roles, step)
             seconds = time.perf_counter() - began
             samples, of_credit = self.credit.assign(groups, scores)

@@ -406,7 +406,7 @@ def score_trees(
     """The scores that the policy, the critic and ``roles`` give each sample of these trees. ``wants``: the policy's
     logprobs (``logp``) and the critic's values (``scalar``)."""
     scores_of: ModelScores = {sample.id: {} for tree in trees for sample in tree.samples}
-    if not (wants.logp or wants.scalar or roles):
+    if not trees or not (wants.logp or wants.scalar or roles):
         return scores_of
 
     kept: list[tuple[str, Packed, Tensor, Tensor]] = []

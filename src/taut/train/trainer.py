@@ -40,7 +40,7 @@ from taut.train.oom import Fit
 from taut.train.recorder import Recorder
 from taut.train.signals import Interrupts
 from taut.train.utilisation import Meter, Told
-from taut.types import LossSum, Packed, Picture, Scores, Tree
+from taut.types import LossSum, Packed, Picture, Sample, Scores, Tree
 
 SIZES = ("num_targets", "num_tokens", "num_tokens_unshared")
 """The sizes that every step counts."""
@@ -115,6 +115,8 @@ class Planned(NamedTuple):
     """What the loss's statistics are taken over, if not these trees."""
     counts: Mapping[str, float] | None = None
     """Each term's denominator, where the ranks have told each other theirs already."""
+    silent: Sequence[Sample] = ()
+    """Samples that are counted and not computed (``Loss.is_silent``), of all ranks."""
 
 
 class Scored(NamedTuple):
@@ -311,7 +313,7 @@ def train_step(trainer: Trainer, step: int) -> StepReport:
         gradients = compute_gradients(trainer, plan, step)
         norms = optim.clip(trainer.optimizer, trainer.clip_grad_norm)
         plan_ahead(trainer, step + 1)  # the device still works; after this the host waits for it
-        report = summarise(trainer, step, trees, gradients, norms)
+        report = summarise(trainer, step, plan, gradients, norms)
         require_finite(report.loss, "loss", report, trainer)
         require_finite(report.grad_norm, "gradient norm", report, trainer)
     else:
@@ -381,10 +383,24 @@ def plan_trees(
     trainer: Trainer, trees: Sequence[Tree], observed: Sequence[Tree] | None = None
 ) -> Planned:
     """``observed``: the trees over which the loss's statistics are taken, if not these."""
-    microbatches = plan_microbatches(trees, trainer)
+    computed, silent = without_silent(trainer.source.loss, trees)
+    plan = Planned(trees, plan_microbatches(computed, trainer), silent=silent)
     if observed is None or not trainer.source.loss.observes:
-        return Planned(trees, microbatches)
-    return Planned(trees, microbatches, plan_trees(trainer, observed))
+        return plan
+    return plan._replace(observed=plan_trees(trainer, observed))
+
+
+def without_silent(loss: Loss, trees: Sequence[Tree]) -> tuple[list[Tree], list[Sample]]:
+    """The trees that are computed, and the samples of the others, all of which are silent. Where all trees are, the
+    smallest one is computed, for a gradient of 0 and its metrics.
+    """
+    is_silent = [all(map(loss.is_silent, tree.samples)) for tree in trees]
+    if all(is_silent):
+        sizes = [sum(sample.num_tokens for sample in tree.samples) for tree in trees]
+        is_silent[sizes.index(min(sizes))] = False
+    computed = [tree for tree, silent in zip(trees, is_silent, strict=True) if not silent]
+    left = [tree for tree, silent in zip(trees, is_silent, strict=True) if silent]
+    return computed, samples_of(left)
 
 
 def add_gradients(
@@ -394,7 +410,7 @@ def add_gradients(
     statistics are taken, if not these.
     """
     plan = plan_trees(trainer, trees, observed)
-    return summarise(trainer, step, trees, compute_gradients(trainer, plan, step))
+    return summarise(trainer, step, plan, compute_gradients(trainer, plan, step))
 
 
 def compute_gradients(trainer: Trainer, plan: Planned, step: int) -> Gradients:
@@ -405,7 +421,7 @@ def compute_gradients(trainer: Trainer, plan: Planned, step: int) -> Gradients:
     counts = plan.counts
     if counts is None:
         require_same_plan(step, trainer.ranks.gather_in_step(drawn_of(plan)))
-        counts = denominators(trainer.source.loss, microbatches, trainer.ranks)
+        counts = denominators(trainer.source.loss, microbatches, trainer.ranks, plan.silent)
     scales = {term: 1.0 / count for term, count in counts.items()}
     nothing = dict.fromkeys(scales, 0.0)
     scored, sums, logps = [], [], []
@@ -521,16 +537,24 @@ def plan_microbatches(trees: Sequence[Tree], trainer: Trainer) -> list[tuple[Pac
     return found
 
 
-def counts_of(loss: Loss, microbatches: Sequence[Packed]) -> list[float]:
-    """This rank's share of each term's count."""
+def counts_of(
+    loss: Loss, microbatches: Sequence[Packed], ranks: Ranks, silent: Sequence[Sample]
+) -> list[float]:
+    """This rank's share of each term's count; the silent samples are the first rank's."""
+    uncomputed = silent if ranks.rank == 0 else ()
     return [
-        sum(losses.count(unit, packed) for packed in microbatches) for unit in loss.units.values()
+        sum(losses.count(unit, packed) for packed in microbatches)
+        + (losses.count_silent(unit, uncomputed) if uncomputed else 0.0)
+        for unit in loss.units.values()
     ]
 
 
-def denominators(loss: Loss, microbatches: Sequence[Packed], ranks: Ranks) -> dict[str, float]:
+def denominators(
+    loss: Loss, microbatches: Sequence[Packed], ranks: Ranks, silent: Sequence[Sample] = ()
+) -> dict[str, float]:
     """Each term's count over all micro-batches and ranks, before any forward."""
-    totals = dict(zip(loss.units, ranks.sum(counts_of(loss, microbatches)), strict=True))
+    mine = counts_of(loss, microbatches, ranks, silent)
+    totals = dict(zip(loss.units, ranks.sum(mine), strict=True))
     assert all(count > 0 for count in totals.values()), (
         f"a step without anything to learn: {totals}"
     )
@@ -540,7 +564,7 @@ def denominators(loss: Loss, microbatches: Sequence[Packed], ranks: Ranks) -> di
 def summarise(
     trainer: Trainer,
     step: int,
-    trees: Sequence[Tree],
+    plan: Planned,
     gradients: Gradients,
     norms: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> StepReport:
@@ -577,15 +601,17 @@ def summarise(
     sizes = {name: int(totals.pop(name).total) for name in SIZES}
     metrics = {name: part.mean for name, part in totals.items() if part.over}
     norm_of = dict(zip(norms, read, strict=True))
+    sample_ids = [sample.id for sample in samples_of(plan.trees)]
+    silent = {"silent": len(plan.silent) / len(sample_ids)} if plan.silent else {}
     return StepReport(
         step=step,
         loss=sum(scale * terms[term] for term, scale in gradients.scales.items()),
         grad_norm=norm_of.pop("grad_norm", math.nan),
-        metrics=metrics | trainer.source.loss.derived(metrics) | norm_of | largest,
-        sample_ids=[sample.id for tree in trees for sample in tree.samples],
+        metrics=metrics | trainer.source.loss.derived(metrics) | norm_of | largest | silent,
+        sample_ids=sample_ids,
         scored=gradients.scored,
         signals=signals,
-        trees=trees,
+        trees=plan.trees,
         nll={sample_id: value for nll in nlls for sample_id, value in nll.items()},
         utilisation=utilisation,
         **sizes,
@@ -640,7 +666,7 @@ def _counts_ahead(trainer: Trainer, step: int) -> list[float] | None:
     if not isinstance(plan, Planned) or not plan.microbatches:
         return None
     counted = [packed for packed, is_real in plan.microbatches if is_real]
-    return counts_of(trainer.source.loss, counted)
+    return counts_of(trainer.source.loss, counted, trainer.ranks, plan.silent)
 
 
 def _agree_on_counts(trainer: Trainer, step: int, of_ranks: Sequence[list[float] | None]) -> None:

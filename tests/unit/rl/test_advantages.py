@@ -13,7 +13,7 @@ import pytest
 from taut.data.prompts import PromptRow
 from taut.errors import CheckFailed
 from taut.losses.advantages import ESTIMATORS
-from taut.losses.policy import PolicyGradient
+from taut.losses.policy import Kl, PolicyGradient
 from taut.losses.supervised import CrossEntropy
 from taut.methods.best_of_n import Best, BestOfNConfig
 from taut.methods.gkd import All
@@ -400,3 +400,41 @@ def test_what_a_critic_or_a_penalty_adds_is_no_signal() -> None:
     assert [signals(it, apart) for it in (critic, penalty, plus)] == [2, 1, 2]
     assert [signals(it, one) for it in (critic, penalty)] == [2, 0]
     assert signals(critic, [[0.5]]) == 1, "compared with what the critic expects"
+
+
+@pytest.mark.parametrize(
+    ("keys", "loss", "names"),
+    [
+        ({}, {}, "a"),
+        ({"estimate": ESTIMATORS["group"], "shaping": ShapingConfig(clip=1.0)}, {}, "a"),
+        ({"shaping": ShapingConfig(length_penalty=1.0)}, {}, "ab"),
+        ({"estimate": ESTIMATORS["reinforce_pp_baseline"]}, {}, "ab"),
+        ({"estimate": Gae(1.0, 1.0, is_whitened=False)}, {}, "ab"),
+        ({"penalty": KlPenalty(0.5)}, {}, "ab"),
+        ({}, {"kl": Kl(0.1)}, "ab"),
+        ({}, {"entropy_coef": 0.1}, "ab"),
+    ],
+    ids=[
+        *("mean", "clipped", "length", "whitened", "critic", "penalty", "divergence", "entropy"),
+    ],
+)
+def test_a_group_is_scored_unless_its_advantages_are_0_and_the_loss_leaves_it_out(
+    keys: dict[str, Any], loss: dict[str, Any], names: str
+) -> None:
+    made = policy(has_old=True, **keys)
+    made.loss = PolicyGradient(is_fresh=False, **loss)
+    scored = made.scored(groups_of(paths()))
+    assert "".join(group.trajectories[0].row.id for group in scored) == names
+
+
+def test_a_group_that_is_not_scored_has_the_engines_logprobs_in_place_of_the_old_policys() -> None:
+    every = paths()
+    made = policy(has_old=True)
+    known = said([path for path in every if path.row.id == "a"], old_logp_N=-1.0)
+    first, second = assign(made, every, known).trees
+    assert all((sample.streams["old_logp_N"] == -1.0).all() for sample in first.samples)
+    for sample, path in zip(second.samples, every[3:], strict=True):
+        np.testing.assert_array_equal(sample.streams["old_logp_N"], path.logp_N)
+        assert not sample.streams["advantage_N"].any()
+    unknown = [replace(path, logp_N=np.full(path.logp_N.size, np.nan)) for path in every]
+    assert len(made.scored(groups_of(unknown))) == 2, "what the engine did not tell is computed"

@@ -37,7 +37,9 @@ class Expecting:
 def job_of(rank: int, size: int) -> Any:
     ranks = SimpleNamespace(rank=rank, size=size)
     source = SimpleNamespace(
-        prepare=prepare, observed=lambda step: None, loss=SimpleNamespace(needs=())
+        prepare=prepare,
+        observed=lambda step: None,
+        loss=SimpleNamespace(needs=(), is_silent=lambda sample: False),
     )
     return SimpleNamespace(
         source=source,
