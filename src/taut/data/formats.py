@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from taut.data.json_io import listed, read_json, read_json_list, shown
 from taut.errors import DataError
@@ -95,7 +95,7 @@ def columns_of(path: Path, name: str) -> list[str] | None:
     return None
 
 
-def _open(path: Path) -> IO[bytes]:
+def _open(path: Path) -> io.BufferedIOBase:
     """The bytes of a file, decompressed."""
     name = path.name.lower()
     if name.endswith(".gz"):
