@@ -95,7 +95,7 @@ def columns_of(path: Path, name: str) -> list[str] | None:
     return None
 
 
-def _open(path: Path) -> io.BufferedIOBase:
+def _open(path: Path) -> gzip.GzipFile | io.BufferedReader:
     """The bytes of a file, decompressed."""
     name = path.name.lower()
     if name.endswith(".gz"):

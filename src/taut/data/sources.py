@@ -297,8 +297,8 @@ def _open_local(source: Source) -> Opened:
     if not path.is_dir() and IS_PATTERN.search(source.path):
         _require_no_split(source)
         text = str(home_path(source.path))
-        found = sorted(glob.glob(text, recursive=True))  # noqa: PTH207 (of a path that may be absolute)
-        matched = [match for match in found if Path(match).is_file()]
+        names = sorted(glob.glob(text, recursive=True))  # noqa: PTH207 (of a path that may be absolute)
+        matched = [match for match in names if Path(match).is_file()]
         if not matched:
             raise DataError(
                 f"data: no file matches {source.path}; expected at least one in {Path.cwd()}; correct the pattern"
