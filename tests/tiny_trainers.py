@@ -10,8 +10,9 @@ from typing import Any, cast
 from tests.chat_runs import QUIET, chats, save_model, write_rows
 
 from taut.config import from_mapping
-from taut.data.batching import Cursor, Rows
+from taut.data.batching import Rows
 from taut.data.dataset import Dataset
+from taut.data.order import Cursor
 from taut.losses import Loss
 from taut.losses.supervised import CrossEntropy
 from taut.methods.method import RunConfig

@@ -17,7 +17,8 @@ from data import Row, write_tokenizer
 from on_gpu import measure
 from on_gpu.rows import GROUP, samples_of
 from on_gpu.sizes import RANK, Size, build
-from taut.data.batching import BatchConfig, Budget, Cursor
+from taut.data.batching import BatchConfig, Budget
+from taut.data.order import Cursor
 from taut.data.packing import PackPolicy
 from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine

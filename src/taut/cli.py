@@ -1,8 +1,8 @@
 """The command line: words -> a configuration -> a call of the library. No further behaviour.
 
 Settings are ``key=value``, ``--key=value``, ``--key value``, or ``--key`` alone for a boolean key. A single word is the
-TOML file that they override or, for commands that take a model or a run, that model or run (then only a word that ends
-in .toml is a file). All forms are equal to ``taut.config``.
+TOML or YAML file that they override or, for commands that take a model or a run, that model or run (then only a word
+that ends in .toml, .yaml or .yml is a file). All forms are equal to ``taut.config``.
 
 A TautError is one line on stderr and its exit code (2: the user can correct it; 1: a check failed); under torchrun the
 first failing rank prints it for all. An interrupt is one line too, with what remains to be done. Any other exception is
@@ -80,6 +80,13 @@ OTHERS = {
         "taut.methods.method:RunConfig",
         has_method=True,
     ),
+    "tokenise": Command(
+        "[RUN.toml] [key=value ...]",
+        "tokenise the data of a run before it, into the cache",
+        "taut.commands.tokenise:tokenise",
+        "taut.methods.method:RunConfig",
+        has_method=True,
+    ),
     "check": Command(
         "[RUN.toml | --model DIR --data FILE | --recipe KIND:FILE [--processes N]] [--full] [--all] [--json]",
         "find what is wrong with a run before it is trained",
@@ -138,6 +145,35 @@ OTHERS = {
         "taut.commands.evaluate:Evaluate",
         ("model",),
     ),
+    "data stats": Command(
+        "IN ...",
+        "print what a data set holds: rows, lengths, duplicates",
+        "taut.commands.data:run_stats",
+        "taut.commands.data:Stats",
+        many="data",
+    ),
+    "data dedup": Command(
+        "IN ... out=FILE.jsonl|DIR/",
+        "remove exact and near duplicates",
+        "taut.commands.data:run_dedup",
+        "taut.commands.data:Dedup",
+        many="data",
+        extras=("train", "data"),
+    ),
+    "data decontaminate": Command(
+        "IN ... out=FILE.jsonl|DIR/ against=[FILE]",
+        "remove rows that hold a question of an evaluation",
+        "taut.commands.data:run_decontaminate",
+        "taut.commands.data:Decontaminate",
+        many="data",
+    ),
+    "data filter": Command(
+        "IN ... out=FILE.jsonl|DIR/",
+        "keep rows by length, language, loss, reward, pass rate or column",
+        "taut.commands.data_filter:run",
+        "taut.commands.data_filter:Filter",
+        many="data",
+    ),
     "score": Command(
         "MODEL data=FILE out=FILE",
         "score a file of answers with a reward model, as JSONL",
@@ -181,6 +217,13 @@ OTHERS = {
         ("model",),
         extras=("train", "gguf"),
     ),
+    "push": Command(
+        "RUN NAME [private=false] [out=DIR]",
+        "upload the model of a run, with a model card, to the Hugging Face hub",
+        "taut.commands.push:run",
+        "taut.commands.push:Push",
+        ("run", "name"),
+    ),
     "schema": Command(
         "[METHOD]",
         "print the JSON schema of a run's TOML file, for editors",
@@ -219,6 +262,14 @@ WITH_KEY = {
         "taut.commands.show_step:ShowStep",
         ("out",),
     ),
+    ("eval", "tasks"): Command(
+        "MODEL tasks=lm-eval:NAME[,NAME ...]",
+        "evaluate a model on tasks of lm-evaluation-harness",
+        "taut.commands.evaluate_tasks:run",
+        "taut.commands.evaluate_tasks:EvaluateTasks",
+        ("model",),
+        extras=("train", "lm-eval"),
+    ),
     ("check", "recipe"): Command(
         "--recipe KIND:FILE [--processes N] [--json]",
         "find what is wrong with another framework's recipe",
@@ -230,13 +281,16 @@ WITH_KEY = {
 """What a command is where a key is set."""
 GROUPS = {
     "Look at a run, before and after": (
-        *("show", "check", "plan", "resume", "runs", "rollouts", "page"),
+        *("show", "tokenise", "check", "plan", "resume", "runs", "rollouts", "page"),
     ),
+    "Look at data, and take rows out": tuple(name for name in OTHERS if name.startswith("data ")),
     "Use and judge a model": ("generate", "eval", "score", "serve-reward", "chat", "verify"),
-    "Save it elsewhere": ("merge", "export"),
+    "Save it elsewhere": ("merge", "export", "push"),
     "This machine": ("schema", "completion", "sandbox", "demo"),
 }
 """Groups of ``taut --help``, after that of the commands that train, and of teach, which prepares it."""
+FAMILIES = {name.partition(" ")[0] for name in OTHERS if " " in name}
+"""First words of the commands whose names are two words."""
 EXAMPLE = "taut sft model=DIR data.train=a.jsonl out=runs/a steps=100 seed=1"
 
 
@@ -340,10 +394,12 @@ def _dispatch(words: Sequence[str]) -> int:
     if words[0] == "--version":
         _print(f"taut {__version__}")
         return 0
-    known = commands()
+    known, words = commands(), joined(words)
     command = known.get(words[0])
     if command is None:
         near = difflib.get_close_matches(words[0], known, n=1) or ["sft"]
+        if words[0].partition(" ")[0] in FAMILIES:
+            return _run_family(words)
         raise ConfigError(
             f"found the command {words[0]!r}; expected one of {', '.join(known)}; did you mean 'taut {near[0]}'?"
         )
@@ -354,6 +410,32 @@ def _dispatch(words: Sequence[str]) -> int:
             _print(_help(words[0], command, topic or None))
             return 0
     return _run(words[0], command, words[1:])
+
+
+def joined(words: Sequence[str]) -> list[str]:
+    """The words with the name of the command as the first, which of a family is two: ``data dedup``."""
+    if words[0] in FAMILIES and len(words) > 1:
+        return [" ".join(words[:2]), *words[2:]]
+    return list(words)
+
+
+def _run_family(words: Sequence[str]) -> int:
+    """``taut data`` without one of its tools: print them. Raises ConfigError where another word is in its place."""
+    family, _, tool = words[0].partition(" ")
+    known = {
+        name: command.about for name, command in commands().items() if name.startswith(f"{family} ")
+    }
+    if tool not in ("", "-h", "--help"):
+        tools = [name.partition(" ")[2] for name in known]
+        near = difflib.get_close_matches(tool, tools, n=1)
+        hint = f"did you mean 'taut {family} {near[0]}'?" if near else f"run: taut {family} --help"
+        raise ConfigError(
+            f"found taut {family} {tool!r}; expected one of {', '.join(tools)}; {hint}"
+        )
+    from taut.commands import help
+
+    _print(help.family(family, known))
+    return 0 if tool else 2
 
 
 def command_with(words: Sequence[str], command: Command) -> Command:
@@ -426,11 +508,11 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
 
 def _require_free_out(words: Sequence[str]) -> None:
     """Refuse an ``out`` that is in use before torch is imported: seconds sooner than ``train``, which checks again."""
-    from taut.config import read_toml, user_path
+    from taut.config import SUFFIXES, read_settings, user_path
     from taut.train.run_dir import require_usable
 
-    files = [Path(word) for word in words if word.endswith(".toml") and "=" not in word]
-    settings = read_toml(files[0]) if len(files) == 1 else {}
+    files = [Path(word) for word in words if word.endswith(SUFFIXES) and "=" not in word]
+    settings = read_settings(files[0]) if len(files) == 1 else {}
     for word, following in pairwise([*words, ""]):
         key, equals, value = word.removeprefix("--").partition("=")
         settings[key] = value if equals else following
@@ -473,11 +555,13 @@ def sort_words(
     many: str | None = None,
     foreign: Collection[str] = (),
 ) -> Words:
-    """The TOML file, and every setting as ``key=value``.
+    """The file of settings, and every setting as ``key=value``.
 
     ``alone``: the keys that single words set, in order; ``many``: the key that collects them in a list; ``foreign``:
     keys of other frameworks, which may be switches there.
     """
+    from taut.config import SUFFIXES
+
     path: Path | None = None
     overrides, together = [], []
     keys, rest = iter(alone), deque(words)
@@ -489,7 +573,7 @@ def sort_words(
             overrides.append(word)
         elif many:
             together.append(word)
-        elif alone and not word.endswith(".toml"):
+        elif alone and not word.endswith(SUFFIXES):
             key = next(keys, None)
             if key is None:
                 wanted = " and ".join(name.upper() for name in alone)
@@ -501,7 +585,7 @@ def sort_words(
             path = Path(word)
         else:
             raise ConfigError(
-                f"found {word!r} next to {str(path)!r}; expected one TOML file, and settings as key=value"
+                f"found {word!r} next to {str(path)!r}; expected one file of settings, and settings as key=value"
             )
     if together:
         overrides.append(f"{many}={json.dumps(together, ensure_ascii=False)}")

@@ -1,8 +1,8 @@
-"""TOML and dotted overrides -> a frozen tree of dataclasses, or an error of one line. Knows no component.
+"""TOML or YAML, and dotted overrides -> a frozen tree of dataclasses, or an error of one line. Knows no component.
 
-A configuration is a class made with ``configclass``; classes nest. ``load`` reads a TOML file and sets ``a.b=value`` on
-top; ``from_mapping`` does the same with Python values. Both refuse unknown keys, values of another kind than the
-field's, and keys that are set twice. Values are checked, never rewritten.
+A configuration is a class made with ``configclass``; classes nest. ``load`` reads a TOML or YAML file and sets
+``a.b=value`` on top; ``from_mapping`` does the same with Python values. Both refuse unknown keys, values of another
+kind than the field's, and keys that are set twice. Values are checked, never rewritten.
 
 The value of an override is TOML (``1e-4``, ``true``, ``[1, 2]``); a value that is not TOML, or of no kind that the
 field takes, is text (``out=1`` is a directory called 1). ``none`` unsets an optional field. The texts of a list need
@@ -11,7 +11,7 @@ no quotes, which a shell would remove (``lora.targets=[q_proj,v_proj]``).
 ``explain`` turns pydantic's errors into one line: unknown keys first, with the nearest known key (or the key with
 the function of another framework's), then values of another kind, then missing keys. Keys and values are shortened.
 
-Imports errors and io.files only.
+Imports errors, io.files and, for YAML, io.yaml_tables only.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ NotNegative: TypeAlias = Annotated[float, Field(ge=0)]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 """Types of a field: a number above 0, of at least 0, and between 0 and 1."""
 
+YAML = (".yaml", ".yml")
+SUFFIXES = (".toml", *YAML)
+"""How the names of files of settings end."""
 LARGEST = 2**24
-"""Largest TOML file, in bytes."""
+"""Largest file of settings, in bytes."""
 DEEPEST = 32
 """Depth to which tables and lists may be nested."""
 WIDEST = 2**63
@@ -94,6 +97,8 @@ ELSEWHERE = {
         ),
         "data.too_long": "truncation truncation_strategy",
         "data.template": "apply_chat_template chat_template chat_template_path tokenizer_chat_template",
+        "data.chat_template_kwargs": "apply_chat_template_kwargs enable_thinking template_kwargs",
+        "data.system": "default_system system_message system_prompt",
         "data.columns": (
             "chosen_key dataset_prompt_column dataset_text_field input_key label_names output_key prompt_key "
             "rejected_key remove_unused_columns text_column"
@@ -103,6 +108,7 @@ ELSEWHERE = {
             "train_on_prompt"
         ),
         "data.images.max_pixels": "image_max_pixels",
+        "data.workers": "dataset_num_proc dataset_processes num_proc preprocessing_num_workers",
         "data.cache": "load_from_cache_file overwrite_cache",
         "steps": "max_steps num_steps num_training_steps total_steps total_training_steps train_iters",
         "epochs": "max_epochs n_epochs num_epochs num_train_epochs total_epochs",
@@ -267,8 +273,7 @@ INSTEAD = {
             "ulysses_sequence_parallel_size"
         ),
         "rows are tokenised once and read ahead of training; there is nothing to set": (
-            "dataloader_num_workers dataloader_pin_memory dataset_num_proc num_proc num_workers "
-            "preprocessing_num_workers streaming"
+            "dataloader_num_workers dataloader_pin_memory num_workers streaming"
         ),
         "the command says what is trained: taut sft, taut dpo, taut grpo, ...": (
             "do_predict do_train rlhf_type stage task trainer trainer_type"
@@ -291,10 +296,9 @@ INSTEAD = {
         "a source's weight says how many times its rows are seen: data.train=[{ path = ..., weight = 2 }]": (
             "repeat repeats"
         ),
-        "write the system message into the rows, or into the chat template (data.template)": (
-            "default_system system system_message system_prompt"
+        "a revision of the hub's is part of a model's name: model=owner/name@revision": (
+            "model_revision ref_model_revision revision teacher_model_revision"
         ),
-        "write it into the chat template (data.template)": "chat_template_kwargs enable_thinking",
         "the end tokens are derived from the chat template; 'taut show' prints them": "eos_token pad_token",
         "rollouts are drawn from the whole distribution (rollout.temperature); eval.answers.sampling has the keys of "
         "held-out answers": "min_p top_k top_p",
@@ -477,9 +481,9 @@ class Assignment(NamedTuple):
 
 
 def load(cls: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
-    """The configuration in a TOML file (or none) with ``a.b=value`` set on top."""
+    """The configuration in a TOML or YAML file (or none) with ``a.b=value`` set on top."""
     assignments = [_parse_override(cls, text) for text in overrides]
-    return _build(cls, read_toml(path), assignments, ("on the command line", _place(path)))
+    return _build(cls, read_settings(path), assignments, ("on the command line", _place(path)))
 
 
 def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: Path | None = None) -> T:
@@ -487,7 +491,7 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: Path | None = N
     place = "in the arguments"
     assignments = list(_flatten(cls, mapping, ()))
     return _build(
-        cls, read_toml(path), assignments, (place, place if path is None else _place(path))
+        cls, read_settings(path), assignments, (place, place if path is None else _place(path))
     )
 
 
@@ -628,27 +632,45 @@ def _place(path: Path | None) -> str:
     return "on the command line" if path is None else f"at {path.name}"
 
 
-def read_toml(path: Path | None) -> dict[str, Any]:
-    """The content of a TOML file, unchecked; empty without a path."""
+def read_settings(path: Path | None) -> dict[str, Any]:
+    """The content of a TOML or YAML file, by its suffix, unchecked; empty without a path."""
     if path is None:
         return {}
+    kind = "YAML" if path.suffix in YAML else "TOML"
     try:
         raw = files.read_regular(path, LARGEST)
     except OSError as error:
         raise ConfigError(
-            f"cannot read {path}: {error.strerror}; expected a TOML file; give its path"
+            f"cannot read {path}: {error.strerror}; expected a {kind} file; give its path"
         ) from error
     try:
-        return tomllib.loads(raw.decode("utf-8"))
+        text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise ConfigError(
             f"{path} is not UTF-8 at line {line}; expected UTF-8; convert it"
         ) from error
+    return _read_yaml(path, text) if kind == "YAML" else _read_toml(path, text)
+
+
+def _read_yaml(path: Path, text: str) -> dict[str, Any]:
+    from taut.io import yaml_tables
+
+    try:
+        return yaml_tables.read(text)
+    except yaml_tables.NotRead as error:
+        raise ConfigError(
+            f"{path} cannot be read as YAML: {error}; correct it (lines of key: value)"
+        ) from error
+
+
+def _read_toml(path: Path, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}; expected key = value lines") from error
     except (ValueError, RecursionError) as error:
-        line = _line_not_held(raw.decode("utf-8"))
+        line = _line_not_held(text)
         raise ConfigError(
             f"{path} cannot be read at line {line}: {error}; expected key = value lines"
         ) from error

@@ -22,6 +22,7 @@ from taut.checks.data import Exchange
 from taut.checks.examine import examine
 from taut.checks.registry import Finding
 from taut.checks.session import Session
+from taut.data.lengths import LengthCounts
 from taut.data.schema import Columns, recognise
 
 NAMES = [name for name in CHECKS if name.startswith("data.")]
@@ -277,9 +278,9 @@ class TestTargets:
 
 class TestLengths:
     def test_the_histogram_has_every_sample(self) -> None:
-        lengths_S = np.array([1, 16, 17, 32, 33, 64, 64, 64])
+        length_S = np.array([1, 16, 17, 32, 33, 64, 64, 64])
         assert (
-            quality.length_histogram(lengths_S)
+            quality.length_histogram(LengthCounts.of(length_S))
             == "samples by tokens: to 16 25%, to 32 25%, to 64 50%"
         )
 

@@ -23,7 +23,7 @@ from tests.docs.pages import (
     schema_file,
 )
 
-from taut.cli import command_with, config_class, sort_words
+from taut.cli import command_with, config_class, joined, sort_words
 from taut.cli import commands as all_commands
 from taut.config import describe, load
 from taut.methods import METHODS, command_of
@@ -110,6 +110,7 @@ def test_every_command_of_a_page_is_accepted(
     words = words[next(i for i, word in enumerate(words) if word == "taut") + 1 :]
     if words[0].startswith("-") or words[0].isupper():
         return
+    words = joined(words)
     assert words[0] in all_commands(), f"{page}: taut has no command {words[0]}"
     given = [word for word in words[1:] if not word.startswith("[")]
     called = command_with(words, all_commands()[words[0]])

@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 from tests.chat_runs import column, events, largest_difference, weights
+from tests.invariants.test_ranks import LIMIT, by_ranks
 from tests.kill_points import point
 from tests.killed_runs import kill, resume, whole
 from tests.picture_runs import QUESTIONS, keys_of, train
-from tests.run_directories import left, require_equal
+from tests.run_directories import differences, left, require_equal
 from tests.slow_cases import slow_except
 from tests.vision_models import tiny_vlm
 from tests.vision_templates import LLAVA_ONEVISION
 
 from taut.cli import main
-from taut.errors import ConfigError
+from taut.errors import ConfigError, PictureError
 from taut.models.architecture import part_of
 
 
@@ -124,6 +125,22 @@ def test_killed_and_resumed_equals_uninterrupted(
     resume(tmp_path / "out", keys)
     require_equal(tmp_path / "out", wanted)
     assert events(tmp_path / "out", "resume")[-1]["from_step"] > 0
+
+
+@pytest.mark.slow
+def test_recorded_rollouts_about_pictures_are_trained_on_again(model: Path, tmp_path: Path) -> None:
+    """By one process to the bit, by two ranks to rounding, and not about pictures that were changed."""
+    keys = keys_of("grpo", model, tmp_path / "data", out=str(tmp_path / "first"))
+    train(keys)
+    again = {**keys, "rollout.replay_from": keys["out"]}
+    train({**again, "out": str(tmp_path / "again")})
+    assert not differences(left(tmp_path / "again"), left(tmp_path / "first"))
+    by_ranks(tmp_path, [{**again, "out": str(tmp_path / "two")}])
+    folders = [tmp_path / name / "model" for name in ("two", "first")]
+    assert largest_difference(*map(weights, folders)) < LIMIT
+    shutil.copy(tmp_path / "data/2.png", tmp_path / "data/0.png")
+    with pytest.raises(PictureError, match=r"0\.png was changed since the data were read"):
+        train({**again, "out": str(tmp_path / "third")})
 
 
 def test_no_run_goes_on_with_another_picture(

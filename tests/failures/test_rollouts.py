@@ -10,7 +10,7 @@ from tests.chat_runs import QUIET
 from tests.unit.rl.test_advantages import assign, paths, policy
 
 from taut.config import from_mapping
-from taut.data.batching import Order
+from taut.data.order import Order
 from taut.data.prompts import PromptSet
 from taut.errors import ConfigError
 from taut.methods.grpo import Grpo
@@ -67,7 +67,7 @@ def test_answers_that_cease_to_end_are_told_once() -> None:
 @pytest.mark.parametrize(("version", "is_young"), [(0, True), (1, True), (2, False)])
 def test_what_is_older_than_allowed_is_not_trained_on(version: int, *, is_young: bool) -> None:
     config = RolloutConfig(replay_groups=4, max_staleness=3, minibatches=2)
-    order = Order(np.ones(4), 0, 2)
+    order = Order((4,), (1.0,), 0, 2)
     monitor = RolloutMonitor(RolloutMonitorConfig())
     method = Online(config, cast(PromptSet, None), order, policy(), monitor, 0)
     drawn_at = 4

@@ -215,10 +215,12 @@ def take_surface() -> dict[str, Json]:
 
 def take_commands() -> dict[str, Json]:
     """Of every command in the order of ``taut --help``: how it is used, and its options with type and default."""
-    listed = re.findall(r"^(?:usage:)? +taut ([a-z][a-z-]*)\b", _help("--help"), re.MULTILINE)
+    names = r"^(?:usage:)? +taut (data [a-z]+|[a-z][a-z-]*)\b"
+    listed = re.findall(names, _help("--help"), re.MULTILINE)
     found = {}
     for command in dict.fromkeys(listed):
-        text = re.sub(r"\n {10}(?=\S)", " ", _help(command, "--help", "all"))  # lines of 80 columns
+        page = _help(*command.split(), "--help", "all")
+        text = re.sub(r"\n {10}(?=\S)", " ", page)  # lines of 80 columns
         usage = re.search(r"^usage: (.*)$", text, re.MULTILINE)
         assert usage, f"taut {command} --help says no usage"
         options = re.findall(r"^  ([\w.]+)  \((.*?); (.*?)\)(?:, .*)?$", text, re.MULTILINE)

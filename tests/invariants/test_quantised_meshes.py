@@ -20,10 +20,11 @@ from tests.invariants.test_meshes import MESHES, keys_of
 from tests.invariants.test_ranks import by_ranks
 from tests.online_runs import train
 
+from taut.models import architecture
 from taut.models.attention_backends import PREFIX
 from taut.models.frozen import Storage
 from taut.models.load import load_model
-from taut.models.quantised import quantised_layers
+from taut.models.quantised import names_of_rows
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.parallel
@@ -47,23 +48,36 @@ from taut.data.packing import ALONE, pack
 from taut.models.frozen import Storage
 from taut.models.load import load_model
 from taut.models.lora import LoraConfig, apply_lora
-from taut.models.quantised import quantised_layers
+from taut.models.quantised import names_of_rows
 from taut.models.scorer import Scorer
 from taut.train import distributed
+from bitsandbytes import functional
 
+numbers = []
+
+def counting(quantise):
+    def count(weight, *args, **kwargs):
+        numbers.append(weight.numel())
+        return quantise(weight, *args, **kwargs)
+    return count
+
+functional.quantize_4bit = counting(functional.quantize_4bit)
+functional.int8_vectorwise_quant = counting(functional.int8_vectorwise_quant)
 ranks = distributed.start("cpu", int(sys.argv[4]))
 share = ranks.mesh.size(ranks.mesh.ndim - 1)
 model = load_model(sys.argv[1], dtype=torch.float32, device=ranks.device, attention="taut_reference",
                    storage=Storage(torch.bfloat16, torch.bfloat16, sys.argv[2]),
                    shard=distributed.layer_sharding(ranks, torch.float32))
-held = {name: layer.weight._local_tensor.untyped_storage().nbytes() for name, layer in quantised_layers(model)}
-shares = {name: -(-layer.format.num_bytes // share) for name, layer in quantised_layers(model)}
+quantised = sum(numbers)
+rows = [(name, model.get_parameter(name)) for name in names_of_rows(model)]
+held = {name: row._local_tensor.untyped_storage().nbytes() for name, row in rows}
+shares = {name: -(-row.shape[0] // share) * row[0].numel() for name, row in rows}
 
 def digest():
     found = hashlib.sha256()
-    for _, layer in quantised_layers(model):
-        row = distributed.whole_of(layer.weight, distributed.local(layer.weight))
-        found.update(row.detach().numpy().tobytes())
+    for name in names_of_rows(model):
+        row = model.get_parameter(name)
+        found.update(distributed.whole_of(row, distributed.local(row)).detach().numpy().tobytes())
     return found.hexdigest()
 
 read = digest()
@@ -75,7 +89,7 @@ for _ in range(2):
     (-scorer(pack(nested_family(97), ALONE)).logp_N.mean()).backward()
     optimizer.step()
 distributed.reshard(scorer)
-found = {"held": held, "shares": shares, "read": read, "trained": digest()}
+found = {"held": held, "shares": shares, "read": read, "trained": digest(), "quantised": quantised}
 Path(sys.argv[3], str(ranks.rank)).write_text(json.dumps(found))
 distributed.stop(ranks)
 """
@@ -135,10 +149,33 @@ def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(place: Path) -> None:
     assert largest_difference(weights(two / "adapter"), weights(one / "adapter")) < ADAPTER_LIMIT
 
 
-@pytest.mark.parametrize("how", ["nf4", "int8"])
+ROWS = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
+EXPERTS = {**ROWS, "moe_intermediate_size": 64}
+BASES: dict[str, tuple[str, dict[str, int]]] = {
+    "whole blocks in rows": ("qwen2", ROWS),
+    "blocks across rows": ("qwen2", {}),
+    "experts": ("qwen3_moe", EXPERTS),
+    "uneven experts": ("qwen3_moe", {**EXPERTS, "num_experts": 3}),
+    "a rank without experts": (
+        "qwen3_moe",
+        {**EXPERTS, "num_experts": 1, "num_experts_per_tok": 1},
+    ),
+}
+
+
 @pytest.mark.parametrize("mesh", MESHES)
-def test_each_rank_holds_its_part_of_the_same_codes(mesh: str, how: Any, tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base", "qwen2", dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        *((kind, "nf4") for kind in BASES),
+        *((kind, "int8") for kind in ("whole blocks in rows", "experts")),
+    ],
+)
+def test_each_rank_holds_its_part_of_the_same_codes(
+    kind: str, mesh: str, how: Any, tmp_path: Path
+) -> None:
+    name, sizes = BASES[kind]
+    base = save_model(tmp_path / "base", name, dtype=torch.bfloat16, **sizes)
     whole = load_model(
         str(base),
         dtype=torch.float32,
@@ -146,16 +183,33 @@ def test_each_rank_holds_its_part_of_the_same_codes(mesh: str, how: Any, tmp_pat
         attention=PREFIX + "reference",
         storage=Storage(torch.bfloat16, torch.bfloat16, how),
     )
-    expected = hashlib.sha256()
-    for _, layer in quantised_layers(whole):
-        expected.update(layer.weight.detach().numpy().tobytes())
+    expected, names = hashlib.sha256(), names_of_rows(whole)
+    for row in names:
+        expected.update(whole.get_parameter(row).detach().numpy().tobytes())
     (tmp_path / "program.py").write_text(LOAD)
     num_ranks, replicas = MESHES[mesh]
     words = (tmp_path / "program.py", base, how, tmp_path, str(replicas))
     done = run(*words, num_ranks=num_ranks)
     assert done.returncode == 0, done.stderr
+    every = sum(architecture.linear_sizes(whole)[row] for row in names)
     for rank in range(num_ranks):
         found = json.loads((tmp_path / str(rank)).read_text())
         assert found["read"] == found["trained"] == expected.hexdigest()
-        assert found["held"].keys() == {name for name, _ in quantised_layers(whole)}
-        assert all(held <= found["shares"][name] for name, held in found["held"].items())
+        assert found["held"].keys() == set(names)
+        assert all(held <= found["shares"][row] for row, held in found["held"].items())
+        if kind == "blocks across rows" and how == "nf4":
+            assert found["quantised"] == every
+        elif kind in ("whole blocks in rows", "experts"):
+            assert found["quantised"] == every * replicas // num_ranks
+
+
+def test_a_weight_with_other_rows_ends_all_ranks(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", "qwen2", dtype=torch.bfloat16, **ROWS)
+    settings = json.loads((base / "config.json").read_text())
+    settings["num_key_value_heads"] = 4  # of 2
+    (base / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "program.py").write_text(LOAD)
+    done = run(tmp_path / "program.py", base, "nf4", tmp_path, "1", num_ranks=2)
+    assert done.returncode != 0
+    expected = "found 16 rows as this rank's part of a weight of [64, 64]; expected 32, as config.json says"
+    assert expected in done.stderr

@@ -52,6 +52,14 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "online_dpo": ("online_dpo", UNEVEN),
     "gkd": ("gkd", {**UNEVEN, "steps": 2}),
     "an environment": ("grpo", {"steps": 1, "rollout.environment.name": "twice.py:Twice"}),
+    "recorded turns": (
+        "grpo",
+        {
+            "steps": 1,
+            "rollout.environment.name": "twice.py:Twice",
+            "rollout.replay_from": "one/an environment",
+        },
+    ),
 }
 SAME = ("reward", "stopped", "tokens_mean", "groups", "left_out", "num_replayed", "completions")
 
@@ -70,6 +78,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 keys["critic.model"] = str(place / "beside")
             if "rollout.environment.name" in keys:
                 keys["rollout.environment.name"] = str(place / given["rollout.environment.name"])
+            if "rollout.replay_from" in keys:
+                keys["rollout.replay_from"] = str(place / given["rollout.replay_from"])
             if number == "one":
                 train(keys)
             else:
@@ -97,6 +107,13 @@ def test_two_ranks_equal_one_process(name: str, place: Path) -> None:
         assert {key: found[key] for key in told} == pytest.approx(told, rel=1e-8, abs=LIMIT)
     folder = "adapter" if "lora.rank" in RUNS[name][1] else "model"
     assert largest_difference(weights(two / folder), weights(one / folder)) < LIMIT
+
+
+def test_what_was_recorded_on_one_rank_is_trained_on_by_two(place: Path) -> None:
+    sampled, replayed = place / "one" / "an environment", place / "two" / "recorded turns"
+    assert events(replayed, "rollout")[0]["seconds_generating"] == 0.0
+    assert events(replayed, "rollout")[0]["samples"] == events(sampled, "rollout")[0]["samples"]
+    assert largest_difference(weights(replayed / "model"), weights(sampled / "model")) < LIMIT
 
 
 def test_the_critic_of_two_ranks_is_that_of_one(place: Path) -> None:

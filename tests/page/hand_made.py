@@ -248,6 +248,7 @@ def _answer(text: str, index: int) -> dict[str, Any]:
     return {
         "sample_id": f"q1#{index}",
         "index": index,
+        "recorded_at": 40 if index == 0 else None,
         "reward": 0.5 + index / 10,
         "parts": parts,
         "messages": [

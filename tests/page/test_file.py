@@ -52,6 +52,19 @@ def test_the_file_of_real_runs(real: str, look: Look, fragment: str, shown: list
     assert looking.requests == []
 
 
+def test_as_trained_leads_only_to_what_is_there(real: str, look: Look) -> None:
+    looking = look(real)
+    found: list[str] = []
+    for group in range(4):
+        links = looking.go(f"#/run/grpo/rollouts?step=1&group={group}").get_by_role(
+            "link", name="As trained"
+        )
+        found += [link.get_attribute("href") for link in links.all()]
+    assert 0 < len(found) < 16  # 8 of the 16 answers are recorded token by token
+    for place in found:
+        assert looking.go(place).query_selector_all("main .error") == [], place
+
+
 def test_what_is_not_in_the_file_is_said(real: str, look: Look) -> None:
     looking = look(real)
     tab = looking.go("#/run/sft/samples?step=1&id=nowhere")

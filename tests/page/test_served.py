@@ -81,6 +81,7 @@ def test_every_view_of_real_runs(runs: Path, look: Look) -> None:
         tab = looking.go("#/run/grpo/rollouts?step=2&group=1")
         tab.get_by_role("link", name="This prompt over steps").click()
         tab.get_by_text("A prompt over steps").wait_for()
+        looking.settle()
         assert "Step 2" in tab.inner_text("main")
         looking.may_say = ("404",)
         tab = looking.go("#/run/sft/samples?step=1&id=nowhere")

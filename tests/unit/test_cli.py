@@ -67,7 +67,10 @@ def test_a_switch_takes_no_following_word() -> None:
         (["sft", "sed=1", *MINIMAL], "unknown key 'sed' on the command line; did you mean 'seed'?"),
         (["sft"], "key 'model' is missing"),
         (["sft", "--seed"], "found --seed without a value"),
-        (["sft", "a.toml", "b.toml"], "found 'b.toml' next to 'a.toml'; expected one TOML file"),
+        (
+            ["sft", "a.toml", "b.toml"],
+            "found 'b.toml' next to 'a.toml'; expected one file of settings",
+        ),
         (["sft", "missing.toml"], "cannot read missing.toml"),
         (
             ["stf"],

@@ -146,16 +146,16 @@ def _chats(session: Session) -> tuple[Chat, ...]:
 
 
 def _rendered_chat(row: Conversation, template: Template) -> Chat:
-    whole = template.apply(row.messages, row.tools, row.place)
+    whole = template.apply_to(row, row.messages)
     turns = []
     for index in [index for index in row.learned if index][-4:]:  # turns that are looked at
         place = f"{short_place(row.place)}: messages[{index}]"
         before, with_answer = row.messages[:index], row.messages[: index + 1]
         placed = whole.pictures
-        prompt = template.apply(before, row.tools, place, is_prompt=True, placed=placed)
+        prompt = template.apply_to(row, before, place, is_prompt=True, placed=placed)
         until = whole
         if index + 1 < len(row.messages):
-            until = template.apply(with_answer, row.tools, row.place, placed=placed)
+            until = template.apply_to(row, with_answer, placed=placed)
         turns.append(Turn(place, index, row.messages[index], prompt, until))
     return Chat(row, whole, tuple(turns))
 
@@ -365,6 +365,11 @@ def system_messages_are_written(session: Session) -> Finding:
             "first user message",
         )
     notes = []
+    if given := session.run.data.system_messages:
+        begun = [chat.row.messages[0] for chat in chats if chat.row.messages[0]["role"] == "system"]
+        num_given = sum(message["content"] in given for message in begun)
+        own = f"{len(begun) - num_given} rows have a system message of their own, which is kept"
+        notes.append(f"{num_given} rows have the one of data.system; {own}")
     if default:
         without = len(chats) - num_with
         notes.append(f"where there is none ({without} rows), the template writes {quoted(default)}")
@@ -648,13 +653,9 @@ def the_served_prompt_begins_the_row(session: Session) -> Finding:
         if not header.strip() or _reasoning(turn.message):
             continue
         # is it a header like those of earlier messages?
-        messages, tools, pictures = (
-            chat.row.messages[: turn.index],
-            chat.row.tools,
-            chat.whole.pictures,
-        )
+        messages, pictures = chat.row.messages[: turn.index], chat.whole.pictures
         template = session.language.renderer.template
-        before = template.apply(messages, tools, turn.place, placed=pictures).text
+        before = template.apply_to(chat.row, messages, turn.place, placed=pictures).text
         begin = header.split(maxsplit=1)[0].split(">")[0]
         if before == turn.prompt.text and begin in before:
             taught.append(f"{turn.place}: the answer begins with {quoted(header)}")

@@ -29,13 +29,15 @@ from taut.checks.registry import (
     warned,
 )
 from taut.checks.session import GENERATED, Session, Unavailable, once, owned_by
-from taut.data.batching import START, Budget, StepPlan, lay_out, samples_of, step_plan
-from taut.data.dataset import Dataset, attempt_rows, sources
+from taut.data.batching import Budget, StepPlan, lay_out, samples_of, step_plan
+from taut.data.dataset import Dataset, sources
 from taut.data.messages import PICTURES, Completion, Conversation, Document, Row, images_of, text_of
+from taut.data.order import START
 from taut.data.prompts import PromptSet
 from taut.data.render import Limits
 from taut.data.schema import REQUIRED, Columns, Recognised, best_row, read_any, recognise, renamed
 from taut.data.sources import open_source
+from taut.data.tokenise import attempt_rows
 from taut.errors import DataError, PictureError, TautError
 from taut.methods.method import Offline
 from taut.rl.online import Online
@@ -576,16 +578,16 @@ def flat_train(session: Session) -> Flat:
 
 def flat(data: Dataset, tokens: int = TOKENS, samples: int = SAMPLES) -> Flat:
     """Samples spread evenly, at most so many, and about so many tokens."""
-    share = tokens / int(data.lengths.sum())
+    share = tokens / data.report.num_tokens
     most = min(len(data), samples, max(1, int(share * len(data))))
     index_S = np.unique(np.linspace(0, len(data) - 1, most).astype(np.int64))
-    first, ids, seen, targets = 0, [], [], []
-    for part in data.parts:
-        arrays = part.entry.arrays
-        num_samples = len(arrays["line"])
+    first, ids, seen, targets, sizes = 0, [], [], [], []
+    for entry in (entry for part in data.parts for entry in part.shards):
+        arrays, num_samples = entry.arrays, entry.counts.num_samples
         chosen = index_S[(index_S >= first) & (index_S < first + num_samples)] - first
         first += num_samples
         places, lengths = _ranges(arrays["offsets"], chosen)
+        sizes.append(lengths)
         ids.append(np.asarray(arrays["ids"][places]))
         stops = np.cumsum(lengths)
         if "media.offsets" in arrays:
@@ -602,7 +604,7 @@ def flat(data: Dataset, tokens: int = TOKENS, samples: int = SAMPLES) -> Flat:
         is_target = np.zeros(places.size, dtype=bool)
         is_target[arrays["target_at"][target_places] + np.repeat(stops - lengths, counts)] = True
         targets.append(is_target)
-    start_S = np.concatenate([[0], np.cumsum(data.lengths[index_S])])
+    start_S = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
     is_target_T, seen_T = np.concatenate(targets), np.concatenate(seen)
     return Flat(data, index_S, np.concatenate(ids), start_S, is_target_T, seen_T)
 
@@ -852,7 +854,8 @@ def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
     The plan of the first epoch and of the first steps, made as training makes it. If the run generates, prompts are
     counted and a dry run is laid out.
 
-    An epoch has each sample as often as its weight says. A step's micro-batches have exactly its samples: ids,
+    An epoch has each sample as often as its weight says; of data too large for an array over their samples, this is
+    asked of the first steps. A step's micro-batches have exactly its samples: ids,
     positions, targets, weights and values, read back along what each token sees. Compared answers are in one
     micro-batch. None has more tokens than the budget, except for one sample, or one row of compared answers, alone.
     """
@@ -864,13 +867,21 @@ def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
     num_steps = min(most_counted, order.num_steps(1.0))
     stepped = [index for step in range(1, num_steps + 1) for index in order.step(step, 1.0)]
     is_whole = len(stepped) >= order.epoch_size or num_steps < most_counted
-    for indices, least in ((order.epoch(0), 1), (np.asarray(stepped), int(is_whole))):
-        times = np.bincount(indices, minlength=order.weights.size)
-        is_wrong = (times > np.ceil(order.weights)) | (times < least * np.floor(order.weights))
-        for index in np.flatnonzero(is_wrong)[:SHOWN]:
-            first = session.train.rows[index] if session.run.compares_answers else index
-            name, weight = session.train.sample_id(int(first)), order.weights[index]
-            wrong.append(f"{name} is seen {times[index]} times an epoch, its weight is {weight:g}")
+    seen = [(np.asarray(stepped), is_whole)]
+    if not order.is_large:
+        seen.append((order.epoch(0), True))
+    ends = np.cumsum(order.counts)
+    for indices, is_all in seen:
+        index_S, times_S = _counted(indices, sum(order.counts) if is_all else None)
+        weight_S = np.array(order.weights)[np.searchsorted(ends, index_S, side="right")]
+        is_wrong_S = (times_S > np.ceil(weight_S)) | (is_all & (times_S < np.floor(weight_S)))
+        for at in np.flatnonzero(is_wrong_S)[:SHOWN].tolist():
+            index = int(index_S[at])
+            first = session.train.row(index).start if session.run.compares_answers else index
+            name = session.train.sample_id(first)
+            wrong.append(
+                f"{name} is seen {times_S[at]} times an epoch, its weight is {weight_S[at]:g}"
+            )
     begin = source.order.origin.step + 1 if isinstance(source, Offline) else 1
     plans: list[StepPlan] = []
     for step in range(begin, min(begin + 4, last) + 1):
@@ -901,6 +912,13 @@ def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
         )
     says = f"computed in {num_microbatches:,} micro-batches of the first {len(plans)} steps"
     return passed(says, computed, "tokens", notes)
+
+
+def _counted(indices: IntArray, num_samples: int | None) -> tuple[IntArray, IntArray]:
+    """The samples among ``indices``, or with ``num_samples`` all of them, and how often each is there."""
+    if num_samples is None:
+        return np.unique(indices, return_counts=True)
+    return np.arange(num_samples), np.bincount(indices, minlength=num_samples)
 
 
 def _wrong_in_step(trees: Sequence[Tree], packs: Sequence[Packed], budget: Budget) -> Iterator[str]:

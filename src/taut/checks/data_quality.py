@@ -30,6 +30,7 @@ from taut.checks.session import Session, once
 from taut.data.cache import VALUE
 from taut.data.dataset import Dataset
 from taut.data.label_noise import Lengths, PairIds, PairReport, examine_pairs
+from taut.data.lengths import LengthCounts
 from taut.data.packing import ids_with_pictures
 from taut.evals.statistics import wilson_interval
 from taut.methods.method import RunConfig
@@ -98,22 +99,22 @@ def the_longest_sample_has_positions(session: Session) -> Finding:
     """
     context = context_length(session.language.config)
     for name, data in session.data:
-        too_long = np.flatnonzero(data.lengths > (context or np.inf))
-        if too_long.size:
+        num_too_long = data.lengths.num_over(context or np.inf)
+        if num_too_long:
             return failed(
-                f"{too_long.size:,} samples of {name} are longer than the model's {context:,} positions",
-                measured=(int(data.lengths.max()), f"tokens of {context:,}"),
+                f"{num_too_long:,} samples of {name} are longer than the model's {context:,} positions",
+                measured=(data.lengths.longest, f"tokens of {context:,}"),
                 evidence=[
-                    f"{data.sample_id(int(i))}: {data.lengths[i]:,} tokens"
-                    for i in too_long[:SHOWN]
+                    f"{data.sample_id(index)}: {data.length(index):,} tokens"
+                    for index in data.longer_than(context or np.inf, SHOWN)
                 ],
                 remedy=f"set data.max_length={context}, or write max_position_embeddings (and rope scaling) into the "
                 "model's config.json if it was made for more",
             )
-    longest = max(int(data.lengths.max()) for _, data in session.data)
-    lengths_S, budget = session.train.lengths, session.run.batch.tokens_per_microbatch
-    notes = [length_histogram(lengths_S)]
-    if num_over := int((lengths_S > budget).sum()):
+    longest = max(data.lengths.longest for _, data in session.data)
+    lengths, budget = session.train.lengths, session.run.batch.tokens_per_microbatch
+    notes = [length_histogram(lengths)]
+    if num_over := lengths.num_over(budget):
         notes.append(
             f"{num_over:,} longer than batch.tokens_per_microbatch={budget}: computed alone"
         )
@@ -121,12 +122,12 @@ def the_longest_sample_has_positions(session: Session) -> Finding:
     return passed(f"tokens of the longest sample; {positions}", longest, "tokens", notes)
 
 
-def length_histogram(lengths_S: IntArray) -> str:
+def length_histogram(lengths: LengthCounts) -> str:
     """How many samples have up to 32, 64, ... tokens, on one line."""
-    bins = np.maximum(4, np.ceil(np.log2(lengths_S))).astype(int)
+    bin_L = np.maximum(4, np.ceil(np.log2(lengths.size_L))).astype(int)
     shares = []
-    for exponent in np.unique(bins):
-        share = int((bins == exponent).sum()) / bins.size
+    for exponent in np.unique(bin_L):
+        share = int(lengths.count_L[bin_L == exponent].sum()) / int(lengths.count_L.sum())
         shares.append(f"to {2**exponent:,} {f'{share:.0%}' if share >= 0.01 else '<1%'}")
     return "samples by tokens: " + ", ".join(shares)
 
@@ -258,13 +259,13 @@ def equal_samples(train: Dataset, look: Flat) -> NDArray[np.bool_]:
         wanted.setdefault(look.seen_T[start:stop].tobytes(), []).append(number)
     candidates: list[int] = []  # training samples of the same lengths, equal in a few tokens
     first = 0
-    for part in train.parts:
-        offsets = np.asarray(part.entry.arrays["offsets"])
-        part_lengths = np.diff(offsets)
-        chosen = np.flatnonzero(np.isin(part_lengths, np.unique(lengths_S)))
-        keys = _sample_keys(part.entry.arrays["ids"], offsets[:-1][chosen], part_lengths[chosen])
+    for entry in (entry for part in train.parts for entry in part.shards):
+        offsets = np.asarray(entry.arrays["offsets"])
+        shard_lengths = np.diff(offsets)
+        chosen = np.flatnonzero(np.isin(shard_lengths, np.unique(lengths_S)))
+        keys = _sample_keys(entry.arrays["ids"], offsets[:-1][chosen], shard_lengths[chosen])
         candidates += (chosen[np.isin(keys, np.unique(keys_S))] + first).tolist()
-        first += part_lengths.size
+        first += shard_lengths.size
     is_equal = np.zeros(lengths_S.size, dtype=bool)
     for index in candidates[:20_000]:
         sample = train[index]
@@ -332,12 +333,12 @@ def _grams(look: Flat) -> tuple[Hashes, IntArray]:
 @once
 def pair_report(session: Session) -> PairReport:
     """What the training data say about their own labels."""
-    starts = session.train.rows
-    num_rows = len(starts) - 1
+    num_rows = session.train.num_groups
     chosen = np.unique(np.linspace(0, num_rows - 1, min(num_rows, 10_000)).astype(np.int64))
     pairs = []
     for index in chosen.tolist():
-        row = session.train[int(starts[index]) : int(starts[index + 1])]
+        own = session.train.row(index)
+        row = session.train[own.start : own.stop]
         worse, *_, better = sorted(row, key=lambda answer: answer.values["preference"])
         begin, other = int(better.target_at_N[0]), int(worse.target_at_N[0])
         prompt_T = ids_with_pictures(better)[:begin]
@@ -348,8 +349,8 @@ def pair_report(session: Session) -> PairReport:
 
 def _values(session: Session, name: str) -> FloatArray:
     """A value of every training sample, in their order."""
-    parts = [np.asarray(part.entry.arrays[VALUE + name]) for part in session.train.parts]
-    return np.concatenate(parts).astype(np.float64)
+    shards = [entry for part in session.train.parts for entry in part.shards]
+    return np.concatenate([entry.arrays[VALUE + name] for entry in shards]).astype(np.float64)
 
 
 @check("data.pairs", after=["data.rows"])

@@ -89,7 +89,10 @@ def prompts_leave_room_for_answers(session: Session) -> Finding:
     """
     engine, environments = rollout_worker(session).engine, rollout_worker(session).environments
     context: int | None = getattr(engine, "context", None)
-    length_S, most = session.train.lengths, rollout_worker(session).config.grows
+    length_S, most = (
+        np.concatenate(list(session.train.sizes("tokens"))),
+        rollout_worker(session).config.grows,
+    )
     unit, longest = f"of {len(session.train):,} prompts", int(length_S.max())
     says = f"tokens of the longest prompt, and {most:,} of an answer"
     if context is None:

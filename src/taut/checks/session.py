@@ -297,14 +297,14 @@ class Session:
         """The first NUM_ROWS training samples that have pictures, the shortest first."""
         indices: list[int] = []
         first = 0
-        for part in self.train.parts:
-            arrays = part.entry.arrays
+        for entry in (entry for part in self.train.parts for entry in part.shards):
+            arrays = entry.arrays
             if "media.offsets" in arrays:
                 has_picture = np.diff(arrays["media.offsets"]) > 0
                 room = NUM_ROWS - len(indices)
                 indices += (np.flatnonzero(has_picture)[:room] + first).tolist()
             first += len(arrays["line"])
-        return sorted(indices, key=self.train.lengths.__getitem__)
+        return sorted(indices, key=self.train.length)
 
     @property
     def first_samples(self) -> list[int]:
@@ -342,8 +342,8 @@ class Session:
             return shortest(endings, BATCH_TOKENS)
         rows = self._rows
         first = range(min(len(rows), NUM_ROWS))
-        pictured = np.searchsorted(self.train.rows, self.with_pictures[:2], side="right") - 1
-        chosen = [rows.samples(index) for index in dict.fromkeys([*pictured.tolist(), *first])]
+        pictured = map(self.train.row_of, self.with_pictures[:2])
+        chosen = [rows.samples(index) for index in dict.fromkeys([*pictured, *first])]
         return shortest([around_answers(row, most) for row in chosen], BATCH_TOKENS)
 
     @cached_property

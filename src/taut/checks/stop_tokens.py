@@ -151,7 +151,7 @@ def _prompt_ids(row: Row, renderer: Renderer) -> Ids:
     """What a server is asked for a row."""
     if isinstance(row, Conversation):
         before = row.messages[: row.learned[-1]] if row.learned else row.messages
-        ids: Ids = renderer.prompt_ids(before, row.tools).tolist()
+        ids: Ids = renderer.prompt_ids(before, row.tools, row.template_variables).tolist()
         return ids
     text = Text(row.prompt if isinstance(row, Completion) else row.text, is_rendering=False)
     return renderer.template.encode([text])[text]

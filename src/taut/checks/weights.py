@@ -86,7 +86,11 @@ def each_rank_holds_the_checkpoints_numbers(session: Session) -> Finding:
 
 def open_files(model: PreTrainedModel, stack: ExitStack) -> dict[str, Any]:
     """The safetensors that a model was read from, by the names of their tensors; ``stack`` closes them."""
-    place = cached_file(str(model.name_or_path), "config.json")
+    place = cached_file(
+        str(model.name_or_path),
+        "config.json",
+        revision=getattr(model.config, "_commit_hash", None),
+    )
     assert place is not None, "the model was loaded"
     files: dict[str, Any] = {}
     for path in sorted(Path(place).parent.glob("*.safetensors")):

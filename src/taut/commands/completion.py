@@ -87,7 +87,17 @@ def complete(words: Sequence[str], commands: Mapping[str, Any]) -> list[str]:
     """What the last word may become. ``commands``: those of ``taut.cli``, by name."""
     *before, current = words or [""]
     if not before:
-        return [name for name in (*commands, "--help", "--version") if name.startswith(current)]
+        names = [name.partition(" ")[0] for name in (*commands, "--help", "--version")]
+        return [name for name in dict.fromkeys(names) if name.startswith(current)]
+    tools = [name for name in commands if name.startswith(f"{before[0]} ")]
+    if tools and len(before) == 1:
+        return [
+            tool
+            for _, _, tool in (name.partition(" ") for name in tools)
+            if tool.startswith(current)
+        ]
+    if tools:
+        before = [" ".join(before[:2]), *before[2:]]
     command = commands.get(before[0])
     rows = keys.rows_of(command.config) if command is not None and command.config else None
     if command is None or rows is None:

@@ -144,8 +144,8 @@ def evaluate(config: Evaluate, console: Terminal | None = None) -> Evaluated:
         print_decisions(console, panel.decisions)
         afterwards = generate.FINISH if config.out else LOST
         keys = {key: value for key, value in to_dict(config).items() if key in fields_of(Generate)}
-        paths = {"prompts": config.data, "out": str(directory / COMPLETIONS)}
-        generation = from_mapping(Generate, {**keys, **paths})
+        others = {"prompts": config.data, "out": str(directory / COMPLETIONS), "rewards": None}
+        generation = from_mapping(Generate, {**keys, **others})  # the answers are judged here
         generated = generate.generate(generation, console, afterwards)
         answers = judge(rows, _read_completions(directory / COMPLETIONS, rows), panel)
         report = build_report(answers, panel.names)

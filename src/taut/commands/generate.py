@@ -2,13 +2,21 @@
 
     {"id", "index", "ids", "logp", "logp_one", "finish_reason", "text"}    and, where there are any, "error",
                                                                            "references", "prompt_ids", "images"
+    and with ``rewards``                                                   "reward", "scores", "reward_error"
+
+With ``rewards`` every completion is judged once all are finished, and the file is written again with the weighted sum
+(null where one of them is an error, or none applies) and each reward's score. With ``out=DIR/`` the completions are in
+``DIR.completions.jsonl``, and become a data set folder of rows that ``taut sft`` reads, all of them or the best of each
+prompt:
+
+    {"id", "index", "prompt", "completion", "finish_reason", "reward", "scores", "tools"}
 
 A line is written as soon as its completion is finished, so lines are in order of completion; ``id`` and ``index``
 identify them; ``images`` are path and SHA-256 of the prompt's pictures. After a crash, an interrupt or errors, the same
 command with ``resume=true`` keeps what is written, generates the rest, and retries errors. ``FILE.meta.json`` next to
 the output holds the settings of the completions; a run with other settings does not add to them.
 
-Does not judge completions (evaluate.py).
+Reports with intervals are those of ``taut eval`` (evaluate.py).
 """
 
 from __future__ import annotations
@@ -18,11 +26,12 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from io import FileIO
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import pydantic
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -36,17 +45,26 @@ from taut.commands.reading import (
     write_errors,
 )
 from taut.config import Decision, configclass, home_path, to_dict
+from taut.curate.output import beside
+from taut.data.folder import ROWS, Card, is_folder, require_new, write_card, writing_folder
 from taut.data.prompts import PromptRow
 from taut.data.sources import Source
-from taut.errors import EngineError, OutputError
+from taut.errors import ConfigError, DataError, EngineError, OutputError, redacted_in
+from taut.evals.answers import answered
 from taut.inference.engine import Sampling, require_text, require_usable
 from taut.inference.open import ModelUse, open_engine, open_renderer
+from taut.inference.reward_model import open_rater
 from taut.io import files
 from taut.io.console import counted
 from taut.io.notebook import html_table
 from taut.io.terminal import Terminal
+from taut.rewards import Panel, RewardSpec, open_panel
 from taut.types import Completion, FloatArray
 
+COMPLETIONS = "completions.jsonl"
+"""Of a data set folder: the completions are in a file beside it."""
+CHUNK_LINES = 1024
+"""Completions that are judged at a time."""
 MAX_ERRORS = 3
 """Errors listed in the summary."""
 SHOWN = 5
@@ -69,14 +87,34 @@ class Generate(RowSettings, ModelUse):
     """A .jsonl, .json, .csv, .tsv or .parquet file, or a Hugging Face data set: rows with messages, conversations,
     prompt, instruction or text."""
     out: str
-    """The JSONL file to write; it must not exist, unless resume."""
+    """The JSONL file to write, or DIR/, a data set folder with a card; it must not exist, unless resume."""
     reference: str | None = None
     """Column with the right answer, copied next to each completion; by default one of the usual names, if present."""
     prompt_ids: bool = False
     """Also write each prompt's token ids."""
     resume: bool = False
     """Complete the output of an earlier run with the same settings; start new if there is none."""
+    rewards: str | list[str | RewardSpec] | None = None
+    """Rewards that judge each completion: names of docs/rewards.md, FILE.py:function, or tables of them, with
+    options."""
+    keep: Literal["all", "best"] = "all"
+    """Rows of DIR/: all completions, or of each prompt the one with the highest reward."""
+    license: str | None = None
+    """Licence of the rows for the card of DIR/, as the Hugging Face hub names it: apache-2.0, cc-by-4.0, ..."""
     sampling: Sampling = Sampling()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep == "best" and self.rewards is None:
+            raise ConfigError(
+                "keep=best and rewards is not set; expected what judges the completions; set rewards"
+            )
+        for key in ("keep", "license"):
+            if getattr(self, key) != getattr(Generate, key) and not is_folder(self.out):
+                raise ConfigError(
+                    f"{key}={getattr(self, key)} is for a data set folder, and out={self.out} is a file; set "
+                    f"out=DIR/, or remove {key}"
+                )
 
 
 class _Line(TypedDict):
@@ -88,6 +126,15 @@ class _Line(TypedDict):
     ids: list[int]
     finish_reason: str
     text: str
+
+
+class Judged(NamedTuple):
+    """What the rewards say of the completions of a file."""
+
+    num_scored: int
+    mean: float | None
+    """Of those with a reward."""
+    errors: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -107,6 +154,10 @@ class Generated:
     errors: tuple[str, ...]
     """Errors of this run's failed completions."""
     decisions: tuple[Decision, ...]
+    judged: Judged | None = None
+    """With rewards, and where all completions are finished."""
+    num_rows: int | None = None
+    """Rows of the data set folder, if there is one."""
 
     def _repr_html_(self) -> str:
         """The summary, and the first completions of the file where it is there."""
@@ -134,8 +185,35 @@ def generate(
     ``afterwards``: the message about the finished ones where not all could be finished.
     """
     out = home_path(config.out)
+    if is_folder(config.out):
+        require_new(out)
+        out = beside(config.out, COMPLETIONS)
     do = "set resume=true to finish what it lacks, or name another"
     require_free(out, config.prompts, "prompts", may_exist=config.resume, do=do)
+    with ExitStack() as stack:
+        panel = None
+        if config.rewards is not None:
+            panel = stack.enter_context(open_panel(config.rewards, open_rater=open_rater))
+            print_decisions(console, panel.decisions)
+        rows, generated = _complete(config, out, panel, console, afterwards)
+        if generated.errors or not (panel or is_folder(config.out)):
+            return generated
+        judged = None if panel is None else _judge(out, rows, panel)
+        if is_folder(config.out):
+            folder = home_path(config.out)
+            num_rows = _write_folder(config, folder, out, rows)
+            return replace(generated, judged=judged, out=folder, num_rows=num_rows)
+        return replace(generated, judged=judged)
+
+
+def _complete(
+    config: Generate,
+    out: Path,
+    panel: Panel | None,
+    console: Terminal | None,
+    afterwards: str,
+) -> tuple[list[PromptRow], Generated]:
+    """Write the completions that are not in ``out`` yet."""
     rendering = open_renderer(config)
     rows = read_prompts(
         config,
@@ -144,7 +222,14 @@ def generate(
         rendering.renderer,
         console,
         reference=config.reference,
+        needs_reference=panel is not None
+        and any(part.verifier.needs_reference for part in panel.parts),
     )
+    if is_folder(config.out) and (with_media := next((row for row in rows if row.media), None)):
+        raise DataError(
+            f"{with_media.place}: the prompt has pictures, which the rows of out={config.out} have no place for; "
+            "expected text; name a file, out=FILE.jsonl"
+        )
     identity = _identity(config, rows, rendering.stops.ids)
     kept = _kept(out, identity) if config.resume else []
     done = {_key(line) for line in kept}
@@ -184,7 +269,7 @@ def generate(
                 raise EngineError(f"{error}; {tally.counted} {afterwards}") from error
             except KeyboardInterrupt:
                 raise KeyboardInterrupt(f"{tally.counted} {afterwards}") from None
-    return Generated(
+    generated = Generated(
         out=out,
         num_prompts=len(rows),
         num_completions=len(kept) + sum(tally.finished.values()) - len(tally.errors),
@@ -195,6 +280,91 @@ def generate(
         errors=tuple(tally.errors),
         decisions=tuple(opened.decisions),
     )
+    return rows, generated
+
+
+def _judge(out: Path, rows: Sequence[PromptRow], panel: Panel) -> Judged:
+    """Write the completions again, with their rewards."""
+    by_id = {row.id: row for row in rows}
+    rewards: list[float] = []
+    errors: list[str] = []
+    with write_errors(out), files.open_text(out) as lines, files.writing(out) as file:
+        while texts := list(islice(lines, CHUNK_LINES)):
+            chunk = [json.loads(text) for text in texts]
+            verdicts = panel.grade(
+                [
+                    answered(
+                        by_id[line["id"]],
+                        line["text"],
+                        num_tokens=len(line["ids"]),
+                        finish_reason=line["finish_reason"],
+                    )
+                    for line in chunk
+                ]
+            )
+            for line, verdict in zip(chunk, verdicts, strict=True):
+                line["reward"] = verdict.total
+                line["scores"] = {name: score.value for name, score in verdict.parts.items()}
+                line.pop("reward_error", None)
+                if verdict.total is not None:
+                    rewards.append(verdict.total)
+                if verdict.error is not None:
+                    line["reward_error"] = verdict.error
+                    errors.append(f"{line['id']}: {verdict.error}")
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    mean = sum(rewards) / len(rewards) if rewards else None
+    return Judged(len(rewards), mean, tuple(errors))
+
+
+def _write_folder(
+    config: Generate, folder: Path, completions: Path, rows: Sequence[PromptRow]
+) -> int:
+    """Write the data set folder of completions. Returns the number of its rows."""
+    order = {row.id: number for number, row in enumerate(rows)}
+    with files.open_text(completions) as file:
+        lines = [json.loads(text) for text in file]
+    lines.sort(key=lambda line: (order[line["id"]], line["index"]))
+    if config.keep == "best":
+        best: dict[str, dict[str, Any]] = {}
+        for line in lines:
+            before = best.get(line["id"])
+            if line["reward"] is not None and (before is None or line["reward"] > before["reward"]):
+                best[line["id"]] = line
+        lines = list(best.values())
+    if not lines:
+        raise DataError(
+            f"{completions}: no completion has a reward; expected one at least; see reward_error in the file"
+        )
+    settings = redacted_in(to_dict(config))
+    digest = files.digest(completions)
+    about = (
+        f"{len(lines):,} completions ({config.keep} of each prompt) of {len(rows):,} prompts of "
+        f"`{settings['prompts']}`, by `taut generate`.\n\n- model: `{settings['model']}`\n"
+        f"- sampling: `{json.dumps(settings['sampling'])}`\n- rewards: `{json.dumps(settings['rewards'])}`\n"
+        f"- all completions: SHA-256 `{digest}`"
+    )
+    with write_errors(folder), writing_folder(folder) as partial:
+        with (partial / ROWS).open("x", encoding="utf-8") as file:
+            for line in lines:
+                row = _training_row(line, rows[order[line["id"]]])
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        write_card(partial, Card(folder.name, about, config.license))
+    return len(lines)
+
+
+def _training_row(line: Mapping[str, Any], row: PromptRow) -> dict[str, Any]:
+    """A completion as a row of SFT."""
+    is_text = isinstance(row.prompt, str)
+    answer = line["text"] if is_text else [{"role": "assistant", "content": line["text"]}]
+    names = ("finish_reason", "reward", "scores")
+    return {
+        "id": line["id"],
+        "index": line["index"],
+        "prompt": row.prompt if is_text else list(row.prompt),
+        "completion": answer,
+        **{name: line[name] for name in names if name in line},
+        **({"tools": list(row.tools)} if row.tools else {}),
+    }
 
 
 def summary(result: Generated) -> str:
@@ -211,6 +381,15 @@ def summary(result: Generated) -> str:
             f"{counted(result.num_tokens, 'tokens')} in {result.seconds:.1f} s ({rate:,.{0 if rate >= 10 else 1}f}/s)"
         )
     lines = ["; ".join(parts)]
+    if result.judged is not None:
+        mean = "none" if result.judged.mean is None else f"{result.judged.mean:.4g}"
+        lines.append(
+            f"mean reward {mean} of {counted(result.judged.num_scored, 'completions')}, "
+            f"{len(result.judged.errors):,} errors"
+        )
+        lines += [f"error of a reward: {error}" for error in result.judged.errors[:MAX_ERRORS]]
+    if result.num_rows is not None:
+        lines.append(f"{counted(result.num_rows, 'rows')} in the data set")
     lines += [f"error: {error}" for error in result.errors[:MAX_ERRORS]]
     if len(result.errors) > MAX_ERRORS:
         lines.append(f"and {len(result.errors) - MAX_ERRORS:,} more errors")

@@ -42,6 +42,10 @@ EXAMPLES = {
     "plan": ("run.toml --gpus 8 --gpu-memory 80GiB",),
     "generate": ("DIR prompts=a.jsonl out=b.jsonl sampling.n=4",),
     "eval": ("DIR data=a.jsonl rewards=exact_match limit=100",),
+    "data filter": (
+        "a.jsonl out=b.jsonl max_tokens=4096 model=DIR",
+        "a.jsonl out=b/ where='score > 3'",
+    ),
     "score": ("DIR data=a.jsonl out=b.jsonl",),
 }
 """Of commands whose usage does not say enough; the other training methods have those of sft."""
@@ -58,6 +62,15 @@ def overview(groups: Mapping[str, Mapping[str, str]], example: str) -> str:
             lines += filled(about, f"{ITEM}{f'taut {name}'.ljust(width)}", ITEM + " " * width)
     lines += ["", *filled("taut COMMAND --help: its keys, in groups; taut --version", "")]
     return "\n".join([*lines, *filled(f"example: {example}", "", REST)])
+
+
+def family(name: str, commands: Mapping[str, str]) -> str:
+    """The commands that begin with the same word: name -> what it does."""
+    width = max(map(len, commands)) + len("taut ") + 2
+    lines = [f"usage: taut {name} TOOL [key=value | --key value ...]", ""]
+    for command, about in commands.items():
+        lines += filled(about, f"{ITEM}{f'taut {command}'.ljust(width)}", ITEM + " " * width)
+    return "\n".join([*lines, "", *filled(f"taut {name} TOOL --help: its keys", "")])
 
 
 def usage(name: str, words: str) -> list[str]:

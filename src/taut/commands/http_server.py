@@ -226,8 +226,8 @@ class Guard:
         if not is_own or site not in ("none", "same-origin"):
             raise Refused(
                 403,
-                f"Origin: found {(origin or site)[:80]!r}, a request that a web page makes; expected none; this server "
-                "answers programs only",
+                f"Origin: found {(origin or site)[:80]!r}, a request that another site's page makes; expected none, or "
+                "this server's own; ask from a program, or open a page of this server at its address",
                 "Origin",
             )
 

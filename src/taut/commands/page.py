@@ -154,6 +154,7 @@ def build_app(config: Page, places: list[Path], token: str | None, ending: threa
 
     answers = Answers(find_runs(places), is_live=True)
     threads = ThreadPoolExecutor(4, thread_name_prefix="answers")
+    threads.submit(answers.read_ahead)
     static = {name: text for name, text in static_files().items() if Path(name).suffix in TYPES}
 
     async def static_file(request: Request) -> Response:

@@ -40,6 +40,8 @@ class RowSettings:
     """Keys of messages, and columns of pictures or sound, to ignore."""
     apply_chat_template: bool = False
     """Render plain-text prompts with the chat template, as a user message. By default they are used as they are."""
+    system: str | None = None
+    """A system message put in front of conversations that have none; a row's own takes precedence."""
     limit: Annotated[int, Field(ge=1)] | None = None
     """Read only this many rows."""
 
@@ -61,6 +63,8 @@ def columns_of(
         folder=folder_of(source, images.folder, "images.folder"),
         images=images,
         apply_chat_template=settings.apply_chat_template,
+        system=settings.system,
+        template_variables=source.chat_template_kwargs or {},
         **options,
     )
 

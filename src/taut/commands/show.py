@@ -187,8 +187,10 @@ def _report(data: Dataset) -> Iterator[Text]:
             f"{counted(report.num_tokens, 'tokens')}, {report.num_targets:,} of them targets "
             f"({report.num_targets / report.num_tokens:.0%}){report.pictures}"
         )
-    shortest, middle, longest = np.quantile(data.lengths, [0, 0.5, 1]).astype(int)
-    yield Text(f"tokens of a sample: {shortest:,} to {longest:,}, median {middle:,}")
+    lengths = data.lengths
+    yield Text(
+        f"tokens of a sample: {lengths.shortest:,} to {lengths.longest:,}, median {lengths.median:,}"
+    )
     if not report.dropped and not report.cut:
         yield Text("nothing dropped, nothing cut")
     for name, incidents in (("dropped", report.dropped), ("cut", report.cut)):

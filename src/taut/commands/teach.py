@@ -137,7 +137,7 @@ def teach(config: Teach) -> Taught:
         require_same_processor(
             config.model, settings, language.tokenizer, image_store, "model", trust
         )
-    longest = int(data.lengths.max())
+    longest = data.lengths.longest
     require_context(f"model={config.model}", context_length(settings), longest)
     chosen = resolve_dtype(config.dtype, device)
     dtype = chosen.dtype
@@ -188,7 +188,8 @@ def teach(config: Teach) -> Taught:
 def _groups(data: Dataset, max_tokens: int) -> Iterator[range]:
     """Groups of consecutive samples of at most so many tokens; a longer sample is a group by itself."""
     start, tokens = 0, 0
-    for index, length in enumerate(data.lengths.tolist()):
+    lengths = (length for length_S in data.sizes("tokens") for length in length_S.tolist())
+    for index, length in enumerate(lengths):
         if tokens + length > max_tokens and index > start:
             yield range(start, index)
             start, tokens = index, 0

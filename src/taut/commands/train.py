@@ -25,7 +25,7 @@ from typing_extensions import TypedDict
 
 from taut.checks.examine import Examination, before_training, require_known
 from taut.config import first_problem, to_dict, user_path
-from taut.data.batching import Cursor
+from taut.data.order import Cursor
 from taut.data.token_bytes import token_bytes
 from taut.errors import (
     CheckFailed,

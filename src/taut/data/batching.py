@@ -1,23 +1,19 @@
-"""Which samples a step has, and how they are divided into micro-batches: pure functions of the data, the seed, the
-step.
+"""How a step's samples become trees, and how those are divided into micro-batches: pure functions of the samples.
 
-``Order`` says which samples each step has; it does not depend on ranks or micro-batches. ``Rows`` makes the trees of a
-step by index: one tree a sample, or one a row whose answers are compared. ``assign`` divides a step's trees among ranks
-and micro-batches within a token budget, balanced by predicted cost; it does not depend on the step. None of them
-depends on whether prefixes are shared in the end, on a restart, or on any randomness but the seed.
+``Rows`` makes the trees of a step by index: one tree a sample, or one a row whose answers are compared. ``assign``
+divides a step's trees among ranks and micro-batches within a token budget, balanced by predicted cost; it does not
+depend on the step. Neither depends on whether prefixes are shared in the end, on a restart, or on any randomness.
 
 Tokens are counted as distinct tokens (a shared prefix once), since that is what a micro-batch holds. With
 ``batch.share_prefixes=false`` the same micro-batches are laid out in as many parts as the budget requires.
 
-Does not lay out tokens (``packing.py``).
+Does not say which samples a step has (``order.py``), and does not lay out tokens (``packing.py``).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
 from typing import Annotated, NamedTuple
 
@@ -27,10 +23,11 @@ from pydantic import Field
 from taut.config import configclass
 from taut.data.dataset import Dataset, Samples
 from taut.data.images import outside, uncut, within
+from taut.data.order import MOST_IN_ARRAYS, Order, is_large
 from taut.data.packing import PackPolicy, pack, prefix_order, shared_prefixes
 from taut.data.packing import common_prefix as common_prefix_of
 from taut.errors import ConfigError
-from taut.types import FloatArray, IntArray, Packed, Sample, Tree
+from taut.types import IntArray, Packed, Sample, Tree
 
 
 @configclass
@@ -50,7 +47,7 @@ class BatchConfig:
     """Share a prefix where that saves at least this number of tokens."""
     group_prefixes: bool = False
     """Keep samples with a long common prefix (a document's questions) in one step: the shuffle moves whole groups. A
-    group is cut only where no whole group fills a step. Needs shuffle."""
+    group is cut only where no whole group fills a step. Needs shuffle, and at most 10,000,000 samples."""
     group_min_tokens: Annotated[int, Field(ge=1)] = 64
     """Shortest common prefix of a group of group_prefixes, in tokens; a picture counts as long enough."""
     shuffle: bool = True
@@ -62,129 +59,6 @@ class BatchConfig:
                 "batch.group_prefixes=true and batch.shuffle=false contradict each other: grouping moves samples and "
                 "shuffle=false keeps the order of the files; keep one"
             )
-
-
-class Cursor(NamedTuple):
-    """Progress of a run: the number of samples seen after ``step``."""
-
-    step: int = 0
-    samples: int = 0
-
-
-START = Cursor()
-
-
-@dataclass(frozen=True)
-class Order:
-    """The samples of each step. Epochs follow each other without a gap, so a step may span two."""
-
-    weights: FloatArray
-    """How many times an epoch has each sample; fractions are drawn again each epoch. Equal within a source."""
-    seed: int
-    samples_per_step: int
-    is_shuffled: bool = True
-    groups: IntArray | None = None
-    """The group of each sample; None: every sample moves alone."""
-    origin: Cursor = START
-    """Where full steps begin. Not the start, if a run ended on a small step and was then extended."""
-
-    @cached_property
-    def epoch_size(self) -> int:
-        """Samples in an epoch, the same for every epoch."""
-        return sum(self._quota(weight) for weight in np.unique(self.weights))
-
-    def num_steps(self, epochs: float) -> int:
-        """Number of steps in ``epochs``; the last may be smaller."""
-        left = self._num_samples(epochs) - self.origin.samples
-        return self.origin.step + max(0, -(-left // self.samples_per_step))
-
-    def cursor(self, step: int, epochs: float | None = None) -> Cursor:
-        """Progress of a run after a step."""
-        samples = self._begin(step + 1)
-        return Cursor(step, samples if epochs is None else min(samples, self._num_samples(epochs)))
-
-    def going_on_from(self, cursor: Cursor, epochs: float | None) -> Order:
-        """The order of a run continued from ``cursor``: no sample is left out, or seen twice."""
-        is_within = epochs is None or cursor.step <= self.num_steps(epochs)
-        if is_within and self.cursor(cursor.step, epochs) == cursor:
-            return self
-        return replace(self, origin=cursor)
-
-    def step(self, step: int, epochs: float | None = None) -> list[int]:
-        """Sample indices of a step (counted from 1). ``epochs``: where the data end; None: they repeat without end."""
-        start = self._begin(step)
-        stop = start + self.samples_per_step
-        if epochs is not None:
-            stop = min(stop, self._num_samples(epochs))
-        chosen: list[int] = []
-        while start < stop:
-            epoch, offset = divmod(start, self.epoch_size)
-            part = self.epoch(epoch)[offset : offset + stop - start]
-            chosen.extend(part.tolist())
-            start += part.size
-        return chosen
-
-    def epoch(self, epoch: int) -> IntArray:
-        """All sample indices of an epoch (counted from 0), in order."""
-        cached = self.__dict__.get("_epoch")
-        if cached is None or cached[0] != epoch:
-            cached = (epoch, self._make_epoch(epoch))
-            self.__dict__["_epoch"] = cached
-        order: IntArray = cached[1]
-        return order
-
-    def _make_epoch(self, epoch: int) -> IntArray:
-        random = np.random.default_rng([self.seed, epoch])
-        members = []
-        for weight in np.unique(self.weights):
-            rows = np.flatnonzero(self.weights == weight)
-            times, rest = divmod(self._quota(weight), rows.size)
-            members.append(np.tile(rows, times))
-            if rest:
-                members.append(random.permutation(rows)[:rest])
-        chosen = np.sort(np.concatenate(members))
-        if not self.is_shuffled:
-            return chosen
-        chosen = random.permutation(chosen)
-        if self.groups is None:
-            return chosen
-        rank_of_group = random.permutation(int(self.groups.max()) + 1)
-        chosen = chosen[np.argsort(rank_of_group[self.groups[chosen]], kind="stable")]
-        documents = np.split(chosen, np.flatnonzero(np.diff(self.groups[chosen])) + 1)
-        begun = epoch * self.epoch_size % self.samples_per_step
-        return np.concatenate(_settle(documents, self.samples_per_step, begun))
-
-    def _begin(self, step: int) -> int:
-        return self.origin.samples + (step - 1 - self.origin.step) * self.samples_per_step
-
-    def _num_samples(self, epochs: float) -> int:
-        return max(1, round(epochs * self.epoch_size))
-
-    def _quota(self, weight: float) -> int:
-        return round(float(weight) * int((self.weights == weight).sum()))
-
-
-def _settle(documents: list[IntArray], step_size: int, begun: int) -> list[IntArray]:
-    """The documents in their order, except that a step with room left takes the next document that fits it whole.
-
-    A document is cut only where none fits, or where it is larger than a step. ``begun``: samples that the first step
-    already has.
-    """
-    waiting: dict[int, deque[int]] = {}
-    for number, document in enumerate(documents):
-        waiting.setdefault(document.size, deque()).append(number)
-    settled, room = [], step_size - begun
-    while waiting:
-        first = min(queue[0] for queue in waiting.values())
-        fitting = [queue[0] for size, queue in waiting.items() if size <= room]
-        is_too_large = documents[first].size > step_size
-        chosen = documents[first if is_too_large else min(fitting, default=first)]
-        waiting[chosen.size].popleft()
-        if not waiting[chosen.size]:
-            del waiting[chosen.size]
-        settled.append(chosen)
-        room = (room - chosen.size) % step_size or step_size
-    return settled
 
 
 def prefix_groups(samples: Sequence[Sample], min_tokens: int) -> IntArray:
@@ -383,12 +257,20 @@ class Rows:
     """False: no token is predicted; a scalar head is read."""
 
     def __len__(self) -> int:
-        return len(self.data.rows) - 1 if self.are_answers else len(self.data)
+        return self.data.num_groups if self.are_answers else len(self.data)
 
-    @property
-    def weights(self) -> FloatArray:
-        """How many times each tree is seen per epoch."""
-        return self.data.row_weights if self.are_answers else self.data.weights
+    def order(self, batch: BatchConfig, seed: int, samples_per_step: int) -> Order:
+        """Which trees each step has. Raises ConfigError where there are too many to be grouped."""
+        parts = self.data.parts
+        counts = tuple(part.num_groups if self.are_answers else part.num_samples for part in parts)
+        if batch.group_prefixes and is_large(counts):
+            raise ConfigError(
+                f"batch.group_prefixes=true, and data.train has {sum(counts):,} samples; expected at most "
+                f"{MOST_IN_ARRAYS:,}, since grouping compares all of them; set batch.group_prefixes=false"
+            )
+        groups = self.prefix_groups(batch.group_min_tokens) if batch.group_prefixes else None
+        weights = tuple(part.weight for part in parts)
+        return Order(counts, weights, seed, samples_per_step, batch.shuffle, groups)
 
     def trees(self, indices: Sequence[int]) -> list[Tree]:
         """The trees of a step. Their groups are numbered in this order."""
@@ -431,8 +313,8 @@ class Rows:
         """The samples of a tree, unchanged."""
         if not self.are_answers:
             return [self.data[index]]
-        start, stop = self.data.rows[index : index + 2]
-        return self.data[int(start) : int(stop)]
+        own = self.data.row(index)
+        return self.data[own.start : own.stop]
 
     def _tree(self, samples: Sequence[Sample], number: int) -> Tree:
         if not self.has_targets:

@@ -1,12 +1,19 @@
 """Tokenised sources: samples as flat arrays, on disk in a directory named by the hash of all that they depend on.
 
-    <cache>/<key>/ids.npy             int32 [T]     the tokens of all samples, one after another
+    <cache>/<key>/manifest.json       of each shard: its counts, the digest of its meta.json, the sizes of its files
+                  00000/ 00001/ ...   shards: an entry each, of 256 MiB or a little more
+
+    <shard>/      ids.npy             int32 [T]     the tokens of all samples, one after another
                   offsets.npy         int64 [S+1]   start of each sample
                   target_at.npy       int32 [N]     positions inside the sample
                   target_offsets.npy  int64 [S+1]
                   line.npy            int64 [S]     the line or record each sample comes from
                   part.npy            int32 [S]     number of the sample in its row; 0: the only one
                   meta.json           rows read, their forms, incidents, and the SHA-256 of each array
+
+and, where a row has several samples,
+
+                  row_offsets.npy     int64 [G+1]   start of the samples of each row that has any
 
 and, where answers are judged,
 
@@ -28,22 +35,31 @@ and, where there are images (M is the number of their places in samples, P that 
                   picture.stamp.npy   int64 [P, 2]  size and time of last change of each file; -1: it does not exist
                   film.{offsets,source,stamp}.npy   the same of the videos whose frames the images are
 
-An entry is written in a temporary folder and renamed, so it is whole or absent. When read, every array is checked
-against its hash and against the arrays it points into; an entry that fails is reported and made again, never used. Does
-not know how a key is made (``dataset.py``).
+A shard is written in a temporary folder and renamed, so it is whole or absent. Those of a source that has several wait
+in ``<key>.partial``: after a kill the next process goes on from them. The directory takes its name with the last shard.
+
+When a source is loaded, its files must be there in their sizes, and each meta.json as it was written. A shard's arrays
+are checked against their hashes, and against the arrays they point into, when it is first opened; that of a source with
+a single shard at once. A source that fails when it is loaded is reported and made again; a shard that fails later is a
+DataError that names it. Neither is ever used. Does not know how a key is made (``dataset.py``).
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, overload
 
 import numpy as np
 import pydantic
@@ -52,9 +68,10 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from taut.config import first_problem, user_path
+from taut.data.lengths import LengthCounts
 from taut.data.messages import RowForm
 from taut.data.render import Incident
-from taut.errors import OutputError
+from taut.errors import DataError, ModelError, OutputError
 from taut.io import files
 from taut.io.temporary import TemporaryFolder, clear
 from taut.types import IntArray, Media, Sample
@@ -81,6 +98,7 @@ ARRAYS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "target_offsets": (np.int64, ()),
     "line": (np.int64, ()),
     "part": (np.int32, ()),
+    "row_offsets": (np.int64, ()),
     "read_at": (np.int32, ()),
     "read_offsets": (np.int64, ()),
     "media.offsets": (np.int64, ()),
@@ -99,12 +117,34 @@ OFFSETS = {"ids": "offsets", "target_at": "target_offsets", "read_at": "read_off
 BLOCK = 2**16
 """Samples that are checked at a time."""
 META_LIMIT = 2**29
-"""Largest meta.json of an entry, in bytes: it lists every row that was left out or cut."""
+"""Largest meta.json of a shard, in bytes: it lists every row that was left out or cut."""
+MANIFEST_LIMIT = 2**28
+"""Largest manifest.json, in bytes."""
+MANIFEST = "manifest.json"
+PARTIAL, LOCK = ".partial", "lock"
+"""End of the name of a directory of finished shards whose source is not; the file in it that its process has locked."""
+KEPT_SECONDS = 7 * 24 * 3600
+"""Finished shards that nobody goes on from are removed after this time."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The sizes of a shard."""
+
+    num_rows: int
+    """Rows read."""
+    num_samples: int
+    num_groups: int
+    """Rows that have samples."""
+    num_tokens: int
+    num_targets: int
+    num_pictures: int
+    """Distinct images."""
 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One tokenised source."""
+    """A shard of a tokenised source."""
 
     arrays: Mapping[str, NDArray[Any]]
     num_rows: int
@@ -116,6 +156,19 @@ class Entry:
     """Number of rows of each form."""
     digest: str = ""
     """Digest of the arrays on disk: equal where the samples are, wherever their images lie."""
+
+    @cached_property
+    def counts(self) -> Counts:
+        arrays = self.arrays
+        num_samples = len(arrays["line"])
+        return Counts(
+            num_rows=self.num_rows,
+            num_samples=num_samples,
+            num_groups=len(arrays["row_offsets"]) - 1 if "row_offsets" in arrays else num_samples,
+            num_tokens=len(arrays["ids"]),
+            num_targets=len(arrays["target_at"]),
+            num_pictures=len(arrays.get("picture.content", ())),
+        )
 
     def sample(self, index: int, name: str, image_store: ImageStore | None = None) -> Sample:
         """The sample number ``index``. ``image_store``: holds its images."""
@@ -170,10 +223,22 @@ class Entry:
             media.append(Media(picture, start, stop, (t, h, w) if t else None, two_way))
         return tuple(media)
 
-    def row_offsets(self) -> IntArray:
-        """Start of each row's samples, and one more, the end: samples of one row are neighbours."""
-        line_S = self.arrays["line"]
-        return np.concatenate([[0], np.flatnonzero(np.diff(line_S)) + 1, [line_S.size]])
+    @cached_property
+    def lengths(self) -> LengthCounts:
+        """How many samples have each number of tokens."""
+        return LengthCounts.of(np.diff(self.arrays["offsets"]))
+
+    def row(self, index: int) -> range:
+        """The samples of a row, which are neighbours. Rows without samples are not counted."""
+        offsets = self.arrays.get("row_offsets")
+        if offsets is None:
+            return range(index, index + 1)
+        return range(int(offsets[index]), int(offsets[index + 1]))
+
+    def row_of(self, index: int) -> int:
+        """The row of a sample."""
+        offsets = self.arrays.get("row_offsets")
+        return index if offsets is None else int(np.searchsorted(offsets, index, side="right")) - 1
 
     def stale_reason(self) -> str:
         """Why the entry has to be made again for the sake of its images; empty if it does not."""
@@ -187,89 +252,139 @@ class Entry:
             stamps = self.arrays[f"{kind}.stamp"].tolist()
             for (start, stop), stamp in zip(bounds, stamps, strict=True):
                 path = paths[start:stop].decode(errors="surrogateescape")
-                if _stamp(path) != tuple(stamp):
+                if file_stamp(path) != tuple(stamp):
                     return f"{Path(path).name} has changed"
         return ""
 
 
-class EntryBuilder:
-    """Collects the samples of a source, row by row, into the arrays of an entry."""
+class Shards(Sequence[Entry]):
+    """A tokenised source: its shards, in order. Their counts are known at once; a shard is opened when it is first
+    asked for, and stays open.
+    """
 
-    def __init__(self) -> None:
-        self.num_rows = 0
-        self.forms: Counter[RowForm] = Counter()
-        self.incidents: list[Incident] = []
-        self.films: dict[str, None] = {}
-        """The files of videos, in their order."""
-        self.is_fleeting = False
-        self._joined: defaultdict[str, list[NDArray[Any]]] = defaultdict(list)
-        self._per_sample: defaultdict[str, list[float]] = defaultdict(list)
-        self._media: list[tuple[Media, ...]] = []
+    def __init__(
+        self,
+        counts: Sequence[Counts],
+        open_shard: Callable[[int], Entry],
+        *,
+        incidents: Sequence[Incident],
+        is_fleeting: bool,
+        forms: Mapping[RowForm, int],
+        digests: Sequence[str],
+        lengths: LengthCounts,
+    ) -> None:
+        self.counts = tuple(counts)
+        self.incidents = tuple(incidents)
+        """Of all shards."""
+        self.is_fleeting = is_fleeting
+        self.forms = forms
+        """Number of rows of each form, in all shards."""
+        self.digest = digests[0] if len(digests) == 1 else _digest_of(digests)
+        """Equal where the samples are, and the shards. That of a single shard is the shard's."""
+        self.starts_K: IntArray = np.cumsum([0, *(counted.num_samples for counted in counts)])
+        """The first sample of each of K shards, and one more, the end."""
+        self.groups_K: IntArray = np.cumsum([0, *(counted.num_groups for counted in counts)])
+        """The first row with samples of each shard, and one more, the end."""
+        self.lengths = lengths
+        """How many samples have each number of tokens, in all shards."""
+        self._open_shard = open_shard
+        self.opened: dict[int, Entry] = {}
+        """Those that are open, by number."""
+
+    @classmethod
+    def of(cls, entries: Sequence[Entry]) -> Shards:
+        """Shards that are in memory."""
+        return cls(
+            [entry.counts for entry in entries],
+            entries.__getitem__,
+            incidents=[incident for entry in entries for incident in entry.incidents],
+            is_fleeting=any(entry.is_fleeting for entry in entries),
+            forms=sum((Counter(entry.forms) for entry in entries), Counter[RowForm]()),
+            digests=[entry.digest for entry in entries],
+            lengths=LengthCounts.joined(entry.lengths for entry in entries),
+        )
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @overload
+    def __getitem__(self, index: int) -> Entry: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Entry]: ...
+    def __getitem__(self, index: int | slice) -> Entry | list[Entry]:
+        """Opened. Raises DataError where the shard is damaged."""
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        number = range(len(self))[index]
+        if number not in self.opened:
+            self.opened[number] = self._open_shard(number)
+        return self.opened[number]
+
+    def locate(self, index: int) -> tuple[Entry, int]:
+        """The shard of the sample number ``index``, and the sample's number in it."""
+        number = self._shard_of(index)
+        return self[number], index - int(self.starts_K[number])
+
+    def row(self, index: int) -> range:
+        """The samples of a row. Rows without samples are not counted."""
+        number = int(np.searchsorted(self.groups_K, index, side="right")) - 1
+        own, first = (
+            self[number].row(index - int(self.groups_K[number])),
+            int(self.starts_K[number]),
+        )
+        return range(first + own.start, first + own.stop)
+
+    def row_of(self, index: int) -> int:
+        """The row of a sample."""
+        number = self._shard_of(index)
+        own = self[number].row_of(index - int(self.starts_K[number]))
+        return int(self.groups_K[number]) + own
+
+    def _shard_of(self, index: int) -> int:
+        return int(np.searchsorted(self.starts_K, index, side="right")) - 1
+
+    @property
+    def num_rows(self) -> int:
+        return sum(counts.num_rows for counts in self.counts)
 
     @property
     def num_samples(self) -> int:
-        return len(self._media)
+        return int(self.starts_K[-1])
 
-    def add(self, number: int, place: str, samples: Sequence[Sample]) -> None:
-        """Add the samples of row ``number``, whose ids are ``place`` or begin with it."""
-        for sample in samples:
-            self._joined["ids"].append(sample.ids_T.astype(np.int32))
-            self._joined["target_at"].append(sample.target_at_N.astype(np.int32))
-            self._per_sample["line"].append(number)
-            self._per_sample["part"].append(int(sample.id[len(place) + 1 :] or 0))
-            self._media.append(sample.media)
-            for name, value in sample.values.items():
-                self._per_sample[VALUE + name].append(value)
-            if sample.read_at_R is not None:
-                self._joined["read_at"].append(sample.read_at_R.astype(np.int32))
-            for name, value_R in sample.read_values.items():
-                self._joined[READ_VALUE + name].append(value_R)
+    @property
+    def num_groups(self) -> int:
+        """Rows that have samples."""
+        return sum(counts.num_groups for counts in self.counts)
 
-    def build(self) -> Entry:
-        arrays = {name: np.concatenate(pieces) for name, pieces in self._joined.items()}
-        for name, offsets in OFFSETS.items():
-            if name in arrays:
-                arrays[offsets] = np.cumsum([0, *map(len, self._joined[name])])
-        arrays |= {name: np.asarray(values) for name, values in self._per_sample.items()}
-        arrays |= media_arrays(self._media, list(self.films))
-        incidents = tuple(self.incidents)
-        return Entry(arrays, self.num_rows, incidents, self.is_fleeting, self.forms)
+    @property
+    def num_tokens(self) -> int:
+        return sum(counts.num_tokens for counts in self.counts)
 
+    @property
+    def num_targets(self) -> int:
+        return sum(counts.num_targets for counts in self.counts)
 
-def media_arrays(
-    media_S: Iterable[tuple[Media, ...]], films: Sequence[str] = ()
-) -> dict[str, NDArray[Any]]:
-    """The arrays of the samples' images; none where no sample has one. ``films``: the files of videos."""
-    counts, places = [], []
-    table: dict[tuple[str, str, int], int] = {}
-    for media in media_S:
-        counts.append(len(media))
-        for image in media:
-            picture = image.picture
-            key = (picture.source, picture.content, picture.num_pictures)
-            number = table.setdefault(key, len(table))
-            places.append((image.start, image.stop, *(image.grid or (0, 0, 0)), number))
-    if not places:
-        return {}
-    places_M = np.array(places, dtype=np.int32)
-    arrays: dict[str, NDArray[Any]] = {
-        "media.offsets": np.cumsum([0, *counts]),
-        "media.at": places_M[:, :2],
-        "media.grid": places_M[:, 2:5],
-        "media.picture": places_M[:, 5],
-        "picture.content": np.array([list(bytes.fromhex(content)) for _, content, _ in table], np.uint8),
-        "picture.company": np.array([company for _, _, company in table], dtype=np.int32),
-    }  # fmt: skip
-    for kind, paths in (("picture", [source for source, _, _ in table]), ("film", films)):
-        if paths:
-            encoded = [path.encode(errors="surrogateescape") for path in paths]
-            arrays[f"{kind}.offsets"] = np.cumsum([0, *map(len, encoded)])
-            arrays[f"{kind}.source"] = np.frombuffer(b"".join(encoded), dtype=np.uint8)
-            arrays[f"{kind}.stamp"] = np.array([_stamp(path) for path in paths], dtype=np.int64)
-    return arrays
+    @property
+    def num_pictures(self) -> int:
+        """Distinct images of each shard."""
+        return sum(counts.num_pictures for counts in self.counts)
+
+    def stale_reason(self) -> str:
+        """Why the source has to be tokenised again for the sake of its images; empty if it does not."""
+        if self.is_fleeting:
+            return "pictures could not be read the last time"
+        if not self.num_pictures:
+            return ""
+        return next((reason for entry in self if (reason := entry.stale_reason())), "")
 
 
-def _stamp(path: str) -> tuple[int, int]:
+def row_starts(line_S: IntArray) -> IntArray:
+    """Start of the samples of each row."""
+    return np.flatnonzero(np.diff(line_S, prepend=-1))
+
+
+def file_stamp(path: str) -> tuple[int, int]:
+    """Size and time of last change of a file; -1: it does not exist."""
     try:
         status = Path(path).stat()
     except OSError:
@@ -289,15 +404,46 @@ class _Incident(TypedDict):
     targets_lost: int
 
 
-class _Meta(TypedDict):
-    """``meta.json`` of an entry."""
+class _Counts(TypedDict):
+    """``Counts``."""
 
-    num_rows: Annotated[int, Field(ge=0)]
+    num_rows: Annotated[int, Field(ge=1)]
+    num_samples: Annotated[int, Field(ge=1)]
+    num_groups: Annotated[int, Field(ge=1)]
+    num_tokens: Annotated[int, Field(ge=1)]
+    num_targets: Annotated[int, Field(ge=0)]
+    num_pictures: Annotated[int, Field(ge=0)]
+
+
+class _Meta(_Counts):
+    """``meta.json`` of a shard."""
+
+    lengths: list[tuple[int, Annotated[int, Field(ge=1)]]]
+    """Number of tokens -> samples that have it, ascending."""
     incidents: list[_Incident]
     is_fleeting: bool
     forms: dict[RowForm, Annotated[int, Field(ge=0)]]
     sha256: dict[Annotated[str, Field(pattern=r"^\w+(\.\w+)*$")], str]
     """Array -> the digest of its file."""
+
+
+class _Listed(_Counts):
+    """A shard in ``manifest.json``."""
+
+    meta: str
+    """The SHA-256 of its meta.json, which has those of the arrays."""
+    sizes: dict[str, int]
+    """Array -> bytes of its file."""
+
+
+class _Manifest(TypedDict):
+    """``manifest.json`` of a source."""
+
+    shards: Annotated[list[_Listed], Field(min_length=1)]
+
+
+FAILURES = (OSError, ValueError, LookupError, TypeError, ArithmeticError, EOFError)
+"""Errors of files that are not those that were written."""
 
 
 def default_directory() -> Path:
@@ -314,76 +460,325 @@ def directory_of(configured: str | None) -> Path:
     return user_path(chosen, "data.cache" if configured else "TAUT_CACHE")
 
 
-def load(directory: Path, key: str) -> tuple[Entry | None, str]:
-    """The entry, memory-mapped; or None and the reason why none can be used.
+def load(directory: Path, key: str) -> tuple[Shards | None, str]:
+    """The source's shards; or None and the reason why none can be used.
 
-    Before the first entry that a process loads, half-written ones of killed processes are removed.
+    Before the first source that a process loads, half-written ones of killed processes are removed.
     """
     clear([directory])
-    entry = directory / key
-    if not entry.is_dir():
+    folder = directory / key
+    if not folder.is_dir():
         return None, "not in the cache"
+    if not (folder / MANIFEST).exists() and (folder / "meta.json").exists():
+        return None, "the cached entry is of an older version"
     try:
-        raw = files.read_json(entry / "meta.json", META_LIMIT)
-        if isinstance(raw, dict) and "forms" not in raw:
-            return None, "the cached entry is of an older version"
-        meta = pydantic.TypeAdapter(_Meta).validate_python(raw, strict=True)
-        names = [*REQUIRED, *sorted(set(meta["sha256"]) - set(REQUIRED))]
-        for name in names:
-            if files.digest(entry / f"{name}.npy") != meta["sha256"][name]:
-                return None, f"the cached {name} is damaged"
-        arrays = {name: np.load(entry / f"{name}.npy", mmap_mode="r") for name in names}
-        require_sound(arrays)
-    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, EOFError) as error:
-        if isinstance(error, pydantic.ValidationError):
-            reason = first_problem(error)
-        else:
-            text = getattr(error, "strerror", None) or str(error)
-            reason = " ".join(text.split())[:200] or type(error).__name__
-        return None, f"the cached entry is damaged ({reason})"
-    digests = [meta["sha256"][name] for name in names if name not in PLACES]
-    digest = hashlib.sha256(json.dumps(digests).encode()).hexdigest()
+        raw = files.read_json(folder / MANIFEST, MANIFEST_LIMIT)
+        listed = pydantic.TypeAdapter(_Manifest).validate_python(raw, strict=True)["shards"]
+        metas = [_require_files(folder / shard_name(i), shard) for i, shard in enumerate(listed)]
+    except FAILURES as error:
+        return None, f"the cached entry is damaged ({_reason(error)})"
+
+    def open_shard(number: int) -> Entry:
+        try:
+            return _open(folder / shard_name(number), metas[number])
+        except FAILURES as error:
+            raise DataError(
+                f"{folder / shard_name(number)}: the tokenised data are damaged ({_reason(error)}); expected them as "
+                f"they were written; remove {folder} and run again, and the data are tokenised again"
+            ) from None
+
+    shards = Shards(
+        [_counts(meta) for meta in metas],
+        open_shard,
+        incidents=[Incident(**incident) for meta in metas for incident in meta["incidents"]],
+        is_fleeting=any(meta["is_fleeting"] for meta in metas),
+        forms=sum((Counter(meta["forms"]) for meta in metas), Counter[RowForm]()),
+        digests=[_digest_of_arrays(meta) for meta in metas],
+        lengths=LengthCounts.joined(map(_lengths, metas)),
+    )
+    if len(shards) == 1 or shards.num_pictures:  # pictures are looked at when data are loaded
+        try:
+            for number, meta in enumerate(metas):
+                shards.opened[number] = _open(folder / shard_name(number), meta)
+        except FAILURES as error:
+            return None, f"the cached entry is damaged ({_reason(error)})"
+    return shards, ""
+
+
+def _require_files(folder: Path, listed: _Listed) -> _Meta:
+    """The meta.json of a shard whose files are there, in their sizes."""
+    path = folder / "meta.json"
+    content = files.read_regular(path, META_LIMIT)
+    if hashlib.sha256(content).hexdigest() != listed["meta"]:
+        raise ValueError(f"{folder.name}/meta.json is not as it was written")
+    meta = pydantic.TypeAdapter(_Meta).validate_json(content, strict=True)
+    if not set(REQUIRED) <= set(meta["sha256"]) or set(meta["sha256"]) != set(listed["sizes"]):
+        raise ValueError(f"{folder.name}/meta.json does not list the arrays of a shard")
+    for name, size in listed["sizes"].items():
+        array = folder / f"{name}.npy"
+        status = array.stat()
+        files.require_regular(status, array)
+        if status.st_size != size:
+            raise ValueError(f"{folder.name}/{name}.npy has {status.st_size:,} bytes, not {size:,}")
+    return meta
+
+
+def _open(folder: Path, meta: _Meta) -> Entry:
+    """The shard, memory-mapped, after a look at each of its bytes. Raises one of FAILURES."""
+    for name, expected in meta["sha256"].items():
+        if files.digest(folder / f"{name}.npy") != expected:
+            raise ValueError(f"{folder.name}/{name}.npy is not as it was written")
+    names = _names(meta)
+    arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in names}
+    require_sound(arrays)
     incidents = tuple(Incident(**incident) for incident in meta["incidents"])
-    return Entry(
-        arrays, meta["num_rows"], incidents, meta["is_fleeting"], meta["forms"], digest
-    ), ""
+    digest = _digest_of_arrays(meta)
+    entry = Entry(arrays, meta["num_rows"], incidents, meta["is_fleeting"], meta["forms"], digest)
+    if entry.counts != _counts(meta) or entry.lengths != _lengths(meta):
+        raise ValueError(f"{folder.name}/meta.json has other counts than the arrays")
+    return entry
 
 
-def save(directory: Path, key: str, entry: Entry) -> None:
-    """Write an entry in a temporary folder and rename it to its key. It replaces a damaged one under the same key."""
+def _lengths(meta: _Meta) -> LengthCounts:
+    return LengthCounts(tuple(meta["lengths"]))
+
+
+def _counts(of: _Counts) -> Counts:
+    return Counts(
+        of["num_rows"],
+        of["num_samples"],
+        of["num_groups"],
+        of["num_tokens"],
+        of["num_targets"],
+        of["num_pictures"],
+    )
+
+
+def _names(meta: _Meta) -> list[str]:
+    """The arrays of a shard, in the order of its digest."""
+    return [*REQUIRED, *sorted(set(meta["sha256"]) - set(REQUIRED))]
+
+
+def _digest_of_arrays(meta: _Meta) -> str:
+    return _digest_of([meta["sha256"][name] for name in _names(meta) if name not in PLACES])
+
+
+def _digest_of(digests: Sequence[str]) -> str:
+    return hashlib.sha256(json.dumps(list(digests)).encode()).hexdigest()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, pydantic.ValidationError):
+        return first_problem(error)
+    text = getattr(error, "strerror", None) or str(error)
+    return " ".join(text.split())[:200] or type(error).__name__
+
+
+def shard_name(number: int) -> str:
+    return f"{number:05d}"
+
+
+def save(directory: Path, key: str, entries_from: Callable[[int], Iterator[Entry]]) -> int:
+    """Write a source, shard by shard, and give it its name. It replaces a damaged one of the same name.
+
+    ``entries_from(n)`` makes the entries of all rows after the first n: those are in shards that a process finished
+    which ended before the last. An error of the data, or of the template, removes the finished shards; after any other
+    end they stay. Returns how many rows those had.
+    """
+    writer = _Writer(directory, key)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with TemporaryFolder("cache", directory) as folder:
-            fresh = folder / "new"
-            fresh.mkdir()
-            digests = {}
-            for name, array in entry.arrays.items():
-                path = fresh / f"{name}.npy"
-                with path.open("wb") as file:
-                    np.save(file, np.asarray(array, dtype=ARRAYS.get(name, (None,))[0]))
-                    file.flush()
-                    os.fsync(file.fileno())
-                digests[name] = files.digest(path)
-            meta = {
-                "num_rows": entry.num_rows,
-                "incidents": [asdict(incident) for incident in entry.incidents],
-                "is_fleeting": entry.is_fleeting,
-                "forms": dict(entry.forms),
-                "sha256": digests,
-            }
-            (fresh / "meta.json").write_text(json.dumps(meta))
+        num_finished = writer.num_rows
+        for entry in entries_from(num_finished):
+            writer.add(entry)
+        writer.finish()
+        return num_finished
+    except (DataError, ModelError):
+        writer.forget()
+        raise
+    finally:
+        writer.close()
+
+
+class _Writer:
+    """The shards of one source on their way to disk. The first stays in a temporary folder until there is a second: a
+    small source leaves nothing behind when its process is killed.
+    """
+
+    def __init__(self, directory: Path, key: str) -> None:
+        self.directory, self.target = directory, directory / key
+        self.partial = directory / f"{key}{PARTIAL}"
+        self.listed: list[_Listed] = []
+        self.temporary: TemporaryFolder | None = None
+        self.lock: int | None = None
+        """The descriptor of the locked file in ``partial``, if this process writes there."""
+        with self._as_output_error():
+            if self.partial.is_dir() and self._lock():
+                self._go_on()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows whose samples are in finished shards."""
+        return sum(shard["num_rows"] for shard in self.listed)
+
+    def add(self, entry: Entry) -> None:
+        with self._as_output_error():
+            fresh = self._fresh()
+            name = shard_name(len(self.listed))
+            self.listed.append(_write(fresh / name, entry))
+            if self.lock is None and len(self.listed) == 2:
+                _remove_old(self.directory)
+                self.partial.mkdir(exist_ok=True)
+                if self._lock():
+                    self._empty()
+            if self.lock is not None:
+                for path in sorted(fresh.iterdir()):
+                    path.rename(self.partial / path.name)
+                files.sync(self.partial)
+
+    def finish(self) -> None:
+        with self._as_output_error():
+            fresh = self.partial if self.lock is not None else self._fresh()
+            manifest: _Manifest = {"shards": self.listed}
+            files.write_text(fresh / MANIFEST, json.dumps(manifest))
+            if self.lock is not None:
+                (self.partial / LOCK).unlink()
             try:
-                fresh.rename(directory / key)
+                fresh.rename(self.target)
             except OSError:
-                if load(directory, key)[0] is None:  # else another process wrote the same entry
-                    (directory / key).rename(folder / "old")
-                    fresh.rename(directory / key)
-    except (OSError, ValueError) as error:  # ValueError: not a valid path
-        reason = getattr(error, "strerror", None) or error
-        raise OutputError(
-            f"the cache {directory} cannot be written: {reason}; expected a directory with space; set data.cache or "
-            "TAUT_CACHE"
-        ) from None
+                if load(self.directory, self.target.name)[0] is None:  # else another process did
+                    self.target.rename(self._temporary() / "old")
+                    fresh.rename(self.target)
+                elif self.lock is not None:
+                    self.forget()
+
+    def forget(self) -> None:
+        """Remove the finished shards."""
+        if self.lock is not None:
+            shutil.rmtree(self.partial, ignore_errors=True)
+
+    def close(self) -> None:
+        if self.temporary is not None:
+            self.temporary.close()
+        if self.lock is not None:
+            os.close(self.lock)
+
+    def _temporary(self) -> Path:
+        if self.temporary is None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self.temporary = TemporaryFolder("cache", self.directory)
+        return self.temporary.path
+
+    def _fresh(self) -> Path:
+        """Where a shard is written."""
+        fresh = self._temporary() / "new"
+        fresh.mkdir(exist_ok=True)
+        return fresh
+
+    def _lock(self) -> bool:
+        """Lock the directory of finished shards; not where another process has, or the file system has no locks."""
+        self.lock = _locked(self.partial)
+        return self.lock is not None
+
+    def _go_on(self) -> None:
+        """Take over the finished shards, as far as they are whole."""
+        (self.partial / MANIFEST).unlink(missing_ok=True)
+        for number in range(len(list(self.partial.iterdir())) - 1):
+            folder = self.partial / shard_name(number)
+            try:
+                listed = _listed(folder)
+                entry = _open(folder, _require_files(folder, listed))
+            except FAILURES:
+                break
+            if entry.stale_reason():
+                break
+            self.listed.append(listed)
+        self._empty()
+
+    def _empty(self) -> None:
+        """Remove what is not one of the shards taken over."""
+        kept = {LOCK, *(shard_name(number) for number in range(len(self.listed)))}
+        for path in self.partial.iterdir():
+            if path.name not in kept:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    @contextmanager
+    def _as_output_error(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:  # ValueError: not a valid path
+            reason = getattr(error, "strerror", None) or error
+            raise OutputError(
+                f"the cache {self.directory} cannot be written: {reason}; expected a directory with space; set "
+                "data.cache or TAUT_CACHE"
+            ) from None
+
+
+def _write(folder: Path, entry: Entry) -> _Listed:
+    """Write a shard's files."""
+    folder.mkdir()
+    digests = {}
+    for name, array in entry.arrays.items():
+        path = folder / f"{name}.npy"
+        with path.open("wb") as file:
+            np.save(file, np.asarray(array, dtype=ARRAYS.get(name, (None,))[0]))
+            file.flush()
+            os.fsync(file.fileno())
+        digests[name] = files.digest(path)
+    meta = {
+        **asdict(entry.counts),
+        "lengths": entry.lengths.pairs,
+        "incidents": [asdict(incident) for incident in entry.incidents],
+        "is_fleeting": entry.is_fleeting,
+        "forms": dict(entry.forms),
+        "sha256": digests,
+    }
+    files.write_text(folder / "meta.json", json.dumps(meta))
+    return _listed(folder)
+
+
+def _listed(folder: Path) -> _Listed:
+    """A shard on disk as its manifest lists it."""
+    content = files.read_regular(folder / "meta.json", META_LIMIT)
+    meta = pydantic.TypeAdapter(_Meta).validate_json(content, strict=True)
+    sizes = {name: (folder / f"{name}.npy").stat().st_size for name in meta["sha256"]}
+    return {
+        "num_rows": meta["num_rows"],
+        "num_samples": meta["num_samples"],
+        "num_groups": meta["num_groups"],
+        "num_tokens": meta["num_tokens"],
+        "num_targets": meta["num_targets"],
+        "num_pictures": meta["num_pictures"],
+        "meta": hashlib.sha256(content).hexdigest(),
+        "sizes": sizes,
+    }
+
+
+def _locked(folder: Path) -> int | None:
+    """The descriptor of the folder's file LOCK, locked; None where another process has it, or none can be had."""
+    try:
+        number = os.open(
+            folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
+    except OSError:
+        return None
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(number).st_nlink:  # else its process has just finished
+            return number
+    except OSError:
+        pass
+    os.close(number)
+    return None
+
+
+def _remove_old(directory: Path) -> None:
+    """Remove finished shards that no process has gone on from for KEPT_SECONDS."""
+    for partial in directory.glob(f"*{PARTIAL}"):
+        if time.time() - partial.stat().st_mtime > KEPT_SECONDS:
+            lock = _locked(partial)
+            if lock is not None:
+                shutil.rmtree(partial, ignore_errors=True)
+                os.close(lock)
 
 
 def forget(directory: Path, key: str) -> None:
@@ -419,6 +814,11 @@ def require_sound(arrays: Mapping[str, NDArray[Any]]) -> None:
     _require_offsets(arrays, "offsets", "ids", num_samples)
     if num_samples and int(np.diff(offsets).min()) < 1:
         raise ValueError("offsets has a sample without tokens")
+    if "row_offsets" in arrays:
+        _require_offsets(arrays, "row_offsets", "line", None)
+    starts = arrays["row_offsets"][:-1] if "row_offsets" in arrays else np.arange(num_samples)
+    if not np.array_equal(starts, row_starts(arrays["line"])):
+        raise ValueError("row_offsets are not where the line changes")
     _require_offsets(arrays, "target_offsets", "target_at", num_samples)
     _require_within(offsets, arrays["target_offsets"], arrays["target_at"], "target_at", first=1)
     if arrays["ids"].size and int(arrays["ids"].min()) < 0:

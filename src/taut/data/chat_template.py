@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import jinja2
 
 from taut.data.images import Pictures, Placed
-from taut.data.messages import Message, Tool, images_of
-from taut.errors import ModelError, RenderError
+from taut.data.json_io import did_you_mean
+from taut.data.messages import Conversation, Message, Tool, images_of
+from taut.errors import ConfigError, ModelError, RenderError
 from taut.io import processes
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ SET_DAY = (
 """Beginning of a chat template that sets its date."""
 CODES = [f"%{flag}{letter}" for flag in ("-", "") for letter in "aAbBcdjmyYHIMSpUuVwWxXZ"] + ["%%"]
 """The codes of strftime formats."""
+GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+"""Variables of a template that are not settings: each rendering has its own."""
 PROBE: tuple[Message, ...] = (
     {"role": "user", "content": "Hi"},
     {"role": "assistant", "content": "Hello"},
@@ -93,8 +96,11 @@ class Template:
         template: str | None,
         key: str = "data.template",
         image_store: ImageStore | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """``key``: the setting that names another template, for messages. ``image_store``: the store of images."""
+        """``key``: the setting that names another template, for messages. ``image_store``: the store of images.
+        ``variables``: values of the template's own variables, which become its defaults.
+        """
         if not tokenizer.is_fast:
             raise ModelError(
                 f"the tokenizer is a {type(tokenizer).__name__} without tokenizer.json; expected a fast tokenizer; "
@@ -109,8 +115,60 @@ class Template:
         if self.template is not None:
             processes.start()
         self._is_own = template is None
+        self._can_vary: dict[str, None] = {}
+        """Variables that the template was seen to read."""
+        if variables:
+            self.require_variables(variables, self._key_of_variables)
+            self.template = with_defaults(str(self.template), variables)
         self.day: datetime.date | None = None
         """The date for templates that write it; None: today."""
+
+    @property
+    def _key_of_variables(self) -> str:
+        return f"{self.key.removesuffix('template')}chat_template_kwargs"
+
+    def require_variables(self, variables: Mapping[str, Any], where: str) -> None:
+        """Raise ConfigError, with ``where``, for variables that the template does not read or that are no settings."""
+        if variables.keys() <= self._can_vary.keys():
+            return
+        if not isinstance(self.template, str):
+            has = "no chat template" if self.template is None else "several chat templates"
+            raise ConfigError(
+                f"{where}: found {', '.join(variables)}, and the tokenizer has {has}; expected one template that reads "
+                f"them; give it with {self.key}=FILE"
+            )
+        if self._renders_itself:
+            raise ConfigError(
+                f"{where}: found {', '.join(variables)}, and {type(self.tokenizer).__name__} renders messages with "
+                "code of its own; expected a tokenizer that uses its chat template; take them out"
+            )
+        try:
+            names: list[str] = processes.call("taut.data.chat_text:variables", self.template)
+        except (processes.FunctionFailed, processes.LimitExceeded) as error:
+            raise ModelError(
+                f"the chat template ({self._source}) cannot be read: {str(error)[:200]}; expected a Jinja template; "
+                f"give another one with {self.key}=FILE"
+            ) from None
+        known = [
+            name
+            for name in names
+            if name not in GIVEN and name not in self.tokenizer.special_tokens_map
+        ]
+        for name in variables:
+            if name not in known:
+                reads = ", ".join(known) or "none"
+                raise ConfigError(
+                    f"{where}: the chat template reads no variable {name!r} that can be set; expected one of those it "
+                    f"reads ({reads}){did_you_mean(name, known)}; correct it or take it out"
+                )
+        self._can_vary |= dict.fromkeys(variables)
+
+    @property
+    def _renders_itself(self) -> bool:
+        """Whether the tokenizer comes with its own way of rendering."""
+        from transformers import PreTrainedTokenizerBase as Library
+
+        return type(self.tokenizer).apply_chat_template is not Library.apply_chat_template
 
     @property
     def asks_for_the_day(self) -> bool:
@@ -132,9 +190,11 @@ class Template:
         *,
         is_prompt: bool = False,
         placed: Sequence[Placed] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> Text:
         """The text of these messages, with the generation prompt if ``is_prompt``. ``placed``: the images of the
-        whole row, if the messages are only its beginning.
+        whole row, if the messages are only its beginning. ``variables``: the row's values of the template's own
+        variables.
         """
         if self.template is None:
             raise RenderError(
@@ -143,9 +203,11 @@ class Template:
             )
         if placed is None:
             placed = self.pictures.place(messages, tools, place)
+        variables = variables or {}
+        self.require_variables(variables, place)
         adapted = [self._adapted(message, self.takes_strings) for message in messages]
         try:
-            text = self.write(adapted, tools, is_prompt=is_prompt, place=place)
+            text = self.write(adapted, tools, is_prompt=is_prompt, place=place, **variables)
         except processes.FunctionFailed as error:
             roles = " ".join(message["role"] for message in messages)
             raise RenderError(
@@ -155,6 +217,25 @@ class Template:
         images = tuple(placed[: len(images_of(messages))])
         text = self.pictures.write(text, images, place)
         return replace(checked(text, place, is_rendering=True), pictures=images)
+
+    def apply_to(
+        self,
+        row: Conversation,
+        messages: Sequence[Message],
+        place: str | None = None,
+        *,
+        is_prompt: bool = False,
+        placed: Sequence[Placed] | None = None,
+    ) -> Text:
+        """The text of some of a row's messages, with its tools and its values of the template's variables."""
+        return self.apply(
+            messages,
+            row.tools,
+            place or row.place,
+            is_prompt=is_prompt,
+            placed=placed,
+            variables=row.template_variables,
+        )
 
     def plain(self, text: str, place: str) -> Text:
         """Plain text, without a template."""
@@ -193,7 +274,7 @@ class Template:
         *,
         is_prompt: bool,
         place: str,
-        **switches: bool,
+        **switches: Any,
     ) -> str:
         """The template's text of these messages, unchanged. ``switches``: the template's own variables.
 
@@ -208,10 +289,7 @@ class Template:
             {key: value for key, value in message.items() if value is not None}
             for message in messages
         ]
-        from transformers import PreTrainedTokenizerBase as Library
-
-        if type(self.tokenizer).apply_chat_template is not Library.apply_chat_template:
-            # a tokenizer with its own way of rendering: trust_remote_code allows its code to run here
+        if self._renders_itself:  # trust_remote_code allows its code to run here
             try:
                 render: Any = self.tokenizer.apply_chat_template
                 return str(
@@ -401,6 +479,27 @@ class Template:
         elif "strftime_now" in template:
             parts.append(str(datetime.date.today()))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def with_defaults(template: str, variables: Mapping[str, Any]) -> str:
+    """The template with default values of its variables. A value given with a request still takes precedence. The line
+    break after a block is no text in a chat template, so what the template writes is unchanged.
+    """
+    settings = [
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}\n"
+        for name, value in variables.items()
+    ]
+    return "".join(settings) + template
+
+
+def _literal(value: Any) -> str:
+    """A JSON value as Jinja writes it."""
+    if isinstance(value, Mapping):
+        items = (f"{_literal(key)}: {_literal(item)}" for key, item in value.items())
+        return "{" + ", ".join(items) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def common_length(left: Sequence[object], right: Sequence[object]) -> int:

@@ -10,7 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from transformers.utils.chat_template_utils import render_jinja_template
+from jinja2 import meta
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from taut.io.processes import LimitExceeded
 
@@ -43,3 +44,11 @@ def render(
                 f"makes {len(text):,} characters of messages for which at most {most:,} are allowed"
             )
     return text
+
+
+def variables(template: str) -> list[str]:
+    """The names that a template reads and does not set itself: functions of the library are not among them."""
+    compiling: Any = _compile_jinja_template  # it knows the library's tags and functions
+    environment = compiling(template).environment
+    names = meta.find_undeclared_variables(environment.parse(template))
+    return sorted(names - set(environment.globals))

@@ -1,12 +1,12 @@
 """Data from files to samples: read, validate, render, fit to length, cache, and look up by index.
 
-``load_dataset`` returns a Dataset: a sequence of samples built on demand from memory-mapped arrays, with lengths,
-target counts and weights as arrays for the planner. A second load of the same content with the same tokenizer,
+``load_dataset`` returns a Dataset: a sequence of samples built on demand from memory-mapped arrays. What it holds in
+memory grows with the number of sources, not of samples. A second load of the same content with the same tokenizer,
 template and options reads the cache and tokenises nothing. A source with an error leaves nothing in the cache; sources
-before it in a list stay there. ``attempt_rows`` goes on past rows with errors, to count them.
+before it in a list stay there. Rows are tokenised in ``tokenise.py``.
 
 ``kind`` says how rows judge their answers (``schema.py``). A row whose answers are compared is several samples, which
-stay together (``Dataset.rows``).
+stay together (``Dataset.row``).
 
 Does not shuffle, choose fractions, pack or plan (``batching.py``). Under torchrun let one rank load first.
 """
@@ -18,27 +18,25 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, overload
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, overload
 
 import numpy as np
 from pydantic import Field
 
 from taut.config import configclass, user_path
 from taut.data import cache
-from taut.data.images import in_batches
-from taut.data.messages import FORM_OF, Conversation, Row, RowForm, images_of
+from taut.data.lengths import LengthCounts
+from taut.data.messages import Row, RowForm
 from taut.data.render import (
     Incident,
     Limits,
     Renderer,
     Targets,
     TooLong,
-    answers_of,
-    fit_any,
-    render_each,
 )
-from taut.data.schema import AnyRow, Columns, Format, Kind, best_row, read_any
+from taut.data.schema import AnyRow, Columns, Format, Kind, read_any
 from taut.data.sources import (
     Opened,
     Source,
@@ -51,16 +49,16 @@ from taut.data.sources import (
     place_of,
     require_apart,
 )
-from taut.errors import ConfigError, DataError, PictureError
+from taut.data.tokenise import entries, workers_for
+from taut.errors import ConfigError
 from taut.io import files
 from taut.io.console import counted
-from taut.types import FloatArray, IntArray, Sample
+from taut.types import IntArray, Sample
 from taut.vision.content import ImagesConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from taut.vision.content import ImageRef
     from taut.vision.image_store import ImageStore
 
 Split: TypeAlias = Literal["train", "eval"]
@@ -94,6 +92,11 @@ class DataConfig:
     """Render prompts and completions that are plain text with the chat template, as a user message and an assistant
     message. By default they are used as they are, and taut check warns if the tokenizer has a chat template. Documents
     (the column text) are never rendered."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Values of the chat template's own variables, as in { enable_thinking = false }. They become the defaults of the
+    template that is used, and saved: a server of the model needs no setting."""
+    system: str | None = None
+    """A system message put in front of conversations that have none; a row's own takes precedence."""
     max_length: Annotated[int, Field(ge=2)] | None = None
     """Largest number of tokens of a sample; by default the model's context."""
     too_long: TooLong = "error"
@@ -106,11 +109,21 @@ class DataConfig:
     """Text that joins the steps of stepwise data."""
     images: ImagesConfig = field(default_factory=ImagesConfig)
     """How pictures are read."""
+    workers: Annotated[int, Field(ge=1)] | None = None
+    """Processes that tokenise; 1: this one. By default one per processor core, at most 16, for a source of 16
+    MiB or more, else 1."""
     cache: str | None = None
     """Directory for tokenised data; by default $TAUT_CACHE or the user's cache directory."""
 
     def __post_init__(self) -> None:
         require_apart(_sources_of(self, "train"), _sources_of(self, "eval"))
+
+    @property
+    def system_messages(self) -> set[str]:
+        """The system messages that sources put in front of conversations without one."""
+        named = [*_sources_of(self, "train"), *_sources_of(self, "eval")]
+        texts = [self.system if source.system is None else source.system for source in named]
+        return {text for text in texts if text}
 
 
 # -- what a configuration names
@@ -135,6 +148,8 @@ def sources(config: DataConfig, split: Split, kind: Kind = "sft") -> list[tuple[
                 folder=folder_of(source, config.images.folder, "data.images.folder"),
                 images=config.images,
                 apply_chat_template=bool(config.apply_chat_template),
+                system=config.system if source.system is None else source.system,
+                template_variables=source.chat_template_kwargs or {},
             ),
         )
         for source in named
@@ -157,17 +172,20 @@ def build_renderer(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, image_store: ImageStore | None = None
 ) -> Renderer:
     """The renderer that a data configuration describes. ``image_store``: for a model that takes images."""
-    if config.template is None:
-        return Renderer(tokenizer, None, config.targets, image_store=image_store)
-    path = user_path(config.template, "data.template")
-    try:
-        template = files.read_text(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"data.template: cannot read {config.template}: {getattr(error, 'strerror', None) or error}; "
-            "expected a file with a chat template"
-        ) from None
-    return Renderer(tokenizer, template, config.targets, image_store=image_store)
+    template = None
+    if config.template is not None:
+        path = user_path(config.template, "data.template")
+        try:
+            template = files.read_text(path)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"data.template: cannot read {config.template}: {getattr(error, 'strerror', None) or error}; "
+                "expected a file with a chat template"
+            ) from None
+    variables = config.chat_template_kwargs
+    return Renderer(
+        tokenizer, template, config.targets, image_store=image_store, variables=variables
+    )
 
 
 # -- rows
@@ -183,104 +201,6 @@ def read_rows(config: DataConfig, split: Split, kind: Kind = "sft") -> Iterator[
         opened = open_source(source)
         for number, record in opened.records():
             yield read_any(record, opened.place(number), columns)
-
-
-class Attempt(NamedTuple):
-    """The result of reading one record: its samples, or its error."""
-
-    number: int
-    """The line or record in the source."""
-    place: str
-    row: AnyRow | None
-    samples: list[Sample]
-    """Rendered, and fitted to length."""
-    incidents: list[Incident]
-    error: DataError | None
-
-
-def attempt_rows(
-    opened: Opened,
-    columns: Columns,
-    renderer: Renderer,
-    limits: Limits,
-    tolerated: tuple[type[DataError], ...] = (DataError,),
-) -> Iterator[Attempt]:
-    """Read, render and fit every record of a source, several at a time. Errors of the tolerated types are returned in
-    place of the row; any other is raised.
-    """
-
-    def read(number: int, record: object) -> AnyRow | DataError:
-        if isinstance(record, DataError):
-            return record
-        try:
-            return read_any(record, opened.place(number), columns)
-        except tolerated as error:
-            return error
-
-    records = opened.attempts() if DataError in tolerated else opened.records()
-    read_records = ((number, read(number, record)) for number, record in records)
-    for batch in in_batches(read_records, lambda pair: _images_of(pair[1])):
-        rows = [row for _, row in batch if not isinstance(row, DataError)]
-        rendered = iter(render_each(rows, renderer, tolerated))
-        for number, row in batch:
-            place = opened.place(number)
-            if isinstance(row, DataError):
-                yield Attempt(number, place, None, [], [], row)
-                continue
-            samples = next(rendered)
-            if isinstance(samples, DataError):
-                yield Attempt(number, place, row, [], [], samples)
-                continue
-            try:
-                yield Attempt(number, place, row, *fit_any(row, samples, limits), None)
-            except tolerated as error:
-                yield Attempt(number, place, row, [], [], error)
-
-
-def _images_of(row: AnyRow | DataError | None) -> list[ImageRef]:
-    """The images of all answers of a row."""
-    if row is None or isinstance(row, DataError):
-        return []
-    chats = (answer for answer in answers_of(row) if isinstance(answer, Conversation))
-    return [image for chat in chats for image in images_of(chat.messages)]
-
-
-def tokenise(opened: Opened, columns: Columns, limits: Limits, renderer: Renderer) -> cache.Entry:
-    """Read, render and fit every row of a source into the arrays of a cache entry. Nothing is written."""
-    builder = cache.EntryBuilder()
-    drops_images = renderer.image_store is not None and renderer.image_store.images.bad == "drop"
-    tolerated = (PictureError,) if drops_images else ()
-    try:
-        for attempt in attempt_rows(opened, columns, renderer, limits, tolerated):
-            builder.num_rows += 1
-            number, place, row = attempt.number, attempt.place, attempt.row
-            builder.films |= {image.film: None for image in _images_of(row) if image.film}
-            if attempt.error is not None:
-                reason = str(attempt.error).removeprefix(f"{place}: ")
-                builder.incidents.append(Incident(str(number), "dropped", reason))
-                builder.is_fleeting = True
-                continue
-            assert row is not None, "a row without an error was read"
-            builder.forms[FORM_OF[type(best_row(row))]] += 1
-            builder.add(number, place, attempt.samples)
-            builder.incidents += [
-                replace(incident, place=f"{number}{incident.place[len(place) :]}")
-                for incident in attempt.incidents
-            ]
-    except PictureError as error:
-        raise PictureError(f"{error}; or leave such rows out with data.images.bad=drop") from None
-    if not builder.num_rows:
-        raise DataError(
-            f"{opened.path}: the file has no rows; expected at least one; check the path"
-        )
-    if not builder.num_samples:
-        first = builder.incidents[0]
-        setting = ", or data.images.folder" if builder.is_fleeting else ""
-        raise DataError(
-            f"{opened.path}: none of its {counted(builder.num_rows, 'rows')} is left (row {first.place}: "
-            f"{first.reason}); expected some; change data.max_length, data.min_length or data.too_long{setting}"
-        )
-    return builder.build()
 
 
 # -- samples
@@ -337,7 +257,7 @@ class SourcePart:
     """Of its files, with which sample ids begin; numbered likewise, so that these are unique."""
     weight: float
     key: str
-    entry: cache.Entry
+    shards: cache.Shards
     source: str
     """As configured."""
     stamps: tuple[Stamp, ...]
@@ -348,37 +268,73 @@ class SourcePart:
     """The store of its images."""
 
     def sample(self, index: int) -> Sample:
-        return self.entry.sample(index, self.name(index), self.image_store)
+        entry, inside = self.shards.locate(index)
+        return entry.sample(inside, self._name(entry, inside), self.image_store)
 
     @property
     def identity(self) -> str:
         """A digest that is equal where the samples are: of their inputs; of the arrays, where there may be images."""
-        return self.key if self.image_store is None else self.entry.digest
+        return self.key if self.image_store is None else self.shards.digest
+
+    @property
+    def num_samples(self) -> int:
+        return self.shards.num_samples
+
+    @property
+    def num_groups(self) -> int:
+        """Rows that have samples."""
+        return self.shards.num_groups
+
+    def length(self, index: int) -> int:
+        """The number of tokens of a sample."""
+        entry, inside = self.shards.locate(index)
+        start, stop = entry.arrays["offsets"][inside : inside + 2]
+        return int(stop - start)
 
     def num_with_target(self, ids: Collection[int]) -> int:
         """How many samples have one of ``ids`` among their targets."""
-        arrays, num = self.entry.arrays, 0
-        offsets, bounds = arrays["offsets"], arrays["target_offsets"]
-        for first in range(0, len(offsets) - 1, BLOCK):
-            last = min(first + BLOCK, len(offsets) - 1)
-            counts = np.diff(bounds[first : last + 1])
-            at = arrays["target_at"][bounds[first] : bounds[last]].astype(np.int64)
-            places = at + np.repeat(offsets[first:last], counts)
-            is_hit = np.isin(arrays["ids"][places], list(ids))
-            num += np.unique(np.repeat(np.arange(counts.size), counts)[is_hit]).size
+        num = 0
+        for entry in self.shards:
+            arrays = entry.arrays
+            offsets, bounds = arrays["offsets"], arrays["target_offsets"]
+            for first in range(0, len(offsets) - 1, BLOCK):
+                last = min(first + BLOCK, len(offsets) - 1)
+                starts_S, bounds_S = offsets[first:last], bounds[first : last + 1]
+                left_S = np.flatnonzero(np.diff(bounds_S))
+                # most answers end with such a token: the last target is looked at first
+                is_hit_S = np.isin(
+                    arrays["ids"][starts_S[left_S] + arrays["target_at"][bounds_S[left_S + 1] - 1]],
+                    list(ids),
+                )
+                num += int(is_hit_S.sum())
+                left_S = left_S[~is_hit_S]
+                counts = np.diff(bounds_S)[left_S]
+                places = np.repeat(bounds_S[left_S] - np.cumsum(counts) + counts, counts)
+                at = arrays["target_at"][places + np.arange(places.size)]
+                is_hit = np.isin(arrays["ids"][at + np.repeat(starts_S[left_S], counts)], list(ids))
+                num += np.unique(np.repeat(left_S, counts)[is_hit]).size
         return num
 
     def first_beyond(self, size: int) -> tuple[str, int] | None:
         """The first sample with an id of ``size`` or more, and the id."""
-        ids = self.entry.arrays["ids"]
-        if ids.max() < size:
-            return None
-        at = int((ids >= size).argmax())
-        index = int(np.searchsorted(self.entry.arrays["offsets"], at, side="right")) - 1
-        return self.name(index), int(ids[at])
+        for entry in self.shards:
+            ids = entry.arrays["ids"]
+            if ids.max() >= size:
+                at = int((ids >= size).argmax())
+                inside = int(np.searchsorted(entry.arrays["offsets"], at, side="right")) - 1
+                return self._name(entry, inside), int(ids[at])
+        return None
+
+    def line(self, index: int) -> int:
+        """The line or record that a sample comes from."""
+        entry, inside = self.shards.locate(index)
+        return int(entry.arrays["line"][inside])
 
     def name(self, index: int) -> str:
-        line, part = self.entry.arrays["line"][index], self.entry.arrays["part"][index]
+        return self._name(*self.shards.locate(index))
+
+    def _name(self, entry: cache.Entry, inside: int) -> str:
+        line, part = entry.arrays["line"][inside], entry.arrays["part"][inside]
         place = place_of(self.names, int(line))
         return f"{place}#{part}" if part else place
 
@@ -407,21 +363,8 @@ class Dataset(Samples):
         self, parts: Sequence[SourcePart], decisions: Sequence[str] = (), is_cached: bool = False
     ) -> None:
         self.parts = tuple(parts)
-        arrays = [part.entry.arrays for part in parts]
-        self.lengths: IntArray = np.concatenate([np.diff(a["offsets"]) for a in arrays])
-        self.num_targets: IntArray = np.concatenate([np.diff(a["target_offsets"]) for a in arrays])
-        counts = [len(a["line"]) for a in arrays]
-        self.weights: FloatArray = np.repeat([part.weight for part in parts], counts)
-        """How many times each sample is seen per epoch."""
-        self._starts: IntArray = np.cumsum([0, *counts])
-        rows = [
-            start + part.entry.row_offsets()[:-1]
-            for start, part in zip(self._starts, parts, strict=False)
-        ]
-        self.rows: IntArray = np.concatenate([*rows, self._starts[-1:]])
-        """Start of each row's samples, and one more, the end: row i has the samples rows[i] to rows[i + 1]."""
-        self.row_weights: FloatArray = self.weights[self.rows[:-1]]
-        """How many times each row is seen per epoch."""
+        self._starts = np.cumsum([0, *(part.num_samples for part in parts)])
+        self._row_starts = np.cumsum([0, *(part.num_groups for part in parts)])
         identity = json.dumps([[part.identity, part.weight] for part in parts])
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         self.report = self._report(decisions, is_cached)
@@ -432,6 +375,50 @@ class Dataset(Samples):
     def sample(self, index: int) -> Sample:
         part, offset = self._locate(index)
         return part.sample(offset)
+
+    @property
+    def num_groups(self) -> int:
+        """Rows that have samples."""
+        return int(self._row_starts[-1])
+
+    def row(self, index: int) -> range:
+        """The samples of row ``index``; rows without samples are not counted."""
+        number = int(np.searchsorted(self._row_starts, index, side="right")) - 1
+        own = self.parts[number].shards.row(index - int(self._row_starts[number]))
+        first = int(self._starts[number])
+        return range(first + own.start, first + own.stop)
+
+    def row_of(self, index: int) -> int:
+        """The row of sample ``index``."""
+        part, offset = self._locate(index)
+        return int(self._row_starts[self.parts.index(part)]) + part.shards.row_of(offset)
+
+    def length(self, index: int) -> int:
+        """The number of tokens of a sample, without building it."""
+        part, offset = self._locate(index)
+        return part.length(offset)
+
+    def sizes(self, of: Literal["tokens", "targets"]) -> Iterator[IntArray]:
+        """The number of tokens, or of targets, of every sample, shard by shard."""
+        name = "offsets" if of == "tokens" else "target_offsets"
+        for entry in (entry for part in self.parts for entry in part.shards):
+            yield np.diff(entry.arrays[name])
+
+    @cached_property
+    def lengths(self) -> LengthCounts:
+        """How many samples have each number of tokens."""
+        return LengthCounts.joined(part.shards.lengths for part in self.parts)
+
+    def longer_than(self, size: float, most: int) -> list[int]:
+        """The first samples with more tokens, at most so many."""
+        found: list[int] = []
+        first = 0
+        for length_S in self.sizes("tokens"):
+            found += (first + np.flatnonzero(length_S > size)[: most - len(found)]).tolist()
+            if len(found) == most:
+                break
+            first += length_S.size
+        return found
 
     @property
     def image_store(self) -> ImageStore | None:
@@ -446,7 +433,7 @@ class Dataset(Samples):
     def row_place(self, index: int) -> str:
         """The source and line of the sample's row, as ``read_rows`` names it."""
         part, offset = self._locate(index)
-        return place_of(part.file_names, int(part.entry.arrays["line"][offset]))
+        return place_of(part.file_names, part.line(offset))
 
     def num_with_target(self, ids: Collection[int]) -> int:
         """How many samples have one of ``ids`` among their targets."""
@@ -458,21 +445,24 @@ class Dataset(Samples):
 
     def has_value(self, name: str) -> bool:
         """Whether any sample has a value of this name that is not 0."""
-        return any(part.entry.arrays[cache.VALUE + name].any() for part in self.parts)
+        return any(
+            entry.arrays[cache.VALUE + name].any() for part in self.parts for entry in part.shards
+        )
 
     @property
     def forms(self) -> Counter[RowForm]:
         """How many rows are conversations, completions of a plain text, or documents."""
-        return sum((Counter(part.entry.forms) for part in self.parts), Counter[RowForm]())
+        return sum((Counter(part.shards.forms) for part in self.parts), Counter[RowForm]())
 
     def described(self, name: Split) -> dict[str, Any]:
         """What the run log says of this set, in a bounded form: sizes, a histogram of lengths, the first rows that were
         left out or cut, the sources.
         """
         report = self.report
-        first, last = int(self.lengths.min()), int(self.lengths.max())
-        edges = np.unique(np.linspace(first, last + 1, BINS + 1).round().astype(np.int64))
-        counts, _ = np.histogram(self.lengths, edges)
+        lengths = self.lengths
+        bins = np.linspace(lengths.shortest, lengths.longest + 1, BINS + 1)
+        edges = np.unique(bins.round().astype(np.int64))
+        counts, _ = np.histogram(lengths.size_L, edges, weights=lengths.count_L)
         sizes = ("num_rows", "num_samples", "num_tokens", "num_targets", "num_pictures")
         listed: dict[str, Any] = {}
         for kind, incidents in (("dropped", report.dropped), ("cut", report.cut)):
@@ -487,8 +477,8 @@ class Dataset(Samples):
                 {
                     "path": part.path,
                     "weight": part.weight,
-                    "num_rows": part.entry.num_rows,
-                    "num_samples": len(part.entry.arrays["line"]),
+                    "num_rows": part.shards.num_rows,
+                    "num_samples": part.num_samples,
                 }
                 for part in self.parts[:LISTED]
             ],
@@ -512,19 +502,18 @@ class Dataset(Samples):
         incidents = [
             replace(incident, place=full_place(part.names, incident.place))
             for part in self.parts
-            for incident in part.entry.incidents
+            for incident in part.shards.incidents
         ]
-        tables = [part.entry.arrays.get("picture.content", ()) for part in self.parts]
         return DataReport(
-            num_rows=sum(part.entry.num_rows for part in self.parts),
+            num_rows=sum(part.shards.num_rows for part in self.parts),
             num_samples=len(self),
-            num_tokens=int(self.lengths.sum()),
-            num_targets=int(self.num_targets.sum()),
+            num_tokens=sum(part.shards.num_tokens for part in self.parts),
+            num_targets=sum(part.shards.num_targets for part in self.parts),
             dropped=tuple(incident for incident in incidents if incident.kind == "dropped"),
             cut=tuple(incident for incident in incidents if incident.kind == "cut"),
             is_cached=is_cached,
             decisions=tuple(decisions),
-            num_pictures=sum(map(len, tables)),
+            num_pictures=sum(part.shards.num_pictures for part in self.parts),
         )
 
 
@@ -552,15 +541,21 @@ def load_dataset(
     seen_paths, seen_names = Counter[str](), Counter[str]()
     for (source, columns), opened in zip(named, opened_sources, strict=True):
         key = _key(opened, columns, limits, identity, has_images=renderer.image_store is not None)
-        entry, reason = cache.load(directory, key)
-        if entry is not None and looks_again and (reason := entry.stale_reason()):
+        shards, reason = cache.load(directory, key)
+        if shards is not None and looks_again and (reason := shards.stale_reason()):
             cache.forget(directory, key)
-            entry = None
-        if entry is None:
+            shards = None
+        if shards is None:
             is_cached = False
-            cache.save(directory, key, tokenise(opened, columns, limits, renderer))
-            entry, trouble = cache.load(directory, key)
-            assert entry is not None, f"a fresh cache entry cannot be read: {trouble}"
+            num_workers, how = workers_for(opened, renderer, config.workers)
+            reason += how
+            num_finished = cache.save(
+                directory, key, partial(entries, opened, columns, limits, renderer, num_workers)
+            )
+            if num_finished:
+                reason += f"; the first {num_finished:,} rows by a run that was interrupted"
+            shards, trouble = cache.load(directory, key)
+            assert shards is not None, f"a fresh cache entry cannot be read: {trouble}"
         decisions.append(
             f"{source.path}: {f'tokenised ({reason})' if reason else 'from the cache'}"
             + (f"; {opened.taken}" if opened.taken else "")
@@ -573,7 +568,7 @@ def load_dataset(
                 "the weight"
             )
         is_compared = kind == "preference"
-        count = len(entry.row_offsets()) - 1 if is_compared else len(entry.arrays["line"])
+        count = shards.num_groups if is_compared else shards.num_samples
         if round(weight * count) == 0:
             nouns = "rows" if is_compared else "samples"
             raise ConfigError(
@@ -583,7 +578,7 @@ def load_dataset(
         stamps, image_store = opened.stamps, renderer.image_store
         parts.append(
             SourcePart(
-                label, names, weight, key, entry, opened.path, stamps, opened.names, image_store
+                label, names, weight, key, shards, opened.path, stamps, opened.names, image_store
             )
         )
     return Dataset(parts, decisions, is_cached)
@@ -617,6 +612,10 @@ def _key(
         parts += [*frames, columns.folder, str(Path.cwd())]
     if columns.apply_chat_template:
         parts.append("apply_chat_template")
+    if columns.system:
+        parts.append({"system": columns.system})
+    if columns.template_variables:
+        parts.append({"chat_template_kwargs": columns.template_variables})
     if columns.kind != "sft":
         parts += [columns.kind, columns.step_separator]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

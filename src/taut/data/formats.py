@@ -62,10 +62,20 @@ def format_of(path: str | Path) -> str:
 
 def read(path: Path, name: str) -> Records:
     """The records of a file. ``name``: what errors call it."""
+    return _to_the_end(_READERS[format_of(path)](path, name), path, name)
+
+
+def read_lines(path: Path, name: str) -> Records:
+    """The lines of a JSONL file that are not blank, as bytes, without what follows the JSON."""
+    return _to_the_end(_jsonl_lines(path), path, name)
+
+
+def _to_the_end(items: Records, path: Path, name: str) -> Records:
+    """The items. Raises DataError where a compressed file breaks off."""
     number = 0
     try:
-        for number, record in _READERS[format_of(path)](path, name):
-            yield number, record
+        for number, item in items:
+            yield number, item
     except STREAM_FAILURES as error:
         if suffix_of(path) == format_of(path):
             raise
@@ -116,17 +126,37 @@ def _delimiter(path: Path) -> str:
 
 
 def _read_jsonl(path: Path, name: str) -> Records:
+    for number, line in _jsonl_lines(path):
+        yield number, record_of(line, f"{name}:{number}")
+
+
+def _jsonl_lines(path: Path) -> Records:
     with _open(path) as file:
         for number, line in enumerate(file, start=1):
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if line.strip():
-                place = f"{name}:{number}"
-                try:
-                    yield number, read_json(_decode(line.rstrip(), place))
-                except DataError as error:
-                    yield number, error
-                except ValueError as error:
-                    yield number, _broken_json(error, place)
+                yield number, line.rstrip()
+
+
+def record_of(line: bytes, place: str) -> Any:
+    """The record of a line of JSONL, or the DataError of one that cannot be read."""
+    try:
+        return read_json(_decode(line, place))
+    except DataError as error:
+        return error
+    except ValueError as error:
+        return _broken_json(error, place)
+
+
+def as_line(record: Any, place: str) -> bytes:
+    """A record as a line of JSONL, without the line's end."""
+    try:
+        return json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{place}: the row cannot be written as JSON ({first_line(error)}); expected text, numbers, lists and "
+            "objects; leave the column out of the file"
+        ) from None
 
 
 def _decode(raw: bytes, place: str) -> str:

@@ -34,7 +34,7 @@ import math
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import unquote
@@ -70,6 +70,8 @@ class Conversation:
     excluded: tuple[int, ...] = ()
     """Indices of those marked train: false, never targets."""
     tools: tuple[Tool, ...] = ()
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the chat template's own variables for this row, in place of the template's defaults."""
 
 
 @dataclass(frozen=True, slots=True)

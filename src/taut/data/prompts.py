@@ -28,13 +28,14 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from taut.data.cache import Entry, EntryBuilder
+from taut.data.blocks import BlockBuilder, joined
+from taut.data.cache import Entry, Shards
 from taut.data.chat_template import Ids, Text
 from taut.data.dataset import DataConfig, DataReport, Dataset, SourcePart, Split, sources
 from taut.data.images import in_batches, outside
@@ -88,6 +89,8 @@ class PromptRow:
     """The tools that the template was given with ``prompt``."""
     media: tuple[Media, ...] = ()
     """The images among the ids, ascending."""
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    """The values of the template's own variables that ``prompt`` was rendered with, in place of its defaults."""
 
     def as_prompt(self) -> Prompt:
         """The row as an engine takes it."""
@@ -104,6 +107,7 @@ class _Unrendered:
     """The content of the assistant message that was removed; empty where there is none."""
     columns: Mapping[str, Any]
     tools: tuple[Tool, ...] = ()
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -182,6 +186,7 @@ def load_prompts(
                 columns=row.columns,
                 tools=row.tools,
                 media=renderer.template.pictures.find(ids_T, text.pictures, row.place),
+                template_variables=row.template_variables,
             )
         )
     return prompts
@@ -214,7 +219,7 @@ def _read(record: Any, place: str, columns: Columns) -> _Unrendered:
             f"{place}: found {last_message} where the message to be answered should be; expected a user or tool "
             "message, with at most one assistant message after it; correct the row"
         )
-    return _Unrendered(place, messages, answer, record, row.tools)
+    return _Unrendered(place, messages, answer, record, row.tools, row.template_variables)
 
 
 def _render(row: _Unrendered, renderer: Renderer) -> tuple[_Unrendered, Text]:
@@ -222,7 +227,9 @@ def _render(row: _Unrendered, renderer: Renderer) -> tuple[_Unrendered, Text]:
     template = renderer.template
     if isinstance(row.prompt, str):
         return row, template.plain(row.prompt, row.place)
-    text = template.apply(row.prompt, row.tools, row.place, is_prompt=True)
+    text = template.apply(
+        row.prompt, row.tools, row.place, is_prompt=True, variables=row.template_variables
+    )
     for tool in row.tools:
         name = tool["function"]["name"]
         if name not in text.text:
@@ -249,14 +256,14 @@ def _references(
     present = [name for name, value in row.columns.items() if value is not None]
     if column is None:
         column = next((name for name in known if name in present), None)
-        texts = None if column is None else _texts(row.columns[column])
+        texts = None if column is None else reference_texts(row.columns[column])
     elif column not in present:
         raise DataError(
             f"{row.place}: the row has no column {column!r}; expected the reference in it; its columns are "
             f"{listed(present)}{did_you_mean(column, present)}"
         )
     else:
-        texts, is_needed = _texts(row.columns[column]), True
+        texts, is_needed = reference_texts(row.columns[column]), True
     if texts:
         return texts, column
     if column is None and row.answer:
@@ -275,7 +282,7 @@ def _references(
     return (), None
 
 
-def _texts(value: Any) -> tuple[str, ...] | None:
+def reference_texts(value: Any) -> tuple[str, ...] | None:
     """A text, a number or a list of them as texts; None for any other value, a blank text, or a number that is not
     finite (Arrow files have NaN for missing values). Of messages, as a ``completion`` may be, the last one's content.
     """
@@ -344,7 +351,9 @@ class PromptSet(Dataset):
             if isinstance(row.prompt, str):
                 yield Completion(row.place, row.prompt, "")
             else:
-                yield Conversation(row.place, row.prompt, learned=(len(row.prompt),))
+                variables = row.template_variables
+                learned = (len(row.prompt),)
+                yield Conversation(row.place, row.prompt, learned, template_variables=variables)
 
 
 def load_prompt_set(
@@ -399,18 +408,11 @@ def load_prompt_set(
         incidents.sort(key=lambda incident: int(incident.place))
         entry = _entry(kept, opened.names, len(rows) + len(unread), incidents)
         (label,), names = numbered([source.path], seen_paths), numbered(opened.names, seen_names)
-        weight, key = source.weight, entry.digest
+        weight, key, shards = source.weight, entry.digest, Shards.of([entry])
+        stamps = opened.stamps
         parts.append(
             SourcePart(
-                label,
-                names,
-                weight,
-                key,
-                entry,
-                opened.path,
-                opened.stamps,
-                opened.names,
-                image_store,
+                label, names, weight, key, shards, opened.path, stamps, opened.names, image_store
             )
         )
         prompt_rows += kept
@@ -437,10 +439,11 @@ def _require_usable(config: DataConfig) -> None:
                 f"data.{key} is set, and what is learned are the model's own completions; expected it for data that "
                 "have answers to learn; take it out"
             )
-    if config.cache is not None:
-        raise ConfigError(
-            f"data.cache={config.cache}, and prompts are read again each time; expected none; take it out"
-        )
+    for key in ("cache", "workers"):
+        if (value := getattr(config, key)) is not None:
+            raise ConfigError(
+                f"data.{key}={value}, and prompts are read again each time, by this process; expected none; take it out"
+            )
 
 
 def _entry(
@@ -450,14 +453,14 @@ def _entry(
     incidents: Sequence[Incident],
 ) -> Entry:
     """The prompts as samples. The digest covers ids, references and columns, which rewards read."""
-    builder = EntryBuilder()
+    builder = BlockBuilder()
     builder.num_rows, builder.incidents = num_rows, list(incidents)
     for row in rows:
         at_N = 1 + np.flatnonzero(outside(row.media, row.ids_T.size)[1:])
         sample = Sample(row.place, row.ids_T, at_N, np.ones(at_N.size), row.media)
         builder.add(number_of(names, row.place), row.place, [sample])
         builder.forms["completion" if isinstance(row.prompt, str) else "conversation"] += 1
-    entry = builder.build()
+    entry = joined([builder.build()])
     # names too: they seed the random streams
     records = [[row.id, row.references, row.columns] for row in rows]
     digest = hashlib.sha256(entry.arrays["ids"].tobytes() + entry.arrays["offsets"].tobytes())

@@ -44,7 +44,7 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -114,11 +114,12 @@ class Renderer:
         targets: Targets = "assistant",
         key: str = "data.template",
         image_store: ImageStore | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
         """``key``: the setting that names another template, for messages. ``image_store``: None if the model takes no
-        images.
+        images. ``variables``: values of the template's own variables, which become its defaults.
         """
-        self.template = Template(tokenizer, template, key, image_store)
+        self.template = Template(tokenizer, template, key, image_store, variables)
         self.image_store = image_store
         self.tokenizer = tokenizer
         self.targets: Targets = targets
@@ -143,16 +144,26 @@ class Renderer:
         return f"{self.template.identity()} {self.targets} {sorted(self.stop_set)}{images}"
 
     def prompt_ids(
-        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> IntArray:
         """The ids of ``prompt_media``."""
-        return self.prompt_media(messages, tools)[0]
+        return self.prompt_media(messages, tools, variables)[0]
 
     def prompt_media(
-        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> tuple[IntArray, tuple[Media, ...]]:
-        """The ids and images of history and generation prompt: what an engine feeds the model for its next turn."""
-        text = self.template.apply(messages, tuple(tools or ()), "prompt", is_prompt=True)
+        """The ids and images of history and generation prompt: what an engine feeds the model for its next turn.
+        ``variables``: the row's values of the template's own variables.
+        """
+        text = self.template.apply(
+            messages, tuple(tools or ()), "prompt", is_prompt=True, variables=variables
+        )
         ids = self.template.encode([text])[text]
         media = self.template.pictures.find(ids, text.pictures, "prompt")
         return np.asarray(ids, dtype=np.int64), media
@@ -163,10 +174,8 @@ class Renderer:
         """
         if isinstance(row, Conversation):
             before, content = row.messages[:-1], text_of(row.messages[-1]["content"])
-            text = self.template.apply(row.messages, row.tools, row.place)
-            prompt = self.template.apply(
-                before, row.tools, row.place, is_prompt=True, placed=text.pictures
-            )
+            text = self.template.apply_to(row, row.messages)
+            prompt = self.template.apply_to(row, before, is_prompt=True, placed=text.pictures)
             start = len(prompt.text) if text.text.startswith(prompt.text) else 0
             at = text.text.find(content.strip(), start)
             num_leading_spaces = len(content) - len(content.lstrip())
@@ -220,7 +229,7 @@ class Renderer:
 
     def _draft_conversation(self, row: Conversation) -> _Draft:
         placed = self.template.pictures.place(row.messages, row.tools, row.place)
-        full = self.template.apply(row.messages, row.tools, row.place, placed=placed)
+        full = self.template.apply_to(row, row.messages, placed=placed)
         turns = [self._draft_turn(row, index, full) for index in self._turns_to_render(row)]
         texts = [full, *(text for turn in turns for text in (turn.prompt, turn.row))]
         # what the template leaves out of the text would make the samples differ from the row
@@ -261,11 +270,11 @@ class Renderer:
             )
         place = f"{row.place}: messages[{index}]"
         before, placed = row.messages[:index], full.pictures
-        prompt = self.template.apply(before, row.tools, place, is_prompt=True, placed=placed)
+        prompt = self.template.apply_to(row, before, place, is_prompt=True, placed=placed)
         if index + 1 == len(row.messages):
             return _Turn(index, prompt, full)
         seen = row.messages[: index + 1]
-        return _Turn(index, prompt, self.template.apply(seen, row.tools, place, placed=placed))
+        return _Turn(index, prompt, self.template.apply_to(row, seen, place, placed=placed))
 
     def _with_eos(self, ids: Ids, place: str) -> Ids:
         eos = self.tokenizer.eos_token_id

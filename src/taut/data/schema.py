@@ -191,6 +191,10 @@ class Columns:
     """Frames of videos, and the limits of videos and of images in memory."""
     apply_chat_template: bool = field(default=False, repr=False)
     """Whether a prompt and its completion given as text become a user and an assistant message."""
+    system: str | None = field(default=None, repr=False)
+    """A system message for conversations without one."""
+    template_variables: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """Values of the chat template's own variables for these rows, in place of the template's defaults."""
 
     @property
     def media(self) -> MediaOptions:
@@ -379,7 +383,7 @@ class _RecordReader:
         return self._conversation(self._messages_of(value, column), column)
 
     def _document(self, column: str) -> Document:
-        refuse_media_with_text(self.named, self.place, self.columns.prefix)
+        self._require_plain()
         return Document(self.place, self._text(column))
 
     def _completion(self) -> Row:
@@ -398,14 +402,16 @@ class _RecordReader:
                 f"{self.place}: prompt is {shown(prompt)} and completion is {shown(completion)}; "
                 "expected two texts or two lists of messages"
             )
-        refuse_media_with_text(self.named, self.place, self.columns.prefix)
+        self._require_plain()
         return Completion(self.place, self._text("prompt"), self._text("completion"))
 
     def _instruction(self, messages: list[Message]) -> Conversation:
         """Images come before the first question where it has no marks, as in other messages."""
         messages_with_media = place_media(messages, self.named, self.place)
-        return read_conversation(
-            messages_with_media, self.place, column="alpaca", media=self.columns.media
+        return self._completed(
+            read_conversation(
+                messages_with_media, self.place, column="alpaca", media=self.columns.media
+            )
         )
 
     def _alpaca_prompt(self) -> list[Message]:
@@ -457,14 +463,31 @@ class _RecordReader:
         return place_media(messages, self.named, self.place, needs_marks=needs_marks)
 
     def _conversation(self, messages: object, column: str, first_learned: int = 0) -> Conversation:
-        return read_conversation(
-            messages,
-            self.place,
-            self.named.get("tools"),
-            ignore=self.columns.ignore_keys,
-            first_learned=first_learned,
-            column=column,
-            media=self.columns.media,
+        return self._completed(
+            read_conversation(
+                messages,
+                self.place,
+                self.named.get("tools"),
+                ignore=self.columns.ignore_keys,
+                first_learned=first_learned,
+                column=column,
+                media=self.columns.media,
+            )
+        )
+
+    def _completed(self, row: Conversation) -> Conversation:
+        """The row with what the settings add to conversations: a system message where it has none, and variables of
+        the template.
+        """
+        variables = self.columns.template_variables
+        row = replace(row, template_variables=variables) if variables else row
+        if not self.columns.system or row.messages[0]["role"] == "system":
+            return row
+        return replace(
+            row,
+            messages=(_message("system", self.columns.system), *row.messages),
+            learned=tuple(index + 1 for index in row.learned),
+            excluded=tuple(index + 1 for index in row.excluded),
         )
 
     # rows whose answers are judged
@@ -670,9 +693,25 @@ class _RecordReader:
             replace(row, place=f"{self.place}#{number}") for number, row in enumerate(rows, 1)
         )
 
+    def _require_plain(self) -> None:
+        """Plain text has no place for images, a system message or the template's variables."""
+        prefix = self.columns.prefix
+        refuse_media_with_text(self.named, self.place, prefix)
+        settings = {
+            "system": self.columns.system,
+            "chat_template_kwargs": self.columns.template_variables,
+        }
+        for name, value in settings.items():
+            if value:
+                raise DataError(
+                    f"{self.place}: the row is plain text, which has no chat template, and {name} is set to "
+                    f"{shown(value)}; expected messages; set {prefix}apply_chat_template=true, or take {name} out (of "
+                    'one source: {path = ..., system = ""})'
+                )
+
     def _refuse_columns_with_text(self) -> None:
         """Images, a system prompt and tools need a chat template, which plain text has not."""
-        refuse_media_with_text(self.named, self.place, self.columns.prefix)
+        self._require_plain()
         for name in ("system", "tools"):
             if self.named.get(name):
                 raise DataError(

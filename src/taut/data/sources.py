@@ -26,7 +26,7 @@ import tarfile
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -84,6 +84,11 @@ class Source:
     """As data.format, for this source."""
     columns: dict[str, str] | None = None
     """As data.columns, for this source."""
+    system: str | None = None
+    """As data.system, for this source; empty for none."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Values of the template's variables for the rows of this source alone; what is saved keeps those of
+    data.chat_template_kwargs."""
 
     def __post_init__(self) -> None:
         if self.share is not None and not 0 <= self.share[0] < self.share[1] <= 1:
@@ -162,6 +167,8 @@ class Opened:
     _records: Any = field(repr=False)
     names: tuple[str, ...]
     """Of its files, or of the data set: sample ids begin with them."""
+    _lines: Any = field(default=None, repr=False)
+    """The lines of JSONL files; None: of another format."""
     share: tuple[float, float] | None = None
     limit: int | None = None
     left_out: list[int] = field(default_factory=lambda: [0], compare=False)
@@ -180,6 +187,18 @@ class Opened:
         )
         return ", ".join(words + ([f"at most {self.limit:,} rows"] if self.limit else []))
 
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """The records as lines of JSON, without line ends: of JSONL files their own bytes. A DataError is raised for a
+        value that JSON has no place for.
+        """
+        if self._lines is None:
+            for number, record in self.records():
+                yield number, formats.as_line(record, self.place(number))
+            return
+        yield from self._read(
+            self._lines(), lambda number, line: formats.record_of(line, self.place(number))
+        )
+
     def records(self) -> Records:
         """The records from the start. A DataError is raised at the end if they are not what the digest covers."""
         for number, record in self.attempts():
@@ -192,9 +211,13 @@ class Opened:
         """The records, with the error of one that cannot be read in its place. Only JSONL goes on after an error: other
         formats do not show where the next record begins.
         """
+        yield from self._read(self._records(), lambda _, record: record)
+
+    def _read(self, items: Records, record_of: Callable[[int, Any], Any]) -> Records:
+        """The items that share and limit take. A DataError is raised if the files are not what the digest covers."""
         self._require_unchanged()
         try:
-            yield from self._taken()
+            yield from self._taken(items, record_of)
         except (DataError, OSError) as error:
             self._require_unchanged()  # another process may have cut the file
             if isinstance(error, DataError):
@@ -204,16 +227,16 @@ class Opened:
             ) from None
         self._require_unchanged()
 
-    def _taken(self) -> Records:
-        """The records that share and limit take; one that cannot be read is in each share."""
+    def _taken(self, items: Records, record_of: Callable[[int, Any], Any]) -> Records:
+        """The items that share and limit take; one that cannot be read is in each share."""
         self.left_out[0] = num_taken = 0
-        for number, record in self._records():
-            if self.share and not isinstance(record, DataError):
+        for number, item in items:
+            if self.share and not isinstance(record := record_of(number, item), DataError):
                 low, high = self.share
                 if not low <= fraction_of(record) < high:
                     self.left_out[0] += 1
                     continue
-            yield number, record
+            yield number, item
             num_taken += 1
             if num_taken == self.limit:
                 return
@@ -385,14 +408,21 @@ def _open_files(source: Source, found: Sequence[tuple[str, Path]]) -> Opened:
                     "same columns; name a source for each"
                 )
 
-    def records() -> Records:
+    def chained(read: Callable[[Path, str], Records]) -> Records:
         for index, (name, path) in enumerate(found):
-            for number, record in formats.read(path, name):
-                yield index * IN_FILE + number, record
+            for number, item in read(path, name):
+                yield index * IN_FILE + number, item
 
     suffix = formats.suffix_of(first_path) if len(found) == 1 else f"{len(found)} {kind}"
     names = tuple(name for name, _ in found)
-    return Opened(source.path, f"{suffix}:{digest}", stamps, records, names)
+    return Opened(
+        source.path,
+        f"{suffix}:{digest}",
+        stamps,
+        lambda: chained(formats.read),
+        names,
+        (lambda: chained(formats.read_lines)) if kind == ".jsonl" else None,
+    )
 
 
 def _open_given(source: Source) -> Opened:
@@ -405,7 +435,12 @@ def _open_given(source: Source) -> Opened:
     name, kind = "rows", formats.suffix_of(path)
     digest, stamps = _digest([path])
     return Opened(
-        source.path, f"{kind}:{digest}", stamps, lambda: formats.read(path, name), (name,)
+        source.path,
+        f"{kind}:{digest}",
+        stamps,
+        lambda: formats.read(path, name),
+        (name,),
+        (lambda: formats.read_lines(path, name)) if kind == ".jsonl" else None,
     )
 
 

@@ -16,7 +16,7 @@ from taut.errors import DataError
 from taut.evals.report import Answer
 from taut.inference.engine import Engine, OnDone, Sampling
 from taut.rewards import Answered, Panel
-from taut.types import Completion
+from taut.types import Completion, FinishReason
 
 
 @configclass
@@ -38,6 +38,20 @@ def answer(
     return judge(rows, engine.generate([row.as_prompt() for row in rows], sampling, on_done), panel)
 
 
+def answered(
+    row: PromptRow, text: str, *, num_tokens: int, finish_reason: FinishReason
+) -> Answered:
+    """A completion of a row as rewards judge it."""
+    return Answered(
+        text=text,
+        references=row.references,
+        row=row.columns,
+        num_tokens=num_tokens,
+        finish_reason=finish_reason,
+        prompt=row.prompt,
+    )
+
+
 def judge(
     rows: Sequence[PromptRow], completions: Sequence[Completion], panel: Panel | None
 ) -> list[Answer]:
@@ -45,15 +59,13 @@ def judge(
     by_id = {row.id: row for row in rows}
     finished = [c for c in completions if panel is not None and c.finish_reason != "error"]
     shown = [
-        Answered(
-            text=completion.text,
-            references=row.references,
-            row=row.columns,
-            num_tokens=int(completion.ids_N.size),
-            finish_reason=completion.finish_reason,
-            prompt=row.prompt,
+        answered(
+            by_id[c.prompt_id],
+            c.text,
+            num_tokens=int(c.ids_N.size),
+            finish_reason=c.finish_reason,
         )
-        for completion, row in ((c, by_id[c.prompt_id]) for c in finished)
+        for c in finished
     ]
     verdicts = panel.grade(shown) if panel is not None else []
     scores = {id(c): verdict.parts for c, verdict in zip(finished, verdicts, strict=True)}

@@ -207,7 +207,8 @@ def choose_questions(rows: Iterable[Row], renderer: Renderer, count: int) -> lis
 
 def question_of(row: Row, renderer: Renderer, name: str, first_picture: int = 0) -> Question | None:
     """The question in a row: the messages before its first learned turn, its prompt, or a document's beginning; None if
-    the first turn is learned. Drawn pictures, numbered from ``first_picture``, replace those of the row.
+    the first turn is learned, or the row has values of its own for the template's variables, which a server would have
+    to be told. Drawn pictures, numbered from ``first_picture``, replace those of the row.
     """
     name = f"{name} ({PurePath(row.place).name})"  # no path of this machine
     if not isinstance(row, Conversation):
@@ -215,6 +216,8 @@ def question_of(row: Row, renderer: Renderer, name: str, first_picture: int = 0)
             row.prompt if isinstance(row, Completion) else row.text[:DOCUMENT_CHARACTERS].rstrip()
         )
         return Question(name, text_ids(text, renderer), text=text)
+    if row.template_variables:
+        return None
     messages: list[Message] = []
     number = first_picture
     for message in row.messages[: min(row.learned, default=0)]:

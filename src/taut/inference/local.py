@@ -233,7 +233,7 @@ class LocalEngine:
         self.stop_ids = frozenset(stop_ids)
         self.texts = Texts(tokenizer, stop_ids)
         self.version = 0
-        self._compute, self._ranks = compute, ranks or Ranks(0, 1, scorer.device)
+        self.compute, self._ranks = compute, ranks or Ranks(0, 1, scorer.device)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, on_done: OnDone | None = None
@@ -273,6 +273,19 @@ class LocalEngine:
                 return
             yield row.ids[-1]
 
+    def read_logps(self, samples: Sequence[Sample]) -> Iterator[tuple[str, Tensor]]:
+        """The id of each sample, and logprobs [R, V] at temperature 1 of the token after each of its ``read_at_R``. The
+        samples are computed together, common prefixes once.
+        """
+        packed = pack(samples, SHARE)
+        layout = Layout(packed.reach_T.numpy(), None, self.scorer.device)
+        with self._forward(self._packed()):
+            logits_RV = self.scorer.next_logits(
+                packed.ids_T, packed.position_ids, layout, packed.read_R
+            )
+            for number, name in enumerate(packed.sample_ids):
+                yield name, torch.log_softmax(logits_RV[packed.row_R == number], dim=-1)
+
     def _run(
         self, prompts: Sequence[Prompt], sampling: Sampling, packed: PackedWeights
     ) -> Iterator[Row]:
@@ -302,7 +315,7 @@ class LocalEngine:
             evaluating(self.scorer),
             torch.no_grad(),
             cast_once(self.scorer),
-            self._compute(),
+            self.compute(),
             products.decoding(packed),
         ):
             yield

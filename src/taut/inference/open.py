@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -60,7 +60,8 @@ class ModelUse:
     """Which model, and which engine runs it."""
 
     model: str
-    """Directory (or hub name) of the model: weights for the local engine, tokenizer and template for both."""
+    """Directory of the model, or its hub name (owner/name, or owner/name@revision): weights for the local engine,
+    tokenizer and template for both."""
     engine: Literal["local", "server"] = "local"
     """local: in this process. server: the endpoint at url, which must serve this model."""
     url: str | None = None
@@ -69,6 +70,8 @@ class ModelUse:
     """Directory of a LoRA adapter to put on the model, for the local engine; its tokenizer is used if it has one."""
     template: str | None = None
     """A file with a chat template to use in place of the tokenizer's own."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Values of the chat template's own variables, as in { enable_thinking = false }."""
     dtype: ComputeDtype | None = None
     """The local engine's dtype; by default bfloat16 on a GPU that has it, else float32."""
     device: str = "auto"
@@ -173,7 +176,11 @@ def open_renderer(use: ModelUse) -> Rendering:
         key="images",
     )
     renderer = Renderer(
-        tokenizer, read_template(use.template), key="template", image_store=image_store
+        tokenizer,
+        read_template(use.template),
+        key="template",
+        image_store=image_store,
+        variables=use.chat_template_kwargs,
     )
     stops = derive_stop_set(renderer, stop_ids_in_files(use.model, config))
     decisions.append(Decision("stop", *described(stops, renderer.template)))

@@ -22,18 +22,21 @@ and the model's is that at temperature 1. The kind decides which fields of a com
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Annotated, Any, Literal, TypeAlias
+from functools import partial
+from queue import SimpleQueue
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 from pydantic import Field
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.config import Decision, configclass
-from taut.errors import ConfigError, EngineError, RequestRefused
+from taut.errors import ConfigError, EngineError, RequestRefused, TautError
 from taut.inference.engine import (
     OnDone,
     Sampling,
@@ -57,7 +60,10 @@ from taut.inference.vllm_client import (
     parsed,
 )
 from taut.inference.weight_sync import PROBE, PROBE_TOKENS, Sync, SyncConfig, Trained, how_to_start
+from taut.train.distributed import Ranks
 from taut.types import Completion, FinishReason, Prompt
+
+T = TypeVar("T")
 
 COOLEST = 0.01
 """vLLM raises temperatures between 0 and this one to it without telling the client."""
@@ -234,54 +240,58 @@ class ServerEngine:
         Where the weights follow a training under several ranks, the prompts are divided and all ranks get the whole
         list; ``on_done`` gets this rank's completions only.
         """
-        self._require_possible(prompts, sampling)
-        if self.sync is None:
-            done, failure = self._generate(prompts, sampling, on_done)
-        else:  # this rank's share, then all ranks' results, of weights that are known before and after
-            ranks = self.sync.trained.ranks
-            self.sync.hold()
-            share = self._generate(prompts[ranks.rank :: ranks.size], sampling, on_done)
-            results = ranks.gather(share)
-            done = {key: completion for some, _ in results for key, completion in some.items()}
-            failure = next((failure for _, failure in results if failure is not None), None)
-            if failure is None:
-                self.sync.require_kept()
-        if failure is not None:
-            raise failure
+        self.require_possible(prompts, sampling)
+        ranks = None if self.sync is None else self.sync.trained.ranks
+        mine = prompts if ranks is None else prompts[ranks.rank :: ranks.size]
+        shares = self.shared(partial(self._generate, mine, sampling, on_done), ranks)
+        done = {key: completion for share in shares for key, completion in share.items()}
         return [done[prompt.id, index] for prompt in prompts for index in range(sampling.n)]
+
+    def shared(self, work: Callable[[], T], ranks: Ranks | None) -> list[T]:
+        """What each rank's ``work`` with this server returned, on all ranks. The weights that it answers with are those
+        of the last push, before and after. Raises the error of the first rank that has one, on all ranks.
+        """
+        if self.sync is not None:
+            self.sync.hold()
+        try:
+            outcome: T | TautError = work()
+        except TautError as error:
+            outcome = error
+        outcomes = [outcome] if ranks is None else ranks.gather(outcome)
+        results: list[T] = []
+        for outcome in outcomes:
+            if isinstance(outcome, TautError):
+                raise outcome
+            results.append(outcome)
+        if self.sync is not None:
+            self.sync.require_kept()
+        return results
 
     def _generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, on_done: OnDone | None
-    ) -> tuple[dict[tuple[str, int], Completion], EngineError | None]:
-        """The completions by prompt and index, and the failure that left some out."""
-        jobs = iter([(prompt, index) for prompt in prompts for index in range(sampling.n)])
-        under_way: dict[Future[Any], tuple[Prompt, int]] = {}
+    ) -> dict[tuple[str, int], Completion]:
+        """The completions by prompt and index. Raises the first failure, once all that had come are told."""
         done: dict[tuple[str, int], Completion] = {}
         failure: EngineError | None = None
-        try:
-            while failure is None:
-                for prompt, index in islice(jobs, self.config.concurrency - len(under_way)):
-                    body = self._body(prompt, index, sampling)
-                    under_way[self.endpoint.start("completions", body)] = prompt, index
-                if not under_way:
-                    break
-                wait(under_way, return_when=FIRST_COMPLETED)
-                for future in [future for future in under_way if future.done()]:
-                    prompt, index = under_way.pop(future)
-                    try:
-                        completion = self._completion(prompt, index, sampling, future)
-                    except EngineError as error:
-                        failure = failure or error
-                        continue
-                    done[prompt.id, index] = completion
-                    if on_done is not None:
-                        on_done(completion)
-        finally:
-            for future in under_way:
-                future.cancel()
-        return done, failure
+        ended: SimpleQueue[int] = SimpleQueue()
+        with closing(Stream(self, sampling, ended.put)) as stream:
+            jobs = [(prompt, index) for prompt in prompts for index in range(sampling.n)]
+            for number, (prompt, index) in enumerate(jobs):
+                stream.ask(number, prompt, index)
+            while stream.is_busy and (failure is None or not ended.empty()):
+                try:
+                    completion = stream.take(ended.get())
+                except EngineError as error:
+                    failure = failure or error
+                    continue
+                done[completion.prompt_id, completion.index] = completion
+                if on_done is not None:
+                    on_done(completion)
+        if failure is not None:
+            raise failure
+        return done
 
-    def _require_possible(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+    def require_possible(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         """Refuse what the server would silently do otherwise."""
         if 0 < sampling.temperature < COOLEST:
             raise ConfigError(
@@ -326,9 +336,14 @@ class ServerEngine:
             body["seed"] = stream_seed(sampling.seed, prompt.id, index)
         return body
 
-    def _completion(
+    def start(self, prompt: Prompt, index: int, sampling: Sampling) -> Future[Any]:
+        """Send the request of a completion."""
+        return self.endpoint.start("completions", self._body(prompt, index, sampling))
+
+    def completion(
         self, prompt: Prompt, index: int, sampling: Sampling, answer: Future[Any]
     ) -> Completion:
+        """What the server answered to ``start``. Raises EngineError where it failed."""
         try:
             choice = parsed(Answer, answer.result()).choices[0]
         except RequestRefused as refused:
@@ -409,3 +424,53 @@ class ServerEngine:
         choice = parsed(Answer, answer).choices[0]
         checked(choice, prompt)
         return choice.logprobs
+
+
+class Stream:
+    """Completions as they are asked for, one by one, at most ``server.concurrency`` of them under way. Used by one
+    thread; ``put`` is called from another with the key of a completion that may be taken.
+    """
+
+    def __init__(
+        self, engine: ServerEngine, sampling: Sampling, put: Callable[[int], object]
+    ) -> None:
+        self._engine, self._sampling, self._put = engine, sampling, put
+        self._waiting: deque[tuple[int, Prompt, int]] = deque()
+        self._under_way: dict[int, tuple[Prompt, int, Future[Any]]] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a completion was asked for and not taken."""
+        return bool(self._waiting or self._under_way)
+
+    def ask(self, key: int, prompt: Prompt, index: int = 0) -> None:
+        """Ask for the completion number ``index`` of a prompt. Raises DataError and EngineError for what cannot be
+        asked.
+        """
+        self._engine.require_possible([prompt], self._sampling)
+        self._waiting.append((key, prompt, index))
+        self._fill()
+
+    def take(self, key: int) -> Completion:
+        """A completion that is there. Raises EngineError where the endpoint failed."""
+        prompt, index, future = self._under_way.pop(key)
+        try:
+            return self._engine.completion(prompt, index, self._sampling, future)
+        finally:
+            self._fill()
+
+    def close(self) -> None:
+        """Cancel what was not taken; the server stops working on it."""
+        self._waiting.clear()
+        for _, _, future in self._under_way.values():
+            future.cancel()
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._under_way) < self._engine.config.concurrency:
+            key, prompt, index = self._waiting.popleft()
+            future = self._engine.start(prompt, index, self._sampling)
+            self._under_way[key] = prompt, index, future
+            future.add_done_callback(partial(self._say, key))
+
+    def _say(self, key: int, _: Future[Any]) -> None:
+        self._put(key)

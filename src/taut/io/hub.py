@@ -2,7 +2,9 @@
 
     hub.settle()                          before a library loads a name: if the hub cannot be reached, only the cache
     hub.explain("org/name", error)        the hub's error for that name in one line; None: no error of the hub's
+    hub.pinned("org/name@v2")             the repository, and its commit as the library's argument
     hub.is_pointer(path)                  whether a file is git-lfs's placeholder instead of the file itself
+    hub.read_card("org/name")             what the README.md of a repository, or of a directory, says in its first lines
 
 Left to itself the library asks six times for each file, half a minute in all, before it looks into its cache.
 The library is imported inside functions.
@@ -11,22 +13,28 @@ The library is imported inside functions.
 from __future__ import annotations
 
 import os
+import re
 import ssl
 import sys
 import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.request import getproxies
 
 PATIENCE = 5.0
 """Seconds that the hub may take to answer."""
 STANDS = 60.0
 """Seconds for which the result of a request is reused."""
+NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w.-]+(?:/[\w.-]+)*))?")
+"""A repository of the hub, with a revision after @: a commit, a tag or a branch."""
 POINTER = b"version https://git-lfs.github.com/spec/"
 
 _asked: tuple[float, str | None] | None = None
 """Time of the last request to the hub, and why it could not be reached."""
+_commits: dict[str, str] = {}
+"""The commit of each name that was asked for."""
 
 
 def settle() -> str | None:
@@ -65,12 +73,33 @@ def settled() -> str | None:
     return None if _asked is None else _asked[1]
 
 
+def named(path: str) -> tuple[str, str | None]:
+    """A model's path as the library takes it: a directory as it is; of ``org/name@revision`` the two parts."""
+    match = None if Path(path).exists() else NAME.fullmatch(path)
+    return (path, None) if match is None else (match[1], match[2])
+
+
+def pinned(path: str) -> tuple[str, dict[str, Any]]:
+    """A model's path and, if it is a name, the commit as the library's argument ``revision``. A process looks it up
+    once, so that all files are of one commit whatever a branch names by then. Raises the library's errors.
+    """
+    name, revision = named(path)
+    if Path(path).exists():
+        return name, {}
+    if path not in _commits:
+        from huggingface_hub import hf_hub_download
+
+        file = hf_hub_download(name, "config.json", revision=revision)
+        _commits[path] = Path(file).parent.name  # .../snapshots/COMMIT/config.json
+    return name, {"revision": _commits[path]}
+
+
 def explain(name: str, error: BaseException, kind: str = "model") -> str | None:
     """What the hub's error behind ``error`` means for the repository ``name`` of a ``kind`` (model, dataset)."""
     from huggingface_hub import constants, errors
 
     place = constants.ENDPOINT
-    for cause in _causes(error):
+    for cause in causes(error):
         if isinstance(cause, errors.GatedRepoError):
             return f"{name} at {place} is gated; ask for access on its page, then log in (hf auth login)"
         if isinstance(cause, errors.RepositoryNotFoundError):
@@ -79,16 +108,18 @@ def explain(name: str, error: BaseException, kind: str = "model") -> str | None:
                 "log in (hf auth login)"
             )
         if isinstance(cause, errors.RevisionNotFoundError):
-            return f"{name} at {place} has no such revision; correct it"
+            return f"{name} at {place} has no such revision; expected a commit, tag or branch; correct it"
         if isinstance(cause, errors.RemoteEntryNotFoundError):
             return f"{name} at {place} lacks a file that is needed: {' '.join(str(cause).split())[:200]}"
         if isinstance(cause, errors.LocalEntryNotFoundError | ConnectionError):
             reason = settle() or ("HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else None)
             options = "" if kind == "model" else f"--repo-type {kind} "
+            repository, revision = named(name)
+            options += f"--revision {revision} " if revision else ""
             why = f"{place} cannot be reached ({reason})" if reason else f"{place} did not answer"
             return (
                 f"{name} is no directory here and not in the hub's cache, and {why}; expected one of them; correct the "
-                f"path, or run where there is a network: hf download {options}{name}"
+                f"path, or run where there is a network: hf download {options}{repository}"
             )
     return None
 
@@ -97,6 +128,26 @@ def is_pointer(path: Path) -> bool:
     """Whether a file is what ``git clone`` leaves of a large file without git-lfs."""
     with path.open("rb") as file:
         return file.read(len(POINTER)) == POINTER
+
+
+def read_card(name: str, kind: str = "model", revision: str | None = None) -> dict[str, Any] | str:
+    """The metadata of a card: of a directory, or of a repository at the hub. A text: why there are none."""
+    import yaml
+    from huggingface_hub import hf_hub_download, metadata_load
+
+    file = Path(name) / "README.md"
+    if not Path(name).is_dir():
+        settle()
+        try:
+            file = Path(hf_hub_download(name, "README.md", repo_type=kind, revision=revision))
+        except (OSError, ValueError) as error:
+            return explain(name, error, kind) or f"{name} has no card that can be read ({error})"
+    if not file.is_file():
+        return "it has no README.md"
+    try:
+        return metadata_load(file) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        return f"its README.md cannot be read: {' '.join(str(error).split())[:200]}"
 
 
 def _failure(endpoint: str) -> str | None:
@@ -110,10 +161,10 @@ def _failure(endpoint: str) -> str | None:
     except TimeoutError:
         return f"no answer within {PATIENCE:g} s"
     except httpx2.RequestError as error:
-        causes = list(_causes(error))
-        if any(isinstance(cause, ssl.SSLError) for cause in causes):
+        behind = list(causes(error))
+        if any(isinstance(cause, ssl.SSLError) for cause in behind):
             return None  # it is there; the library may have other certificates
-        for cause in reversed(causes):
+        for cause in reversed(behind):
             if isinstance(cause, OSError) and cause.errno is not None:
                 return os.strerror(cause.errno) if cause.errno > 0 else str(cause.strerror)
     except http.Refused:
@@ -128,7 +179,8 @@ async def _ask(endpoint: str) -> None:
         await http.request(client, "HEAD", endpoint, http.Limits(PATIENCE, max_bytes=0))
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those behind it."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -45,6 +45,8 @@ GROUP_BYTES = 8 * 2**20
 """Bytes in memory of the rows that are compressed together in a sealed part."""
 ROWS = 256
 """Rows of a batch that is read from a sealed part."""
+NARROW_ROWS = 2**16
+"""The same where only short columns are read of all rows: a batch takes as long as thousands of its values."""
 
 
 class _Stream:
@@ -208,7 +210,7 @@ def read_schemas(directory: Path) -> Iterator[tuple[Path, pa.Schema]]:
 
 
 def _read_part(
-    path: Path, columns: Sequence[str] | None, step: int | None
+    path: Path, columns: Sequence[str] | None, step: int | None, rows: int = ROWS
 ) -> Iterator[pa.RecordBatch]:
     wanted = None if columns is None else [*dict.fromkeys(("step", *columns))]
     with _reading(path):
@@ -219,7 +221,7 @@ def _read_part(
             except FileNotFoundError:  # it has been sealed just now
                 path = path.with_suffix(".parquet")
         if path.exists():
-            yield from _read_sealed(path, wanted, step)
+            yield from _read_sealed(path, wanted, step, rows)
 
 
 @contextmanager
@@ -277,7 +279,7 @@ class TableReader:
             for step in sorted(
                 {
                     step
-                    for batch in _read_part(path, ["step", column], None)
+                    for batch in _read_part(path, ["step", column], None, NARROW_ROWS)
                     for step in batch.filter(matches)["step"].to_pylist()
                 }
             )
@@ -303,7 +305,7 @@ class TableReader:
                 key = place.suffix, status.st_size, status.st_mtime_ns
                 known = self._steps_of_part.get(path.stem)
                 if known is None or known[0] != key:
-                    batches = _read_part(place, ["step"], None)
+                    batches = _read_part(place, ["step"], None, NARROW_ROWS)
                     found = (step for b in batches for step in pc.unique(b["step"]).to_pylist())
                     known = key, frozenset(found)
                     self._steps_of_part[path.stem] = known
@@ -367,7 +369,10 @@ def _read_stream(path: Path, columns: Sequence[str] | None = None) -> Iterator[p
 
 
 def _read_sealed(
-    path: Path, columns: Sequence[str] | None = None, step: int | None = None
+    path: Path,
+    columns: Sequence[str] | None = None,
+    step: int | None = None,
+    rows: int = ROWS,
 ) -> Iterator[pa.RecordBatch]:
     with files.open_regular(path) as file, pq.ParquetFile(file) as parquet:
         _require_format(path, parquet.schema_arrow)
@@ -376,7 +381,7 @@ def _read_sealed(
             for number, (first, last) in enumerate(_steps_of_groups(parquet))
             if step is None or first <= step <= last
         ]
-        yield from parquet.iter_batches(ROWS, row_groups=groups, columns=columns)
+        yield from parquet.iter_batches(rows, row_groups=groups, columns=columns)
 
 
 def _steps_of_groups(parquet: pq.ParquetFile) -> list[tuple[int, int]]:

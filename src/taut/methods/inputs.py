@@ -18,8 +18,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.config import Decision
-from taut.data.batching import Budget, Cursor
+from taut.data.batching import Budget
 from taut.data.dataset import Dataset
+from taut.data.order import Cursor
 from taut.data.packing import PackPolicy
 from taut.data.render import Renderer
 from taut.data.stop_tokens import StopSet
@@ -99,7 +100,7 @@ class Inputs:
     @property
     def longest(self) -> int:
         """Tokens of the longest possible sample, held-out ones included."""
-        each = [int(data.lengths.max()) for data in (self.train, self.eval) if data is not None]
+        each = [data.lengths.longest for data in (self.train, self.eval) if data is not None]
         most = max(each) + self.grows
         context = context_length(self.config) if self.grows else None
         return most if context is None else min(most, context)

@@ -25,9 +25,18 @@ import torch
 from pydantic import Field
 from transformers import PreTrainedConfig
 
-from taut.config import ComputeDtype, Decision, Positive, configclass, read_toml, to_dict, user_path
-from taut.data.batching import START, BatchConfig, Cursor, Good, Order, Rows
+from taut.config import (
+    ComputeDtype,
+    Decision,
+    Positive,
+    configclass,
+    read_settings,
+    to_dict,
+    user_path,
+)
+from taut.data.batching import BatchConfig, Good, Rows
 from taut.data.dataset import DataConfig, Dataset, Split, input_paths, load_dataset
+from taut.data.order import START, Cursor, Order
 from taut.data.render import Renderer
 from taut.data.schema import Kind
 from taut.data.top_logprobs import WithTeacher, read_top_logprobs
@@ -173,6 +182,7 @@ class RunConfig:
             "batch.halve_when_out_of_memory",  # its budgets are in events.jsonl, and used again
             "model",  # its files are hashed, wherever they are
             "data.cache",
+            "data.workers",
             "data.apply_chat_template",  # the tokenised data are compared
             "data.eval",
             "dtype",  # the resolved dtype is compared
@@ -214,7 +224,7 @@ class RunConfig:
     method: MethodName = "sft"
     """The training method: for ``taut check``, ``show`` and ``plan``, which take a run of any method."""
     model: str
-    """Directory (or hub name) of the model to start from."""
+    """Directory of the model to start from, or its hub name, as owner/name or owner/name@revision."""
     out: str | None = None
     """Directory of the run's output; refused if it is not empty, unless resume or overwrite is set. ``taut show`` needs
     none."""
@@ -443,13 +453,12 @@ class RunConfig:
         run.
         """
         rows, batch, loss = self.rows_of(train), self.batch, self.loss()
-        groups = rows.prefix_groups(batch.group_min_tokens) if batch.group_prefixes else None
-        order = Order(rows.weights, self.seed, batch.samples_per_step, batch.shuffle, groups)
+        order = rows.order(batch, self.seed, batch.samples_per_step)
         epochs = None if self.steps is not None else (1.0 if self.epochs is None else self.epochs)
         order = order.going_on_from(cursor, epochs)
         num_steps = self.steps if epochs is None else order.num_steps(epochs)
         assert num_steps is not None
-        longest = int(train.lengths.max()) if loss.mismatched else None
+        longest = train.lengths.longest if loss.mismatched else None
         return Plan(Offline(rows, order, epochs, loss, longest), num_steps, cursor)
 
     def monitors(self, source: StepSource) -> Sequence[Monitor]:
@@ -570,8 +579,8 @@ class RunConfig:
 
 
 def class_of(path: Path | None, overrides: Sequence[str] = ()) -> type[RunConfig]:
-    """The class of the run that a TOML file and the ``key=value`` settings on top describe, by its key ``method``."""
-    name = read_toml(path).get("method", "sft")
+    """The class of the run that a file and the ``key=value`` settings on top describe, by its key ``method``."""
+    name = read_settings(path).get("method", "sft")
     for text in overrides:
         key, _, value = text.partition("=")
         name = value.strip().strip("\"'") if key.strip() == "method" else name

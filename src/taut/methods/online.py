@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from taut.config import Decision, configclass, home_path
-from taut.data.batching import START, Cursor, Order
 from taut.data.dataset import Dataset, Split
+from taut.data.order import START, Cursor
 from taut.data.prompts import PromptRow, PromptSet, load_prompt_set
 from taut.data.render import Renderer
 from taut.data.schema import Kind
@@ -199,9 +199,7 @@ class OnlineMethod(RunConfig):
         """A step of the order is a rollout, and the prompts are repeated."""
         assert isinstance(train, PromptSet)
         rollout, batch, rows = self.rollout, self.batch, self.rows_of(train)
-        groups = rows.prefix_groups(batch.group_min_tokens) if batch.group_prefixes else None
-        size = batch.samples_per_step * rollout.minibatches
-        order = Order(train.weights, self.seed, size, batch.shuffle, groups)
+        order = rows.order(batch, self.seed, batch.samples_per_step * rollout.minibatches)
         num_steps = self.steps or order.num_steps(self.epochs or 1.0) * rollout.updates
         if (recording := self.recording) is not None:
             recording.require_fits(

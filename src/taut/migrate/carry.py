@@ -268,6 +268,7 @@ class _Draft:
             )
         else:
             self._carried(key, "model")
+            self._carry_revision(model)
         if self.is_swift and self.facts.model is None and not self._uses_hugging_face():
             self.assumed.append(f"{model} is the same on the Hugging Face hub as on ModelScope")
         if self.recipe.framework == "trl" and "router_aux_loss_coef" not in self.given:
@@ -277,6 +278,18 @@ class _Draft:
                 self.assumed.append(f"{model} is no mixture of experts: {why}")
             elif "output_router_logits" in config or "num_experts_per_tok" in config:
                 self._lacking("router_aux_loss_coef", f"not set: {why}")
+
+    def _carry_revision(self, model: str) -> None:
+        """A revision of the hub's is part of a model's name."""
+        revision = self._value("model_revision")
+        if revision is None:
+            return
+        if revision in ("main", "master"):
+            self._needless("the hub's own default", "model_revision")
+        elif any((base / home_path(model)).is_dir() for base in (Path(), self.facts.directory)):
+            self._needless("a directory has no revisions", "model_revision")
+        else:
+            self._set("model_revision", "model", f"{model}@{revision}")
 
     def _uses_hugging_face(self) -> bool:
         variable = self.recipe.environment.get("USE_HF")
@@ -592,7 +605,21 @@ class _Draft:
                 self._lacking(key, "write the template to a file: data.template")
                 self._fill_in("data.template", "TEMPLATE.jinja")
         if self.is_swift:
+            self._carry_system_and_thinking()
             self._carry_limits_of_pictures()
+
+    def _carry_system_and_thinking(self) -> None:
+        system = self._value("system")
+        if is_off(system):
+            self._needless("off", "system")
+        elif str(system).endswith(".txt"):
+            self._lacking("system", "write the text of the file: data.system")
+            self._fill_in("data.system", "TEXT")
+        else:
+            self._set("system", "data.system", system)
+        if (thinking := self._value("enable_thinking")) is not None:
+            values = {"enable_thinking": thinking}
+            self._set("enable_thinking", "data.chat_template_kwargs", values)
 
     def _carry_limits_of_pictures(self) -> None:
         names = {

@@ -60,7 +60,6 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "tekken.json",
 )
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 ShardLayers = Callable[[PreTrainedModel], AbstractContextManager[None]]
 """Divides a model's decoder layers among ranks."""
 _NUMBER = re.compile(r"\.\d+(?=\.)")
@@ -186,14 +185,16 @@ def read_model(
         _sharded_before_reading(shard),
         nullcontext() if streamed is None else streamed.reading_the_rest(),
     ):
+        name, revision = hub.pinned(path)
         model, report = auto_class.from_pretrained(
-            path,
+            name,
             config=config,
             dtype=dtype if is_narrow or is_float64 else torch.float32,
             attn_implementation=_attention_setting(config, attention),
             trust_remote_code=trust_remote_code,
             weights_only=True,
             output_loading_info=True,
+            **revision,
             **({"experts_implementation": "eager"} if needs_eager else {}),
             **quantising,
         )
@@ -423,15 +424,17 @@ def load_config(
     user_path(path, "model")
     if Path(path).exists():
         _require_model_directory(path, needs_weights=needs_weights)
-    elif _HUB_NAME.fullmatch(path):
+    elif hub.NAME.fullmatch(path):
         hub.settle()
     else:
         raise ModelError(
-            f"model={path} does not exist; expected a model directory or a hub name like org/name"
+            f"model={path} does not exist; expected a model directory, or a hub name like org/name or org/name@revision"
         )
     with explain_load_errors(path, "a configuration"):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        name, revision = hub.pinned(path)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **revision)
     assert isinstance(config, PreTrainedConfig)
+    config._commit_hash = revision.get("revision")  # the library knows the name, and writes none
     return config
 
 
@@ -441,8 +444,9 @@ def stop_ids_in_files(path: str, config: PreTrainedConfig) -> dict[int, str]:
     directory = Path(path)
     if not directory.is_dir() or (directory / "generation_config.json").is_file():
         with explain_load_errors(path, "a generation_config"):
+            name, revision = hub.pinned(path)
             try:
-                generation = GenerationConfig.from_pretrained(path)
+                generation = GenerationConfig.from_pretrained(name, **revision)
                 settings.append((generation, "generation_config.json"))
             except OSError:  # a hub model may have none
                 if directory.is_dir():
@@ -467,7 +471,10 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         candidates = (Path(path) / name for name in TOKENIZER_FILES)
         require_file_itself(next(filter(Path.is_file, candidates)))
     with explain_load_errors(path, "a tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        name, revision = hub.pinned(path)
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=trust_remote_code, **revision
+        )
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
 

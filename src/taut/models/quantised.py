@@ -9,8 +9,10 @@ routers, scalar heads and vision towers are stored as ``frozen`` says. Each tens
 so the whole model is never in memory.
 
 A quantised layer has one parameter, a row of bytes: the constants of its format, then the codes (``Format``). Each of
-several ranks keeps a part of the row, cut at any byte: all quantise the whole tensor, so the codes are those of one
-process, and FSDP gathers the row where the layer runs.
+several ranks keeps a part of the row, cut at any byte, and FSDP gathers the row where the layer runs. Each reads and
+quantises some rows of the weight, and all exchange maxima and codes, so the bytes are those of one process. Of experts
+each reads and quantises its own. A weight whose blocks cross rows, or which the library makes of other tensors, is read
+and quantised whole by every rank.
 
 A product widens its weight first (``products.linear_from_stored``), so activations are not rounded, as LLM.int8 would,
 and no packed sample has a part in another's numbers. bitsandbytes' own layers are not used: on some CPUs their forward
@@ -39,7 +41,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import ConversionOps
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.distributed.sharding_utils import DtensorShardOperation
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
@@ -212,24 +215,53 @@ class Format:
         flat = zip(self.parts.items(), torch.split(row, self._sizes, -1)[:-1], strict=True)
         return {name: part.view(dtype) for (name, (dtype, _)), part in flat}
 
-    @torch.no_grad()
+    @property
+    def has_blocks_in_rows(self) -> bool:
+        """Whether no block has numbers of two rows of the weight, so that rows can be quantised apart."""
+        return self.kind == "int8" or self.shape[1] % BLOCK == 0
+
+    @property
+    def bytes_of_a_row(self) -> tuple[int, int]:
+        """The maxima's and the codes' bytes of one row of the weight, where it has whole blocks."""
+        columns = self.shape[1]
+        return (4, columns) if self.kind == "int8" else (4 * columns // BLOCK, columns // 2)
+
     def quantise(self, weight: Tensor) -> Tensor:
         """The row of a weight."""
+        return self.row_of(*self.codes_of(weight))
+
+    @torch.no_grad()
+    def codes_of(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The maxima (float32) of a weight, or of some rows of it, and its codes."""
+        from bitsandbytes import functional
+
+        if weight.shape[-1] != self.shape[1]:
+            raise ModelError(
+                f"found a weight of {list(weight.shape)} to quantise; expected {list(self.shape)}, or rows of it, as "
+                "config.json says; copy the model's files again"
+            )
+        if self.kind == "int8":
+            codes, largest, _ = functional.int8_vectorwise_quant(weight.to(torch.float16))
+            return largest, codes
+        codes, state = functional.quantize_4bit(
+            weight.contiguous(), blocksize=BLOCK, quant_type=self.kind
+        )
+        return state.absmax, codes
+
+    @torch.no_grad()
+    def row_of(self, largest: Tensor, codes: Tensor) -> Tensor:
+        """The row of a weight with these maxima and codes."""
         from bitsandbytes import functional
 
         if self.kind == "int8":
-            codes, largest, _ = functional.int8_vectorwise_quant(weight.to(torch.float16))
             return self.pack({"SCB": largest, "weight": codes})
-        codes, state = functional.quantize_4bit(
-            weight.contiguous(),
-            blocksize=BLOCK,
-            compress_statistics=self.is_nested,
-            quant_type=self.kind,
-        )
-        parts = {"absmax": state.absmax, "weight": codes}
-        if self.is_nested:
-            parts |= {"nested_offset": state.offset, "nested_absmax": state.state2.absmax}
-        return self.pack(parts)
+        if not self.is_nested:
+            return self.pack({"absmax": largest, "weight": codes})
+        offset = largest.mean()
+        quantise: Any = functional.quantize_blockwise
+        rounded, state = quantise(largest - offset, blocksize=NESTED_BLOCK)
+        constants = {"nested_offset": offset, "nested_absmax": state.absmax}
+        return self.pack({**constants, "absmax": rounded, "weight": codes})
 
     def widen(self, row: Tensor, dtype: torch.dtype) -> Tensor:
         """The numbers that a row (or each of several [..., bytes]) stands for, in ``dtype``."""
@@ -287,11 +319,13 @@ class QuantisedLinear(nn.Linear):
         self.format = Format(kind, (linear.out_features, linear.in_features), is_nested)
         self.formats = {"weight": self.format}
         self.is_transposed = is_transposed
+        self.is_read_in_rows = False
+        """Whether each rank reads some rows of the weight."""
         self.bias = linear.bias
         row = torch.empty(self.format.num_bytes, dtype=torch.uint8, device="meta")
         self.weight = nn.Parameter(row, requires_grad=False)
         register: Any = self.register_state_dict_post_hook
-        register(_read_whole)
+        register(_as_read)
 
     def forward(self, x: Tensor) -> Tensor:
         return linear_from_stored(x, self.weight, self.bias, self.format.widen)
@@ -301,14 +335,41 @@ class QuantisedLinear(nn.Linear):
         return wide.T if self.is_transposed else wide
 
 
-def _read_whole(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """A hook of state dicts by which the library reads the whole of a tensor of which a rank keeps a part."""
-    for key in module.formats:
+def _as_read(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """A hook of state dicts by which the library reads of a tensor what this rank quantises of it."""
+    for key, layout in module.formats.items():
         parameter = module._parameters[key]
-        if parameter.is_meta:
-            state[f"{prefix}{key}"] = torch.empty(
-                parameter.shape, dtype=parameter.dtype, device="meta"
-            )
+        if not parameter.is_meta:
+            continue
+        shape, wide = parameter.shape, (*parameter.shape[:-1], *layout.shape)
+        read: Any = torch.empty(shape, dtype=parameter.dtype, device="meta")
+        # A rank without experts reads them all: the library puts together no empty list of them.
+        is_in_parts = getattr(module, "is_read_in_rows", _num_own(parameter) > 0)
+        if is_in_parts and hasattr(parameter, "full_tensor"):
+            read = _divided_like(parameter, torch.empty(wide, device="meta"), wide)
+        state[f"{prefix}{key}"] = read
+
+
+def _num_own(parameter: Any) -> int:
+    """The length of this rank's part of a parameter."""
+    return len(getattr(parameter, "_local_tensor", parameter))
+
+
+def _divided_like(parameter: Any, part: Tensor, shape: tuple[int, ...]) -> Any:
+    """The tensor of this shape of which this rank has a part, divided as the parameter is. On the meta device the part
+    does not count.
+    """
+    from torch.distributed.tensor import DTensor
+
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=strides,
+    )
 
 
 # -- mixtures of experts
@@ -333,7 +394,7 @@ def quantise_experts(module: nn.Module, kind: Kind) -> None:
         empty = torch.empty(count, layout.num_bytes, dtype=torch.uint8, device="meta")
         module._parameters[key] = nn.Parameter(empty, requires_grad=False)
         experts.formats[key], experts.wide_sizes[key] = layout, parameter.numel()
-    experts.register_state_dict_post_hook(_read_whole)
+    experts.register_state_dict_post_hook(_as_read)
     experts.forward = MethodType(_experts_forward, module)
 
 
@@ -453,6 +514,7 @@ def _with_rows(quantiser: Any, report: Callable[[ModelError], None]) -> type:
             values: Any = self.quantization_config
             kind: Any = "int8" if values.load_in_8bit else values.bnb_4bit_quant_type
             in_routers = set() if self.pre_quantized else _in_routers(model)
+            made = _made_while_reading(model)
             for name, module in list(model.named_modules()):
                 made_of = getattr(module, "source_cls", None)  # of layers that the library replaced
                 if made_of is None or not isinstance(module, nn.Linear):
@@ -468,6 +530,11 @@ def _with_rows(quantiser: Any, report: Callable[[ModelError], None]) -> type:
                         is_nested=values.bnb_4bit_use_double_quant,
                         is_transposed=made_of is Conv1D,
                     )
+                    layer.is_read_in_rows = (
+                        not (self.pre_quantized or layer.is_transposed)
+                        and layer.format.has_blocks_in_rows
+                        and not any(part in f"{name}.weight" for part in made)
+                    )
                 model.set_submodule(name, layer)
             if not self.pre_quantized:
                 _quantise_all_experts(model, kind)
@@ -479,12 +546,23 @@ def _with_rows(quantiser: Any, report: Callable[[ModelError], None]) -> type:
             return key in getattr(model.get_submodule(place), "formats", {})
 
         def get_quantize_ops(self) -> ConversionOps:
-            return _Quantise()
+            return _Quantise(report)
 
         def get_load_operations(self) -> dict[str, Any]:
             return {"deserialize": partial(_Repack, report)}
 
     return WithRows
+
+
+def _made_while_reading(model: PreTrainedModel) -> set[str]:
+    """Parts of the names of tensors that the library makes of others, in the files of some models of this class."""
+    transforms = get_model_conversion_mapping(model)
+    converters = [made for made in transforms if isinstance(made, WeightConverter)]
+    return {
+        pattern.rpartition("\\1")[2].strip(".^$")
+        for made in converters
+        for pattern in made.target_patterns
+    }
 
 
 def _in_routers(model: PreTrainedModel) -> set[int]:
@@ -509,17 +587,20 @@ def _quantise_all_experts(model: PreTrainedModel, kind: Kind) -> None:
             )
 
 
-def _part_of(parameter: Any, rows: Tensor) -> nn.Parameter:
-    """The part of rows that this rank keeps."""
+def _part_of(parameter: Any, row: Tensor) -> nn.Parameter:
+    """The part of a row that this rank keeps."""
     if hasattr(parameter, "full_tensor"):
-        part = DtensorShardOperation(parameter).shard_tensor(rows)
+        part = DtensorShardOperation(parameter).shard_tensor(row)
         assert part is not None, "what is one tensor has a slice for each rank"
-        rows = part.clone()  # without the memory of the rest
-    return nn.Parameter(rows, requires_grad=False)
+        row = part.clone()  # without the memory of the rest
+    return nn.Parameter(row, requires_grad=False)
 
 
 class _Quantise(ConversionOps):
-    """A weight -> this rank's part of its row, or of its experts' rows."""
+    """A weight, or what this rank read of it -> this rank's part of its row, or the rows of its experts."""
+
+    def __init__(self, report: Callable[[ModelError], None]) -> None:
+        self.report = report
 
     def convert(
         self, input_dict: dict[str, Any], *_: Any, model: Any = None, **__: Any
@@ -528,13 +609,48 @@ class _Quantise(ConversionOps):
         for name, found in input_dict.items():
             place, _dot, key = name.rpartition(".")
             module = model.get_submodule(place)
-            weight, layout = found[0] if isinstance(found, list) else found, module.formats[key]
-            if isinstance(module, QuantisedLinear):
-                row = layout.quantise(module.in_checkpoint(weight))
-            else:
-                row = torch.stack([layout.quantise(expert) for expert in weight])
-            rows[name] = _part_of(module._parameters[key], row)
+            weight = found[0] if isinstance(found, list) else found
+            try:
+                rows[name] = _row_in(module, key, weight)
+            except ModelError as error:
+                self.report(error)
+                raise
         return rows
+
+
+def _row_in(module: Any, key: str, weight: Tensor) -> nn.Parameter:
+    """The parameter that a quantised weight of a module is on this rank."""
+    parameter, layout = module._parameters[key], module.formats[key]
+    if not isinstance(module, QuantisedLinear):
+        num_own = _num_own(parameter)
+        made = torch.empty(num_own, layout.num_bytes, dtype=torch.uint8, device=weight.device)
+        for row, expert in zip(made, weight[:num_own], strict=True):
+            row.copy_(layout.quantise(expert))
+        return nn.Parameter(made, requires_grad=False)
+    if module.is_read_in_rows and hasattr(parameter, "full_tensor"):
+        return _part_of(parameter, _quantised_together(layout, weight, parameter))
+    return _part_of(parameter, layout.quantise(module.in_checkpoint(weight)))
+
+
+@torch.no_grad()
+def _quantised_together(layout: Format, some: Tensor, parameter: Any) -> Tensor:
+    """The row of a weight of which each rank has read some rows."""
+    mesh = parameter.device_mesh
+    axis = mesh.ndim - 1  # the others have replicas
+    length = -(-layout.shape[0] // mesh.size(axis))
+    expected = len(range(layout.shape[0])[mesh.get_local_rank(axis) * length :][:length])
+    if len(some) != expected:
+        raise ModelError(
+            f"found {len(some)} rows as this rank's part of a weight of {list(layout.shape)}; expected {expected}, as "
+            "config.json says; copy the model's files again"
+        )
+    widths = layout.bytes_of_a_row
+    found = layout.codes_of(some) if len(some) else (some, some)
+    flat = (part.contiguous().view(torch.uint8) for part in found)
+    own = torch.cat([part.view(len(some), n) for part, n in zip(flat, widths, strict=True)], 1)
+    whole = _divided_like(parameter, own, (layout.shape[0], sum(widths))).full_tensor()
+    largest, codes = whole.split(widths, 1)
+    return layout.row_of(largest.contiguous().view(torch.float32).view(-1), codes)
 
 
 class _Repack(ConversionOps):

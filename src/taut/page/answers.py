@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from importlib.metadata import version
 from itertools import groupby
@@ -24,13 +25,13 @@ from statistics import fmean
 from typing import Any
 from urllib.parse import unquote
 
-from taut.errors import DataError, OutputError, redacted_in
+from taut.errors import DataError, OutputError, TautError, redacted_in
 from taut.io import files
 from taut.page.curves import bucketed
 from taut.page.history import History
 from taut.run.recorded import Recorded, Row, answer_text, prompt_text, why_unlearned
 from taut.run.states import RunState, find, state_of
-from taut.train.log.events import NOT_CURVES, Event, to_json
+from taut.train.log.events import NOT_CURVES, Event, to_json, with_intervals
 from taut.train.run_dir import ADAPTER, BEST, EVENTS, MODEL, read_resolved
 
 Answer = dict[str, Any]
@@ -43,6 +44,8 @@ MOST_ALARMS, MOST_EVALS, MOST_PLACES, MOST_SAMPLES, MOST_STEPS = 500, 2000, 200,
 """Entries of a list: of alarms, of evaluations, of dropped and cut rows, of samples, of a prompt's steps."""
 PROMPT_SHOWN, TEXT_SHOWN = 200, 500
 """Characters of a prompt in a list of groups, and of an answer in a list of steps."""
+REPEATS = "data.repeats"
+"""The check that is shown as the duplicates."""
 CONTRACT = "contract.json"
 """In a model's directory (taut/evals/contract.py)."""
 
@@ -104,6 +107,17 @@ class Answers:
     @property
     def runs(self) -> Mapping[str, Run]:
         return self._runs
+
+    def read_ahead(self) -> None:
+        """Read the events of the run that was written last: most of what the first question about it costs."""
+        written: dict[float, Run] = {}
+        for run in self._runs.values():
+            with suppress(OSError):  # it has none yet, or was removed
+                written[(run.out / EVENTS).stat().st_mtime] = run
+        if written:
+            run = written[max(written)]
+            with run.lock, suppress(TautError):  # who asks is told
+                _ = run.history
 
     def answer(self, question: str) -> Answer:
         """The answer in JSON types."""
@@ -244,15 +258,12 @@ def evaluations(events: Sequence[Event]) -> list[Answer]:
     """What was measured, with intervals where there are some."""
     found = []
     for event in events:
-        for name, value in event.items():
+        for name, (value, low, high) in with_intervals(event).items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            is_bound = name.endswith(("_low", "_high")) and name.rpartition("_")[0] in event
-            if not is_number or is_bound or name in NOT_CURVES or name in NO_METRIC:
-                continue
-            low, high = event.get(f"{name}_low"), event.get(f"{name}_high")
-            found.append(
-                {"step": event["step"], "name": name, "value": value, "low": low, "high": high}
-            )
+            if is_number and name not in NOT_CURVES and name not in NO_METRIC:
+                found.append(
+                    {"step": event["step"], "name": name, "value": value, "low": low, "high": high}
+                )
     return found
 
 
@@ -269,7 +280,8 @@ def alarm(event: Event) -> Answer:
 
 
 def curves(run: Run, parameters: Parameters) -> Answer:
-    known = run.history.curves
+    history = run.history
+    known = history.curves
     names = parameters.texts("names") or sorted(known)
     missing = [name for name in names if name not in known]
     if missing:
@@ -277,7 +289,7 @@ def curves(run: Run, parameters: Parameters) -> Answer:
             f"{run.name} has no curve {missing[0][:80]!r}; expected one of its {len(known)} curves"
         )
     points = parameters.number("points") or POINTS
-    chosen = {name: known[name] for name in names[:MOST_CURVES]}
+    chosen = {name: history.column(name) for name in names[:MOST_CURVES]}
     points = max(1, min(points, MOST_POINTS))
     return bucketed(chosen, points, parameters.number("from"), parameters.number("to"))
 
@@ -409,11 +421,25 @@ def rollouts(run: Run, parameters: Parameters) -> Answer:
 
 def _trained_on(run: Run, step: int) -> set[str] | None:
     """The ids of the samples of a step's rollout that were trained on; None: no step has trained on it yet."""
-    history, steps = run.history, run.recorded.rollout_steps
-    following = next((other for other in steps if other > step), history.last_step + 1)
-    events = [history.step_event(number) for number in range(step, following)]
+    events = [run.history.step_event(number) for number in _steps_on(run, step)]
     known = [event for event in events if event is not None]
     return {name for event in known for name in event.get("sample_ids", ())} if known else None
+
+
+def _steps_on(run: Run, step: int) -> range:
+    """The steps that train on the rollout of a step, as far as the run has come."""
+    last, steps = run.history.last_step, run.recorded.rollout_steps
+    return range(step, next((other for other in steps if other > step), last + 1))
+
+
+def _recorded_at(run: Run, step: int) -> dict[str, int]:
+    """The samples of a step's rollout whose tokens are recorded as they were trained on -> the first step of these."""
+    recorded, steps = run.recorded, _steps_on(run, step)
+    return {
+        row["sample_id"]: number
+        for number in reversed([one for one in recorded.token_steps if one in steps])
+        for row in recorded.tokens(number, ["sample_id"])
+    }
 
 
 def _listed(group: Sequence[Row], trained: set[str] | None) -> Answer:
@@ -442,7 +468,7 @@ def group(run: Run, parameters: Parameters) -> Answer:
         raise Unknown(
             f"{run.name} has no group {number} at step {step}; expected one of that step's groups"
         )
-    first = rows[0]
+    first, recorded_at = rows[0], _recorded_at(run, step)
     prompt = json.loads(first["prompt"])
     return {
         "step": step,
@@ -454,7 +480,10 @@ def group(run: Run, parameters: Parameters) -> Answer:
         "references": first["references"],
         "is_kept": first["is_kept"],
         "why_nothing": why_unlearned(rows, _trained_on(run, step)),
-        "answers": [_answer(row, recorded) for row in rows],
+        "answers": [
+            {**_answer(row, recorded), "recorded_at": recorded_at.get(row["sample_id"])}
+            for row in rows
+        ],
     }
 
 
@@ -537,12 +566,12 @@ def _at_step(group: Sequence[Row]) -> Answer:
 def data(run: Run, _: Parameters) -> Answer:
     history = run.history
     start, found = history.start, history.checks
-    of_data = [event for name, event in found.items() if name.startswith("data.")]
+    others = [e for name, e in found.items() if name.startswith("data.") and name != REPEATS]
     return {
         "summary": start.get("data"),
         "sets": start.get("sets") or [_train_set(start)],
-        "duplicates": _check(found.get("data.repeats")),
-        "checks": [_check(event) for event in of_data if event.get("outcome") != "skipped"],
+        "duplicates": _check(found.get(REPEATS)),
+        "checks": [_check(event) for event in others if event.get("outcome") != "skipped"],
     }
 
 

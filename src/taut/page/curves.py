@@ -22,14 +22,14 @@ def bucketed(
     ``step`` has the last step of each bucket. Where there are at most ``points`` steps, each is a bucket. A series
     whose buckets have one value each has no min and max. None: no value; "nan": a mean of values of which one is NaN.
     """
-    read = {name: (np.array(c.steps), np.array(c.values)) for name, c in columns.items()}
-    for name, (steps, values) in read.items():
+    read: dict[str, Column] = {}
+    for name, (steps, values) in columns.items():
         if (np.diff(steps) < 0).any():  # of a resumed run
             order = np.argsort(steps, kind="stable")
             steps, values = steps[order], values[order]
         begin = 0 if first is None else int(np.searchsorted(steps, first))
         end = None if last is None else int(np.searchsorted(steps, last, side="right"))
-        read[name] = steps[begin:end], values[begin:end]
+        read[name] = Column(steps[begin:end], values[begin:end])
     every = np.unique(np.concatenate([np.empty(0, np.int64), *(s for s, _ in read.values())]))
     if every.size <= points:
         ends = every

@@ -1,4 +1,4 @@
-"""The events of a run, read as they are written: what is needed of each is kept, its curves as columns of numbers.
+"""The events of a run, read as they are written: what is needed of each is kept, its numbers as rows of arrays.
 
 A step's samples and a rollout's texts are not kept; ``step_event`` reads the line again.
 """
@@ -8,7 +8,12 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from taut.train.log.events import (
     LASTING,
@@ -26,21 +31,44 @@ KEPT = ("eval", "best", "warning", "budget", "checkpoint", "resume")
 """Kinds of events that are kept as they are."""
 
 
-@dataclass
-class Column:
-    """Numbers by step, in the order of steps but for what a resume does not revoke."""
+class Column(NamedTuple):
+    """A curve: numbers by step, in the order in which they were written, which is that of steps but for what a resume
+    does not revoke.
+    """
 
-    steps: array[int] = field(default_factory=lambda: array("q"))
-    values: array[float] = field(default_factory=lambda: array("d"))
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
 
-    def append(self, step: int, value: float) -> None:
-        self.steps.append(step)
-        self.values.append(value)
+
+class Block:
+    """The numbers of the events of one kind that have the same fields, of the same types: a row for each event, so that
+    an event is one append, however many curves it has a point of.
+    """
+
+    def __init__(self, event: Event) -> None:
+        known = measured(event)
+        self.names = list(known)
+        self._is_number = [name in known for name in event]
+        self._lines, self._steps, self._rows = array("q"), array("q"), array("d")
+
+    def append(self, line: int, step: int, event: Event) -> None:
+        """``line``: where the event is in the file."""
+        self._lines.append(line)
+        self._steps.append(step)
+        self._rows.extend(compress(event.values(), self._is_number))
 
     def keep(self, last: int) -> None:
         """Drop what is after step ``last``."""
-        end = bisect_right(self.steps, last)
-        del self.steps[end:], self.values[end:]
+        end = bisect_right(self._steps, last)
+        del self._lines[end:], self._steps[end:], self._rows[end * len(self.names) :]
+
+    def column(self, name: str) -> tuple[NDArray[np.int64], Column]:
+        """One of its names: where each number is in the file, and the numbers. Copies: an array that is seen cannot
+        grow.
+        """
+        rows = np.frombuffer(self._rows).reshape(-1, len(self.names))
+        values = rows[:, self.names.index(name)].copy()
+        return np.array(self._lines), Column(np.array(self._steps), values)
 
 
 @dataclass
@@ -57,7 +85,8 @@ class History:
     checks: dict[str, Event] = field(default_factory=dict)
     """The newest of each name."""
     kept: dict[str, list[Event]] = field(default_factory=lambda: {kind: [] for kind in KEPT})
-    curves: dict[str, Column] = field(default_factory=dict)
+    curves: dict[str, list[Block]] = field(default_factory=dict)
+    """The names of the curves, and where each is; ``column`` gives it."""
     last_step: int = 0
     written: float = 0.0
     """Time of the last event."""
@@ -65,10 +94,10 @@ class History:
     def __post_init__(self) -> None:
         self._tail = EventTail(self.out / EVENTS)
         self._num_begun = 0
-        self._lines = Column()
+        self._steps, self._offsets = array("q"), array("q")
         """Where the event of each step is in the file."""
-        self._columns: dict[str, dict[str, Column]] = {}
-        """The curves by kind of event and field."""
+        self._blocks: dict[tuple[object, ...], Block] = {}
+        """By kind and fields of the events."""
 
     def update(self) -> None:
         """Read what was appended since the last time."""
@@ -79,10 +108,18 @@ class History:
 
     def step_event(self, step: int) -> Event | None:
         """The whole event of a step."""
-        at = bisect_left(self._lines.steps, step)
-        if at == len(self._lines.steps) or self._lines.steps[at] != step:
+        at = bisect_left(self._steps, step)
+        if at == len(self._steps) or self._steps[at] != step:
             return None
-        return event_at(self._tail.path, int(self._lines.values[at]))
+        return event_at(self._tail.path, self._offsets[at])
+
+    def column(self, name: str) -> Column:
+        """One of ``curves``."""
+        blocks, field_name = self.curves[name], name.partition("/")[2]
+        lines, columns = zip(*(block.column(field_name) for block in blocks), strict=True)
+        order = np.argsort(np.concatenate(lines)) if len(blocks) > 1 else slice(None)
+        steps, values = zip(*columns, strict=True)
+        return Column(np.concatenate(steps)[order], np.concatenate(values)[order])
 
     def _forget(self) -> None:
         tail = self._tail
@@ -106,24 +143,29 @@ class History:
         step = event.get("step", self.last_step)
         if kind == "step":
             self.last_step = step
-            self._lines.append(step, offset)
-        columns = self._columns.setdefault(kind, {})
-        for name, value in measured(event).items():
-            column = columns.get(name)
-            if column is None:
-                column = columns[name] = Column()
-                self.curves[f"{PREFIXES[kind]}/{name}"] = column
-            column.steps.append(step)
-            column.values.append(value)
+            self._steps.append(step)
+            self._offsets.append(offset)
+        if kind in PREFIXES:
+            self._block_of(event).append(offset, step, event)
+
+    def _block_of(self, event: Event) -> Block:
+        key = event["kind"], bool(event.get("skipped")), *event, *map(type, event.values())
+        block = self._blocks.get(key)
+        if block is None:
+            block = self._blocks[key] = Block(event)
+            for name in block.names:
+                self.curves.setdefault(f"{PREFIXES[event['kind']]}/{name}", []).append(block)
+        return block
 
     def _revoke(self, resume: Event) -> None:
         """Drop the events that a resume takes back."""
         last, self.end = resume["from_step"], None
         for kind, events in self.kept.items():
             self.kept[kind] = [event for event in events if stands(event, resume)]
-        for kind, columns in self._columns.items():
-            is_measured_again = kind in MEASURED and not resume.get("is_measured", True)
-            for column in columns.values() if kind not in LASTING else ():
-                column.keep(last - 1 if is_measured_again else last)
-        self._lines.keep(last)
+        for (of_kind, *_), block in self._blocks.items():
+            is_measured_again = of_kind in MEASURED and not resume.get("is_measured", True)
+            if of_kind not in LASTING:
+                block.keep(last - 1 if is_measured_again else last)
+        end = bisect_right(self._steps, last)
+        del self._steps[end:], self._offsets[end:]
         self.last_step = min(self.last_step, last)

@@ -139,7 +139,7 @@ def workload(run: RunConfig, inputs: Inputs, num_ranks: int) -> Workload:
         works = [[work_of(packed, window) for packed in share] for share in shares]
         steps.append(max(works, key=lambda share: sum(work.tokens for work in share)))
     largest = max([*first, *later], key=lambda packed: packed.num_tokens)
-    longest = int(inputs.train.lengths.max()) if not inputs.grows else inputs.longest
+    longest = inputs.train.lengths.longest if not inputs.grows else inputs.longest
     max_tokens = longest if one_sample else max(run.batch.tokens_per_microbatch, longest)
     per_row = max(len(tree.samples) for tree in trees)
     max_tokens = min(max_tokens, longest * run.batch.samples_per_step * per_row)

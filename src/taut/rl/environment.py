@@ -33,6 +33,7 @@ import json
 import math
 import operator
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -369,39 +370,20 @@ class EnvironmentPool:
 
         Raises UserCodeError, on every rank, where a call returned a value of the wrong type.
         """
-        rank, size = (self.ranks.rank, self.ranks.size) if self.ranks is not None else (0, 1)
         done: SimpleQueue[tuple[int, Outcome]] = SimpleQueue()
-
-        def run(number: int) -> None:
-            try:
-                outcome = Outcome(jobs[number]())
-            except UserCodeError as error:  # the run's error, not that of one trajectory
-                outcome = Outcome(error)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code may raise anything; it is shown)
-                reason = " ".join(f"raised {type(error).__name__}: {error}".split())
-                outcome = Outcome(error=reason[:300])
-            done.put((number, outcome))
-
+        calls = Calls(self, lambda *call: done.put(call))
+        for number in jobs:
+            if self.is_mine(number):
+                calls.start(number, jobs[number])
         outcomes: dict[int, Outcome] = {}
-        deadlines: dict[int, float] = {}
-        threads: dict[int, Thread] = {}
-        waiting = [number for number in list(jobs)[::-1] if number % size == rank]
-        while waiting or deadlines:
-            while waiting and len(deadlines) < self.config.workers:
-                number = waiting.pop()
-                deadlines[number] = time.monotonic() + self.config.timeout
-                threads[number] = Thread(target=run, args=(number,), daemon=True)
-                threads[number].start()
+        while calls.is_busy:
             try:
-                left = min(deadlines.values()) - time.monotonic()
-                number, outcome = done.get(timeout=max(left, 0.0))
+                number, outcome = done.get(timeout=calls.left)
             except Empty:
-                number = min(deadlines, key=deadlines.__getitem__)
-                outcome = Outcome(error=f"did not return within {self.config.timeout:g} s")
-                self._abandon(threads[number])
-            if deadlines.pop(number, None) is not None:  # else it was abandoned before
+                number, outcome = calls.overdue()
+            if calls.take(number):
                 outcomes[number] = outcome
-        if self.ranks is not None and size > 1:
+        if self.ranks is not None and self.ranks.size > 1:
             shares: list[dict[int, Outcome]] = self.ranks.gather(outcomes)
             outcomes = {number: outcome for share in shares for number, outcome in share.items()}
         for number in sorted(outcomes):
@@ -409,13 +391,77 @@ class EnvironmentPool:
                 raise error
         return outcomes
 
-    def _abandon(self, thread: Thread) -> None:
+    def is_mine(self, number: int) -> bool:
+        """Whether this rank has the environment of a trajectory."""
+        return self.ranks is None or number % self.ranks.size == self.ranks.rank
+
+    def abandon(self, thread: Thread) -> None:
+        """Leave a call that is late to itself. Raises CheckFailed where too many are."""
         self.late[:] = [late for late in (*self.late, thread) if late.is_alive()]
         if len(self.late) >= MOST_LATE:
             raise CheckFailed(
                 f"{len(self.late)} calls of the environment {self.config.name} did not return in time, and still run "
                 "during training; expected them to return; correct it, or raise rollout.environment.timeout"
             )
+
+
+class Calls:
+    """Calls of environments as they come, one at a time of each trajectory: ``config.workers`` of them at a time, each
+    in a thread, each within ``config.timeout`` seconds. Used by one thread; ``put`` is called from the others with the
+    number of a trajectory and the outcome of its call.
+    """
+
+    def __init__(self, pool: EnvironmentPool, put: Callable[[int, Outcome], object]) -> None:
+        self._pool, self._put = pool, put
+        self._waiting: deque[tuple[int, Callable[[], Any]]] = deque()
+        self._running: dict[int, tuple[Thread, float]] = {}
+        """The thread of a call, and when it is late."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call was started and not taken."""
+        return bool(self._running)
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the first call is late; None: none runs."""
+        late = min((late for _, late in self._running.values()), default=None)
+        return None if late is None else max(late - time.monotonic(), 0.0)
+
+    def start(self, number: int, act: Callable[[], Any]) -> None:
+        """Begin a call as soon as there is room for it."""
+        self._waiting.append((number, act))
+        self._fill()
+
+    def take(self, number: int) -> bool:
+        """Whether the outcome of this call counts; not so where the call was late. Makes room for the next."""
+        is_awaited = self._running.pop(number, None) is not None
+        self._fill()
+        return is_awaited
+
+    def overdue(self) -> tuple[int, Outcome]:
+        """The call that is late, to be taken; its thread is left to itself."""
+        number = min(self._running, key=lambda number: self._running[number][1])
+        self._pool.abandon(self._running[number][0])
+        seconds = self._pool.config.timeout
+        return number, Outcome(error=f"did not return within {seconds:g} s")
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._running) < self._pool.config.workers:
+            number, act = self._waiting.popleft()
+            thread = Thread(target=self._run, args=(number, act), daemon=True)
+            self._running[number] = thread, time.monotonic() + self._pool.config.timeout
+            thread.start()
+
+    def _run(self, number: int, act: Callable[[], Any]) -> None:
+        try:
+            outcome = Outcome(act())
+        except UserCodeError as error:  # the run's error, not that of one trajectory
+            outcome = Outcome(error)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code may raise anything; it is shown)
+            reason = " ".join(f"raised {type(error).__name__}: {error}".split())
+            outcome = Outcome(error=reason[:300])
+        self._put(number, outcome)
 
 
 def open_environments(

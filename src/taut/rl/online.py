@@ -41,7 +41,8 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from typing_extensions import TypedDict
 
 from taut.config import Decision
-from taut.data.batching import Cursor, Order, Rows
+from taut.data.batching import Rows
+from taut.data.order import Cursor, Order
 from taut.data.prompts import PromptRow, PromptSet
 from taut.losses import Loss
 from taut.rewards.panel import Verdict

@@ -1,6 +1,6 @@
 """The rollout of a phase: prompts -> trajectories -> verdicts -> groups, and groups without a signal replaced.
 
-The prompts of a phase are a pure function of the seed and the phase (``Order`` in data/batching.py). With
+The prompts of a phase are a pure function of the seed and the phase (``Order`` in data/order.py). With
 ``rollout.dynamic_sampling_rounds`` groups whose rewards are all equal, from which nothing can be learned, are replaced
 by other prompts: dynamic sampling, as in DAPO (arXiv 2503.14476). The replacements are a function of the seed, the
 phase and the round, so a restart needs no memory of them.

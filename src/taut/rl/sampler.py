@@ -4,11 +4,13 @@
 
 Only sampled tokens are targets; what an environment adds is context. No token is tokenised again or rewritten.
 
-Without an environment a trajectory is a prompt and its completion. With one, the next turns of all unfinished
-trajectories are one call of the engine; then their environments answer in parallel, and the tokens that the template
-writes between two turns are inserted (``turns.py``). A trajectory ends where its environment is done, where a
-completion was cut (a half answer gets no reply), at the limits of turns, tokens or context, or with an error: then it
-is not trained on.
+Without an environment a trajectory is a prompt and its completion. With one it is a course of turns: the policy's, and
+the environment's answer, with the tokens that the template writes between two turns (``turns.py``). It ends where its
+environment is done, where a completion was cut (a half answer gets no reply), at the limits of turns, tokens or
+context, or with an error: then it is not trained on.
+
+The engine in this process computes the next turns of all trajectories as one batch, once all environments have
+answered. A server gets each turn as soon as its trajectory has come to it, so that none waits for another.
 
 Random streams are keyed by (seed, prompt id, index). With an environment the id of a turn's prompt is the row's id with
 the sample's index and the turn, so that no trajectory depends on what happens to another. A caller that samples a
@@ -20,20 +22,31 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from taut.data.messages import Message, Tool
 from taut.data.prompts import PromptRow
 from taut.data.tool_calls import ToolCall
-from taut.errors import DataError, PictureError, RenderError
+from taut.errors import DataError, PictureError, RenderError, UserCodeError
 from taut.inference.engine import Engine, Sampling
+from taut.inference.vllm import ServerEngine, Stream
 from taut.rewards.panel import Verdict
-from taut.rl.environment import EnvironmentPool, Step, read_reset, read_reward, read_step
+from taut.rl.environment import (
+    Calls,
+    EnvironmentPool,
+    Outcome,
+    Step,
+    read_reset,
+    read_reward,
+    read_step,
+)
 from taut.rl.turns import Rendered, moved
 from taut.types import Completion, FinishReason, FloatArray, IntArray, Media, Prompt
 from taut.vision.content import ImageRef
@@ -229,62 +242,150 @@ def sample_trajectories(
         for path, completion in zip(paths, engine.generate(prompts, sampling), strict=True):
             path.take(completion)
             path.finish = path.finish or "stop"
-    else:
-        _sample_turns(engine, paths, sampling, environments)
+        return [path.finished() for path in paths]
+    if isinstance(engine, ServerEngine):
+        return _sample_apart(engine, paths, replace(sampling, n=1), environments)
+    _sample_together(engine, paths, replace(sampling, n=1), environments)
     return [path.finished() for path in paths]
 
 
-def _sample_turns(
-    engine: Engine,
-    paths: Sequence[PartialTrajectory],
-    sampling: Sampling,
-    environments: EnvironmentPool,
-) -> None:
-    """Sample all turns of all trajectories, and let the environments answer them."""
+# -- with an environment
 
-    def ask(
-        chosen: Sequence[PartialTrajectory], what: str, act: Callable[[PartialTrajectory], Any]
-    ) -> list[tuple[PartialTrajectory, Any]]:
-        """Call ``act`` for these trajectories in parallel. A trajectory whose call fails ends."""
-        outcomes = environments.each({path.number: partial(act, path) for path in chosen})
-        for path in chosen:
-            if (error := outcomes[path.number].error) is not None:
-                path.fail(f"the environment's {what} {error}")
-        return [(path, outcomes[path.number].value) for path in chosen if path.error is None]
+Call: TypeAlias = Callable[[], Any]
+"""Calls an environment."""
+Course: TypeAlias = Generator[Prompt | Call, Any, None]
+"""What a trajectory waits for, one after another: a completion of a prompt, or the outcome of a call."""
 
-    def reset(path: PartialTrajectory) -> Any:
+
+def _course(
+    path: PartialTrajectory, environments: EnvironmentPool, rendered: dict[str, Rendered]
+) -> Course:
+    """A trajectory from its first message to its end. ``rendered``: the ids of messages that were rendered before."""
+
+    def reset() -> Any:
         path.environment = environments.make()
         act = getattr(path.environment, "reset", None)
         row = copy.deepcopy(dict(path.row.columns))  # a trajectory may change its copy
         return None if act is None else read_reset(act(row), path.row.place)
 
-    def step(path: PartialTrajectory) -> Step:
+    def step() -> Step:
         return read_step(path.environment.step(path.text, path.calls), path.row.place)
 
-    def cut(path: PartialTrajectory) -> Mapping[str, float]:
+    def cut() -> Mapping[str, float]:
         act = getattr(path.environment, "cut", None)
         return {} if act is None else read_reward(act(), path.row.place)
 
-    rendered: dict[str, Rendered] = {}
-    for path, messages in ask(paths, "reset", reset):
+    def follow(what: str, outcome: Outcome, act: Callable[[Any], None]) -> None:
+        """Go on with what a call returned; a trajectory whose call failed ends."""
+        if outcome.error is not None:
+            path.fail(f"the environment's {what} {outcome.error}")
+            return
         try:
-            _begin(path, messages, environments, rendered)
+            act(outcome.value)
         except (RenderError, PictureError) as error:
             path.fail(str(error))
-    while live := [path for path in paths if path.finish is None]:
-        completions = engine.generate([path.prompt() for path in live], replace(sampling, n=1))
-        for path, completion in zip(live, completions, strict=True):
-            path.take(completion)
-        ended = [path for path in live if path.finish is None]
-        for path in ended:
+
+    follow("reset", (yield reset), lambda said: _begin(path, said, environments, rendered))
+    while path.finish is None:
+        path.take((yield path.prompt()))
+        if path.finish is None:
             _read_calls(path, environments)
-        for path, answer in ask(ended, "step", step):
+            follow("step", (yield step), lambda said: _continue(path, said, environments))
+    if path.finish == "length":
+        follow("cut", (yield cut), path.earn)
+
+
+def _go_on(course: Course, result: Completion | Outcome | None) -> Prompt | Call | None:
+    """What a trajectory waits for next; None: it has ended. ``result``: what it waited for."""
+    try:
+        return course.send(result)
+    except StopIteration:
+        return None
+
+
+def _sample_together(
+    engine: Engine,
+    paths: Sequence[PartialTrajectory],
+    sampling: Sampling,
+    environments: EnvironmentPool,
+) -> None:
+    """The next turns of all trajectories are one call of the engine, which computes them as one batch."""
+    rendered: dict[str, Rendered] = {}
+    courses = {path.number: _course(path, environments, rendered) for path in paths}
+    results: Mapping[int, Completion | Outcome | None] = dict.fromkeys(courses)
+    prompts: dict[int, Prompt] = {}
+    while True:
+        calls: dict[int, Call] = {}
+        for number, result in results.items():
+            match _go_on(courses[number], result):
+                case Prompt() as prompt:
+                    prompts[number] = prompt
+                case None:
+                    pass
+                case call:
+                    calls[number] = call
+        if calls:
+            results = environments.each(calls)
+        elif prompts:
+            in_order = sorted(prompts)
+            completions = engine.generate([prompts[number] for number in in_order], sampling)
+            results, prompts = dict(zip(in_order, completions, strict=True)), {}
+        else:
+            break
+
+
+def _sample_apart(
+    engine: ServerEngine,
+    paths: Sequence[PartialTrajectory],
+    sampling: Sampling,
+    environments: EnvironmentPool,
+) -> list[Trajectory]:
+    """Each trajectory goes on as soon as what it waits for is there. Several ranks divide them, and all get the whole
+    list.
+    """
+    mine = [path for path in paths if environments.is_mine(path.number)]
+    sample = partial(_sample_share, engine, mine, sampling, environments)
+    shares = engine.shared(sample, environments.ranks)
+    found = {number: trajectory for share in shares for number, trajectory in share.items()}
+    return [found[path.number] for path in paths]
+
+
+def _sample_share(
+    engine: ServerEngine,
+    paths: Sequence[PartialTrajectory],
+    sampling: Sampling,
+    environments: EnvironmentPool,
+) -> dict[int, Trajectory]:
+    """The trajectories of one rank, by number."""
+    rendered: dict[str, Rendered] = {}
+    courses = {path.number: _course(path, environments, rendered) for path in paths}
+    done: SimpleQueue[tuple[int, Outcome | None]] = SimpleQueue()
+    calls = Calls(environments, lambda *call: done.put(call))
+    with closing(Stream(engine, sampling, lambda number: done.put((number, None)))) as stream:
+
+        def go_on(number: int, result: Completion | Outcome | None) -> None:
+            match _go_on(courses[number], result):
+                case Prompt() as prompt:
+                    stream.ask(number, prompt)
+                case None:
+                    pass
+                case call:
+                    calls.start(number, call)
+
+        for number in courses:
+            go_on(number, None)
+        while stream.is_busy or calls.is_busy:
             try:
-                _continue(path, answer, environments)
-            except (RenderError, PictureError) as error:
-                path.fail(str(error))
-    for path, reward in ask([path for path in paths if path.finish == "length"], "cut", cut):
-        path.earn(reward)
+                number, outcome = done.get(timeout=calls.left)
+            except Empty:
+                number, outcome = calls.overdue()
+            if outcome is None:
+                go_on(number, stream.take(number))
+            elif calls.take(number):
+                if isinstance(outcome.value, UserCodeError):
+                    raise outcome.value
+                go_on(number, outcome)
+    return {path.number: path.finished() for path in paths}
 
 
 def _begin(
@@ -301,6 +402,11 @@ def _begin(
         raise DataError(
             f"{path.row.place}: the prompt is a text, and an environment speaks in messages; expected messages; give "
             "the row messages, or the environment a reset that makes them"
+        )
+    if path.row.template_variables:
+        raise DataError(
+            f"{path.row.place}: the row's source has chat_template_kwargs of its own, and an environment's turns are "
+            "all rendered alike; expected the same for all rows; set data.chat_template_kwargs instead"
         )
     path.first_messages = first
     path.tools = environments.tools or path.row.tools

@@ -85,7 +85,7 @@ def identity_of(run: RunConfig, inputs: Inputs, ranks: Ranks) -> dict[str, Any]:
         "tokenizer": inputs.renderer.template.content(),
         "template": _digest(inputs.renderer.template.template or ""),
         "data": {
-            part.path: {"content": part.entry.digest, "weight": part.weight}
+            part.path: {"content": part.shards.digest, "weight": part.weight}
             for part in inputs.train.parts
         },
         "environment": {
@@ -156,6 +156,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Differences:
             title = f"{part} {name.removesuffix('.content')}"
         what = "other content, " if _is_hash(before) and _is_hash(now) else ""
         text = f"{title}: {what}{_shown(before)} then, {_shown(now)} now"
+        if name == "commit":
+            text += f" (NAME@{before} names that commit of the hub's)"
         if part == "environment" or _is_among(setting, may_change.rounding):
             result.rounding.append(text)
         elif _is_among(setting, may_change.schedule):

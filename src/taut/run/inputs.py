@@ -5,12 +5,14 @@ What is chosen for the user is a ``Decision`` with its reason. ``taut.run.setup`
 
 from __future__ import annotations
 
+import json
 from datetime import date
 from functools import partial
 
 from taut.config import Decision
 from taut.data.cache import directory_of
 from taut.data.dataset import Dataset, build_renderer
+from taut.data.json_io import shown
 from taut.data.schema import OtherKindError
 from taut.data.stop_tokens import StopSet, derive_stop_set, described
 from taut.errors import ConfigError, DataError
@@ -96,6 +98,10 @@ def inputs_of(
     template, decisions = renderer.template, run.decisions
     if reason := hub.settled():
         decisions.append(Decision("hub", "cached files only", reason))
+    if commit := getattr(config, "_commit_hash", None):
+        decisions.append(
+            Decision("model.commit", commit, f"of {run.model}; a resume needs the same")
+        )
     max_length = run.longest_sample(config)
     if run.data.max_length is None:
         decisions.append(Decision("data.max_length", str(max_length), "the model's context"))
@@ -109,6 +115,16 @@ def inputs_of(
         rows = f"plain text in {counted(num_plain, 'rows')} is used as it is"
         other = "set" if is_templated is not None else f"{key}=true renders it as messages"
         decisions.append(Decision(key, "false", f"{rows}, without the chat template; {other}"))
+    if run.data.chat_template_kwargs:
+        values = json.dumps(run.data.chat_template_kwargs, ensure_ascii=False)
+        reason = "set; they are the defaults of the template that is saved, and a server needs no setting"
+        decisions.append(Decision("data.chat_template_kwargs", values, reason))
+    if texts := run.data.system_messages:
+        value = " or ".join(sorted(map(shown, texts)))
+        reason = (
+            "set; in front of conversations without a system message; a server has to send it too"
+        )
+        decisions.append(Decision("data.system", value, reason))
     if template.asks_for_the_day:
         reason = "the chat template asks for the day; the one on which the run began"
         decisions.append(Decision("day", str(template.day), reason))

@@ -48,9 +48,9 @@ def keep_reference(built: Built) -> None:
     inputs = built.inputs
     splits = {"train": inputs.train} | ({} if inputs.eval is None else {"eval": inputs.eval})
     parts = [part for data in splits.values() for part in data.parts]
-    digests = {part.path: part.entry.digest for part in parts}
+    digests = {part.path: part.shards.digest for part in parts}
     for part in parts:
-        if digests[part.path] != part.entry.digest:
+        if digests[part.path] != part.shards.digest:
             raise ConfigError(
                 f"reference.file is set, and data.train and data.eval both read {part.path}, in two ways; expected "
                 "each sample to be one thing; copy the file under another name, or take reference.file out"
@@ -65,7 +65,7 @@ def keep_reference(built: Built) -> None:
     trainer.ranks.barrier()
     table: dict[str, Tensor] = {}
     for name, data in splits.items():
-        sizes = [int(size) for size in data.num_targets]
+        sizes = [int(size) for size_S in data.sizes("targets") for size in size_S]
         count = logps[name].numel() if name in logps else 0
         if count != sum(sizes):
             raise ConfigError(
@@ -87,7 +87,9 @@ def _identity(built: Built, splits: Mapping[str, Dataset]) -> dict[str, Any]:
     identity = {name: of_run.get(name) for name in PARTS}
     identity["adapter"] = next(iter(of_run["adapter"].values()), None)
     identity["data"] = {
-        name: hashlib.sha256("".join(part.entry.digest for part in data.parts).encode()).hexdigest()
+        name: hashlib.sha256(
+            "".join(part.shards.digest for part in data.parts).encode()
+        ).hexdigest()
         for name, data in splits.items()
     }
     identity["tokens"] = to_dict(built.run.tokens)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from taut.config import Decision
-from taut.data.batching import START, Budget, CostModel
+from taut.data.batching import Budget, CostModel
+from taut.data.order import START
 from taut.data.packing import PackPolicy
 from taut.errors import ConfigError, ModelError
 from taut.methods.inputs import Inputs, Loaded, Models, Plan, engine_of

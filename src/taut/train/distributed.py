@@ -15,7 +15,8 @@ A sharded model that computes in bfloat16 does so by its weights (``precision.co
     scalar heads        in float32, on widened hidden states (``heads.scalar``)
     adapters            float32 masters, cast where they are multiplied (``products.linear``)
 
-Ranks watch each other (watch.py). torch.distributed is imported here, there and in sharded.py only.
+Ranks watch each other (watch.py). torch.distributed is imported here, there and in sharded.py only; for the parts of
+quantised weights also in models/quantised.py.
 """
 
 from __future__ import annotations

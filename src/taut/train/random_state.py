@@ -1,6 +1,6 @@
 """The state of a process's global random generators: Python's, numpy's, torch's on CPU and GPU, as JSON.
 
-Data order, adapters, noise and sampling use their own generators, keyed by the seed (data/batching.py, models/noise.py,
+Data order, adapters, noise and sampling use their own generators, keyed by the seed (data/order.py, models/noise.py,
 inference/engine.py); the global ones matter to a model's own code or a user's reward.
 """
 

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from taut import losses
 from taut.config import Decision
-from taut.data.batching import Budget, Cursor, Rows, assign, divide, layouts, samples_of
+from taut.data.batching import Budget, Rows, assign, divide, layouts, samples_of
+from taut.data.order import Cursor
 from taut.data.packing import PackPolicy
 from taut.errors import NonFiniteError, OutOfMemory, RankFailed
 from taut.losses import Loss

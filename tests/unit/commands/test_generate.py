@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from tests.chat_runs import save_model, write_rows
 from tests.scripted_engines import FakeEngine
@@ -15,7 +16,7 @@ from taut.cli import main
 from taut.commands import generate as command
 from taut.commands.generate import Generate, generate
 from taut.config import from_mapping
-from taut.errors import DataError, OutputError
+from taut.errors import ConfigError, DataError, OutputError
 from taut.inference.engine import OnDone, Sampling
 from taut.inference.open import Opened, Rendering
 from taut.types import Completion, FinishReason, Prompt
@@ -210,3 +211,66 @@ def test_a_missing_reference_is_one_line(
     assert "p.jsonl:1: the row has no column 'anser'" in err
     assert "did you mean 'answer'?" in err
     assert err.count("\n") == 1
+
+
+REWARDED = {"rewards": "contains", "reference": "answer"}
+
+
+def test_completions_are_judged_and_judged_again(model: Path, tmp_path: Path, engine: Open) -> None:
+    engine(FakeEngine(lambda name, index: name if index else "none"))
+    result = generate(config(model, tmp_path, **REWARDED))
+    rewards = {(line["id"], line["index"]): line["reward"] for line in lines(tmp_path)}
+    assert rewards == {(row["id"], index): float(index) for row in ROWS for index in range(2)}
+    assert lines(tmp_path)[0]["scores"] == {"contains": 0.0}
+    assert result.judged is not None
+    assert (result.judged.num_scored, result.judged.mean) == (6, 0.5)
+    again = engine(FakeEngine(say))
+    keys = {"resume": True, "rewards": ["contains", {"name": "stop", "weight": 2}]}
+    generate(config(model, tmp_path, **(REWARDED | keys)))
+    assert again.asked == []
+    assert sorted(line["reward"] for line in lines(tmp_path)) == [2.0] * 3 + [3.0] * 3
+
+
+@pytest.mark.parametrize(("keep", "indices"), [("all", [0, 1] * 3), ("best", [1] * 3)])
+def test_a_folder_has_the_completions_as_rows_of_sft(
+    model: Path, tmp_path: Path, engine: Open, keep: str, indices: list[int]
+) -> None:
+    engine(FakeEngine(lambda name, index: name if index else "none"))
+    out = f"{tmp_path / 'set'}/"
+    result = generate(config(model, tmp_path, **REWARDED, out=out, keep=keep, license="mit"))
+    table = datasets.load_dataset(out, split="train", cache_dir=str(tmp_path / "cache"))
+    assert table["index"] == indices
+    assert table[-1]["prompt"] == "the bird"
+    assert (table[-1]["completion"], table[-1]["reward"]) == ("bird", 1.0)
+    assert result.num_rows == len(indices)
+    assert (tmp_path / "set" / "README.md").read_text().startswith("---\nlicense: mit\n")
+    with pytest.raises(OutputError, match="set/ exists; expected a new directory"):
+        generate(config(model, tmp_path, **REWARDED, out=out, resume=True))
+
+
+def test_a_folder_is_made_once_all_completions_are_there(
+    model: Path, tmp_path: Path, engine: Open
+) -> None:
+    engine(Dies(say))
+    keys = {**REWARDED, "out": f"{tmp_path / 'set'}/"}
+    with pytest.raises(KeyboardInterrupt):
+        generate(config(model, tmp_path, **keys))
+    assert not (tmp_path / "set").exists()
+    second = engine(FakeEngine(say))
+    assert generate(config(model, tmp_path, **keys, resume=True)).num_rows == 6
+    assert [prompt.id for prompt in second.asked] == ["dog", "bird"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"keep": "best", "out": "d/"}, "keep=best and rewards is not set"),
+        ({"keep": "best", "rewards": "contains"}, "keep=best is for a data set folder"),
+        ({"license": "mit"}, "license=mit is for a data set folder"),
+    ],
+)
+def test_keys_of_a_folder_are_refused_without_one(
+    model: Path, tmp_path: Path, keys: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        config(model, tmp_path, **keys)

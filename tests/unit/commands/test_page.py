@@ -119,6 +119,8 @@ def test_other_sites_and_names_are_refused(place: Path) -> None:
         {"Sec-Fetch-Site": "cross-site"},
     ):
         assert http.get("/answers/runs", headers=headers).status_code == 403, headers
+    said = http.get("/answers/runs", headers={"Origin": "http://evil.example"}).text
+    assert "http://evil.example" in said and "open a page of this server" in said
     own = {"Origin": "http://127.0.0.1:6070", "Sec-Fetch-Site": "same-origin"}
     assert http.get("/answers/runs", headers=own).status_code == 200
 

@@ -12,12 +12,9 @@ from hypothesis import strategies as st
 from tests.tiny_samples import sample
 
 from taut.data.batching import (
-    BatchConfig,
     Budget,
     CostModel,
-    Cursor,
     Microbatch,
-    Order,
     _piece,
     assign,
     layouts,
@@ -28,11 +25,6 @@ from taut.data.packing import PackPolicy, num_distinct_tokens
 from taut.types import Sample, Tree
 
 COST = CostModel(per_token=6e6, per_pair=1e4, per_target=2e6)
-
-
-def order(num_samples: int = 23, per_step: int = 5, **changes: object) -> Order:
-    fields = {"weights": np.ones(num_samples), "seed": 3, "samples_per_step": per_step} | changes
-    return Order(**fields)  # type: ignore[arg-type]
 
 
 def chats(num_samples: int, seed: int) -> list[Sample]:
@@ -62,102 +54,6 @@ def planned(trees: Sequence[Tree], budget: Budget) -> list[list[list[Sample]]]:
 
 def ids_of(ranks: Sequence[Sequence[Sequence[Sample]]]) -> list[str]:
     return [s.id for rank in ranks for some in rank for s in some]
-
-
-class TestOrder:
-    def test_every_step_is_full_and_epochs_follow_without_a_gap(self) -> None:
-        one = order()
-        steps = [one.step(step) for step in range(1, 24)]
-        assert {len(step) for step in steps} == {5}
-        flat = [index for step in steps for index in step]
-        epochs = [flat[start : start + 23] for start in range(0, 5 * 23, 23)]
-        assert all(sorted(epoch) == list(range(23)) for epoch in epochs)
-        assert len({tuple(epoch) for epoch in epochs}) == 5, "reshuffled in each epoch"
-
-    def test_a_step_larger_than_the_data_goes_round_them(self) -> None:
-        assert Counter(order(3, 8).step(1)).most_common()[-1][1] >= 2
-        assert len(order(3, 8).step(1)) == 8
-
-    def test_only_the_last_step_of_an_epochs_run_is_smaller(self) -> None:
-        one = order()
-        assert one.num_steps(1.0) == 5
-        sizes = [len(one.step(step, 1.0)) for step in range(1, 6)]
-        assert sizes == [5, 5, 5, 5, 3]
-        assert sorted(i for step in range(1, 6) for i in one.step(step, 1.0)) == list(range(23))
-        assert [len(one.step(step, 2.0)) for step in range(1, one.num_steps(2.0) + 1)] == [
-            5
-        ] * 9 + [1]
-        assert one.num_steps(0.5) == 3
-        assert sum(len(one.step(step, 0.5)) for step in range(1, 4)) == round(0.5 * 23)
-
-    @pytest.mark.parametrize("epochs", [0.01, 0.1, 0.405, 0.5, 1.0, 1.3, 2.5, 3.0])
-    def test_no_step_of_an_epochs_run_is_empty(self, epochs: float) -> None:
-        one = order(10, 4)
-        sizes = [len(one.step(step, epochs)) for step in range(1, one.num_steps(epochs) + 1)]
-        assert min(sizes) >= 1
-        assert set(sizes[:-1]) <= {4}
-
-    def test_access_at_random_equals_access_in_sequence(self) -> None:
-        sequence = [order().step(step) for step in range(1, 30)]
-        one = order()
-        for step in np.random.default_rng(0).permutation(29):
-            assert one.step(int(step) + 1) == sequence[step]
-        assert order(seed=4).step(1) != sequence[0]
-
-    def test_without_shuffling_it_is_the_order_of_the_file(self) -> None:
-        one = order(7, 3, is_shuffled=False)
-        assert [i for step in range(1, 6) for i in one.step(step)] == [*range(7), *range(7), 0]
-
-    def test_fractions_of_a_source_are_chosen_anew(self) -> None:
-        weights = np.array([0.5] * 10 + [1.5] * 6)
-        one = order(weights=weights)
-        assert one.epoch_size == 5 + 9
-        epochs = [Counter(one.epoch(epoch).tolist()) for epoch in range(6)]
-        for epoch in epochs:
-            assert sum(epoch[i] for i in range(10)) == 5
-            assert max(epoch[i] for i in range(10)) == 1
-            assert sorted(epoch[i] for i in range(10, 16)) == [1, 1, 1, 2, 2, 2]
-        assert len({tuple(sorted(epoch.elements())) for epoch in epochs}) > 1
-
-    def test_groups_stay_together_and_the_shuffle_moves_them(self) -> None:
-        groups = np.repeat(np.arange(6), 4)
-        one = order(24, 8, groups=groups)
-        epochs = [one.epoch(epoch) for epoch in range(3)]
-        for epoch in epochs:
-            assert sorted(epoch.tolist()) == list(range(24))
-            assert (np.diff(groups[epoch]) != 0).sum() == 5
-        assert len({tuple(groups[epoch]) for epoch in epochs}) > 1
-        assert len({tuple(epoch) for epoch in epochs}) > 1
-        for step in range(1, 4):
-            assert len(set(groups[one.step(step)])) == 2, "two whole documents a step"
-
-    def test_a_document_is_cut_only_where_no_whole_one_fits_the_step(self) -> None:
-        sizes = np.random.default_rng(0).integers(1, 12, 60)
-        groups = np.repeat(np.arange(60), sizes)
-        one = order(groups.size, 10, groups=groups)
-        for epoch in range(3):
-            flat = groups[one.epoch(epoch)]
-            starts = np.flatnonzero(np.diff(flat, prepend=-1))
-            assert starts.size == 60, "every document is one run"
-            offset = epoch * groups.size
-            for index, start in enumerate(starts.tolist()):
-                room = 10 - (offset + start) % 10
-                size = int(sizes[flat[start]])
-                later = sizes[flat[starts[index + 1 :]]]
-                assert size <= room or size > 10 or not (later <= room).any()
-
-    def test_grouping_is_not_silently_dropped_in_the_order_of_the_file(self) -> None:
-        with pytest.raises(ValueError, match=r"group_prefixes=true and batch\.shuffle=false"):
-            BatchConfig(group_prefixes=True, shuffle=False)
-
-    @settings(max_examples=60, deadline=None)
-    @given(st.integers(1, 40), st.integers(1, 17), st.integers(0, 5), st.integers(1, 12))
-    def test_any_step_is_the_slice_of_the_endless_run(
-        self, num_samples: int, per_step: int, seed: int, step: int
-    ) -> None:
-        one = order(num_samples, per_step, seed=seed)
-        endless = np.concatenate([one.epoch(e) for e in range(step * per_step // num_samples + 1)])
-        assert one.step(step) == endless[(step - 1) * per_step : step * per_step].tolist()
 
 
 class TestGroups:
@@ -318,22 +214,3 @@ def test_an_atom_stays_in_one_layout_with_sharing_off() -> None:
     others = Tree((sample("a", [4] * 30), sample("b", [5] * 30)))
     found = [packed.sample_ids for packed in layouts((others, pair), PackPolicy(False), 40)]
     assert sorted(found) == [("a",), ("b",), ("p+", "p-")]
-
-
-def test_a_run_that_is_made_longer_goes_on_where_its_samples_ended() -> None:
-    """Ten samples, four a step: the first epoch ends on a step of two."""
-    order = Order(np.ones(10), seed=3, samples_per_step=4)
-    assert order.cursor(2, 1.0) == Cursor(2, 8)
-    assert order.cursor(3, 1.0) == Cursor(3, 10)
-    longer = order.going_on_from(Cursor(3, 10), 2.0)
-    assert longer.num_steps(2.0) == 3 + 3
-    again = [index for step in range(4, 7) for index in longer.step(step, 2.0)]
-    assert again == order.epoch(1).tolist()
-    assert longer.cursor(4, 2.0) == Cursor(4, 14)
-    resumed = order.going_on_from(Cursor(4, 14), 2.0)
-    assert [resumed.step(step, 2.0) for step in (5, 6)] == [longer.step(s, 2.0) for s in (5, 6)]
-    end = longer.cursor(6, 2.0)
-    assert end == Cursor(6, 20)
-    assert order.going_on_from(end, 2.0).num_steps(2.0) == 6, "at its end it is at its end"
-    assert order.going_on_from(Cursor(2, 8), 2.0) is order, "whole steps need no new origin"
-    assert order.going_on_from(Cursor(3, 12), None) is order

@@ -28,14 +28,26 @@ def load(place: Path) -> Dataset:
     return load_dataset(config, "train", Renderer(tiny_tokenizer()), 512)
 
 
-def seal(entry: Path, **changes: Any) -> None:
-    """Note the arrays' digests as they are now, and other values of meta.json."""
-    meta = json.loads((entry / "meta.json").read_text())
-    names = meta["sha256"]
-    meta["sha256"] = {name: files.digest(entry / f"{name}.npy") for name in names} | changes.pop(
-        "sha256", {}
-    )
-    (entry / "meta.json").write_text(json.dumps(meta | changes))
+def shard_of(place: Path) -> Path:
+    (source,) = (place / "cache").iterdir()
+    return source / "00000"
+
+
+def seal(shard: Path) -> None:
+    """Note the arrays' digests and sizes as they are now."""
+    meta = json.loads((shard / "meta.json").read_text())
+    meta["sha256"] = {name: files.digest(shard / f"{name}.npy") for name in meta["sha256"]}
+    (shard / "meta.json").write_text(json.dumps(meta))
+    list_again(shard)
+
+
+def list_again(shard: Path) -> None:
+    """Note the files of a shard in the manifest as they are now."""
+    manifest = json.loads((shard.parent / "manifest.json").read_text())
+    (listed,) = manifest["shards"]
+    listed["meta"] = files.digest(shard / "meta.json")
+    listed["sizes"] = {path.stem: path.stat().st_size for path in shard.glob("*.npy")}
+    (shard.parent / "manifest.json").write_text(json.dumps(manifest))
 
 
 def put(index: int, value: int) -> Change:
@@ -83,7 +95,7 @@ def test_an_array_that_does_not_fit_is_not_used(kind: str, tmp_path: Path) -> No
     name, change, reason = ARRAYS[kind]
     write_rows(tmp_path / "a.jsonl", chats(4))
     honest = [sample.ids_T.tolist() for sample in load(tmp_path)]
-    (entry,) = (tmp_path / "cache").iterdir()
+    entry = shard_of(tmp_path)
     array = np.load(entry / f"{name}.npy")
     np.save(entry / f"{name}.npy", change(array))
     seal(entry)
@@ -122,46 +134,84 @@ FILES: dict[str, Callable[[Path], object]] = {
 def test_a_file_that_is_no_array_is_not_used(kind: str, tmp_path: Path) -> None:
     write_rows(tmp_path / "a.jsonl", chats(4))
     load(tmp_path)
-    (entry,) = (tmp_path / "cache").iterdir()
+    entry = shard_of(tmp_path)
     FILES[kind](entry)
     seal(entry)
     (decision,) = load(tmp_path).report.decisions
     assert "tokenised (the cached entry is damaged (" in decision
 
 
+COUNTS = (
+    '"num_rows": 4, "num_samples": 4, "num_groups": 4, "num_tokens": 9, "num_targets": 9, '
+    '"num_pictures": 0'
+)
 METAS: dict[str, str] = {
     "a list": "[]",
     "nested deeply": "[" * 100_000,
     "text": "{",
     "rows of text": '{"forms": {}, "num_rows": "4"}',
-    "no digests": '{"forms": {}, "num_rows": 4, "incidents": [], "is_fleeting": false, "sha256": {}}',
-    "digests that are a list": '{"forms": {}, "num_rows": 4, "incidents": [], "is_fleeting": false, "sha256": []}',
-    "another directory": '{"forms": {}, "num_rows": 4, "incidents": [], "is_fleeting": false, '
+    "no digests": f'{{{COUNTS}, "forms": {{}}, "incidents": [], "is_fleeting": false, "sha256": {{}}}}',
+    "digests that are a list": f'{{{COUNTS}, "forms": {{}}, "incidents": [], "is_fleeting": false, "sha256": []}}',
+    "another directory": f'{{{COUNTS}, "forms": {{}}, "incidents": [], "is_fleeting": false, '
     '"sha256": {"../ids": "a"}}',
-    "incidents of text": '{"forms": {}, "num_rows": 4, "incidents": ["a"], "is_fleeting": false, "sha256": {}}',
+    "incidents of text": f'{{{COUNTS}, "forms": {{}}, "incidents": ["a"], "is_fleeting": false, "sha256": {{}}}}',
 }
+"""What is in meta.json, or in manifest.json."""
 
 
+@pytest.mark.parametrize("name", ["00000/meta.json", "manifest.json"])
 @pytest.mark.parametrize("kind", METAS)
-def test_metadata_that_is_not_ours_is_not_used(kind: str, tmp_path: Path) -> None:
+def test_metadata_that_is_not_ours_is_not_used(kind: str, name: str, tmp_path: Path) -> None:
     write_rows(tmp_path / "a.jsonl", chats(4))
     load(tmp_path)
-    (entry,) = (tmp_path / "cache").iterdir()
-    (entry / "meta.json").write_text(METAS[kind])
+    shard = shard_of(tmp_path)
+    (shard.parent / name).write_text(METAS[kind])
+    if name != "manifest.json":
+        list_again(shard)
     (decision,) = load(tmp_path).report.decisions
     assert "tokenised (the cached entry is damaged (" in decision
     assert load(tmp_path).report.is_cached
 
 
-@pytest.mark.parametrize("name", ["meta.json", "ids.npy"])
+def test_counts_that_are_not_those_of_the_arrays_are_not_used(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", chats(4))
+    load(tmp_path)
+    shard = shard_of(tmp_path)
+    meta = json.loads((shard / "meta.json").read_text())
+    (shard / "meta.json").write_text(json.dumps(meta | {"num_samples": 5}))
+    list_again(shard)
+    (decision,) = load(tmp_path).report.decisions
+    assert "00000/meta.json has other counts than the arrays" in decision
+    assert len(load(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "00000/meta.json", "00000/ids.npy"])
 def test_a_fifo_is_not_waited_for(name: str, tmp_path: Path) -> None:
     write_rows(tmp_path / "a.jsonl", chats(4))
     load(tmp_path)
-    (entry,) = (tmp_path / "cache").iterdir()
-    (entry / name).unlink()
-    os.mkfifo(entry / name)
-    assert cache.load(entry.parent, entry.name) == (
+    source = shard_of(tmp_path).parent
+    (source / name).unlink()
+    os.mkfifo(source / name)
+    assert cache.load(source.parent, source.name) == (
         None,
         "the cached entry is damaged (it is a FIFO; expected a regular file)",
     )
     assert len(load(tmp_path)) == 4
+
+
+def test_rows_that_begin_elsewhere(tmp_path: Path) -> None:
+    rows = [{"prompt": "a b", "answers": ["x", "y", "z"], "scores": [2, 1, 0]}] * 2
+    write_rows(tmp_path / "a.jsonl", rows)
+    config = DataConfig(train=str(tmp_path / "a.jsonl"), cache=str(tmp_path / "cache"))
+
+    def load() -> Dataset:
+        return load_dataset(config, "train", Renderer(tiny_tokenizer()), 512, kind="preference")
+
+    assert [load().row(index) for index in range(2)] == [range(3), range(3, 6)]
+    shard = shard_of(tmp_path)
+    for offsets in ([0, 2, 6], [0, 6], [0, 3, 3, 6]):
+        np.save(shard / "row_offsets.npy", np.array(offsets))
+        seal(shard)
+        data = load()
+        assert "row_offsets are not where the line changes" in data.report.decisions[0]
+        assert data.row(1) == range(3, 6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,17 @@ from hypothesis import strategies as st
 from tests.tiny_tokenizers import QWEN3, tiny_tokenizer
 
 from taut.data import cache
-from taut.data.dataset import BINS, LISTED, DataConfig, Dataset, build_renderer, load_dataset
+from taut.data.batching import BatchConfig, Rows
+from taut.data.dataset import (
+    BINS,
+    LISTED,
+    DataConfig,
+    Dataset,
+    build_renderer,
+    load_dataset,
+)
 from taut.data.images import BATCH_ROWS
+from taut.data.lengths import LengthCounts
 from taut.data.render import Renderer
 from taut.data.sources import Source
 from taut.errors import ConfigError, DataError, OutputError
@@ -55,12 +65,16 @@ def test_samples_from_disk_are_those_rendered(tmp_path: Path) -> None:
     data = load(tmp_path / "c", train=path, renderer=Renderer(tiny_tokenizer(), QWEN3))
     assert [sample.id for sample in data] == [f"{path}:1#1", f"{path}:1#2", f"{path}:2"]
     assert [data.sample_id(index) for index in range(3)] == [sample.id for sample in data]
-    assert data.lengths.tolist() == [sample.num_tokens for sample in data]
-    assert data.num_targets.tolist() == [sample.num_targets for sample in data]
+    sizes = [sample.num_tokens for sample in data]
+    assert np.concatenate(list(data.sizes("tokens"))).tolist() == sizes
+    assert [data.length(index) for index in range(len(data))] == sizes
+    assert data.longer_than(min(sizes), 1) == [int(np.argmax(np.array(sizes) > min(sizes)))]
+    targets = [sample.num_targets for sample in data]
+    assert np.concatenate(list(data.sizes("targets"))).tolist() == targets
     assert data[-1].target_at_N.tolist() == list(range(1, data[2].num_tokens))
     assert data[0].ids_T.dtype == np.int64
     assert data.report.num_rows == 2
-    assert data.report.num_tokens == data.lengths.sum()
+    assert data.report.num_tokens == sum(sizes)
     assert len(data[0:2]) == 2
     with pytest.raises(IndexError):
         data[3]
@@ -130,11 +144,13 @@ def test_damaged_entries_are_made_anew(tmp_path: Path) -> None:
         file.write_bytes(raw)
 
     damages = [
-        lambda entry: flip(entry / "ids.npy"),
-        lambda entry: (entry / "offsets.npy").write_bytes(b""),
-        lambda entry: (entry / "line.npy").unlink(),
-        lambda entry: (entry / "meta.json").write_text('{"num_rows": 1'),
-        lambda entry: (entry / "meta.json").write_text("[]"),
+        lambda entry: flip(entry / "00000" / "ids.npy"),
+        lambda entry: (entry / "00000" / "offsets.npy").write_bytes(b""),
+        lambda entry: (entry / "00000" / "line.npy").unlink(),
+        lambda entry: (entry / "00000" / "meta.json").write_text('{"num_rows": 1'),
+        lambda entry: (entry / "manifest.json").write_text("[]"),
+        lambda entry: (entry / "manifest.json").unlink(),
+        lambda entry: shutil.rmtree(entry / "00000"),
     ]
     for damage in damages:
         (entry,) = (tmp_path / "c").iterdir()
@@ -151,7 +167,7 @@ def test_a_faster_process_wins(tmp_path: Path) -> None:
     data = load(tmp_path / "c", train=write(tmp_path / "a.jsonl", [CHAT]))
     (part,) = data.parts
     before = (tmp_path / "c" / part.key).stat().st_ino
-    cache.save(tmp_path / "c", part.key, part.entry)
+    cache.save(tmp_path / "c", part.key, lambda _: iter(part.shards))
     assert (tmp_path / "c" / part.key).stat().st_ino == before
     assert [path.name for path in (tmp_path / "c").iterdir()] == [part.key]
 
@@ -184,7 +200,8 @@ def test_mixture(tmp_path: Path) -> None:
     texts = write(tmp_path / "b.jsonl", [{"body": DOCUMENT["text"]}] * 2)
     sources = [chats, Source(path=texts, weight=0.5, columns={"text": "body"})]
     data = load(tmp_path / "c", train=sources)
-    assert data.weights.tolist() == [1.0, 1.0, 1.0, 0.5, 0.5]
+    order = Rows(data).order(BatchConfig(), 0, 4)
+    assert (order.counts, order.weights) == ((3, 2), (1.0, 0.5))
     assert data[3].id == f"{texts}:1"
     heavier = [chats, Source(path=texts, weight=2, columns={"text": "body"})]
     other = load(tmp_path / "c", train=heavier)
@@ -220,7 +237,7 @@ def test_what_was_cut_and_dropped_is_listed(tmp_path: Path) -> None:
         data = load(tmp_path / "c", train=chats, too_long="truncate", limit=16)
         assert [incident.place for incident in data.report.dropped] == [f"{chats}:1", f"{chats}:2"]
         assert [incident.place for incident in data.report.cut] == [f"{chats}:3"]
-        assert data.lengths.tolist() == [16]
+        assert (data.lengths.shortest, data.lengths.longest, len(data)) == (16, 16, 1)
         assert f"2 dropped (first {chats}:1: " in str(data.report)
         described = data.described("train")
         assert described["lengths"] == {"edges": [16, 17], "counts": [1]}
@@ -237,7 +254,7 @@ def test_a_set_is_described_in_a_bounded_form(tmp_path: Path) -> None:
     edges, counts = described["lengths"]["edges"], described["lengths"]["counts"]
     assert len(edges) == len(counts) + 1 <= BINS + 1 and sum(counts) == len(data)
     for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
-        assert count == ((data.lengths >= low) & (data.lengths < high)).sum()
+        assert count == data.lengths.num_over(low - 1) - data.lengths.num_over(high - 1)
     assert described["num_dropped"] > LISTED == len(described["dropped"])
     assert described["sources"] == [
         {"path": str(path), "weight": 1.0, "num_rows": 300, "num_samples": len(data)}
@@ -254,7 +271,7 @@ def test_split_documents(tmp_path: Path) -> None:
 
 def test_nothing_left(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [CHAT])
-    with pytest.raises(DataError, match=r"none of its 1 row is left \(row 1: .* max_length 4\)"):
+    with pytest.raises(DataError, match=r"none of its 1 row is left \(.*:1: .* max_length 4\)"):
         load(tmp_path / "c", train=path, too_long="drop", limit=4)
     with pytest.raises(DataError, match="has no rows"):
         load(tmp_path / "c", train=write(tmp_path / "b.jsonl", []))
@@ -380,8 +397,18 @@ def test_what_a_killed_process_left_in_the_cache_is_removed_and_what_is_the_user
     (left / "new").mkdir()
     (left / "new" / "ids.npy").write_bytes(b"")
     (tmp_path / ".mine").mkdir()
-    entry = cache.Entry({name: np.zeros(1) for name in cache.ARRAYS}, 1, ())
+    entry = cache.Entry({name: np.zeros(1) for name in cache.REQUIRED}, 1, ())
     assert cache.load(tmp_path, "f" * 64) == (None, "not in the cache")
     assert [path.name for path in tmp_path.iterdir()] == [".mine"]
-    cache.save(tmp_path, "f" * 64, entry)
+    cache.save(tmp_path, "f" * 64, lambda _: iter([entry]))
     assert sorted(path.name for path in tmp_path.iterdir()) == [".mine", "f" * 64]
+
+
+def test_counts_of_lengths_say_what_the_lengths_say() -> None:
+    random = np.random.default_rng(0)
+    for size in (3, 4, 9, 200):
+        length_S = random.integers(1, 40, size)
+        counts = LengthCounts.joined(map(LengthCounts.of, np.array_split(length_S, 3)))
+        found = counts.shortest, counts.median, counts.longest
+        assert found == tuple(np.quantile(length_S, [0, 0.5, 1]).astype(int))
+        assert counts.num_over(20) == (length_S > 20).sum()

@@ -16,7 +16,7 @@ from tests.counted_pictures import picture, renderer
 
 from taut.config import from_mapping
 from taut.data import images
-from taut.data.cache import media_arrays
+from taut.data.blocks import media_arrays
 from taut.data.dataset import DataConfig, Dataset, load_dataset
 from taut.data.render import Renderer
 from taut.errors import DataError, PictureError
@@ -77,7 +77,7 @@ def test_one_place_is_not_another(tmp_path: Path) -> None:
     (own,), (moved,), (other,) = found.values()
     assert own.media[0].picture.digest == moved.media[0].picture.digest
     assert own.media[0].picture.digest != other.media[0].picture.digest
-    digests = [data.parts[0].entry.digest for data in found.values()]
+    digests = [data.parts[0].shards.digest for data in found.values()]
     assert digests[0] == digests[1] != digests[2]
     assert moved.media[0].picture.source == str(tmp_path / "moved" / "one.png")
 
@@ -175,4 +175,4 @@ def test_a_video_that_changed_is_read_anew(tmp_path: Path, monkeypatch: pytest.M
     after = load(place)
     assert "film.gif has changed" in after.report.decisions[0]
     assert before[0].media[0].picture.digest != after[0].media[0].picture.digest
-    assert before.parts[0].entry.digest != after.parts[0].entry.digest
+    assert before.parts[0].shards.digest != after.parts[0].shards.digest

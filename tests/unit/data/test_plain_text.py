@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,7 @@ def test_the_cache_tells_the_two_apart(tmp_path: Path) -> None:
         load(tmp_path, [PLAIN], apply_chat_template=asked) for asked in (False, True)
     )
     assert without.fingerprint != rendered.fingerprint
-    assert without.lengths.tolist() != rendered.lengths.tolist()
+    assert without.report.num_tokens != rendered.report.num_tokens
     assert load(tmp_path, [PLAIN]).fingerprint == without.fingerprint
 
 
@@ -77,12 +76,12 @@ def test_the_forms_of_rows_are_counted_and_cached(tmp_path: Path) -> None:
     assert again.report.is_cached and again.forms == wanted
 
 
-def test_a_cache_entry_without_forms_is_made_again(tmp_path: Path) -> None:
+def test_a_cache_entry_of_an_older_version_is_made_again(tmp_path: Path) -> None:
     load(tmp_path, [PLAIN])
-    (meta,) = (tmp_path / "cache").glob("*/meta.json")
-    written = json.loads(meta.read_text())
-    del written["forms"]
-    meta.write_text(json.dumps(written))
+    (shard,) = (tmp_path / "cache").glob("*/00000")  # its files were in the entry's directory
+    (shard.parent / "manifest.json").unlink()
+    for path in shard.iterdir():
+        path.rename(shard.parent / path.name)
     again = load(tmp_path, [PLAIN])
     assert "an older version" in again.report.decisions[0]
     assert again.forms == {"completion": 1}

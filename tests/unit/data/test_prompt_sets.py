@@ -70,6 +70,6 @@ def test_a_row_by_another_name_is_another_row(tmp_path: Path) -> None:
     """Its name keys what is drawn for it: the place, where a row has none of its own."""
     named = [row | {"id": None} for row in rows("cat", "dog")]
     path = write_rows(tmp_path / "rows.jsonl", named)
-    before = loaded(path).parts[0].entry.digest
+    before = loaded(path).parts[0].shards.digest
     path.write_text("\n" + path.read_text())
-    assert loaded(path).parts[0].entry.digest != before
+    assert loaded(path).parts[0].shards.digest != before

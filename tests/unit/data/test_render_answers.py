@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.tiny_tokenizers import CHATML, TEMPLATES, tiny_tokenizer
 
+from taut.data.batching import BatchConfig, Rows
 from taut.data.dataset import DataConfig, Dataset, build_renderer, load_dataset, read_rows
 from taut.data.packing import common_prefix, pack
 from taut.data.render import Renderer
@@ -90,8 +91,8 @@ def test_ids_values_and_rows(tmp_path: Path) -> None:
     assert [sample.id for sample in data] == names
     assert [sample.values["preference"] for sample in data] == [1, 0, 2, 3, 1, 1, 0]
     assert [sample.values["margin"] for sample in data] == [0.25, 0, 2, 3, 1, 0, 0]
-    assert data.rows.tolist() == [0, 2, 5, 7]
-    assert data.row_weights.tolist() == [1, 1, 1]
+    assert rows_of(data) == [range(2), range(2, 5), range(5, 7)]
+    assert [data.row_of(index) for index in range(7)] == [0, 0, 1, 1, 1, 2, 2]
     assert data.report.num_rows == 3
 
 
@@ -153,7 +154,7 @@ def test_unpaired_and_scored(tmp_path: Path) -> None:
         *("2 plus 3 is 5.<|im_end|>", "2 plus 3 is 5.<|im_end|>"),
         *("It is 6, I think.<|im_end|>", " 6.<|im_end|>"),
     ]
-    assert data.rows.tolist() == [0, 1, 3, 4]
+    assert rows_of(data) == [range(1), range(1, 3), range(3, 4)]
     scored = load(
         tmp_path,
         [{"messages": [ASKED, FIVE], "score": -0.5}, {"text": "a b", "score": 2}],
@@ -238,8 +239,13 @@ def test_equals_in_a_list_are_no_pair(tmp_path: Path) -> None:
     assert packed.num_pairs == 2
 
 
+def rows_of(data: Dataset) -> list[range]:
+    """The samples of each row."""
+    return [data.row(index) for index in range(data.num_groups)]
+
+
 def longest(data: Dataset, index: int) -> int:
-    return int(data.lengths[index])
+    return data.length(index)
 
 
 def test_a_row_that_loses_an_answer(tmp_path: Path) -> None:
@@ -252,12 +258,12 @@ def test_a_row_that_loses_an_answer(tmp_path: Path) -> None:
     (incident,) = data.report.dropped
     assert incident.place == f"{tmp_path}/a.jsonl:1"
     assert incident.reason.startswith("no answer is left: answer 1 was dropped")
-    assert incident.targets_lost == whole.num_targets[:2].sum()
-    assert data.rows.tolist() == [0, 3]
+    assert incident.targets_lost == sum(sample.num_targets for sample in whole[:2])
+    assert rows_of(data) == [range(3)]
     data = load(tmp_path, [LIST], limit=longest(whole, 3) - 1, too_long="drop")
     assert [sample.id[-3:] for sample in data] == ["1#1", "1#3"]
     assert [incident.place[-3:] for incident in data.report.dropped] == ["1#2"]
-    assert data.rows.tolist() == [0, 2]
+    assert rows_of(data) == [range(2)]
 
 
 def test_a_pair_that_is_cut(tmp_path: Path) -> None:
@@ -268,7 +274,7 @@ def test_a_pair_that_is_cut(tmp_path: Path) -> None:
     assert len(data) == 4
     assert [incident.place[-3:] for incident in data.report.cut][:2] == ["1#1", "1#2"]
     data = load(tmp_path, [pair, PAIR], limit=longest(whole, 0) - 3, too_long="truncate")
-    assert data.rows.tolist() == [0, 2]
+    assert rows_of(data) == [range(2)]
     (incident,) = data.report.dropped
     assert "answers 1 and 2 are the same, token for token: answer 1 was cut" in incident.reason
     assert [sample.values["preference"] for sample in data] == [1, 0]
@@ -313,8 +319,8 @@ def told(sample: Sample) -> tuple[Any, ...]:
 def test_the_cache_gives_back_what_was_made(kind: Kind, rows: list[Any], tmp_path: Path) -> None:
     first = load(tmp_path, rows, kind)
     expected = [told(sample) for sample in first]
-    (entry,) = (tmp_path / "c").iterdir()
-    extra = [path for path in entry.iterdir() if path.name.startswith(("value.", "read"))]
+    (shard,) = (tmp_path / "c").glob("*/00000")
+    extra = [path for path in shard.iterdir() if path.name.startswith(("value.", "read"))]
     assert extra
     for damaged in [None, *extra]:
         if damaged is not None:
@@ -348,8 +354,10 @@ def test_a_mixture(tmp_path: Path) -> None:
     sources = [paths[0], Source(path=paths[1], weight=2)]
     config = DataConfig(train=sources, cache=str(tmp_path / "c"))
     data = load_dataset(config, "train", Renderer(tiny_tokenizer()), 512, kind="preference")
-    assert data.rows.tolist() == [0, 2, 5, 7, 10]
-    assert data.row_weights.tolist() == [1, 1, 2, 2]
+    assert rows_of(data) == [range(2), range(2, 5), range(5, 7), range(7, 10)]
+    assert [data.row_of(index) for index in (4, 5, 6, 9)] == [1, 2, 2, 3]
+    order = Rows(data, are_answers=True).order(BatchConfig(), 0, 4)
+    assert (order.counts, order.weights, order.epoch_size) == ((2, 2), (1, 2), 6)
     assert [sample.values["preference"] for sample in data][5:7] == [1, 0]
     assert data[5].id == f"{paths[1]}:1#1"
 
@@ -358,7 +366,8 @@ def test_rows_of_sft_have_offsets_too(tmp_path: Path) -> None:
     text = {"text": "Once upon a time there was a small cat."}
     data = load(tmp_path, [text, {"text": "Once"}, text], "sft", limit=9, too_long="split")
     lines = [int(sample.id.rpartition(":")[2].partition("#")[0]) for sample in data]
-    assert data.rows.tolist() == [0, lines.index(2), lines.index(3), len(lines)]
+    second, third = lines.index(2), lines.index(3)
+    assert rows_of(data) == [range(second), range(second, third), range(third, len(lines))]
     assert lines.count(1) > 1
 
 

@@ -14,12 +14,13 @@ from tests.counted_pictures import chat, learned, picture, renderer, said
 
 from taut.config import from_mapping
 from taut.data import images
-from taut.data.dataset import DataConfig, attempt_rows
+from taut.data.dataset import DataConfig
 from taut.data.messages import Conversation, Message, images_of
 from taut.data.prompts import load_prompt_set, load_prompts
 from taut.data.render import Limits, fit_any, render_any, render_each
 from taut.data.schema import Answers, Columns, Stepwise
 from taut.data.sources import Source, open_source
+from taut.data.tokenise import attempt_rows
 from taut.errors import DataError, PictureError, RenderError
 from taut.vision.content import ImageRef
 

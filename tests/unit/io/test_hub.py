@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import threading
@@ -12,15 +13,16 @@ from pathlib import Path
 
 import datasets
 import pytest
+import torch
 from huggingface_hub import constants
-from tests.chat_runs import chats, decisions, save_model, sft, write_rows
+from tests.chat_runs import chats, column, decisions, save_model, sft, write_rows
 from tests.tiny_models import save_tiny
 from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.data.sources import Source, open_source
-from taut.errors import DataError, ModelError
+from taut.errors import ConfigError, DataError, ModelError
 from taut.io import http, hub
-from taut.models.load import load_config, load_tokenizer
+from taut.models.load import load_config, load_model, load_tokenizer
 
 POINTER = (
     "version https://git-lfs.github.com/spec/v1\n"
@@ -31,6 +33,7 @@ POINTER = (
 def at(endpoint: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the process had begun with HF_ENDPOINT and without HF_HUB_OFFLINE."""
     monkeypatch.setattr(hub, "_asked", None)
+    monkeypatch.setattr(hub, "_commits", {})
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
@@ -155,3 +158,64 @@ def test_a_pointer_in_the_place_of_a_file_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(POINTER)
     with pytest.raises(DataError, match=r"a\.jsonl is a git-lfs pointer"):
         open_source(Source(path=str(tmp_path / "a.jsonl")))
+
+
+# -- revisions
+
+OLD, NEW = "0" * 39 + "a", "0" * 39 + "b"
+"""Commits."""
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub's cache with two commits of org/tiny, of which main is the older and v2 the newer. Nothing is asked."""
+    cache = tmp_path / "hub"
+    at("http://127.0.0.1:9", cache, monkeypatch)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    repository = cache / "models--org--tiny"
+    for seed, commit in enumerate((OLD, NEW)):
+        save_model(repository / "snapshots" / commit, seed=seed)
+    settings = repository / "snapshots" / NEW / "config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "rope_theta": 12345.0}))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(OLD)
+    (repository / "refs" / "v2").write_text(NEW)
+    return repository
+
+
+def weights_of(name: str) -> torch.Tensor:
+    model = load_model(
+        name, dtype=torch.float32, device=torch.device("cpu"), attention="eager", is_narrow=True
+    )
+    return next(model.parameters()).detach()
+
+
+@pytest.mark.parametrize(
+    ("name", "commit"),
+    [("org/tiny", OLD), ("org/tiny@main", OLD), ("org/tiny@v2", NEW), (f"org/tiny@{NEW}", NEW)],
+)
+def test_a_revision_names_a_commit_of_all_files(name: str, commit: str, cached: Path) -> None:
+    assert load_config(name)._commit_hash == commit
+    assert torch.equal(weights_of(name), weights_of(str(cached / "snapshots" / commit)))
+    assert load_tokenizer(name).get_vocab() == tiny_tokenizer().get_vocab()
+    assert not torch.equal(weights_of("org/tiny"), weights_of("org/tiny@v2"))
+
+
+def test_a_revision_that_is_not_there(cached: Path) -> None:
+    with pytest.raises(
+        ModelError, match=r"model=org/tiny@v3: .*hf download --revision v3 org/tiny"
+    ):
+        load_config("org/tiny@v3")
+
+
+def test_a_resume_does_not_go_on_with_newer_weights(cached: Path, tmp_path: Path) -> None:
+    train, out = write_rows(tmp_path / "train.jsonl", chats(6)), tmp_path / "out"
+    options = {"check": "off", "checkpoint__every": 1}
+    sft(Path("org/tiny"), train, out, steps=1, **options)
+    assert decisions(out)["model.commit"][0] == OLD
+    (cached / "refs" / "main").write_text(NEW)
+    hub._commits.clear()  # as a new process
+    with pytest.raises(ConfigError, match=rf"model commit: .*NAME@{OLD} names that commit"):
+        sft(Path("org/tiny"), train, out, steps=2, resume=True, **options)
+    sft(Path(f"org/tiny@{OLD}"), train, out, steps=2, resume=True, **options)
+    assert column(out, "step") == [1, 2]

@@ -298,7 +298,7 @@ def test_a_quantised_base_under_adapters(
         ("openrlhf", "--ds.load_in_4bit", "ds.load_in_4bit"),
         ("swift", "--init_weights pissa", "init_weights"),
         ("swift", "--split_dataset_ratio 0.01", "split_dataset_ratio"),
-        ("swift", "--system 'Be brief.'", "system"),
+        ("swift", "--system prompt.txt", "system"),
         ("swift", "--loss_scale hermes", "loss_scale"),
         ("swift", "--deepspeed ds_config.json", "deepspeed"),
         ("swift", "--truncation_strategy left", "truncation_strategy"),
@@ -483,7 +483,23 @@ def test_training_in_float32(
     assert not {"bf16", "fp16", "torch_dtype"} & set(lacking(offer))
 
 
+@pytest.mark.parametrize("framework", ["trl", "swift"])
+def test_a_revision_becomes_part_of_the_models_name(framework: str, tmp_path: Path) -> None:
+    model = "Qwen/Qwen3-0.6B"
+    key = "model" if framework == "swift" else "model_name_or_path"
+    settings = carried(tmp_path, framework, f"--{key} {model} --model_revision v2")["settings"]
+    assert settings["model"] == f"{model}@v2"
+
+
 # data
+
+
+def test_swifts_system_prompt_and_switch_of_thinking(tmp_path: Path) -> None:
+    settings = carried(tmp_path, "swift", "--system 'Be brief.' --enable_thinking false")[
+        "settings"
+    ]
+    assert settings["data.system"] == "Be brief."
+    assert settings["data.chat_template_kwargs"] == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from taut.models.lora import (
     write_base,
 )
 from taut.models.precision import compute_context
-from taut.models.quantised import Quantise, quantised_layers
+from taut.models.quantised import Format, Quantise, quantised_layers
 from taut.models.recompute import ActivationCheckpointing, recompute_activations
 from taut.models.scorer import Scorer, evaluating
 from taut.plan.models import Kernels, planned_model
@@ -130,6 +130,39 @@ def test_two_steps_of_nf4_are_those_of_transformers_and_peft(kind: Any, tmp_path
     assert trained.keys() == found.keys()
     for name, parameter in found.items() if kind is torch.optim.SGD else ():
         assert torch.allclose(parameter, trained[name], rtol=0, atol=1e-6), name
+
+
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_four_bits_are_those_of_bitsandbytes(is_nested: bool) -> None:
+    from bitsandbytes import functional
+
+    weight = torch.randn(48, 100, generator=torch.Generator().manual_seed(1))
+    layout = Format("nf4", (48, 100), is_nested)
+    codes, state = functional.quantize_4bit(
+        weight, blocksize=64, compress_statistics=is_nested, quant_type="nf4"
+    )
+    parts = {"absmax": state.absmax, "weight": codes}
+    if is_nested:
+        parts |= {"nested_offset": state.offset, "nested_absmax": state.state2.absmax}
+    assert torch.equal(layout.quantise(weight), layout.pack(parts))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
+def test_rows_that_are_quantised_apart_are_those_of_the_whole(kind: Any) -> None:
+    weight = torch.randn(300, 192, generator=torch.Generator().manual_seed(1))
+    layout = Format(kind, (300, 192))
+    assert layout.has_blocks_in_rows
+    apart = [layout.codes_of(part) for part in weight.split([101, 1, 198])]
+    sizes = [tuple(part.nbytes for part in codes) for codes in apart]
+    largest, codes = layout.bytes_of_a_row
+    assert sizes == [(n * largest, n * codes) for n in (101, 1, 198)]
+    together = layout.row_of(*(torch.cat(parts) for parts in zip(*apart, strict=True)))
+    assert torch.equal(together, layout.quantise(weight))
+
+
+def test_a_weight_of_another_width_is_not_quantised() -> None:
+    with pytest.raises(ModelError, match=r"found a weight of \[192, 300\] to quantise; expected"):
+        Format("nf4", (300, 192)).quantise(torch.zeros(192, 300))
 
 
 @pytest.mark.parametrize("how", ["nf4", "int8"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,39 @@ def test_a_group_has_its_conversations_and_tokens(grpo: Path) -> None:
     ]
     with pytest.raises(Unknown, match="no group 7 at step 4"):
         ask(grpo, "run/a/group?step=4&group=7")
+
+
+def test_an_answer_names_the_step_that_has_its_tokens_as_trained(tmp_path: Path) -> None:
+    """Two steps train on a rollout, and tokens are recorded of some of them."""
+    out = write_run(tmp_path / "out", [start(), *(step(n) for n in range(1, 6))], method="grpo")
+    rollouts, tokens = rollout_writer(out), token_writer(out)
+    for number in (1, 3, 5):
+        rollouts.append([rollout_row(number, 0, index, 1.0) for index in range(2)])
+    tokens.append([token_row(1, "q0#0 of rollout 1")])
+    tokens.append([token_row(4, f"q0#{index} of rollout 3") for index in range(2)])
+    leave_open(rollouts)
+    leave_open(tokens)
+
+    def recorded_at(number: int) -> list[int | None]:
+        answers = ask(out, f"run/a/group?step={number}&group=0")["answers"]
+        return [one["recorded_at"] for one in answers]
+
+    assert [recorded_at(number) for number in (1, 3, 5)] == [[1, None], [4, 4], [None, None]]
+    assert ask(out, f"run/a/sample?step=4&id={quote('q0#0 of rollout 3', safe='')}")["step"] == 4
+
+
+def test_the_run_that_was_written_last_is_read_ahead(tmp_path: Path) -> None:
+    outs = {name: write_run(tmp_path / name, [start(), step(1)]) for name in "ab"}
+    os.utime(outs["b"] / "events.jsonl", (0, 0))
+    answers, events = Answers(outs), outs["a"] / "events.jsonl"
+    answers.read_ahead()
+    events.write_bytes(b"?" * (events.stat().st_size - 1) + b"\n")  # read once, not looked at again
+    assert answers.answer("run/a/curves?names=train/loss")["step"] == [1]
+    (outs["b"] / "events.jsonl").write_text("?\n")
+    with pytest.raises(DataError):
+        answers.answer("run/b/overview")
+    Answers({"a": outs["a"]}).read_ahead()  # who asks is told, not this
+    Answers({}).read_ahead()
 
 
 def test_a_prompt_over_the_steps(grpo: Path) -> None:

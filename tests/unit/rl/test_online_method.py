@@ -14,7 +14,7 @@ import torch
 from tests.scripted_engines import FakeEngine
 from tests.unit.rl.test_rollout_groups import Panel, rows
 
-from taut.data.batching import Order
+from taut.data.order import Order
 from taut.data.prompts import PromptSet
 from taut.errors import CheckFailed, EngineError, OutOfMemory
 from taut.losses.advantages import ESTIMATORS, Scale
@@ -61,7 +61,7 @@ def online(worth: Any = half, monitor: RolloutMonitorConfig | None = None, **key
     """A method on an engine that says 0 and 1 of each prompt, two prompts for each update of a pass."""
     config = RolloutConfig(**{"n": 2, **keys})
     size = 2 * config.minibatches
-    order = Order(np.ones(NUM_PROMPTS), 3, size, is_shuffled=True)
+    order = Order((NUM_PROMPTS,), (1.0,), 3, size, is_shuffled=True)
     credit = PolicyCredit(
         PolicyGradient(),
         ESTIMATORS["mean"],

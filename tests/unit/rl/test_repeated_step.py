@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.unit.rl.test_rollout_groups import worker
 
-from taut.data.batching import Order
+from taut.data.order import Order
 from taut.errors import OutOfMemory
 from taut.losses.supervised import CrossEntropy
 from taut.methods.gkd import All
@@ -38,7 +38,7 @@ def test_a_step_begun_again_for_want_of_memory_finds_its_roll_out(
         num_steps=3,
         emit=lambda *_, **__: None,
     )
-    order = Order([], 3, 2, False, None)
+    order = Order((), (), 3, 2, False, None)
     monkeypatch.setattr(Order, "step", lambda self, step: [step, step + 1])
     made = Online(
         config,
@@ -81,7 +81,7 @@ def test_weights_that_an_engine_has_are_not_sent_again(monkeypatch: pytest.Monke
     pushed: list[int] = []
     monkeypatch.setattr(Order, "step", lambda self, step: [step, step + 1])
     monkeypatch.setattr(type(engine), "update", lambda self, version: pushed.append(version))
-    order = Order([], 3, 2, False, None)
+    order = Order((), (), 3, 2, False, None)
     made = Online(
         config,
         None,  # type: ignore[arg-type]

@@ -11,15 +11,22 @@
 
   /** The answer to a question: ask("overview", "run name", {step: 3}). Without a run, of all runs. A list is joined by commas. */
   page.ask = async function (question, run, parameters) {
+    const key = keyOf(question, run, parameters);
+    return page.isFile ? embedded(key) : fetched(`answers/${key}`);
+  };
+
+  /** Whether there may be an answer: a file has a selection. */
+  page.has = (question, run, parameters) => !page.isFile || Object.hasOwn(answers, keyOf(question, run, parameters));
+
+  function keyOf(question, run, parameters) {
     const written = (value) => (Array.isArray(value) ? value : [value]).map(encodeURIComponent).join(",");
     const query = Object.entries(parameters || {})
       .filter(([, value]) => value !== null && value !== undefined)
       .map(([name, value]) => `${name}=${written(value)}`)
       .join("&");
     const path = run === null || run === undefined ? question : `run/${encodeURIComponent(run)}/${question}`;
-    const key = query && !(page.isFile && question === "curves") ? `${path}?${query}` : path; // a file has all curves in one answer
-    return page.isFile ? embedded(key) : fetched(`answers/${key}`);
-  };
+    return query && !(page.isFile && question === "curves") ? `${path}?${query}` : path; // a file has all curves in one answer
+  }
 
   function embedded(key) {
     if (!Object.hasOwn(answers, key)) {

@@ -47,7 +47,7 @@
   function histogram({ edges, counts }, label) {
     const [width, height, below] = [600, 120, 18];
     const most = Math.max(...counts, 1);
-    const each = width / counts.length;
+    const each = Math.min(width / counts.length, 40); // few bars are no wall
     const every = Math.max(1, Math.ceil(counts.length / 8));
     const bars = counts.map((count, index) => {
       const high = (count / most) * height;

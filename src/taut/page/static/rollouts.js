@@ -156,7 +156,7 @@
       colours.node.hidden = !areTokens;
       shared.factsAt = areTokens ? page.factsPlace() : null;
       const draw = (some) => {
-        const made = some.map((one) => answerOf(context, answer.step, one, shared));
+        const made = some.map((one) => answerOf(context, one, shared));
         return [areTokens && shared.drawn.length > 0 && shared.drawn[0].legend, page.node("div", { class: "answers" }, made)];
       };
       return [page.cut(answer.answers, SHOWN_ANSWERS, draw, "answers", answer.num_left), shared.factsAt];
@@ -181,7 +181,7 @@
     return null;
   }
 
-  function answerOf(context, step, one, shared) {
+  function answerOf(context, one, shared) {
     const advantage = page.mean(one.advantage);
     const head = [
       ["reward", page.fixed(one.reward)],
@@ -201,8 +201,14 @@
       one.error && page.node("p", { class: "warn" }, one.error),
       parts.length > 0 && page.node("ul", { class: "parts" }, parts.map(partOf)),
       context.parameters.show === "tokens" ? tokensOf(context, one, shared) : page.messages(one.messages),
-      page.note(page.link("As trained", page.place("samples", context.run, { step, id: one.sample_id, color: "advantage" }))),
+      asTrained(context.run, one),
     );
+  }
+
+  /** A link to the answer's tokens with their losses, where there are some. */
+  function asTrained(run, { recorded_at: step, sample_id: id }) {
+    if (!page.isNumber(step) || !page.has("sample", run, { step, id })) return null;
+    return page.note(page.link("As trained", page.place("samples", run, { step, id, color: "advantage" })));
   }
 
   function versionsOf(versions) {

@@ -26,7 +26,7 @@ from rich.text import Text
 from taut.io.console import Printer, counted, one_line
 from taut.io.notebook import ProgressLine
 from taut.io.terminal import Terminal
-from taut.train.log.events import Event, ReportLost
+from taut.train.log.events import Event, ReportLost, with_intervals
 
 BAR = 10
 """Columns of the progress bar."""
@@ -232,14 +232,10 @@ class ConsoleReport:
 
     def _show_eval(self, event: Event) -> None:
         self._evals.append(event)
-        fields = {}
-        for key, value in event.items():
-            if key.endswith(("_low", "_high")) and key.rpartition("_")[0] in event:
-                continue  # a bound of another field's interval
-            low, high = event.get(f"{key}_low"), event.get(f"{key}_high")
-            fields[key] = (
-                value if low is None else f"{number(value)} [{number(low)}, {number(high)}]"
-            )
+        fields = {
+            name: value if low is None else f"{number(value)} [{number(low)}, {number(high)}]"
+            for name, (value, low, high) in with_intervals(event).items()
+        }
         self._print(f"eval  after step {event['step']}: {fields_text(fields)}")
         for sample in event.get("samples", ()):
             mark = {"stop": "", "length": " (cut)"}.get(sample["finish_reason"], " (failed)")

@@ -292,9 +292,10 @@ def _parse(place: str, line: bytes) -> Event:
         raise DataError(f"found a step that is no integer at {place}; expected a count; correct it")
     if event["kind"] == "resume" and "from_step" not in event:
         raise DataError(f"found a resume without from_step at {place}; expected a step; correct it")
-    for key, value in event.items():
-        if type(value) is str and value in NOT_FINITE:
-            event[key] = NOT_FINITE[value]
+    if b'nan"' in line or b'inf"' in line:  # seldom, and to look at each value takes longer
+        for key, value in event.items():
+            if type(value) is str and value in NOT_FINITE:
+                event[key] = NOT_FINITE[value]
     return event
 
 
@@ -304,6 +305,17 @@ def _read_json(line: bytes) -> Any:
         return from_json(line, cache_strings="keys")
     except ValueError:
         return json.loads(line)
+
+
+def with_intervals(event: Event) -> dict[str, tuple[Any, Any, Any]]:
+    """The fields of an evaluation, each with the bounds of its interval, ``NAME_low`` and ``NAME_high``; None where it
+    has none.
+    """
+    return {
+        name: (value, event.get(f"{name}_low"), event.get(f"{name}_high"))
+        for name, value in event.items()
+        if not (name.endswith(("_low", "_high")) and name.rpartition("_")[0] in event)
+    }
 
 
 def scalars(event: Event) -> dict[str, float]:

@@ -16,6 +16,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut import capabilities
 from taut.errors import ModelError
+from taut.io import hub
 from taut.vision.placeholders import Processor
 from taut.vision.processors.family import ModelFiles
 from taut.vision.processors.gemma3 import Gemma3
@@ -74,10 +75,13 @@ def open_processor(
             f"next to config.json; copy {' and '.join(_FILES)}, as far as they exist, from the base model"
         )
     try:
-        settings, _ = ImageProcessingMixin.get_image_processor_dict(path)
-        own, _ = ProcessorMixin.get_processor_dict(path)
+        place, revision = hub.pinned(path)
+        settings, _ = ImageProcessingMixin.get_image_processor_dict(place, **revision)
+        own, _ = ProcessorMixin.get_processor_dict(place, **revision)
         load: Any = AutoImageProcessor.from_pretrained  # has no types
-        images = load(path, config=config, backend="pil", trust_remote_code=trust_remote_code)
+        images = load(
+            place, config=config, backend="pil", trust_remote_code=trust_remote_code, **revision
+        )
     except (OSError, ValueError, LookupError, ImportError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(

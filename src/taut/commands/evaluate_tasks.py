@@ -1,0 +1,149 @@
+"""``taut eval MODEL tasks=lm-eval:NAME,...``: tasks of lm-evaluation-harness, answered by the local engine.
+
+With ``out`` the directory holds
+
+    report.json     the numbers of the table, with the settings
+    samples.jsonl   each document of each task: what was asked, what was answered, its scores
+
+Both are there when all is done, or neither. How the questions are answered is in evals/harness.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+from rich.markup import escape
+from rich.table import Table
+
+from taut.config import Decision, configclass, home_path, to_dict
+from taut.errors import ConfigError, OutputError
+from taut.inference.open import ModelUse, open_engine, open_renderer
+from taut.io import files
+from taut.io.terminal import Terminal
+
+if TYPE_CHECKING:
+    from taut.evals.harness import TaskResults
+
+PREFIX = "lm-eval:"
+
+
+@configclass
+class EvaluateTasks(ModelUse):
+    """Tasks of lm-evaluation-harness."""
+
+    tasks: str | list[str]
+    """lm-eval:NAME of a task, a group or a tag of the harness, or lm-eval:FILE.yaml of one of your own; several with
+    commas between them."""
+    num_fewshot: Annotated[int, Field(ge=0)] | None = None
+    """Examples before each question; by default each task's own number."""
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Only the first documents of each task."""
+    apply_chat_template: bool | None = None
+    """Whether questions go through the chat template; by default where the model has one."""
+    out: str | None = None
+    """Directory for report.json and samples.jsonl; it must not exist."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.engine != "local":
+            raise ConfigError(
+                f"engine={self.engine} gives no logprobs of a prompt, which tasks ask for; expected engine=local; "
+                "remove it"
+            )
+        if not self.names:
+            raise ConfigError("tasks is empty; expected what is asked; set tasks=lm-eval:NAME")
+
+    @property
+    def names(self) -> list[str]:
+        """The tasks without the prefix."""
+        given = self.tasks.split(",") if isinstance(self.tasks, str) else self.tasks
+        if given and not given[0].strip().startswith(PREFIX):
+            raise ConfigError(
+                f"tasks={given[0]}: expected where the task is from; write tasks={PREFIX}{given[0]}"
+            )
+        return [name for text in given if (name := text.strip().removeprefix(PREFIX))]
+
+
+def run(config: EvaluateTasks) -> int:
+    """Ask, and print the table."""
+    console = Terminal(soft_wrap=True)
+    out = None if config.out is None else home_path(config.out)
+    if out is not None and out.exists():
+        raise OutputError(f"out={out} exists; expected a new directory; name another, or remove it")
+    results, decisions = evaluate_tasks(config)
+    console.lines(f"{name}: {value} ({reason})" for name, value, reason in decisions)
+    console.print(_table(results))
+    if out is not None:
+        report = {
+            "harness": f"lm_eval {results.harness}",
+            "versions": results.versions,
+            "num_fewshot": results.num_fewshot,
+            "metrics": [asdict(metric) for metric in results.metrics],
+            "decisions": {name: f"{value} ({reason})" for name, value, reason in decisions},
+            "config": to_dict(config),
+        }
+        samples = [
+            json.dumps({"task": task, **sample}, ensure_ascii=False, default=str) + "\n"
+            for task, of_task in results.samples.items()
+            for sample in of_task
+        ]
+        partial = out.with_name(f".{out.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir(parents=True)
+            text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
+            (partial / "report.json").write_text(text, encoding="utf-8")
+            (partial / "samples.jsonl").write_text("".join(samples), encoding="utf-8")
+            files.replace_directory(partial, out)
+        except OSError as error:
+            raise OutputError(
+                f"out={out} cannot be written: {error}; expected room and permission; name another"
+            ) from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        console.lines([f"written: {out}"])
+    return 0
+
+
+def evaluate_tasks(config: EvaluateTasks) -> tuple[TaskResults, list[Decision]]:
+    """The results, and what was settled."""
+    from taut.evals import harness
+
+    tasks = harness.load_tasks(config.names)  # before the weights
+    rendering = open_renderer(config)
+    has_template = rendering.renderer.template.template is not None
+    with_template, why = config.apply_chat_template, "asked for by name"
+    if with_template is None:
+        with_template = has_template
+        why = "the model has a template" if has_template else "the model has no template"
+    if with_template and not has_template:
+        raise ConfigError(
+            f"apply_chat_template=true and {config.model} has no chat template; expected one; remove the key, or set "
+            "template=FILE"
+        )
+    settled = Decision("chat template", "applied" if with_template else "not applied", why)
+    with open_engine(config, rendering) as opened:
+        asked = harness.Asked(config.num_fewshot, config.limit, with_template)
+        return harness.run_tasks(tasks, opened, asked), [*opened.decisions, settled]
+
+
+def _table(results: TaskResults) -> Table:
+    title = f"lm-evaluation-harness {results.harness}"
+    table = Table("task", "metric", "value", "95% interval", "few-shot", "documents", title=title)
+    for metric in results.metrics:
+        form = ".1%" if metric.interval == "wilson" else ".4g"
+        known = metric.low is not None and metric.high is not None
+        cells: list[Any] = [
+            metric.task,
+            metric.name,
+            format(metric.mean, form),
+            f"[{metric.low:{form}}, {metric.high:{form}}]" if known else "",
+            str(results.num_fewshot.get(metric.task, "")),
+            f"{metric.num_scored:,}",
+        ]
+        table.add_row(*map(escape, cells))
+    return table

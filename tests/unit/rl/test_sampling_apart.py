@@ -1,0 +1,165 @@
+"""A server gets each turn as soon as its trajectory has come to it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from threading import Event, Lock
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.fake_vllm import FakeServer, Fault
+from tests.unit.rl.test_environment import renderer_of, row_of
+
+from taut.config import from_mapping
+from taut.data.stop_tokens import derive_stop_set
+from taut.data.tool_calls import ToolCall
+from taut.errors import EngineError, UserCodeError
+from taut.inference.engine import Sampling
+from taut.inference.vllm import ServerConfig, ServerEngine
+from taut.rl.environment import EnvironmentConfig, EnvironmentPool, Step, open_environments
+from taut.rl.sampler import Trajectory, sample_trajectories
+
+PATIENCE = 20.0
+"""Seconds that a test waits for what has to happen at once."""
+
+
+@dataclass
+class Talk:
+    """Asks again until the row has had its turns; each is worth 1."""
+
+    left: int = 0
+
+    def reset(self, row: dict[str, Any]) -> None:
+        self.left = row["turns"]
+
+    def step(self, text: str, calls: list[ToolCall]) -> Step:
+        self.left -= 1
+        if self.left == 0:
+            return Step(done=True, reward=1.0)
+        return Step([{"role": "user", "content": "And then?"}], reward=1.0)
+
+
+@dataclass
+class Place:
+    """An environment, and a server with the stop set of its template."""
+
+    make: Callable[[], Any] = Talk
+    timeout: float = PATIENCE
+    concurrency: int = 16
+    firsts: dict[str, list[int]] = field(default_factory=dict)
+    """The ids that each row begins with."""
+
+    def play(
+        self,
+        turns: Mapping[str, int],
+        n: int = 1,
+        faults: Callable[[str, int], Fault | None] = lambda name, count: None,
+    ) -> list[Trajectory]:
+        """The trajectories of rows with so many turns. ``faults``: of a row's request, by how many came before it."""
+        renderer = renderer_of()
+        stop_ids = derive_stop_set(renderer).ids
+        config = EnvironmentConfig(
+            name="tools", tools=["calculator"], timeout=self.timeout, max_turns=8
+        )
+        made = open_environments(config, renderer, stop_ids)
+        assert made is not None
+        pool = EnvironmentPool(config, self.make, made.bridge, made.calls, (), None, None)
+        rows = []
+        for number, (name, times) in enumerate(turns.items()):
+            row = row_of(renderer, name, turns=times)
+            row = replace(row, ids_T=np.append(row.ids_T, 40 + 10 * number))
+            self.firsts[name] = row.ids_T.tolist()
+            rows.append(row)
+        asked: Counter[str] = Counter()
+        lock = Lock()
+
+        def fault_of(body: dict[str, Any], count: int) -> Fault | None:
+            for name, ids in self.firsts.items():
+                if body["prompt"][: len(ids)] == ids:
+                    with lock:
+                        before = asked[name]
+                        asked[name] += 1
+                    return faults(name, before)
+            return None  # a probe
+
+        ends = tuple(sorted(stop_ids))
+        with FakeServer(ends=ends, max_model_len=4096, faults=fault_of) as server:
+            keys = {"retries": 0, "concurrency": self.concurrency}
+            engine = ServerEngine.open(
+                server.url, from_mapping(ServerConfig, keys), renderer.tokenizer, stop_ids, 4096
+            )
+            with closing(engine):
+                return sample_trajectories(engine, rows, Sampling(n=n), pool)
+
+
+def test_no_turn_waits_for_another_trajectory() -> None:
+    """The first turn of one row is answered once the last turn of the other has been asked for."""
+    came = Event()
+
+    def faults(name: str, count: int) -> Fault | None:
+        if name == "b" and count == 2:
+            came.set()
+        if name == "a":
+            assert came.wait(PATIENCE)
+        return None
+
+    first, second = Place().play({"a": 1, "b": 3}, faults=faults)
+    assert came.is_set()
+    assert (first.error, first.num_turns, first.rewards) == (None, 1, {"environment": 1.0})
+    assert (second.error, second.num_turns, second.rewards) == (None, 3, {"environment": 3.0})
+    assert [reward for _, reward in second.turn_rewards] == [1.0] * 3
+
+
+def test_trajectories_do_not_depend_on_how_many_are_under_way() -> None:
+    def found(concurrency: int) -> list[tuple[Any, ...]]:
+        place = Place(concurrency=concurrency)
+        trajectories = place.play({"a": 2, "b": 1, "c": 4}, n=3)
+        assert [t.name for t in trajectories[:4]] == [
+            f"{name} of rollout 1" for name in ("a#0", "a#1", "a#2", "b#0")
+        ]
+        return [
+            (t.name, t.ids_T.tolist(), t.sampled_at_N.tolist(), t.messages, t.rewards)
+            for t in trajectories
+        ]
+
+    assert found(1) == found(16)
+
+
+def test_a_call_that_is_late_ends_its_own_trajectory_alone() -> None:
+    hangs, over = Event(), Event()
+
+    class Late(Talk):
+        def step(self, text: str, calls: list[ToolCall]) -> Step:
+            if self.left == 2:
+                hangs.set()
+                over.wait(PATIENCE)
+            return super().step(text, calls)
+
+    try:
+        first, second = Place(Late, timeout=0.3).play({"a": 2, "b": 1})
+    finally:
+        over.set()
+    assert hangs.is_set()
+    assert first.error == "the environment's step did not return within 0.3 s"
+    assert (second.error, second.finish_reason) == (None, "stop")
+
+
+def test_a_wrong_type_stops_at_the_first() -> None:
+    class Wrong(Talk):
+        def step(self, text: str, calls: list[ToolCall]) -> Any:
+            return "no step"
+
+    with pytest.raises(UserCodeError, match="expected a Step"):
+        Place(Wrong).play({"a": 1, "b": 1})
+
+
+def test_a_server_that_fails_ends_all() -> None:
+    def faults(name: str, count: int) -> Fault | None:
+        return Fault(status=500, text="no memory") if (name, count) == ("b", 1) else None
+
+    with pytest.raises(EngineError, match="no memory"):
+        Place().play({"a": 1, "b": 3}, faults=faults)
