@@ -18,6 +18,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
@@ -67,9 +68,8 @@ def _as_path(value: Any, key: str) -> Any:
 
 def _batches_of(value: Any, key: str) -> Iterator[Any] | None:
     """The rows of a table as Arrow's batches; None: it is none. Only a library that is loaded can have made one."""
-    pandas, pyarrow, datasets = (
-        sys.modules.get(name) for name in ("pandas", "pyarrow", "datasets")
-    )
+    loaded: Any = sys.modules
+    pandas, pyarrow, datasets = map(loaded.get, ("pandas", "pyarrow", "datasets"))
     if datasets is not None and isinstance(value, datasets.DatasetDict):
         first = next(iter(value), "train")
         raise DataError(
@@ -81,8 +81,7 @@ def _batches_of(value: Any, key: str) -> Iterator[Any] | None:
             batch for table in value.with_format("arrow").iter(1024) for batch in table.to_batches()
         )
     if pandas is not None and isinstance(value, pandas.DataFrame):
-        import pyarrow
-
+        pyarrow = import_module("pyarrow")
         try:
             value = pyarrow.Table.from_pandas(value, preserve_index=False)
         except (pyarrow.ArrowException, TypeError, ValueError) as error:
@@ -91,7 +90,8 @@ def _batches_of(value: Any, key: str) -> Iterator[Any] | None:
                 "one type each; correct it, or give a list of dicts"
             ) from None
     if pyarrow is not None and isinstance(value, pyarrow.Table):
-        return iter(value.to_batches())
+        batches: Iterator[Any] = iter(value.to_batches())
+        return batches
     return None
 
 
