@@ -212,14 +212,17 @@ def assignments(cls: Any) -> dict[str, str]:
     rows = {row.key: row for row in describe(cls)}
     plain = ("integer", "number", "true | false")
     found = {key: row.default for key, row in rows.items() if row.type in plain}
+    simplest = {"string": '"x"', "list of (string": '["x"]'}
     required = {
-        key: '"x"' if row.type == "string" else f'"{row.type.split(" | ")[0]}"'
+        key: simplest.get(first := row.type.split(" | ")[0], f'"{first}"')
         for key, row in rows.items()
         if row.default == "required"
     }
     needed = {key: '"y"' for key in ("distill.teacher",) if key in rows}
     if "rollout.n" in rows and not needed:
         needed["rewards"] = '"exact_match"'
+    if "max_characters" in rows:
+        needed["max_characters"] = "9"
     return {**required, **needed, **found}
 
 
