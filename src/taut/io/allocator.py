@@ -3,9 +3,9 @@
 glibc returns large blocks to the system as soon as they are freed. A training step frees and allocates gigabytes of
 activations, and every page that comes back is cleared by the kernel at its first use: 7 to 9% of a step on two cores.
 
-What it takes for a large block grows, to 32 MiB, as such blocks are freed. Smaller ones are cut from a heap that goes back
-from its end only, and reading a model that is quantised here fills it with holes: a rank that kept 0.5 GiB of a billion
-weights in int8 held 1.3.
+What it takes for a large block grows, to 32 MiB, as such blocks are freed. Smaller ones are cut from a heap that goes
+back from its end only, and reading a model that is quantised here fills it with holes: a rank that kept 0.5 GiB of a
+billion weights in int8 held 1.3.
 """
 
 from __future__ import annotations
