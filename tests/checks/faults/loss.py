@@ -335,9 +335,9 @@ def a_mean_of_means(place: Place, is_faulty: bool) -> Session:
         backward, denominators = loop.backward, loop.denominators
         num: list[int] = []
 
-        def counted(loss: Any, microbatches: Any, ranks: Any) -> dict[str, float]:
+        def counted(loss: Any, microbatches: Any, *others: Any) -> dict[str, float]:
             num.append(len(microbatches))
-            return denominators(loss, microbatches, ranks)
+            return denominators(loss, microbatches, *others)
 
         def own(trainer: Any, packed: Packed, scales: dict[str, float], step: int) -> Any:
             share = 1.0 / (num[-1] * float(packed.weight_N.sum()))
