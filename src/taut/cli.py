@@ -88,7 +88,8 @@ OTHERS = {
         has_method=True,
     ),
     "check": Command(
-        "[RUN.toml | RUN.yaml | --model DIR --data FILE | --recipe KIND:FILE [--processes N]] [--full] [--all] [--json]",
+        "[RUN.toml | RUN.yaml | --model DIR --data FILE | --recipe KIND:FILE [--processes N]] "
+        "[--full] [--all] [--json]",
         "find what is wrong with a run before it is trained",
         "taut.commands.check:main",
         "taut.commands.check:CheckRun",
