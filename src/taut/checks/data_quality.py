@@ -206,7 +206,8 @@ def eval_is_not_trained_on(session: Session) -> Finding:
 
     Equal samples, and those most of whose 13-grams of tokens occur in the training data. Equal is also what differs in
     case, white space and punctuation alone. Equal tokens are looked for in all of the training data, 13-grams in a
-    bounded part. Grams that many training samples have (a system prompt, what the template writes) say nothing and are left out.
+    bounded part. Grams that many training samples have (a system prompt, what the template writes) say nothing and
+    are left out.
 
     Some equal samples are a warning: what is measured on them is not what unseen data would give. Similar ones are
     counted: questions about one passage are similar by nature.
