@@ -36,21 +36,23 @@ IMPORTED = (
     "transformers.utils.chat_template_utils",
 )
 LIMIT = 120.0
-"""Seconds that processes may take."""
+"""Seconds that processes may take, unless a test says otherwise."""
 PATIENCE = 20.0
 """Seconds that ranks are given to end by themselves."""
 
 
-def run(*words: str | Path, num_ranks: int = 1, **environment: str) -> CompletedProcess[str]:
+def run(
+    *words: str | Path, num_ranks: int = 1, seconds: float = LIMIT, **environment: str
+) -> CompletedProcess[str]:
     """``python WORDS``, where the first is a file or -m; what the ranks print one after another, and the first code
-    that is not 0.
+    that is not 0. ``seconds``: that they may take.
     """
     with TemporaryDirectory() as folder:
         given = [
             ([str(word) for word in words], {**os.environ, **environment, **world}, folder)
             for world in worlds(num_ranks)
         ]
-        codes = fork(_program, given)
+        codes = fork(_program, given, seconds)
         out, err = (
             "".join(
                 path.read_text(
@@ -60,7 +62,7 @@ def run(*words: str | Path, num_ranks: int = 1, **environment: str) -> Completed
             )
             for name in ("out", "err")
         )
-    assert codes is not None, f"no end in {LIMIT:.0f} s: {err[-3000:]}"
+    assert codes is not None, f"no end in {seconds:.0f} s: {err[-3000:]}"
     return CompletedProcess(words, next(filter(None, codes), 0), out, err)
 
 
@@ -90,14 +92,16 @@ def _program(words: list[str], environment: Mapping[str, str], folder: str) -> N
         runpy.run_path(words[0], run_name="__main__")
 
 
-def fork(target: Callable[..., None], given: Sequence[tuple[Any, ...]]) -> list[int] | None:
+def fork(
+    target: Callable[..., None], given: Sequence[tuple[Any, ...]], seconds: float = LIMIT
+) -> list[int] | None:
     """How each process ends: 0, 1 for an error, -9 for one that was killed. When one has failed the others are asked to
-    end (SIGTERM), as torchrun does, and later made to. None: they did not end in time.
+    end (SIGTERM), as torchrun does, and later made to. None: they did not end in ``seconds``.
     """
     started = [_server().Process(target=target, args=some) for some in given]
     for process in started:
         process.start()
-    has_ended = _wait(started)
+    has_ended = _wait(started, seconds)
     _end(started)
     return [int(process.exitcode or 0) for process in started] if has_ended else None
 
@@ -175,9 +179,9 @@ def _server() -> ForkServerContext:
     return context
 
 
-def _wait(started: Sequence[ForkServerProcess]) -> bool:
+def _wait(started: Sequence[ForkServerProcess], seconds: float) -> bool:
     """Until one has failed or all have ended. False: neither came about."""
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         alive = [process.sentinel for process in started if process.is_alive()]
         if not alive or any(process.exitcode for process in started):

@@ -19,13 +19,16 @@ from pathlib import Path
 
 from tests.forked_processes import run
 
+LIMIT = 900.0
+"""Seconds that the ranks may take: a slow machine reads and writes a billion weights at 10 MB/s."""
+
 
 def memory_of_ranks(
     model: Path, place: Path, num_ranks: int, dtype: str = "float32", *, is_narrow: bool = False
 ) -> list[dict[str, int]]:
     """What each rank wrote. ``is_narrow``: the weights themselves are in ``dtype``, not in float32."""
     words = (Path(__file__), model, place, dtype, "narrow" if is_narrow else "wide")
-    done = run(*words, num_ranks=num_ranks)
+    done = run(*words, num_ranks=num_ranks, seconds=LIMIT)
     assert done.returncode == 0, done.stderr
     return [json.loads((place / str(rank)).read_text()) for rank in range(num_ranks)]
 

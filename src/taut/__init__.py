@@ -231,7 +231,9 @@ def _configure_run(run: Run | str | PathLike[str] | None, keys: dict[str, Any]) 
 
 def _configure(cls: type[_T], config: _T | str | PathLike[str] | None, keys: dict[str, Any]) -> _T:
     from taut.config import from_mapping, replace
+    from taut.data.given_rows import as_paths
 
+    keys = as_paths(cls, keys)
     if isinstance(config, cls):
         return replace(config, keys) if keys else config
     assert config is None or isinstance(config, str | PathLike), "a configuration or a TOML file"

@@ -287,11 +287,14 @@ INSTEAD = {
         "nothing is uploaded; upload the directory out/model when the run is finished": (
             "hub_model_id hub_strategy push_to_hub"
         ),
-        "held-out rows are a file or data set of their own: data.eval": (
+        "held-out rows are named by data.eval: a file of their own, or { path = ..., share = [0.95, 1] } of a source": (
             "split_dataset_ratio test_size val_size validation_split_percentage"
         ),
-        "a file is read whole; give data.train a file with fewer rows": (
+        "limit takes the first rows of a source: data.train=[{ path = ..., limit = 1000 }]": (
             "max_eval_samples max_samples max_train_samples"
+        ),
+        "a source's weight says how many times its rows are seen: data.train=[{ path = ..., weight = 2 }]": (
+            "repeat repeats"
         ),
         "a revision of the hub's is part of a model's name: model=owner/name@revision": (
             "model_revision ref_model_revision revision teacher_model_revision"
@@ -390,8 +393,9 @@ def _path_of(detail: Any, tree: Any) -> KeyPath:
 def _explain_one(path: KeyPath, details: Sequence[Any], place: str, keys: Sequence[str]) -> str:
     key = key_text(path)
     kinds = {detail["type"] for detail in details}
-    if "value_error" in kinds:
-        return str(details[0]["ctx"]["error"])
+    for detail in details:
+        if detail["type"] == "value_error":
+            return str(detail["ctx"]["error"])
     if "missing" in kinds:
         wanted = next((known for known in keys if known.startswith(f"{key}.")), key)
         return f"key '{key}' is missing; expected {wanted}=... on the command line or in the run's TOML file"
@@ -695,7 +699,7 @@ def _parse_override(cls: type[Any], text: str) -> Assignment:
         raise ConfigError(
             f"found '{key_text([text])}' on the command line; expected key=value, as in seed=1"
         )
-    return Assignment(path, _parse_value(_annotation(cls, path), raw))
+    return Assignment(path, _parse_value(annotation_of(cls, path), raw))
 
 
 def _parse_value(annotation: Any, raw: str) -> Any:
@@ -786,7 +790,7 @@ def _flatten(
         path = (*prefix, *str(key).split("."))
         if _is_table(type(value)):
             value = to_dict(value)
-        if isinstance(value, Mapping) and _is_table(_annotation(cls, path)):
+        if isinstance(value, Mapping) and _is_table(annotation_of(cls, path)):
             yield from _flatten(cls, value, path)
         else:
             yield Assignment(path, value)
@@ -799,7 +803,7 @@ def _require_disjoint(cls: type[Any], paths: Sequence[tuple[str, ...]], place: s
         if path in seen:
             raise ConfigError(f"key '{key_text(path)}' is set twice {place}; expected once")
         seen.add(path)
-        annotation = _annotation(cls, path)
+        annotation = annotation_of(cls, path)
         if _is_table(annotation):
             example = f"{'.'.join(path)}.{next(iter(fields_of(annotation)))}"
             raise ConfigError(
@@ -835,7 +839,7 @@ def _is_table(annotation: Any) -> bool:
     return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
 
 
-def _annotation(cls: type[Any], path: Sequence[str]) -> Any:
+def annotation_of(cls: type[Any], path: Sequence[str]) -> Any:
     """The type of the field a dotted key names; None where there is none."""
     annotation: Any = cls
     for name in path:

@@ -11,19 +11,22 @@ Shape legend, the only one in the package. A suffix names the axes of an array o
 Visibility is one integer per token: token k is visible to token q iff ``k <= q < reach[k]``. Everything else is
 derived from it: depth by ``depth_of``; segments and paths in ``taut.attention.layout``.
 
-Imports nothing else of taut.
+Imports nothing else of taut, and torch only where tensors are made: a process that tokenises makes none, and torch
+would be most of its start.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
@@ -145,6 +148,8 @@ class Tree:
 
 
 def _no_pairs() -> Tensor:
+    import torch
+
     return torch.empty(0, dtype=torch.int64)
 
 
@@ -228,6 +233,8 @@ class Packed:
     def best_S(self) -> Tensor:
         """bool [S]: samples that are preferred to another and to which none is preferred. A supervised term trains on
         them."""
+        import torch
+
         best_S = torch.zeros(self.num_samples, dtype=torch.bool, device=self.better_P.device)
         best_S[self.better_P] = True
         best_S[self.worse_P] = False
@@ -242,6 +249,8 @@ class Packed:
         """The same micro-batch on ``device``: one copy of one block of memory, pinned for a GPU, that the host does not
         wait for. ``reach_T`` and ``last_T`` stay in host memory, where layouts are derived from them.
         """
+        import torch
+
         device = torch.device(device)
         if self.ids_T.device.type == device.type:
             return self
@@ -249,7 +258,7 @@ class Packed:
         parts = {
             (name, ""): value
             for name, value in vars(self).items()
-            if isinstance(value, Tensor) and name not in ("reach_T", "last_T")
+            if isinstance(value, torch.Tensor) and name not in ("reach_T", "last_T")
         }
         parts |= {(g, name): value for g in groups for name, value in getattr(self, g).items()}
         there = to_device(list(parts.values()), device)
@@ -272,6 +281,8 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """The tensors on ``device``. Those in host memory are copied as one block, pinned for a GPU, and the host does not
     wait for it.
     """
+    import torch
+
     is_here = [value.device.type == "cpu" != device.type for value in tensors]
     if not any(is_here):
         return list(tensors)
@@ -296,6 +307,8 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors in host memory. Those on a device are read together, in float64: a read waits for all work of the
     device.
     """
+    import torch
+
     away = [value for value in tensors if value.device.type != "cpu"]
     if not away:
         return list(tensors)

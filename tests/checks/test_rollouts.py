@@ -161,8 +161,9 @@ def test_a_server_that_takes_less_than_it_may_be_sent(
     """It cuts no answer, it refuses the prompt; what the model's own context cuts it is not sent."""
     engine = ServerEngine(*[None] * 5, own, 102)  # type: ignore[arg-type]
     worker = SimpleNamespace(engine=engine, environments=None, config=SimpleNamespace(grows=8))
-    lengths = np.array([50, 96])
-    train = SimpleNamespace(sizes=lambda of: [lengths], sample_id=lambda at: f"q{at}")
+    train = SimpleNamespace(
+        sizes=lambda of: iter([np.array([50, 96])]), sample_id=lambda at: f"q{at}"
+    )
     train = type("Train", (SimpleNamespace,), {"__len__": lambda self: 2})(**vars(train))
     monkeypatch.setattr("taut.checks.rollouts.rollout_worker", lambda _: worker)
     session = SimpleNamespace(is_generated=True, train=train)

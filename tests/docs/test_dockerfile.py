@@ -86,7 +86,9 @@ def test_pip_installs_torch_first_and_then_what_was_tested_together() -> None:
     assert wheel.startswith("pip wheel") and "--no-deps" in wheel
     assert torch.endswith("pip install --no-cache-dir ${TORCH}")
     assert "--constraint /wheel/constraints.txt" in taut and "[${EXTRAS}]" in taut
-    extras = {*PROJECT["optional-dependencies"]} - {"dev", "page-tests", "wandb", "trackio"}
+    extras = {*PROJECT["optional-dependencies"]} - {
+        *("dev", "page-tests", "wandb", "trackio", "gs", "modelscope")
+    }
     assert set(ARGUMENTS["EXTRAS"].split(",")) == extras
 
 

@@ -20,7 +20,13 @@ from taut.methods.method import RunConfig
 SOURCE = ROOT / "src" / "taut"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-DISTRIBUTED = ("train/distributed.py", "train/sharded.py", "train/watch.py", "inference")
+DISTRIBUTED = (
+    "train/distributed.py",
+    "train/sharded.py",
+    "train/watch.py",
+    "inference",
+    "models/quantised.py",
+)
 """Where torch.distributed may be imported."""
 
 TEXT = {".py", ".md", ".toml", ".txt", ".yml", ".yaml", ".sh", ".json", ""}

@@ -212,15 +212,20 @@ def assignments(cls: Any) -> dict[str, str]:
     rows = {row.key: row for row in describe(cls)}
     plain = ("integer", "number", "true | false")
     found = {key: row.default for key, row in rows.items() if row.type in plain}
-    required = {
-        key: '"x"' if row.type == "string" else f'"{row.type.split(" | ")[0]}"'
-        for key, row in rows.items()
-        if row.default == "required"
-    }
+    required = {key: right_one(row.type) for key, row in rows.items() if row.default == "required"}
     needed = {key: '"y"' for key in ("distill.teacher",) if key in rows}
     if "rollout.n" in rows and not needed:
         needed["rewards"] = '"exact_match"'
+    if "max_characters" in rows:
+        needed["max_characters"] = "20000"
     return {**required, **needed, **found}
+
+
+def right_one(kind: str) -> str:
+    """A value of a key that is required, by its type."""
+    if kind.startswith("list of "):
+        return '["x"]'
+    return '"x"' if kind == "string" else f'"{kind.split(" | ")[0]}"'
 
 
 def spoil_keys(draw: Random, cls: Any) -> tuple[list[str], str]:

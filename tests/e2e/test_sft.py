@@ -468,7 +468,7 @@ def test_a_second_start_does_not_tokenise_again(go: Go, monkeypatch: pytest.Monk
     def refuse(*args: object) -> None:
         raise AssertionError("tokenised again")
 
-    monkeypatch.setattr("taut.data.dataset.tokenise", refuse)
+    monkeypatch.setattr("taut.data.dataset.entries", refuse)
     assert column(go("second", steps=1).out, "loss") == column(first.out, "loss")
 
 

@@ -60,8 +60,8 @@ def test_eight_steps_of_one_are_one_step_of_eight(
 
     count = trainer.denominators
 
-    def of_means(loss: Any, microbatches: list[Packed], ranks: Any) -> dict[str, float]:
-        first = count(loss, microbatches[:1], ranks)
+    def of_means(loss: Any, microbatches: list[Packed], *rest: Any) -> dict[str, float]:
+        first = count(loss, microbatches[:1], *rest)
         return {term: value * len(microbatches) for term, value in first.items()}
 
     monkeypatch.setattr(trainer, "denominators", of_means)

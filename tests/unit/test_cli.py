@@ -448,6 +448,7 @@ def test_the_public_surface_is_pinned() -> None:
         ("import taut", ()),
         ("from taut.cli import main; main(['--help'])", ()),
         ("from taut.cli import main; main(['runs', '.'])", ("pydantic",)),
+        ("import taut.data.tokenise", ("numpy", "pydantic")),
     ],
 )
 def test_nothing_heavy_is_loaded_before_it_is_needed(code: str, excused: tuple[str, ...]) -> None:

@@ -77,7 +77,7 @@ def records(session: Session) -> list[Record]:
             opened = open_source(source)
             for line, value in islice(opened.attempts(), 2000 // len(named) + 1):
                 if not isinstance(value, DataError):
-                    place = f"{opened.path}:{line}"
+                    place = opened.place(line)
                     first.append(Record(split, opened.path, place, value, columns))
     return first
 
@@ -478,7 +478,7 @@ def texts(session: Session) -> dict[str, Texts]:
                     is_whole = False
                     break
                 words = [word for name in read_columns[names] for word in _words_in(values[name])]
-                place, joined = f"{opened.path}:{line}", "\0".join(words)
+                place, joined = opened.place(line), "\0".join(words)
                 number += 1
                 room -= len(joined)
                 places.append(place)

@@ -47,8 +47,8 @@ class DataSettings(RowSettings):
     """The rows that a tool reads."""
 
     data: list[str | Source]
-    """Files and data sets, as data.train takes them: .jsonl, .json, .csv, .tsv, .parquet, a directory or owner/name; or
-    tables with path, split, name, revision, format and columns."""
+    """Files and data sets, as data.train takes them: a file, a pattern, a directory, an address or owner/name; or
+    tables with path, share, limit and what else an entry of data.train has, without weight."""
     kind: Literal["auto", "sft", "preference", "unpaired", "scored", "stepwise", "prompt"] = "auto"
     """Content of the rows, as the commands that train take them; auto recognises it by the columns of the first row of
     each file: rows of SFT, else preferences or steps, else prompts."""
@@ -234,7 +234,7 @@ def open_rows(config: DataSettings) -> RowSet:
 
 
 def _with_columns(source: str | Source, columns: Columns) -> tuple[Source, Columns]:
-    """A source and how its rows are read: its own format and columns in place of those of all."""
+    """A source and how its rows are read: what it sets itself in place of what holds for all."""
     source = source_of(source)
     if source.weight != 1:
         raise ConfigError(
@@ -245,6 +245,8 @@ def _with_columns(source: str | Source, columns: Columns) -> tuple[Source, Colum
         format=columns.format if source.format is None else source.format,
         mapping=columns.mapping if source.columns is None else source.columns,
         folder=folder_of(source, None, "images.folder"),
+        system=columns.system if source.system is None else source.system,
+        template_variables=source.chat_template_kwargs or {},
     )
 
 

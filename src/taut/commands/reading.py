@@ -54,16 +54,18 @@ def source_of(data: str | Source) -> Source:
 def columns_of(
     settings: RowSettings, images: ImagesConfig, source: Source, **options: Any
 ) -> Columns:
-    """How rows are read. ``options``: further fields of ``Columns``."""
+    """How rows of ``source`` are read; what it sets itself takes precedence. ``options``: further fields of
+    ``Columns``.
+    """
     return Columns(
-        settings.format,
-        settings.columns,
+        settings.format if source.format is None else source.format,
+        settings.columns if source.columns is None else source.columns,
         settings.ignore_keys,
         prefix="",
         folder=folder_of(source, images.folder, "images.folder"),
         images=images,
         apply_chat_template=settings.apply_chat_template,
-        system=settings.system,
+        system=settings.system if source.system is None else source.system,
         template_variables=source.chat_template_kwargs or {},
         **options,
     )

@@ -192,7 +192,7 @@ def score(config: Score, console: Terminal | None = None) -> Scored:
             out.parent.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(files.writing(out))
         while chunk := list(islice(records, CHUNK_ROWS)):
-            scored = reader.score((record, f"{opened.path}:{number}") for number, record in chunk)
+            scored = reader.score((record, opened.place(number)) for number, record in chunk)
             if file is not None:
                 lines = (json.dumps(row.as_line(), ensure_ascii=False) + "\n" for row in scored)
                 file.writelines(lines)

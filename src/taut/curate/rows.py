@@ -142,7 +142,7 @@ class RowSet:
         part.num_rows = 0
         for number, value in islice(numbered, self.limit):
             part.num_rows += 1
-            yield f"{part.opened.path}:{number}", value
+            yield part.opened.place(number), value
 
     def _require_some(self) -> None:
         if not self.num_rows:

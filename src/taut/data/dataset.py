@@ -37,7 +37,18 @@ from taut.data.render import (
     TooLong,
 )
 from taut.data.schema import AnyRow, Columns, Format, Kind, read_any
-from taut.data.sources import Opened, Source, Stamp, changes, folder_of, open_source
+from taut.data.sources import (
+    Opened,
+    Source,
+    Stamp,
+    changes,
+    folder_of,
+    full_place,
+    numbered,
+    open_source,
+    place_of,
+    require_apart,
+)
 from taut.data.tokenise import entries, workers_for
 from taut.errors import ConfigError
 from taut.io import files
@@ -103,6 +114,9 @@ class DataConfig:
     MiB or more, else 1."""
     cache: str | None = None
     """Directory for tokenised data; by default $TAUT_CACHE or the user's cache directory."""
+
+    def __post_init__(self) -> None:
+        require_apart(_sources_of(self, "train"), _sources_of(self, "eval"))
 
     @property
     def system_messages(self) -> set[str]:
@@ -186,7 +200,7 @@ def read_rows(config: DataConfig, split: Split, kind: Kind = "sft") -> Iterator[
     for source, columns in sources(config, split, kind):
         opened = open_source(source)
         for number, record in opened.records():
-            yield read_any(record, f"{opened.path}:{number}", columns)
+            yield read_any(record, opened.place(number), columns)
 
 
 # -- samples
@@ -238,7 +252,9 @@ class SourcePart:
     """One tokenised source of a data set."""
 
     path: str
-    """As configured; numbered where a mixture names a path again, so that sample ids are unique."""
+    """As configured; numbered where a mixture names a path again."""
+    names: tuple[str, ...]
+    """Of its files, with which sample ids begin; numbered likewise, so that these are unique."""
     weight: float
     key: str
     shards: cache.Shards
@@ -246,6 +262,8 @@ class SourcePart:
     """As configured."""
     stamps: tuple[Stamp, ...]
     """Its files, as they were read."""
+    file_names: tuple[str, ...]
+    """Of its files, as they are read."""
     image_store: ImageStore | None = None
     """The store of its images."""
 
@@ -317,7 +335,8 @@ class SourcePart:
 
     def _name(self, entry: cache.Entry, inside: int) -> str:
         line, part = entry.arrays["line"][inside], entry.arrays["part"][inside]
-        return f"{self.path}:{line}#{part}" if part else f"{self.path}:{line}"
+        place = place_of(self.names, int(line))
+        return f"{place}#{part}" if part else place
 
 
 class Samples(Sequence[Sample]):
@@ -414,7 +433,7 @@ class Dataset(Samples):
     def row_place(self, index: int) -> str:
         """The source and line of the sample's row, as ``read_rows`` names it."""
         part, offset = self._locate(index)
-        return f"{part.source}:{part.line(offset)}"
+        return place_of(part.file_names, part.line(offset))
 
     def num_with_target(self, ids: Collection[int]) -> int:
         """How many samples have one of ``ids`` among their targets."""
@@ -481,7 +500,7 @@ class Dataset(Samples):
 
     def _report(self, decisions: Sequence[str], is_cached: bool) -> DataReport:
         incidents = [
-            replace(incident, place=f"{part.path}:{incident.place}")
+            replace(incident, place=full_place(part.names, incident.place))
             for part in self.parts
             for incident in part.shards.incidents
         ]
@@ -519,7 +538,7 @@ def load_dataset(
     opened_sources = [open_source(source) for source, _ in named]
     identity = renderer.identity()
     parts, decisions, is_cached = [], [], True
-    times_seen: Counter[str] = Counter()
+    seen_paths, seen_names = Counter[str](), Counter[str]()
     for (source, columns), opened in zip(named, opened_sources, strict=True):
         key = _key(opened, columns, limits, identity, has_images=renderer.image_store is not None)
         shards, reason = cache.load(directory, key)
@@ -539,10 +558,10 @@ def load_dataset(
             assert shards is not None, f"a fresh cache entry cannot be read: {trouble}"
         decisions.append(
             f"{source.path}: {f'tokenised ({reason})' if reason else 'from the cache'}"
+            + (f"; {opened.taken}" if opened.taken else "")
         )
-        times_seen[source.path] += 1
-        times = times_seen[source.path]
-        label, weight = source.path if times == 1 else f"{source.path}({times})", source.weight
+        (label,), names = numbered([source.path], seen_paths), numbered(opened.names, seen_names)
+        weight = source.weight
         if split == "eval" and weight != 1:
             raise ConfigError(
                 f"data.eval: {label} has weight {weight:g}; expected none: held-out samples count once each; remove "
@@ -557,7 +576,11 @@ def load_dataset(
                 "least one; raise the weight, or leave the source out"
             )
         stamps, image_store = opened.stamps, renderer.image_store
-        parts.append(SourcePart(label, weight, key, shards, opened.path, stamps, image_store))
+        parts.append(
+            SourcePart(
+                label, names, weight, key, shards, opened.path, stamps, opened.names, image_store
+            )
+        )
     return Dataset(parts, decisions, is_cached)
 
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -51,7 +52,7 @@ from taut.data.messages import (
 )
 from taut.data.render import Incident, Renderer
 from taut.data.schema import Columns, best_row, read_any, read_prompt
-from taut.data.sources import Source, open_source
+from taut.data.sources import Source, number_of, numbered, open_source
 from taut.errors import ConfigError, DataError, PictureError, RenderError
 from taut.io.console import counted
 from taut.types import IntArray, Media, Prompt, Sample
@@ -142,7 +143,7 @@ def load_prompts(
 
     def read() -> Iterator[_Unrendered]:
         for number, record in islice(opened.records(), limit):
-            place = f"{opened.path}:{number}"
+            place = opened.place(number)
             try:
                 yield _read(record, place, columns)
             except PictureError as error:
@@ -368,6 +369,7 @@ def load_prompt_set(
     _require_usable(config)
     parts: list[SourcePart] = []
     prompt_rows: list[PromptRow] = []
+    seen_paths, seen_names = Counter[str](), Counter[str]()
     image_store = renderer.image_store
     for source, columns in sources(config, split, "prompt"):
         opened = open_source(source)
@@ -381,7 +383,8 @@ def load_prompt_set(
                 f"({first.place}: {first.reason}); expected some; correct data.images.folder, or the files"
             )
         incidents = [
-            replace(incident, place=incident.place.rpartition(":")[2]) for incident in unread
+            replace(incident, place=str(number_of(opened.names, incident.place)))
+            for incident in unread
         ]
         kept = []
         for row in rows:
@@ -395,19 +398,22 @@ def load_prompt_set(
                     f"{row.place}: the prompt has {reason}; expected fewer; raise data.max_length, or set "
                     "data.too_long=drop"
                 )
-            incidents.append(Incident(row.place.rpartition(":")[2], "dropped", reason))
+            number = number_of(opened.names, row.place)
+            incidents.append(Incident(str(number), "dropped", reason))
         if not kept:
             raise DataError(
                 f"{opened.path}: none of its {counted(len(rows), 'prompts')} has at most {max_length} tokens; "
                 "expected some; raise data.max_length"
             )
         incidents.sort(key=lambda incident: int(incident.place))
-        entry = _entry(kept, len(rows) + len(unread), incidents)
-        times = 1 + sum(part.source == opened.path for part in parts)
-        label = source.path if times == 1 else f"{source.path}({times})"
+        entry = _entry(kept, opened.names, len(rows) + len(unread), incidents)
+        (label,), names = numbered([source.path], seen_paths), numbered(opened.names, seen_names)
         weight, key, shards = source.weight, entry.digest, Shards.of([entry])
+        stamps = opened.stamps
         parts.append(
-            SourcePart(label, weight, key, shards, opened.path, opened.stamps, image_store)
+            SourcePart(
+                label, names, weight, key, shards, opened.path, stamps, opened.names, image_store
+            )
         )
         prompt_rows += kept
     prompts = PromptSet(parts, prompt_rows)
@@ -440,14 +446,19 @@ def _require_usable(config: DataConfig) -> None:
             )
 
 
-def _entry(rows: Sequence[PromptRow], num_rows: int, incidents: Sequence[Incident]) -> Entry:
+def _entry(
+    rows: Sequence[PromptRow],
+    names: Sequence[str],
+    num_rows: int,
+    incidents: Sequence[Incident],
+) -> Entry:
     """The prompts as samples. The digest covers ids, references and columns, which rewards read."""
     builder = BlockBuilder()
     builder.num_rows, builder.incidents = num_rows, list(incidents)
     for row in rows:
         at_N = 1 + np.flatnonzero(outside(row.media, row.ids_T.size)[1:])
         sample = Sample(row.place, row.ids_T, at_N, np.ones(at_N.size), row.media)
-        builder.add(int(row.place.rpartition(":")[2]), row.place, [sample])
+        builder.add(number_of(names, row.place), row.place, [sample])
         builder.forms["completion" if isinstance(row.prompt, str) else "conversation"] += 1
     entry = joined([builder.build()])
     # names too: they seed the random streams

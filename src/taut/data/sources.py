@@ -1,48 +1,61 @@
-"""Where records come from: JSONL, JSON, CSV, TSV and parquet files, and Hugging Face data sets by directory or name.
+"""Where records come from: data files, one by one, by pattern or by directory, here or at an address; and data sets of
+Hugging Face and ModelScope.
 
-A source yields ``(number, record)``: the physical line for JSONL, the record's number from 1 for all other formats.
-Blank lines of a JSONL file are skipped. A record that cannot be read is a DataError that names file and line, and the
-column of broken JSON.
+A source yields ``(number, record)``. Each number names a file and a line or record of it: ``Opened.place`` writes it as
+``train.jsonl:17``. Of a source of one file it is the line itself. What is wrong with a record or a file is a DataError
+that names it (``formats.py``). Addresses are fetched first (``taut.io.remote``), then read like any other file.
 
 The digest of a source covers its bytes, so that a cache keyed by it cannot be stale. Each file also has a stamp. If it
 has changed by the end of reading, DataError is raised, since the digest would name other content than was read.
 
-Arrow writes a null for each key that another row has; nulls inside objects count as absent. An Arrow row that Python
-cannot hold (text that is not UTF-8, a year beyond 9999) is a DataError that names it. ``datasets`` and ``pyarrow`` are
-imported here, when needed, and used for Arrow only: their reader of JSON accepts NaN, and names a broken row by its
-number among those that are not blank instead of its line.
+``datasets`` is imported here, when needed, and used for Arrow only: its reader of JSON accepts NaN, and names a broken
+row by its number among those that are not blank instead of its line.
 
 Does not know what columns mean (``schema.py``).
 """
 
 from __future__ import annotations
 
-import csv
+import glob
 import hashlib
 import json
 import lzma
 import os
 import re
-import sys
 import tarfile
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple
 
 import yaml
 from pydantic import Field
 
+from taut import extras
 from taut.config import configclass, home_path, user_path
-from taut.data.json_io import listed, read_json, read_json_list, shown
+from taut.data import formats
+from taut.data.cache import directory_of
+from taut.data.formats import SUFFIXES, Records, first_line
 from taut.data.schema import Format
-from taut.errors import DataError
-from taut.io import files, hub
+from taut.errors import ConfigError, DataError
+from taut.io import files, hub, remote
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+IN_FILE = 2**40
+"""A record's number is its file's, from 0, times this, plus its own in the file."""
+GIVEN = "rows:"
+"""Rows that were given as Python objects: ``rows:`` and the name of the file that holds them (given_rows.py)."""
+GIVEN_FOLDER = "rows"
+REMOTE_FOLDER = "files"
+"""Folders of the cache: rows that were given, and files that were fetched."""
+HUB_FILE = re.compile(r"hf://datasets/[^/]+/[^/]+/.")
+IS_PATTERN = re.compile(r"[*?\[]")
+SPLIT_WORD = re.compile(
+    r"(^|[^a-z])(train(ing)?|val(id(ation)?)?|dev|test(ing)?|eval(uation)?)([^a-z]|$)"
+)
+"""A name by which the files of a directory are splits of one Hugging Face data set."""
 
 
 @configclass
@@ -50,16 +63,23 @@ class Source:
     """One data set of a mixture."""
 
     path: str
-    """A .jsonl, .json, .csv, .tsv or .parquet file, or a Hugging Face data set: its directory, or
-    its name as owner/name or hf://name."""
+    """A file (.jsonl, .json, .csv, .tsv, these with .gz or .zst, .parquet, .arrow), a pattern such as data/*.jsonl, or
+    a directory of such files; the same at an address (https://, s3://, gs://, hf://datasets/); a Hugging Face data
+    set: its directory, or its name as owner/name or hf://name; or a ModelScope data set, ms://owner/name."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """How many times each row is seen per epoch; 0.5 is half of the rows, drawn again each epoch."""
+    share: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    """Use the rows whose hash lies in this part of [0, 1), as [0, 0.95], with [0.95, 1] in data.eval. Equal rows have
+    equal hashes, so they are all in one part."""
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Use the first rows only, this many of those in share."""
     split: str | None = None
-    """Hugging Face data sets: the split; required if there is more than one."""
+    """Hugging Face and ModelScope data sets: the split, or a part of it, as train[:5%]; required if there is more than
+    one."""
     name: str | None = None
-    """Hugging Face data sets: the configuration."""
+    """Hugging Face and ModelScope data sets: the configuration."""
     revision: str | None = None
-    """Hugging Face data sets by name: a commit, tag or branch."""
+    """Hugging Face and ModelScope data sets by name: a commit, tag or branch."""
     format: Format | None = None
     """As data.format, for this source."""
     columns: dict[str, str] | None = None
@@ -69,6 +89,17 @@ class Source:
     chat_template_kwargs: dict[str, Any] | None = None
     """Values of the template's variables for the rows of this source alone; what is saved keeps those of
     data.chat_template_kwargs."""
+
+    def __post_init__(self) -> None:
+        if self.share is not None and not 0 <= self.share[0] < self.share[1] <= 1:
+            raise ConfigError(
+                f"{self.path}: share={self.share}; expected two numbers, 0 <= first < second <= 1; correct it"
+            )
+
+    @property
+    def identity(self) -> tuple[str | None, ...]:
+        """What names the rows of which share is a part."""
+        return self.path, self.name, self.split, self.revision
 
 
 class Stamp(NamedTuple):
@@ -99,30 +130,74 @@ def changes(stamps: Iterable[Stamp]) -> list[str]:
     return [change for stamp in stamps if (change := stamp.change()) is not None]
 
 
+def place_of(names: Sequence[str], number: int) -> str:
+    """The file and line of a record. ``names``: of the source's files."""
+    file, line = divmod(number, IN_FILE)
+    return f"{names[file]}:{line}"
+
+
+def number_of(names: Sequence[str], place: str) -> int:
+    """The number of the record in a place: the opposite of ``place_of``."""
+    name, _, line = place.rpartition(":")
+    return names.index(name) * IN_FILE + int(line)
+
+
+def full_place(names: Sequence[str], place: str) -> str:
+    """A place inside a source, ``17`` or ``17#2``, with its file."""
+    number, mark, part = place.partition("#")
+    return place_of(names, int(number)) + mark + part
+
+
+def numbered(names: Sequence[str], seen: Counter[str]) -> tuple[str, ...]:
+    """The names, with a number where one was ``seen`` before, so that each is another; they are counted in ``seen``."""
+    seen.update(names)
+    return tuple(name if seen[name] == 1 else f"{name}({seen[name]})" for name in names)
+
+
 @dataclass(frozen=True)
 class Opened:
     """A source that exists, with the digest of its content."""
 
     path: str
-    """As the user wrote it; sample ids begin with it."""
+    """As the user wrote it."""
     digest: str
+    """Of the content, and of what share and limit take of it."""
     stamps: tuple[Stamp, ...]
     """The stamp of each file that the digest covers."""
     _records: Any = field(repr=False)
+    names: tuple[str, ...]
+    """Of its files, or of the data set: sample ids begin with them."""
     _lines: Any = field(default=None, repr=False)
-    """The lines of a JSONL file; None: of another format."""
+    """The lines of JSONL files; None: of another format."""
+    share: tuple[float, float] | None = None
+    limit: int | None = None
+    left_out: list[int] = field(default_factory=lambda: [0], compare=False)
+    """How many rows the share left out when they were last read."""
+
+    def place(self, number: int) -> str:
+        """The file and line of a record."""
+        return place_of(self.names, number)
+
+    @property
+    def taken(self) -> str:
+        """What share and limit take, in words; empty where they take all."""
+        num_left_out = f" (it left out {self.left_out[0]:,} rows)" if self.left_out[0] else ""
+        words = (
+            [f"share {self.share[0]:g} to {self.share[1]:g}{num_left_out}"] if self.share else []
+        )
+        return ", ".join(words + ([f"at most {self.limit:,} rows"] if self.limit else []))
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """The records as lines of JSON, without line ends: of a JSONL file its own bytes. A DataError is raised for a
+        """The records as lines of JSON, without line ends: of JSONL files their own bytes. A DataError is raised for a
         value that JSON has no place for.
         """
         if self._lines is None:
             for number, record in self.records():
-                yield number, _as_line(record, f"{self.path}:{number}")
+                yield number, formats.as_line(record, self.place(number))
             return
-        self._require_unchanged()
-        yield from self._lines()
-        self._require_unchanged()
+        yield from self._read(
+            self._lines(), lambda number, line: formats.record_of(line, self.place(number))
+        )
 
     def records(self) -> Records:
         """The records from the start. A DataError is raised at the end if they are not what the digest covers."""
@@ -136,9 +211,13 @@ class Opened:
         """The records, with the error of one that cannot be read in its place. Only JSONL goes on after an error: other
         formats do not show where the next record begins.
         """
+        yield from self._read(self._records(), lambda _, record: record)
+
+    def _read(self, items: Records, record_of: Callable[[int, Any], Any]) -> Records:
+        """The items that share and limit take. A DataError is raised if the files are not what the digest covers."""
         self._require_unchanged()
         try:
-            yield from self._records()
+            yield from self._taken(items, record_of)
         except (DataError, OSError) as error:
             self._require_unchanged()  # another process may have cut the file
             if isinstance(error, DataError):
@@ -148,6 +227,25 @@ class Opened:
             ) from None
         self._require_unchanged()
 
+    def _taken(self, items: Records, record_of: Callable[[int, Any], Any]) -> Records:
+        """The items that share and limit take; one that cannot be read is in each share."""
+        self.left_out[0] = num_taken = 0
+        for number, item in items:
+            if self.share and not isinstance(record := record_of(number, item), DataError):
+                low, high = self.share
+                if not low <= fraction_of(record) < high:
+                    self.left_out[0] += 1
+                    continue
+            yield number, item
+            num_taken += 1
+            if num_taken == self.limit:
+                return
+        if self.left_out[0] and not num_taken:
+            raise DataError(
+                f"{self.path}: none of its {self.left_out[0]:,} rows lies in share={list(self.share or ())}; expected "
+                "some; widen the share"
+            )
+
     def _require_unchanged(self) -> None:
         if changed := changes(self.stamps):
             raise DataError(
@@ -156,42 +254,193 @@ class Opened:
             )
 
 
+def fraction_of(record: object) -> float:
+    """A number in [0, 1) that equal records share: of the SHA-256 of the record as JSON with sorted keys, the first 52
+    bits. Bytes, such as pictures in parquet files, count by their own SHA-256.
+    """
+    text = json.dumps(
+        record, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=_for_digest
+    )
+    head = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8]
+    return (int.from_bytes(head) >> 12) / 2**52
+
+
+def _for_digest(value: object) -> str:
+    """A value that JSON has no form for."""
+    return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else str(value)
+
+
+def require_apart(train: Iterable[Source], held_out: Iterable[Source]) -> None:
+    """Raise ConfigError where a source is named for training and for evaluation, and the shares overlap."""
+    for source in train:
+        for other in held_out:
+            if source.identity != other.identity or not (source.share or other.share):
+                continue
+            low, high = source.share or (0, 1)
+            other_low, other_high = other.share or (0, 1)
+            if max(low, other_low) < min(high, other_high):
+                raise ConfigError(
+                    f"data.train has the share {low:g} to {high:g} of {source.path}, and data.eval {other_low:g} to "
+                    f"{other_high:g}; expected shares without common rows, as [0, 0.95] and [0.95, 1]; correct one"
+                )
+
+
 def open_source(source: Source) -> Opened:
-    """Find a source and hash its content. Nothing is parsed yet."""
+    """Find a source and hash its content. Nothing is parsed yet. What is at an address is fetched first."""
+    scheme = remote.scheme_of(source.path)
+    is_name = scheme == "hf" and HUB_FILE.match(source.path) is None
+    if scheme == "ms":
+        opened = _open_data_set(source, Path(source.path))
+    elif scheme is not None and not is_name:
+        _require_no_split(source)
+        folder = directory_of(None) / REMOTE_FOLDER
+        opened = _open_files(source, remote.fetch(source.path, folder, SUFFIXES))
+    elif source.path.startswith(GIVEN):
+        _require_no_split(source)
+        opened = _open_given(source)
+    else:
+        opened = _open_local(source)
+    if source.share is None and source.limit is None:
+        return opened
+    digest = f"{opened.digest}:share={source.share}:limit={source.limit}"
+    share = None if source.share is None else (source.share[0], source.share[1])
+    return replace(opened, digest=digest, share=share, limit=source.limit)
+
+
+def _open_local(source: Source) -> Opened:
     path = user_path(source.path, "data")
-    if not path.is_file():
-        parts = source.path.split("/")
-        # owner/name, unless a directory ``owner`` exists here: then it is a mistyped path
-        is_name = len(parts) == 2 and all(parts) and source.path[0] not in ".~"
-        is_name = is_name and not source.path.endswith(SUFFIXES) and not Path(parts[0]).exists()
-        if path.is_dir() or is_name or source.path.startswith("hf://"):
-            return _open_hugging_face(source, path)
-        raise DataError(
-            f"found no file or directory {source.path}; expected a {', '.join(SUFFIXES)} file, a data set directory, "
-            "or the owner/name of a Hugging Face data set; check the path"
-        )
+    if path.is_file():
+        _require_no_split(source)
+        return _open_files(source, [(source.path, path)])
+    if path.is_dir():
+        _require_regular(path)
+    is_library = any(getattr(source, key) is not None for key in ("split", "name", "revision"))
+    if path.is_dir() and not is_library and (found := _plain_files(source.path, path)):
+        return _open_files(source, found)
+    if not path.is_dir() and IS_PATTERN.search(source.path):
+        _require_no_split(source)
+        text = str(home_path(source.path))
+        names = sorted(glob.glob(text, recursive=True))  # noqa: PTH207 (of a path that may be absolute)
+        matched = [match for match in names if Path(match).is_file()]
+        if not matched:
+            raise DataError(
+                f"data: no file matches {source.path}; expected at least one in {Path.cwd()}; correct the pattern"
+            )
+        return _open_files(source, [(match, Path(match)) for match in matched])
+    parts = source.path.split("/")
+    # owner/name, unless a directory ``owner`` exists here: then it is a mistyped path
+    is_name = len(parts) == 2 and all(parts) and source.path[0] not in ".~"
+    is_name = is_name and formats.suffix_of(source.path) is None and not Path(parts[0]).exists()
+    if path.is_dir() or is_name or source.path.startswith("hf://"):
+        return _open_data_set(source, path)
+    raise DataError(
+        f"found no file or directory {source.path}; expected a {', '.join(formats.FORMATS)} file, a pattern, a "
+        "directory, an address, or the owner/name of a Hugging Face data set; check the path"
+    )
+
+
+def _require_no_split(source: Source) -> None:
     for key in ("split", "name", "revision"):
         if getattr(source, key) is not None:
             raise DataError(
-                f"data: {key} is set for the file {source.path}; expected it for Hugging Face data sets only"
+                f"data: {key} is set for the file {source.path}; expected it for data sets of Hugging Face and "
+                "ModelScope only"
             )
-    suffix = path.suffix.lower()
-    if suffix not in _READERS:
+
+
+def _plain_files(name: str, directory: Path) -> list[tuple[str, Path]]:
+    """The data files below a directory, sorted; none where it is a Hugging Face data set: it was saved as one, has a
+    card, or its names say that they are splits.
+    """
+    found = []
+    for folder, folders, names in os.walk(directory):
+        folders[:] = sorted(name for name in folders if name[0] not in "._")
+        found += [Path(folder, name) for name in sorted(names) if name[0] not in "._"]
+    marks = ("state.json", "dataset_dict.json", "dataset_info.json", *CARDS)
+    inside = [path.relative_to(directory) for path in found]
+    if any((directory / mark).exists() for mark in marks):
+        return []
+    data = [path for path in inside if formats.suffix_of(path) is not None]
+    if any(SPLIT_WORD.search(path.as_posix().lower()) for path in data):
+        return []
+    for path in inside if data else []:
+        if formats.suffix_of(path) is None and path.suffix.lower() in (
+            ".txt",
+            ".gz",
+            ".zst",
+            ".bz2",
+            ".xz",
+            ".zip",
+        ):
+            raise DataError(
+                f"data: {directory / path} is among the data files of {name}; expected one of {', '.join(SUFFIXES)}; "
+                "move it elsewhere, or name a pattern"
+            )
+    return [(f"{name.rstrip('/')}/{path.as_posix()}", directory / path) for path in data]
+
+
+def _open_files(source: Source, found: Sequence[tuple[str, Path]]) -> Opened:
+    """A source of files. ``found``: what each is called, and its path."""
+    for name, path in found:
+        if formats.suffix_of(path) is None:
+            raise DataError(
+                f"data: {name} ends in {path.suffix!r}; expected one of {', '.join(SUFFIXES)}; rename it"
+            )
+    (first, first_path), kind = found[0], formats.format_of(found[0][1])
+    if other := next((name for name, path in found if formats.format_of(path) != kind), None):
         raise DataError(
-            f"data: {source.path} ends in {suffix!r}; expected one of {', '.join(_READERS)}; rename it"
+            f"data: {source.path} has {first} and {other}; expected files of one format; name a pattern for each"
         )
-    digest, stamps = _digest([path])
-    if hub.is_pointer(path):
-        raise DataError(
-            f"data: {source.path} is a git-lfs pointer; expected the file that it stands for; fetch it: git lfs pull, "
-            "or hf download --repo-type dataset"
-        )
+    digest, stamps = _digest([path for _, path in found])
+    for name, path in found:
+        if hub.is_pointer(path):
+            raise DataError(
+                f"data: {name} is a git-lfs pointer; expected the file that it stands for; fetch it: git lfs pull, "
+                "or hf download --repo-type dataset"
+            )
+    if len(found) > 1 and (columns := formats.columns_of(first_path, first)) is not None:
+        for name, path in found[1:]:
+            others = formats.columns_of(path, name)
+            if others is not None and others != columns:
+                odd = sorted(set(columns) ^ set(others))
+                raise DataError(
+                    f"data: {first} and {name} differ in the column {(odd or columns)[0]!r}; expected files with the "
+                    "same columns; name a source for each"
+                )
+
+    def chained(read: Callable[[Path, str], Records]) -> Records:
+        for index, (name, path) in enumerate(found):
+            for number, item in read(path, name):
+                yield index * IN_FILE + number, item
+
+    suffix = formats.suffix_of(first_path) if len(found) == 1 else f"{len(found)} {kind}"
+    names = tuple(name for name, _ in found)
     return Opened(
         source.path,
         f"{suffix}:{digest}",
         stamps,
-        lambda: _READERS[suffix](path, source.path),
-        (lambda: _jsonl_lines(path)) if suffix == ".jsonl" else None,
+        lambda: chained(formats.read),
+        names,
+        (lambda: chained(formats.read_lines)) if kind == ".jsonl" else None,
+    )
+
+
+def _open_given(source: Source) -> Opened:
+    path = directory_of(None) / GIVEN_FOLDER / source.path.removeprefix(GIVEN)
+    if not path.is_file():
+        raise DataError(
+            f"data: the rows of {source.path} are not in {path.parent}; expected the file that was written when they "
+            "were given from Python; set TAUT_CACHE as it was then, or give them again"
+        )
+    name, kind = "rows", formats.suffix_of(path)
+    digest, stamps = _digest([path])
+    return Opened(
+        source.path,
+        f"{kind}:{digest}",
+        stamps,
+        lambda: formats.read(path, name),
+        (name,),
+        (lambda: formats.read_lines(path, name)) if kind == ".jsonl" else None,
     )
 
 
@@ -199,7 +448,11 @@ def folder_of(source: Source, named: str | None, key: str) -> str:
     """The folder of relative paths of images: ``named``, the setting ``key``; else that of the data."""
     if named is not None:
         return str(user_path(named, key).absolute())
+    if remote.scheme_of(source.path) or source.path.startswith(GIVEN):
+        return str(Path.cwd())
     path = home_path(source.path).absolute()
+    while IS_PATTERN.search(str(path)) and not path.exists():
+        path = path.parent
     return str(path if path.is_dir() else path.parent)
 
 
@@ -208,7 +461,7 @@ def _digest(paths: list[Path]) -> tuple[str, tuple[Stamp, ...]]:
     total, stamps = hashlib.sha256(), []
     for path in paths:
         try:
-            with path.open("rb") as file:
+            with files.open_regular(path) as file:
                 stamps.append(Stamp.of(path.absolute(), os.fstat(file.fileno())))
                 total.update(hashlib.file_digest(file, "sha256").digest())
         except OSError as error:
@@ -218,109 +471,8 @@ def _digest(paths: list[Path]) -> tuple[str, tuple[Stamp, ...]]:
     return total.hexdigest(), tuple(stamps)
 
 
-def _read_jsonl(path: Path, name: str) -> Records:
-    for number, line in _jsonl_lines(path):
-        place = f"{name}:{number}"
-        try:
-            yield number, read_json(_decode(line, place))
-        except DataError as error:
-            yield number, error
-        except ValueError as error:
-            yield number, _broken_json(error, place)
+# -- Hugging Face data sets
 
-
-def _jsonl_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, without what follows the JSON, by number."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            if line.strip():
-                yield number, line.rstrip()
-
-
-def _as_line(record: Any, place: str) -> bytes:
-    try:
-        return json.dumps(record, ensure_ascii=False, allow_nan=False).encode()
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"{place}: the row cannot be written as JSON ({_first_line(error)}); expected text, numbers, lists and "
-            "objects; leave the column out of the file"
-        ) from None
-
-
-def _decode(raw: bytes, place: str) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{place}: byte {error.start + 1} is not UTF-8; expected UTF-8; convert the file"
-        ) from None
-
-
-def _broken_json(error: ValueError, place: str) -> DataError:
-    if not isinstance(error, json.JSONDecodeError):
-        return DataError(
-            f"{place}: JSON that cannot be read ({error}); expected a plain JSON object"
-        )
-    line = f"line {error.lineno}, " if error.lineno > 1 else ""
-    return DataError(
-        f"{place}: broken JSON at {line}column {error.colno}: {error.msg}; expected a JSON object; correct it"
-    )
-
-
-def _read_json(path: Path, name: str) -> Records:
-    text = _decode(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), name)
-    if text.lstrip()[:1] == "[":
-        number = 0
-        try:
-            for number, row in enumerate(read_json_list(text), start=1):
-                yield number, row
-        except ValueError as error:
-            raise _broken_json(error, f"{name}:{number + 1}") from None
-        return
-    try:
-        rows = read_json(text)
-    except ValueError as error:
-        broken = _broken_json(error, name)
-        hint = (
-            "; if it holds one object a line, name it .jsonl" if "Extra data" in str(error) else ""
-        )
-        raise DataError(f"{broken}{hint}") from None
-    raise DataError(f"{name}: the file holds {shown(rows)}; expected a list of objects")
-
-
-def _read_csv(path: Path, name: str) -> Records:
-    csv.field_size_limit(sys.maxsize)
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    number = 0
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, delimiter=delimiter, strict=True)
-            header = next(reader, [])
-            if len(set(header)) < len(header):
-                raise DataError(f"{name}: a column is named twice in {listed(header)}; rename one")
-            for number, cells in enumerate((cells for cells in reader if cells), start=1):
-                if len(cells) != len(header):
-                    raise DataError(
-                        f"{name}:{number}: {len(cells)} cells; expected {len(header)}, as in the header; put cells "
-                        "that contain delimiters in double quotes"
-                    )
-                yield number, dict(zip(header, cells, strict=True))
-    except csv.Error as error:
-        raise DataError(f"{name}:{number + 1}: broken CSV: {error}; correct the quoting") from None
-    except UnicodeDecodeError:
-        raise DataError(
-            f"{name}: not UTF-8 after row {number}; expected UTF-8; convert the file"
-        ) from None
-
-
-# -- Arrow: parquet files and Hugging Face data sets
-
-Records: TypeAlias = Iterator[tuple[int, Any]]
-BATCH = 256
-"""Rows of an Arrow file read at a time: with pictures in them they are large."""
-ARROW_FAILURES = (ValueError, ArithmeticError, LookupError, TypeError, NotImplementedError)
-"""Errors of values that Python cannot hold: text that is not UTF-8, a year beyond 9999."""
 LOAD_FAILURES = (
     OSError,
     ValueError,
@@ -344,31 +496,10 @@ CARD_LIMIT = 2**22
 """Largest card, in bytes."""
 
 
-def _read_parquet(path: Path, name: str) -> Records:
-    import pyarrow.parquet
-
-    def batches() -> Iterator[Any]:
-        file = pyarrow.parquet.ParquetFile(path)
-        counts = Counter(file.schema_arrow.names)
-        column, times = counts.most_common(1)[0] if counts else ("", 1)
-        if times > 1:
-            raise DataError(f"{name}: a column is named twice: {shown(column)}; rename one")
-        yield from file.iter_batches(batch_size=BATCH)
-
-    return _read_arrow(batches(), name, "parquet")
-
-
-_READERS = {
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".tsv": _read_csv,
-    ".parquet": _read_parquet,
-}
-
-
-def _open_hugging_face(source: Source, path: Path) -> Opened:
-    """A split of a Hugging Face data set, by directory or name; its rows are in Arrow files."""
+def _open_data_set(source: Source, path: Path) -> Opened:
+    """A split of a data set of Hugging Face, by directory or name, or of ModelScope, by name; its rows are in Arrow
+    files.
+    """
     import datasets
 
     if path.is_dir():
@@ -376,22 +507,16 @@ def _open_hugging_face(source: Source, path: Path) -> Opened:
     verbosity = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is in the error too
     try:
-        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            loaded = datasets.load_from_disk(str(path))
-        else:
-            where = str(path) if path.is_dir() else source.path.removeprefix("hf://")
-            if not path.is_dir():
-                hub.settle()
-            loaded = datasets.load_dataset(
-                where, source.name, revision=source.revision, keep_in_memory=False
-            )
+        loaded = _load_data_set(source, path)
     except (*LOAD_FAILURES, datasets.exceptions.DatasetsError) as error:
+        where = _hub_name(source.path)
         if not path.is_dir() and (reason := hub.explain(where, error, "dataset")):
             raise DataError(f"data: {source.path}: {reason}") from None
+        house = "ModelScope" if source.path.startswith("ms://") else "Hugging Face"
         cause = error.__cause__ or error  # datasets says only that something went wrong
         raise DataError(
-            f"data: {source.path} cannot be loaded as a Hugging Face data set: {_first_line(cause)}; "
-            "check the path or name, and the configuration if it has several"
+            f"data: {source.path} cannot be loaded as a {house} data set: {first_line(cause)}; check the path or "
+            "name, the split, and the configuration if it has several"
         ) from None
     finally:
         datasets.logging.set_verbosity(verbosity)
@@ -405,7 +530,7 @@ def _open_hugging_face(source: Source, path: Path) -> Opened:
                 f'data.train=[{{ path = "{source.path}", split = "{next(iter(loaded))}" }}]'
             )
         table = loaded[split]
-    elif source.split is not None:
+    elif source.split is not None and not _is_part(source.split):
         raise DataError(f"data: {source.path} has no splits; expected no split; remove it")
     if not table.cache_files:
         raise DataError(
@@ -416,17 +541,50 @@ def _open_hugging_face(source: Source, path: Path) -> Opened:
 
     def read() -> Records:
         """The rows as they are in the files: images and audio are not decoded."""
-        return _read_arrow(table.with_format("arrow").iter(BATCH), source.path, "Hugging Face")
+        batches = table.with_format("arrow").iter(formats.BATCH)
+        return formats.read_arrow(batches, source.path, "Hugging Face")
 
-    return Opened(source.path, digest, stamps, read)
+    return Opened(source.path, digest, stamps, read, (source.path,))
 
 
-def _require_local(directory: Path) -> None:
-    """Raise DataError where a directory has a file that would block, or a card that names data outside of it: the
-    library would fetch addresses.
-    """
-    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+def _load_data_set(source: Source, path: Path) -> Any:
+    """What the library makes of a data set: its splits by name, or one table."""
+    import datasets
 
+    split = source.split if source.split and _is_part(source.split) else None
+    if source.path.startswith("ms://"):
+        extras.require("modelscope", f"data: {source.path}")
+        from modelscope.msdatasets import MsDataset
+
+        name, version = source.path.removeprefix("ms://"), source.revision or "master"
+        loaded = MsDataset.load(name, subset_name=source.name, version=version, split=split)
+        return loaded.to_hf_dataset() if isinstance(loaded, MsDataset) else loaded
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        if split is not None:
+            raise DataError(
+                f"data: {source.path} is a saved data set; expected the name of a split, not {split!r}; use share or "
+                "limit for a part of it"
+            )
+        return datasets.load_from_disk(str(path))
+    if not path.is_dir():
+        hub.settle()
+    where = str(path) if path.is_dir() else _hub_name(source.path)
+    return datasets.load_dataset(
+        where, source.name, revision=source.revision, split=split, keep_in_memory=False
+    )
+
+
+def _is_part(split: str) -> bool:
+    """Whether a split is an expression of the library's, as train[:5%] or train+test."""
+    return "[" in split or "+" in split
+
+
+def _hub_name(path: str) -> str:
+    return path.removeprefix("hf://").removeprefix("datasets/").rstrip("/")
+
+
+def _require_regular(directory: Path) -> None:
+    """Raise DataError where a directory has a file that would block."""
     for folder, _, names in os.walk(directory):
         for name in names:
             if not (file := Path(folder, name)).exists():
@@ -437,6 +595,12 @@ def _require_local(directory: Path) -> None:
                 raise DataError(
                     f"data: {file} cannot be read: {error.strerror}; expected a regular file; remove it from the data"
                 ) from None
+
+
+def _require_local(directory: Path) -> None:
+    """Raise DataError where a directory has a card that names data outside of it: the library would fetch addresses."""
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
     for card in filter(Path.exists, (directory / name for name in CARDS)):
         try:
             text = files.read_regular(card, CARD_LIMIT).decode("utf-8")
@@ -458,7 +622,7 @@ def _require_local(directory: Path) -> None:
             if isinstance(error, DataError):
                 raise
             raise DataError(
-                f"data: {card} cannot be read: {_first_line(error)}; expected YAML; correct it, or remove it"
+                f"data: {card} cannot be read: {first_line(error)}; expected YAML; correct it, or remove it"
             ) from None
 
 
@@ -484,54 +648,3 @@ def _patterns(text: str) -> Iterator[str]:
             left.extend(value.values())
         elif isinstance(value, list):
             left.extend(value)
-
-
-def _read_arrow(batches: Iterable[Any], name: str, kind: str) -> Records:
-    """The rows of Arrow's batches or tables."""
-    import pyarrow
-
-    number = 0
-    try:
-        for batch in batches:
-            try:
-                rows = _to_rows(batch)
-            except ARROW_FAILURES:
-                # one by one, to name the row that Python cannot hold
-                for index in range(batch.num_rows):
-                    try:
-                        (row,) = _to_rows(batch.slice(index, 1))
-                    except ARROW_FAILURES as error:
-                        raise DataError(
-                            f"{name}:{number + 1}: the row cannot be read ({_first_line(error)}); correct it"
-                        ) from None
-                    number += 1
-                    yield number, _without_nulls(row)
-                continue
-            for row in rows:
-                number += 1
-                yield number, _without_nulls(row)
-    except DataError:
-        raise
-    except (pyarrow.ArrowException, OSError, *ARROW_FAILURES) as error:
-        raise DataError(
-            f"{name}: not a {kind} file that can be read after row {number} ({_first_line(error)}); write it again"
-        ) from None
-
-
-def _to_rows(batch: Any) -> list[Any]:
-    """Validated first: Arrow trusts the offsets in a file, and a damaged one would read beyond its memory."""
-    batch.validate(full=True)
-    rows: list[Any] = batch.to_pylist()
-    return rows
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0] or type(error).__name__
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    return value

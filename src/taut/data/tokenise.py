@@ -29,7 +29,7 @@ from taut.data.images import BATCH_ROWS, in_batches
 from taut.data.messages import FORM_OF, Conversation, images_of
 from taut.data.render import Incident, Limits, Renderer, answers_of, fit_any, render_each
 from taut.data.schema import AnyRow, Columns, best_row, read_any
-from taut.data.sources import Opened
+from taut.data.sources import Opened, full_place, place_of
 from taut.errors import DataError, PictureError, TautError
 from taut.io.console import counted
 from taut.io.helper import Helper, begin, how_it_ended
@@ -44,7 +44,7 @@ Records: TypeAlias = Iterable[tuple[int, Any]]
 LARGE = 2**24
 """Bytes of a source for which starting processes pays."""
 MOST = 16
-"""Processes, unless more are asked for: each takes about 300 MiB."""
+"""Processes, unless more are asked for: each takes 100 MiB or more, and its template's process 60."""
 DEPTH = 4
 """Blocks that a worker has been sent and not answered: while shards are written, it goes on."""
 COMMAND = "from taut.data.tokenise import serve; serve({}, {})"
@@ -83,13 +83,13 @@ def attempt_rows(
     place of the row; any other is raised.
     """
     records = opened.attempts() if DataError in tolerated else opened.records()
-    for attempts in _attempt_blocks(records, opened.path, columns, renderer, limits, tolerated):
+    for attempts in _attempt_blocks(records, opened.names, columns, renderer, limits, tolerated):
         yield from attempts
 
 
 def _attempt_blocks(
     records: Records,
-    path: str,
+    names: Sequence[str],
     columns: Columns,
     renderer: Renderer,
     limits: Limits,
@@ -103,7 +103,7 @@ def _attempt_blocks(
                 return record
             raise record
         try:
-            return read_any(record, f"{path}:{number}", columns)
+            return read_any(record, place_of(names, number), columns)
         except tolerated as error:
             return error
 
@@ -113,7 +113,7 @@ def _attempt_blocks(
         rendered = iter(render_each(rows, renderer, tolerated))
         attempts = []
         for number, row in batch:
-            place = f"{path}:{number}"
+            place = place_of(names, number)
             if isinstance(row, DataError):
                 attempts.append(Attempt(number, place, None, [], [], row))
                 continue
@@ -148,15 +148,15 @@ def entries(
     start: int = 0,
 ) -> Iterator[Entry]:
     """The entries of a source's rows after the first ``start``, which end where an entry does."""
-    how = _How(opened.path, columns, limits, renderer)
+    how = _How(opened.path, opened.names, columns, limits, renderer)
     if num_workers > 1:
         blocks = _by_workers(how, _records_in_blocks(opened, start), num_workers)
     else:
         blocks = _blocks(how, islice(opened.records(), start, None))
-    return in_shards(blocks if start else _require_samples(blocks, opened.path))
+    return in_shards(blocks if start else _require_samples(blocks, opened))
 
 
-def _require_samples(blocks: Iterable[Block], path: str) -> Iterator[Block]:
+def _require_samples(blocks: Iterable[Block], opened: Opened) -> Iterator[Block]:
     """The blocks. Raises DataError after the last if there are no samples in them."""
     num_rows, num_samples, is_fleeting = 0, 0, False
     first: Incident | None = None
@@ -167,12 +167,15 @@ def _require_samples(blocks: Iterable[Block], path: str) -> Iterator[Block]:
         first = first or next(iter(block.incidents), None)
         yield block
     if not num_rows:
-        raise DataError(f"{path}: the file has no rows; expected at least one; check the path")
+        raise DataError(
+            f"{opened.path}: the file has no rows; expected at least one; check the path"
+        )
     if not num_samples:
         assert first is not None, "a row without samples is an incident"
+        place = full_place(opened.names, first.place)
         setting = ", or data.images.folder" if is_fleeting else ""
         raise DataError(
-            f"{path}: none of its {counted(num_rows, 'rows')} is left (row {first.place}: {first.reason}); expected "
+            f"{opened.path}: none of its {counted(num_rows, 'rows')} is left ({place}: {first.reason}); expected "
             f"some; change data.max_length, data.min_length or data.too_long{setting}"
         )
 
@@ -181,17 +184,18 @@ class _How(NamedTuple):
     """What makes a block of records."""
 
     path: str
+    names: tuple[str, ...]
     columns: Columns
     limits: Limits
     renderer: Renderer
 
 
 def _blocks(how: _How, records: Records) -> Iterator[Block]:
-    path, columns, limits, renderer = how
+    _, names, columns, limits, renderer = how
     drops_images = renderer.image_store is not None and renderer.image_store.images.bad == "drop"
     tolerated = (PictureError,) if drops_images else ()
     try:
-        for attempts in _attempt_blocks(records, path, columns, renderer, limits, tolerated):
+        for attempts in _attempt_blocks(records, names, columns, renderer, limits, tolerated):
             yield _block(attempts)
     except PictureError as error:
         raise PictureError(f"{error}; or leave such rows out with data.images.bad=drop") from None

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from taut.data.packing import ALONE, pack
 from taut.errors import CheckFailed
+from taut.io.allocator import return_freed_memory
 from taut.models import architecture
 from taut.models.attention_backends import select
 from taut.models.frozen import Storage
@@ -249,7 +250,7 @@ def compare_saved(trained: Trained, reloaded: Scorer) -> list[Comparison]:
         "reload", f"trained, and reloaded from {dtype}", trained, scores, trained.dtype
     )
     merging = _Merging(trained, reloaded)
-    with merging.in_forwards():
+    with return_freed_memory(), merging.in_forwards():
         scores = score(reloaded, trained.samples)
     weights = merging.compared()
     if not weights.is_sound or not (is_adapted(trained.model) or trained.dtype in ROUNDED):
@@ -332,10 +333,12 @@ class _Merging:
             if tensor is None or tensor.shape != merged.shape:
                 continue
             if not self._is_again:  # then it would be the merged one
-                expected = merged.to(self.trained.dtype).to(tensor.device, tensor.dtype)
-                gap = (expected - tensor).abs().max().nan_to_num(nan=torch.inf)
-                self.gaps[name] = float(gap)
-                del expected
+                rounded = merged.to(self.trained.dtype, copy=True)
+                gap = rounded.to(tensor.device, tensor.dtype)
+                del rounded
+                gap = gap.sub_(tensor).abs_().max()  # in place: it may be the largest tensor
+                self.gaps[name] = float(gap.nan_to_num(nan=torch.inf))
+                del gap
             if isinstance(tensor, nn.Parameter):
                 tensor.copy_(merged)
             else:  # of a layer that is dropped after it has run, or a buffer; often a view of the file

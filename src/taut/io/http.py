@@ -2,6 +2,7 @@
 
     answer = await request(client, "POST", url, Limits(seconds=60, max_bytes=2**24), json=body)
     answer = await request_again(client, "POST", url, limits, Retries(attempts=5), json=body)
+    download(url, file, quiet=20)                       # a file of any size; goes on where an earlier attempt broke off
 
 - One deadline for everything: name look-up, connection, TLS, request, informational answers (1xx), headers, redirects
   and body. It ends the request even if every single read makes progress.
@@ -21,20 +22,21 @@ It does not know what an answer means: the callers do.
 from __future__ import annotations
 
 import json
+import math
 import random
 import ssl
 import weakref
 import zlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from threading import Lock, Thread
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import IO, Any, Concatenate, ParamSpec, TypeVar
 
 import anyio
 import httpx2
@@ -46,6 +48,9 @@ CONNECT = 10.0
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 BUSY = frozenset({408, 429, 500, 502, 503, 504, 529})
 """Statuses that another attempt may change."""
+PARTIAL = 206
+FILE_REDIRECTS = 5
+"""Redirects that are followed to a file."""
 LONGEST_WAIT = 60.0
 """The longest Retry-After, in seconds, that is obeyed."""
 ERROR_BYTES = 2**16
@@ -167,37 +172,131 @@ async def request(
 ) -> Answer:
     """The answer to one request. Raises TimeoutError, httpx2.RequestError where the connection fails, and Refused."""
     assert limits.redirects == 0 or (method == "GET" and json is None), "only a GET is redirected"
-    try:
+    with _explained():
         with anyio.fail_after(limits.seconds):
-            target, own_headers = _checked(httpx2.URL(url)), dict(headers or {})
-            for _ in range(limits.redirects + 1):
-                # a connection fails before the deadline: a TLS handshake that is cancelled would not close its socket
-                left = anyio.current_effective_deadline() - anyio.current_time()
-                connect = min(CONNECT, max(0.9 * left, 0.0))
-                sent_request = client.build_request(
-                    method,
-                    target,
-                    headers={"Accept-Encoding": "identity", **own_headers},
-                    json=json,
-                    timeout=httpx2.Timeout(client.timeout.read, connect=connect),
-                )
-                response = await client.send(sent_request, stream=True, follow_redirects=False)
-                try:
-                    is_redirect = response.status_code in REDIRECTS
-                    if limits.redirects == 0 or not is_redirect:
-                        content = await _body(response, limits.max_bytes)
-                        return Answer(response.status_code, response.headers, content)
-                    following = _redirected(target, response.headers.get("location"))
-                finally:
-                    await response.aclose()
-                if _origin(following) != _origin(target):
-                    own_headers = {}
-                target = following
+            sent = _sent(client, method, url, limits.redirects, headers=headers, json=json)
+            async with sent as response:
+                content = await _body(response, limits.max_bytes)
+                return Answer(response.status_code, response.headers, content)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
     except ssl.SSLError as error:  # a record changed on the way; httpx2 does not wrap it
         raise httpx2.ReadError(_line(error)) from None
     except (httpx2.InvalidURL, UnicodeError) as error:  # UnicodeError: a name that no host can have
         raise Refused(f"an invalid address ({_line(error)})") from None
-    raise Refused(f"more than {limits.redirects} redirects")
+
+
+@asynccontextmanager
+async def _sent(
+    client: httpx2.AsyncClient,
+    method: str,
+    url: str,
+    redirects: int,
+    *,
+    headers: Mapping[str, str] | None = None,
+    json: Any = None,
+) -> AsyncIterator[httpx2.Response]:
+    """The response to a request after its redirects, its body unread."""
+    target, own_headers = _checked(httpx2.URL(url)), dict(headers or {})
+    for _ in range(redirects + 1):
+        # a connection fails before the deadline: a TLS handshake that is cancelled would not close its socket
+        left = anyio.current_effective_deadline() - anyio.current_time()
+        connect = min(CONNECT, max(0.9 * left, 0.0))
+        sent_request = client.build_request(
+            method,
+            target,
+            headers={"Accept-Encoding": "identity", **own_headers},
+            json=json,
+            timeout=httpx2.Timeout(client.timeout.read, connect=connect),
+        )
+        response = await client.send(sent_request, stream=True, follow_redirects=False)
+        try:
+            if redirects == 0 or response.status_code not in REDIRECTS:
+                yield response
+                return
+            following = _redirected(target, response.headers.get("location"))
+        finally:
+            await response.aclose()
+        if _origin(following) != _origin(target):
+            own_headers = {}
+        target = following
+    raise Refused(f"more than {redirects} redirects")
+
+
+# -- files
+
+
+def look(url: str, quiet: float) -> Mapping[str, str]:
+    """The headers of what a GET of a file would return. Raises FileNotFoundError, Refused, and Unanswered after several
+    attempts. ``quiet``: seconds that the server may take.
+    """
+
+    async def ask() -> Mapping[str, str]:
+        async with open_client(quiet) as client:
+
+            async def attempt() -> Mapping[str, str]:
+                with _unanswered():
+                    async with _sent(client, "GET", url, FILE_REDIRECTS) as response:
+                        _require_file(response)
+                        return dict(response.headers)
+
+            retries = Retries(attempts=3)
+            is_over = tenacity.stop_after_attempt(3)
+            return await retry_loop(Unanswered, retries, is_over)(attempt)
+
+    return wait_for(4 * quiet, ask)
+
+
+def download(url: str, file: IO[bytes], quiet: float) -> None:
+    """Append to ``file`` what follows the bytes that it has; from a server that cannot begin there, all of it again.
+
+    Raises Unanswered where the connection breaks; ``file`` has what has arrived by then. ``quiet``: seconds without a
+    byte after which it has broken. There is no deadline: a file may be large.
+    """
+    headers = {"Range": f"bytes={file.tell()}-"} if file.tell() else {}
+    begins = f"bytes {file.tell()}-"
+
+    async def get() -> None:
+        async with open_client(quiet) as client:
+            with _unanswered():
+                sent = _sent(client, "GET", url, FILE_REDIRECTS, headers=headers)
+                async with sent as response:
+                    _require_file(response)
+                    if response.status_code != PARTIAL:
+                        file.seek(0)
+                        file.truncate()
+                    elif not response.headers.get("content-range", "").startswith(begins):
+                        raise Refused("another part of the file than was asked for")
+                    async for piece in response.aiter_raw():
+                        file.write(piece)
+
+    wait_for(math.inf, get)
+
+
+@contextmanager
+def _unanswered() -> Iterator[None]:
+    try:
+        with _explained():
+            yield
+    except httpx2.RequestError as error:
+        raise Unanswered(_line(f"{type(error).__name__}: {error}")) from None
+
+
+def _require_file(response: httpx2.Response) -> None:
+    """Raise what an answer without a file means."""
+    status = response.status_code
+    if status in BUSY:
+        raise Unanswered(f"HTTP {status}", Answer(status, response.headers, b""))
+    if status in (404, 410):
+        raise FileNotFoundError(f"HTTP {status}")
+    if not response.is_success:
+        raise Refused(f"HTTP {status}")
+    if (encoding := response.headers.get("content-encoding", "").strip().lower()) not in PLAIN:
+        raise Refused(f"a body in the content encoding {encoding[:40]!r}")
 
 
 async def request_again(
@@ -343,7 +442,7 @@ def wait_for(seconds: float, work: Callable[[], Awaitable[T]]) -> T:
                 result.set_exception(error)
 
     Thread(target=serve, name="taut-http", daemon=True).start()
-    return result.result(seconds)
+    return result.result(None if math.isinf(seconds) else seconds)
 
 
 def parse_json(text: str) -> Any:

@@ -45,20 +45,27 @@ def settle() -> str | None:
     global _asked
     from huggingface_hub import constants
 
-    is_ours = _asked is not None and _asked[1] is not None
-    if {"http", "https", "all"} & getproxies().keys() or (constants.HF_HUB_OFFLINE and not is_ours):
+    if {"http", "https", "all"} & getproxies().keys() or is_offline():
         return None
     if _asked is None or time.monotonic() - _asked[0] > STANDS:
         _asked = time.monotonic(), _failure(constants.ENDPOINT)
-        is_offline = _asked[1] is not None
-        constants.HF_HUB_OFFLINE = is_offline
+        is_away = _asked[1] is not None
+        constants.HF_HUB_OFFLINE = is_away
         if "datasets" in sys.modules:
-            sys.modules["datasets"].config.HF_HUB_OFFLINE = is_offline
-        if is_offline:
+            sys.modules["datasets"].config.HF_HUB_OFFLINE = is_away
+        if is_away:
             os.environ["HF_HUB_OFFLINE"] = "1"  # for what reads it later, and for other processes
         else:
             os.environ.pop("HF_HUB_OFFLINE", None)
     return _asked[1]
+
+
+def is_offline() -> bool:
+    """Whether the user has set HF_HUB_OFFLINE: then nothing is asked of any server."""
+    from huggingface_hub import constants
+
+    is_ours = _asked is not None and _asked[1] is not None
+    return constants.HF_HUB_OFFLINE and not is_ours
 
 
 def settled() -> str | None:

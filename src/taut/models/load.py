@@ -44,6 +44,7 @@ from taut import capabilities
 from taut.config import user_path
 from taut.errors import ModelError
 from taut.io import files, hub
+from taut.io.allocator import return_freed_memory
 from taut.models import architecture, faster_layers, quantised
 from taut.models.experts import narrow_experts, widen_routers
 from taut.models.frozen import Storage, reading, store
@@ -179,6 +180,7 @@ def read_model(
     needs_eager = is_float64 and architecture.num_experts(config.get_text_config())
     with (
         explain_load_errors(path, wanted),
+        return_freed_memory(),
         torch.random.fork_rng(devices=[]),
         reading(storage),
         quantised.reading_rows() if is_quantised else nullcontext(),

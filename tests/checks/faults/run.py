@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from taut.checks.session import Session
-from taut.data import order as data_order
+from taut.data.order import Cursor, Order
 from taut.data.packing import PackPolicy
 from taut.models import recompute, save
 from taut.models.lora import LoraConfig
@@ -155,11 +155,11 @@ def clipping_that_is_forgotten(place: Place, is_faulty: bool) -> Session:
 @fault("run.steps", says="other samples when it is prepared again")
 def an_order_without_a_seed(place: Place, is_faulty: bool) -> Session:
     """Each process shuffles in its own way, so a resumed run sees other samples."""
-    make = data_order.Order._make_epoch
+    make = Order._make_epoch
     random = np.random.default_rng()
     if is_faulty:
         place.patch.setattr(
-            data_order.Order,
+            Order,
             "_make_epoch",
             lambda order, epoch: random.permutation(make(order, epoch)),
         )
@@ -170,17 +170,13 @@ def an_order_without_a_seed(place: Place, is_faulty: bool) -> Session:
 def a_resume_that_begins_a_step_late(place: Place, is_faulty: bool) -> Session:
     """Going on from a cursor skips the samples of a step."""
 
-    def late(
-        order: data_order.Order, cursor: data_order.Cursor, epochs: float | None
-    ) -> data_order.Order:
-        return replace(
-            order, origin=data_order.Cursor(cursor.step, cursor.samples + order.samples_per_step)
-        )
+    def late(order: Order, cursor: Cursor, epochs: float | None) -> Order:
+        return replace(order, origin=Cursor(cursor.step, cursor.samples + order.samples_per_step))
 
     if is_faulty:
-        going_on = data_order.Order.going_on_from
+        going_on = Order.going_on_from
         place.patch.setattr(
-            data_order.Order,
+            Order,
             "going_on_from",
             lambda order, cursor, epochs: (
                 late(order, cursor, epochs) if cursor.step else going_on(order, cursor, epochs)
@@ -193,10 +189,8 @@ def a_resume_that_begins_a_step_late(place: Place, is_faulty: bool) -> Session:
 def epochs_that_are_cut_short(place: Place, is_faulty: bool) -> Session:
     """The last step of the second epoch is dropped."""
     if is_faulty:
-        plain = data_order.Order.num_steps
-        place.patch.setattr(
-            data_order.Order, "num_steps", lambda order, n: plain(order, n) - (n > 1)
-        )
+        plain = Order.num_steps
+        place.patch.setattr(Order, "num_steps", lambda order, n: plain(order, n) - (n > 1))
     return place.session(steps=None, epochs=2.0)
 
 

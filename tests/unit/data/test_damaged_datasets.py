@@ -122,7 +122,7 @@ def test_what_is_broken_is_refused(
     for name, content in FILES[kind].items():
         (tmp_path / name).write_bytes(content)
     with time_limit(SECONDS), pytest.raises(DataError) as caught:
-        open_source(Source(path=str(tmp_path)))
+        list(open_source(Source(path=str(tmp_path))).records())
     assert len(str(caught.value).splitlines()) == 1
     assert str(tmp_path) in str(caught.value)
     assert "error" not in capfd.readouterr().err.lower()

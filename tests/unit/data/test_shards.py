@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gzip
 import json
 import os
 import signal
@@ -18,9 +19,11 @@ from tests.chat_runs import PLAIN, chats, column, save_model, sft, write_rows
 from tests.forked_processes import run
 from tests.tiny_tokenizers import tiny_tokenizer
 
+from taut.commands.data_filter import Filter, filter_rows
 from taut.data import blocks, cache, images, tokenise
 from taut.data.dataset import DataConfig, Dataset, load_dataset
 from taut.data.render import Renderer
+from taut.data.sources import Source, fraction_of
 from taut.errors import DataError, OutputError, TautError
 from taut.io import temporary
 from taut.types import Sample
@@ -44,7 +47,7 @@ def source(tmp_path: Path) -> str:
     return str(write_rows(tmp_path / "a.jsonl", chats(ROWS)))
 
 
-def load(path: str, place: Path, limit: int = 512, **options: Any) -> Dataset:
+def load(path: str | list[Source], place: Path, limit: int = 512, **options: Any) -> Dataset:
     config = DataConfig(train=path, **options)
     return load_dataset(config, "train", Renderer(tiny_tokenizer()), limit, place)
 
@@ -337,6 +340,34 @@ def test_processes_write_the_same_bytes_and_raise_the_same_error(
     assert content(tmp_path / "several") == content(tmp_path / "alone")
     assert alone.report.decisions == (f"{source}: tokenised (not in the cache)",)
     assert several.report.decisions == (f"{source}: tokenised (not in the cache; by 2 processes)",)
+
+
+def test_a_part_of_many_compressed_files_is_the_same_by_processes_and_in_a_filtered_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows, lines, where = chats(ROWS), {}, {}
+    for first, name in enumerate(("d/a.jsonl.gz", "d/b.jsonl.gz", "d/c.jsonl.gz")):
+        texts = [json.dumps(row, separators=(",", ": ")) for row in rows[first::3]]
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_bytes(gzip.compress("\n\n".join(texts).encode()))
+        for index, (row, text) in enumerate(zip(rows[first::3], texts, strict=True)):
+            lines[f"{name}:{1 + 2 * index}"] = text
+            where[f"{name}:{1 + 2 * index}"] = fraction_of(row)
+    expected = [place for place, fraction in where.items() if fraction < 0.7][:30]
+    assert len(expected) == 30 and expected[-1].startswith("d/c")
+    part = Source(path="d/*.jsonl.gz", share=[0, 0.7], limit=30)
+    alone, several = (
+        load([part], tmp_path / name, workers=workers) for name, workers in (("1", 1), ("2", 2))
+    )
+    assert content(tmp_path / "2") == content(tmp_path / "1")
+    assert len(alone.parts[0].shards) > 2
+    assert [told(sample) for sample in several] == [told(sample) for sample in alone]
+    assert [sample.id for sample in alone] == expected
+    assert [alone.row_place(index) for index in range(30)] == expected
+    assert "by 2 processes); share 0 to 0.7 (it left out " in several.report.decisions[0]
+    filter_rows(Filter(data=[part], out="out.jsonl", reject="no such text"))
+    assert Path("out.jsonl").read_text().splitlines() == [lines[place] for place in expected]
 
 
 BAD: dict[str, dict[int, str]] = {

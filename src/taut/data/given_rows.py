@@ -1,0 +1,156 @@
+"""Rows that are given as Python objects in the place of a path: written to a file, which the configuration then names.
+
+    taut.sft(model="DIR", data={"train": rows, "eval": held_out}, out="runs/a")
+
+Rows are a list of dicts, a ``datasets.Dataset``, a pandas DataFrame or a pyarrow Table; in a mixture they are the
+``path`` of an entry. A list becomes JSONL, the others parquet, under CACHE/rows, named by the SHA-256 of the file. The
+configuration says ``rows:<name>``, so it can be saved, resumed and compared like that of any other file; sample ids are
+``rows:17``. ``datasets``, ``pandas`` and ``pyarrow`` are used only where an object of theirs is given.
+
+Does not know which rows a method trains on (``schema.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, get_args
+
+from taut.config import annotation_of
+from taut.data.cache import directory_of
+from taut.data.sources import GIVEN, GIVEN_FOLDER, Source
+from taut.errors import DataError
+from taut.io import files
+
+SCALARS = (str, int, float, bool, type(None))
+
+
+def as_paths(
+    cls: type[Any], keys: Mapping[str, Any], prefix: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The keys of a configuration of ``cls``, nested or dotted, with a path in the place of rows."""
+    paths = {}
+    for key, value in keys.items():
+        path = (*prefix, *str(key).split("."))
+        if _names_source(annotation_of(cls, path)):
+            paths[key] = _as_path(value, ".".join(path))
+        elif isinstance(value, Mapping):
+            paths[key] = as_paths(cls, value, path)
+        else:
+            paths[key] = value
+    return paths
+
+
+def _names_source(annotation: Any) -> bool:
+    """Whether a key may have a Source as its value, or in it."""
+    return annotation is Source or any(map(_names_source, get_args(annotation)))
+
+
+def _as_path(value: Any, key: str) -> Any:
+    """A value of ``key`` with a path in the place of rows."""
+    if isinstance(value, Mapping) and "path" in value:
+        return {**value, "path": _as_path(value["path"], f"{key}.path")}
+    if isinstance(value, list | tuple):
+        is_mixture = any(not isinstance(item, Mapping) or "path" in item for item in value)
+        if not is_mixture and value:
+            return _keep(".jsonl", lambda path: _write_list(path, value, key))
+        return [_as_path(item, key) for item in value]
+    if (batches := _batches_of(value, key)) is not None:
+        return _keep(".parquet", lambda path: _write_parquet(path, batches, key))
+    return value
+
+
+def _batches_of(value: Any, key: str) -> Iterator[Any] | None:
+    """The rows of a table as Arrow's batches; None: it is none. Only a library that is loaded can have made one."""
+    loaded: Any = sys.modules
+    pandas, pyarrow, datasets = map(loaded.get, ("pandas", "pyarrow", "datasets"))
+    if datasets is not None and isinstance(value, datasets.DatasetDict):
+        first = next(iter(value), "train")
+        raise DataError(
+            f"found a DatasetDict for {key}, with the splits {', '.join(value)}; expected one of them; give it as "
+            f"splits[{first!r}]"
+        )
+    if datasets is not None and isinstance(value, datasets.Dataset):
+        return (
+            batch for table in value.with_format("arrow").iter(1024) for batch in table.to_batches()
+        )
+    if pandas is not None and isinstance(value, pandas.DataFrame):
+        pyarrow = import_module("pyarrow")
+        try:
+            value = pyarrow.Table.from_pandas(value, preserve_index=False)
+        except (pyarrow.ArrowException, TypeError, ValueError) as error:
+            raise DataError(
+                f"the DataFrame of {key} cannot be written: {' '.join(str(error).split())[:200]}; expected columns of "
+                "one type each; correct it, or give a list of dicts"
+            ) from None
+    if pyarrow is not None and isinstance(value, pyarrow.Table):
+        batches: Iterator[Any] = iter(value.to_batches())
+        return batches
+    return None
+
+
+def _write_parquet(path: Path, batches: Iterator[Any], key: str) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    first = next(batches, None)
+    if first is None:
+        raise DataError(f"the table of {key} has no rows; expected at least one; give others")
+    with pyarrow.parquet.ParquetWriter(path, first.schema) as writer:
+        writer.write_batch(first)
+        for batch in batches:
+            writer.write_batch(batch)
+
+
+def _write_list(path: Path, rows: Sequence[Mapping[str, Any]], key: str) -> None:
+    with path.open("w", encoding="utf-8", errors="surrogatepass") as file:
+        for number, row in enumerate(rows, start=1):
+            _require_json(row, f"rows:{number} of {key}", "")
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _require_json(value: Any, place: str, inside: str) -> None:
+    """Raise DataError, with row and key, for a value that JSON does not have."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            if not isinstance(name, str):
+                raise DataError(
+                    f"{place}: {inside or 'the row'} has the key {name!r}, of type {type(name).__name__}; expected text"
+                )
+            _require_json(item, place, f"{inside}.{name}" if inside else name)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _require_json(item, place, f"{inside}[{index}]")
+    elif type(value) not in SCALARS or (isinstance(value, float) and not math.isfinite(value)):
+        found = (
+            f"{value}" if isinstance(value, float) else f"a value of type {type(value).__name__}"
+        )
+        raise DataError(
+            f"{place}: {inside} is {found}; expected text, a finite number, a boolean, None, a list or "
+            "a dict; convert it"
+        )
+
+
+def _keep(suffix: str, write: Any) -> str:
+    """The path of rows in a configuration; ``write`` writes them to a file, which is named by its content."""
+    folder = directory_of(None) / GIVEN_FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    number, name = tempfile.mkstemp(prefix=".", suffix=".partial", dir=folder)
+    os.close(number)
+    partial = Path(name)
+    try:
+        write(partial)
+        kept = folder / f"{files.digest(partial)[:32]}{suffix}"
+        if not kept.is_file():
+            files.sync(partial)
+            partial.replace(kept)
+            files.sync(folder)
+    finally:
+        partial.unlink(missing_ok=True)
+    return f"{GIVEN}{kept.name}"

@@ -1,0 +1,317 @@
+"""Files at addresses: fetched once into a folder, whole or not at all, then read like any other file.
+
+    fetch("s3://bucket/chats/*.jsonl", folder, suffixes)     [("s3://bucket/chats/a.jsonl", Path), ...], sorted
+
+    folder/<hash of the address>/<hash of the version>.jsonl    the version: ETag, or size and time of last change
+    folder/<hash of the address>/files.json                     which addresses a pattern or directory stood for
+
+http and https go through ``taut.io.http``; s3, gs and hf (hf://datasets/owner/name/FILE) through fsspec; the libraries
+of s3 and gs are extras. A broken transfer goes on at the byte it had reached; after ATTEMPTS without a new byte
+nothing of it is left, and RemoteError names address and byte. A file that changes meanwhile is a RemoteError too.
+
+With HF_HUB_OFFLINE=1 nothing is asked: the newest version in the folder is used, or RemoteError raised. Credentials are
+the libraries' own (environment, profiles); none is in a message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+from taut import extras
+from taut.errors import DataError
+from taut.io import files, hub
+
+SCHEMES = ("http", "https", "s3", "gs", "hf", "ms")
+EXTRA_OF = {"s3": "s3", "gs": "gs"}
+ATTEMPTS = 4
+"""Attempts without a single new byte before a transfer is given up."""
+PAUSE = 0.5
+"""Seconds before the second attempt; doubled before each that follows."""
+PATIENCE = 20.0
+"""Seconds without a byte after which a transfer has broken off."""
+BLOCK = 2**23
+"""Bytes that are read at a time from a store."""
+LISTING = "files.json"
+CREDENTIALS = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; FSSPEC_S3_ANON=true for a public bucket",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or log in: gcloud auth application-default login",
+    "hf": "set HF_TOKEN, or log in: hf auth login",
+}
+"""Scheme -> what to do about missing credentials."""
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+class RemoteError(DataError):
+    """An address cannot be read."""
+
+
+class _Broken(Exception):
+    """A transfer broke off; another attempt may help."""
+
+
+class Version(NamedTuple):
+    """What is at an address now."""
+
+    tag: str
+    """Another one for other content."""
+    size: int | None
+    """In bytes; None: the server does not say."""
+
+
+class _Store(Protocol):
+    def find(self, url: str) -> list[str]:
+        """The addresses that a pattern or directory stands for; that of a file itself."""
+
+    def look(self, url: str) -> Version: ...
+
+    def read(self, url: str, version: Version, file: IO[bytes]) -> None:
+        """Append to ``file`` what follows the bytes it has. Raises _Broken, and leaves what has arrived."""
+
+
+def scheme_of(path: str) -> str | None:
+    """The scheme of an address, in lower case; None: it is a path or a name. Raises RemoteError for one that cannot be
+    read.
+    """
+    match = _SCHEME.match(path)
+    if match is None:
+        return None
+    scheme = match[1].lower()
+    if scheme not in SCHEMES:
+        raise RemoteError(
+            f"data: {_shown(path)} has the scheme {scheme}; expected one of {', '.join(SCHEMES)}; fetch the file, and "
+            "name it here"
+        )
+    return scheme
+
+
+def fetch(url: str, folder: Path, suffixes: Sequence[str]) -> list[tuple[str, Path]]:
+    """The files at an address, each with its own address, fetched where ``folder`` does not have them. ``suffixes``: of
+    the files that a directory stands for.
+    """
+    listing = folder / _hash(url) / LISTING
+    if hub.is_offline():
+        return _kept(url, folder, listing)
+    store = _open_store(url)
+    with _explained(url):
+        found = store.find(url)
+    if found != [url]:
+        found = sorted(one for one in found if _name(one).lower().endswith(tuple(suffixes)))
+        if not found:
+            raise RemoteError(
+                f"data: no file matches {_shown(url)}; expected at least one that ends in {', '.join(suffixes)}; "
+                "correct the address"
+            )
+    fetched = [(_shown(one), _fetch_one(store, one, folder)) for one in found]
+    listing.parent.mkdir(parents=True, exist_ok=True)
+    _write(listing, lambda file: file.write(json.dumps(found).encode()))
+    return fetched
+
+
+def _kept(url: str, folder: Path, listing: Path) -> list[tuple[str, Path]]:
+    """What was fetched before."""
+    kept = []
+    try:
+        for one in files.read_json(listing):
+            versions = [path for path in (folder / _hash(one)).iterdir() if path.name != LISTING]
+            newest = max(versions, key=lambda path: path.stat().st_mtime_ns)
+            kept.append((_shown(one), newest))
+    except (OSError, ValueError):
+        raise RemoteError(
+            f"data: {_shown(url)} was not fetched before, and HF_HUB_OFFLINE is set; expected it in {folder}; run once "
+            "with a network"
+        ) from None
+    return kept
+
+
+def _fetch_one(store: _Store, url: str, folder: Path) -> Path:
+    with _explained(url):
+        version = store.look(url)
+    suffix = "".join(Path(_name(url)).suffixes[-2:])
+    place = folder / _hash(url) / f"{_hash(version.tag)}{suffix}"
+    if place.is_file():
+        os.utime(place)  # the newest, where nothing can be asked
+        return place
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with _explained(url):
+        _write(place, lambda file: _transfer(store, url, version, file))
+    return place
+
+
+def _transfer(store: _Store, url: str, version: Version, file: IO[bytes]) -> None:
+    """Fetch all bytes; a transfer that breaks off goes on where it was."""
+    num_idle = 0
+    while True:
+        before = file.tell()
+        try:
+            store.read(url, version, file)
+            if version.size is None or file.tell() == version.size:
+                break
+            reason = f"{version.size:,} bytes were announced"
+        except _Broken as error:
+            reason = str(error)
+        num_idle = 0 if file.tell() > before else num_idle + 1
+        if num_idle == ATTEMPTS or file.tell() > (version.size or file.tell()):
+            raise RemoteError(
+                f"data: {_shown(url)} broke off at byte {file.tell():,} ({reason}); expected the whole file; nothing "
+                "of it was kept; run again"
+            )
+        time.sleep(PAUSE * 2**num_idle * random.uniform(0.5, 1.0))
+    if store.look(url) != version:
+        raise RemoteError(
+            f"data: {_shown(url)} changed while it was fetched; expected it to stay as it is; run again"
+        )
+
+
+def _write(place: Path, fill: Any) -> None:
+    """Write a file whole or not at all; of several processes that write it, the last one's stays."""
+    number, name = tempfile.mkstemp(prefix=".", suffix=".partial", dir=place.parent)
+    partial = Path(name)
+    try:
+        with os.fdopen(number, "wb") as file:
+            fill(file)
+        files.sync(partial)
+        partial.replace(place)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _open_store(url: str) -> _Store:
+    scheme = urlsplit(url).scheme.lower()
+    if scheme in ("http", "https"):
+        return _Web()
+    if scheme in EXTRA_OF:
+        extras.require(EXTRA_OF[scheme], f"data: {_shown(url)}")
+    return _FileSystem(scheme)
+
+
+class _Web:
+    """A server of http or https."""
+
+    def find(self, url: str) -> list[str]:
+        return [url]
+
+    def look(self, url: str) -> Version:
+        from taut.io import http
+
+        headers = http.look(url, PATIENCE)
+        size = headers.get("content-length", "")
+        tag = headers.get("etag") or f"{headers.get('last-modified')} {size}"
+        return Version(tag, int(size) if size.isdecimal() else None)
+
+    def read(self, url: str, version: Version, file: IO[bytes]) -> None:
+        from taut.io import http
+
+        try:
+            http.download(url, file, PATIENCE)
+        except http.Unanswered as error:
+            raise _Broken(str(error)) from None
+
+
+class _FileSystem:
+    """A store that fsspec knows."""
+
+    def __init__(self, scheme: str) -> None:
+        import fsspec
+
+        if scheme == "hf":
+            hub.settle()
+        options: dict[str, Any] = {}
+        if scheme == "s3":  # by itself the library waits a minute, five times
+            retries = {"max_attempts": 1}
+            options["config_kwargs"] = {"connect_timeout": PATIENCE, "retries": retries}
+        self.system = fsspec.filesystem(scheme, **options)
+        self.scheme = scheme
+
+    def find(self, url: str) -> list[str]:
+        if re.search(r"[*?\[]", url):
+            found = self.system.glob(url)
+        elif self.system.isfile(url):
+            return [url]
+        else:
+            found = self.system.find(url)
+        return [f"{self.scheme}://{path}" for path in found]
+
+    def look(self, url: str) -> Version:
+        found = self.system.info(url)
+        keys = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "updated", "mtime", "size")
+        tag = " ".join(str(found[key]) for key in keys if found.get(key))
+        return Version(tag, found.get("size"))
+
+    def read(self, url: str, version: Version, file: IO[bytes]) -> None:
+        assert version.size is not None, "a store says how large its files are"
+        while (start := file.tell()) < version.size:
+            try:
+                stop = min(start + BLOCK, version.size)
+                content = self.system.cat_file(url, start=start, end=stop)
+            except PermissionError:
+                raise
+            except (OSError, ValueError, RuntimeError) as error:
+                raise _Broken(_line(error)) from None
+            if not content:
+                raise _Broken("no more bytes came")
+            file.write(content)
+
+
+@contextmanager
+def _explained(url: str) -> Iterator[None]:
+    """The errors of the libraries in one line."""
+    try:
+        yield
+    except RemoteError:
+        raise
+    except Exception as error:  # noqa: BLE001 (each store has its own errors, of libraries that may not be installed)
+        scheme = urlsplit(url).scheme.lower()
+        names = " ".join(f"{type(cause).__name__} {cause}" for cause in _causes(error))
+        if isinstance(error, FileNotFoundError):
+            problem, remedy = "is not there", "correct the address"
+        elif re.search(
+            r"credential|Permission|Forbidden|AccessDenied|Unauthori|\b40[13]\b", names, re.I
+        ):
+            problem = f"may not be read ({_line(error)})"
+            remedy = CREDENTIALS.get(
+                scheme, "the server asks for a login, which taut does not send; fetch the file"
+            )
+        else:
+            problem, remedy = (
+                f"cannot be read ({_line(error)})",
+                "check the address and the network",
+            )
+        raise RemoteError(f"data: {_shown(url)} {problem}; expected a file; {remedy}") from None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _name(url: str) -> str:
+    """The path in an address."""
+    return urlsplit(url).path if url.lower().startswith("http") else url
+
+
+def _shown(url: str) -> str:
+    """An address without what may be secret: a password, or the query of a signed one."""
+    parts = urlsplit(url)
+    if parts.scheme.lower() not in ("http", "https"):
+        return url
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
