@@ -57,7 +57,7 @@ class Command(NamedTuple):
     many: str | None = None
     """The key of the list that collects single words."""
     is_raw: bool = False
-    """The function takes the TOML file and the settings, and makes its configuration itself."""
+    """The function takes the TOML or YAML file and the settings, and makes its configuration itself."""
     has_method: bool = False
     """The run may be of any method, chosen by the key ``method``."""
     extras: tuple[str, ...] = ("train",)
@@ -74,21 +74,22 @@ OTHERS = {
         ("model",),
     ),
     "show": Command(
-        "[RUN.toml] [key=value ...]",
+        "[RUN.toml | RUN.yaml] [key=value ...]",
         "print the configuration and which tokens are targets; of a run (--step N RUN) a step",
         "taut.commands.show:show",
         "taut.methods.method:RunConfig",
         has_method=True,
     ),
     "tokenise": Command(
-        "[RUN.toml] [key=value ...]",
+        "[RUN.toml | RUN.yaml] [key=value ...]",
         "tokenise the data of a run before it, into the cache",
         "taut.commands.tokenise:tokenise",
         "taut.methods.method:RunConfig",
         has_method=True,
     ),
     "check": Command(
-        "[RUN.toml | --model DIR --data FILE | --recipe KIND:FILE [--processes N]] [--full] [--all] [--json]",
+        "[RUN.toml | RUN.yaml | --model DIR --data FILE | --recipe KIND:FILE [--processes N]] "
+        "[--full] [--all] [--json]",
         "find what is wrong with a run before it is trained",
         "taut.commands.check:main",
         "taut.commands.check:CheckRun",
@@ -96,7 +97,7 @@ OTHERS = {
         has_method=True,
     ),
     "plan": Command(
-        "[RUN.toml | --model DIR] [--gpus N] [--gpu-memory 80GiB]",
+        "[RUN.toml | RUN.yaml | --model DIR] [--gpus N] [--gpu-memory 80GiB]",
         "predict the memory and the step time of a run",
         "taut.commands.plan:main",
         "taut.commands.plan:Plan",
@@ -226,7 +227,7 @@ OTHERS = {
     ),
     "schema": Command(
         "[METHOD]",
-        "print the JSON schema of a run's TOML file, for editors",
+        "print the JSON schema of a run's TOML or YAML file, for editors",
         "taut.commands.schema:run",
         "taut.commands.schema:Schema",
         ("method",),
@@ -297,14 +298,16 @@ EXAMPLE = "taut sft model=DIR data.train=a.jsonl out=runs/a steps=100 seed=1"
 def commands() -> dict[str, Command]:
     """Every command by name: one for each training method, then the others."""
     training = {
-        name.replace("_", "-"): Command("[RUN.toml] [key=value ...]", about, TRAIN, place)
+        name.replace("_", "-"): Command(
+            "[RUN.toml | RUN.yaml] [key=value ...]", about, TRAIN, place
+        )
         for name, (place, about) in METHODS.entries.items()
     }
     return training | OTHERS
 
 
 class Words(NamedTuple):
-    """A command's arguments: the TOML file, and settings as ``key=value``."""
+    """A command's arguments: the TOML or YAML file, and settings as ``key=value``."""
 
     path: Path | None
     overrides: list[str]

@@ -134,8 +134,17 @@ class TestRepeats:
         ):
             found = findings(place.session(data=place.data(rows)))["data.repeats"]
             assert found.says == (
-                "train: 1 of 2 rows repeat another, 1 of them with other case or white space"
+                "train: 1 of 2 rows repeat another, 1 of them with other case, white space or punctuation"
             )
+
+    def test_punctuation_counts_in_numbers_alone(self, place: Place) -> None:
+        for first, again, number in (
+            ("Is it so? Yes, it is.", "is it so yes it is", 1),
+            ("1.5 and 2.5 are 4.0", "15 and 25 are 40", 0),
+            ("at 10:30", "at 1030", 0),
+        ):
+            rows = [{"text": first}, {"text": again}, {"text": SENTENCE}]
+            assert findings(place.session(data=place.data(rows)))["data.repeats"].number == number
 
     def test_a_look_at_a_part_says_so(self, place: Place) -> None:
         place.patch.setattr(reading, "TEXT_ROWS", 5)
@@ -153,9 +162,12 @@ class TestBroken:
             ("caf\ufffd", "a character that could not be decoded"),
             ("cafÃ© au lait", "a wrong encoding"),
             ("it is 20 Â°C", "a wrong encoding"),
+            ("Österreich".encode().decode("cp1252"), "a wrong encoding"),
+            ("привет".encode().decode("cp1252"), "a wrong encoding"),
             ("donâ€™t", "a wrong encoding"),
             ("a\x00b", "a control character"),
             ("東京 \x9d", "a control character"),
+            ("“AMANHÔ MANHÃ… привет, ÖÐ", None),
             ("naïve café, déjà vu, 東京 ÂÃ â € \u200d \ufeff", None),
             ("line\n\r\tline \x85", None),
         ],
@@ -163,6 +175,29 @@ class TestBroken:
     def test_what_is_broken(self, text: str, what: str | None) -> None:
         found = reading.broken_in(["sound", text])
         assert (found and found[0]) == what
+
+
+def test_all_that_is_planted_among_sound_rows_is_found(place: Place) -> None:
+    """Of 300 rows one is there 25 times and 2% are broken; of 60 held-out rows 16 are near others of training."""
+    questions, answers = words(600, 6, 14)[:300], words(600, 6, 14)[300:]
+    bad = ["caf\ufffd", *(it.encode().decode("cp1252") for it in ("café", "Österreich", "привет"))]
+    broken = [f"{text} {bad[number % 4]}" for number, text in enumerate(answers[:6])]
+    train = talks(questions, [*broken, *answers[6:]])
+    near = [
+        *talks([text.upper() for text in questions[10:14]], answers[10:14]),
+        *talks(questions[14:18], [text.replace(" ", "  ") for text in answers[14:18]]),
+        *talks([text.title() for text in questions[18:22]], [it.upper() for it in answers[18:22]]),
+        *talks([f"{text}?" for text in questions[22:26]], [f"{it}." for it in answers[22:26]]),
+    ]
+    held_out = place.data([*near, *talks(words(44, 6, 14), words(45, 6, 14)[:44])], "eval.jsonl")
+    data = place.data([*train, *[train[30]] * 24])
+    found = findings(place.session(data=data, data__eval=str(held_out)))
+    named = ("data.tokens", "data.repeats", "data.overlap")
+    assert {found[name].outcome for name in named} == {"warning"}
+    assert found["data.tokens"].number == 6
+    assert found["data.repeats"].says.startswith("train: 24 of 324 rows repeat another")
+    assert found["data.repeats"].says.endswith("one is there 25 times")
+    assert found["data.overlap"].says == "16 of 60 eval samples are in data.train"
 
 
 class TestColumns:

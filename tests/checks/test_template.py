@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.checks.faults.data import plain, talks
 from tests.checks.faults.template import CALL, TOOL, rows_of
 from tests.checks.planting import Place
 from tests.checks.test_planted import told
@@ -220,3 +221,17 @@ def test_marks_of_another_model_are_told(place: Place) -> None:
     rows = [{"text": f"<|user|> why {row}? <|assistant|> so <|im_end|>"} for row in range(4)]
     found = answers(examine(place.session(data=place.data(rows)), only=ASKED))["template.lossless"]
     assert found.notes == ("written in pieces, being no tokens: <|user|> <|assistant|>",)
+
+
+def test_rows_with_a_system_message_of_their_own_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(tmp_path, monkeypatch)
+    rows = talks(*plain())
+    for row in rows[:2]:
+        row["messages"].insert(0, {"role": "system", "content": "You know it all."})
+    session = place.session(data=place.data(rows), data__system="You answer briefly.")
+    (found,) = examine(session, only=["template.system"]).answered
+    assert found.finding.outcome == "passed" and found.finding.number == 12
+    own = "2 rows have a system message of their own, which is kept"
+    assert f"10 rows have the one of data.system; {own}" in found.finding.notes

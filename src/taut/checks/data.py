@@ -401,10 +401,18 @@ def exchanges(session: Session) -> list[Exchange]:
 TEXT_ROWS = 200_000
 ALLOWED = bytes(sorted({*range(256)} - {*range(32)} - {127} | {*b"\t\n\r"}))
 """All bytes but the control characters that no text has."""
+SPACE, PUNCTUATION = b" \t\n\r\v\f", b".,;:!?'\""
+IN_NUMBER = re.compile(rb"[0-9][.,:][0-9]")
 UNDECODED = "a character that could not be decoded"
 MISREAD = "a wrong encoding"
 CONTROLS = "a control character"
-MOJIBAKE = re.compile("\u00c3[\u0080-\u00bf]|\u00c2[\u00a0-\u00bf]|\u00e2\u20ac|\u00ef\u00bb\u00bf")
+WINDOWS = bytes(range(0x80, 0xA0)).decode("cp1252", "ignore")
+"""What Windows-1252 makes of the bytes that Latin-1 has no character for."""
+MOJIBAKE = re.compile(
+    "\u00c3[\u0080-\u00bf]|\u00c2[\u00a0-\u00bf]|\u00e2\u20ac|\u00ef\u00bb\u00bf"
+    rf"|\u00c3[{WINDOWS}](?=\w)"  # a quotation mark or a dash may follow a word, and none is before a letter
+    rf"|(?:[\u00d0\u00d1][{WINDOWS}\u0080-\u00bf]){{2}}"  # Cyrillic
+)
 """UTF-8 that was read as Latin-1 or Windows-1252 and written again."""
 CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f]")
 
@@ -422,7 +430,8 @@ class Texts(NamedTuple):
     """Hashes of the rows of a split, to find duplicates.
 
     Hashed are the columns that the run reads, numbers and pictures included; columns that it does not read (an id, a
-    source) are left out. Two rows are near-duplicates if they are equal without case and white space.
+    source) are left out. Two rows are near-duplicates if they are equal without case, white space and the punctuation
+    of sentences; punctuation counts in rows that have it inside of numbers (3.5, 10:30).
     """
 
     places: list[str]
@@ -430,7 +439,7 @@ class Texts(NamedTuple):
     exact_S: NDArray[np.int64]
     """A hash of each row, of this process only."""
     normal_S: NDArray[np.int64]
-    """The same without case and white space."""
+    """The same without case, white space and punctuation."""
     broken: list[BrokenText]
     is_whole: bool
     """Whether all rows of the split were read."""
@@ -475,7 +484,8 @@ def texts(session: Session) -> dict[str, Texts]:
                 places.append(place)
                 exact.append(hash(joined))
                 folded = joined.casefold().encode("utf-8", "surrogatepass")
-                normal.append(hash(folded.translate(None, b" \t\n\r\v\f")))
+                left_out = SPACE if IN_NUMBER.search(folded) else SPACE + PUNCTUATION
+                normal.append(hash(folded.translate(None, left_out)))
                 if problem := broken_in(words):
                     broken.append(BrokenText(place, *problem))
         exact_S, normal_S = np.array(exact, dtype=np.int64), np.array(normal, dtype=np.int64)

@@ -48,7 +48,7 @@ OFTEN = 10
 
 @check("data.repeats", after=["data.rows"])
 def few_rows_repeat_others(session: Session) -> Finding:
-    """Are rows different from one another, in more than case and white space?
+    """Are rows different from one another, in more than case, white space and punctuation?
 
     A few repeats are in most data sets and pass, with examples. A warning is what changes the run: more than one row in
     a hundred, or one row ten times.
@@ -76,7 +76,7 @@ def few_rows_repeat_others(session: Session) -> Finding:
         if num_repeats:
             says = f"{split}: {num_repeats:,} of {num_rows:,} rows repeat another"
             if num_near:
-                says += f", {num_near:,} of them with other case or white space"
+                says += f", {num_near:,} of them with other case, white space or punctuation"
             parts.append(says + (f", one is there {most:,} times" if most >= OFTEN else ""))
     says = (", ".join(parts) or "no row repeats another") + "".join(looked_at)
     unit = f"of {sum(len(rows.places) for rows in texts(session).values()):,} rows"
@@ -205,8 +205,9 @@ def eval_is_not_trained_on(session: Session) -> Finding:
     """Is held-out data that chooses the model not trained on?
 
     Equal samples, and those most of whose 13-grams of tokens occur in the training data. Equal is also what differs in
-    case and white space alone. Equal tokens are looked for in all of the training data, 13-grams in a bounded part.
-    Grams that many training samples have (a system prompt, what the template writes) say nothing and are left out.
+    case, white space and punctuation alone. Equal tokens are looked for in all of the training data, 13-grams in a
+    bounded part. Grams that many training samples have (a system prompt, what the template writes) say nothing and
+    are left out.
 
     Some equal samples are a warning: what is measured on them is not what unseen data would give. Similar ones are
     counted: questions about one passage are similar by nature.

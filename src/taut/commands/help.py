@@ -4,7 +4,7 @@
     taut sft --help optim        the keys of one group, or one key
     taut sft --help all          every key
 
-A group is the table of a run's TOML file; the keys outside of tables are ``general``. Imports no torch.
+A group is the table of a run's file; the keys outside of tables are ``general``. Imports no torch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TRAINING_EXAMPLES = ("model=DIR data.train=a.jsonl out=runs/a", "run.toml optim.
 def overview(groups: Mapping[str, Mapping[str, str]], example: str) -> str:
     """The commands: title of a group -> command -> what it does."""
     width = max(len(name) for commands in groups.values() for name in commands) + len("taut ") + 2
-    lines = ["usage: taut COMMAND [RUN.toml] [key=value | --key value ...]"]
+    lines = ["usage: taut COMMAND [RUN.toml | RUN.yaml] [key=value | --key value ...]"]
     for title, commands in groups.items():
         lines += ["", f"{title}:"]
         for name, about in commands.items():

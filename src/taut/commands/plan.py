@@ -1,4 +1,5 @@
-"""``taut plan [RUN.toml] --gpus N --gpu-memory 80GiB``: whether a run fits, in which configuration, and how fast it is.
+"""``taut plan [RUN.toml | RUN.yaml] --gpus N --gpu-memory 80GiB``: whether a run fits, in which configuration, and how
+fast it is.
 
 From the model's configuration alone; no weights are loaded and nothing is written (tokenised data goes to the cache).
 With data the micro-batches are those of the first steps; without data they are filled to

@@ -789,7 +789,9 @@ def _merged(
 def save_adapter(model: nn.Module, directory: Path, whole: Whole | None = None) -> None:
     """Write the adapter (and modules_to_save) in peft's format, safetensors. ``whole``: see ``plain_groups``."""
     inner: Any = model
+    commit = getattr(inner.config, "_commit_hash", None)  # of a base from the hub
     for config in inner.peft_config.values():
+        config.revision = commit or config.revision
         if isinstance(config.target_modules, set):  # its order differs between processes
             config.target_modules = sorted(config.target_modules)
         if config.modules_to_save:  # peft itself names the head again

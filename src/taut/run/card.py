@@ -146,7 +146,7 @@ def _base(resolved: Mapping[str, Any], named: str | None, untold: list[str]) -> 
     cached = _CACHED.search(str(place))
     name = named
     if named is None and commit is not None:
-        name = model
+        name, _ = hub.named(model)
     elif named is None and cached is not None:
         name, commit = f"{cached[1]}/{cached[2]}", cached[3]
     if name is None:

@@ -23,6 +23,7 @@ from taut.data.sources import Source, open_source
 from taut.errors import ConfigError, DataError, ModelError
 from taut.io import http, hub
 from taut.models.load import load_config, load_model, load_tokenizer
+from taut.run.card import base_of_run
 
 POINTER = (
     "version https://git-lfs.github.com/spec/v1\n"
@@ -219,3 +220,11 @@ def test_a_resume_does_not_go_on_with_newer_weights(cached: Path, tmp_path: Path
         sft(Path("org/tiny"), train, out, steps=2, resume=True, **options)
     sft(Path(f"org/tiny@{OLD}"), train, out, steps=2, resume=True, **options)
     assert column(out, "step") == [1, 2]
+
+
+def test_an_adapter_names_the_commit_of_its_base(cached: Path, tmp_path: Path) -> None:
+    train, out = write_rows(tmp_path / "train.jsonl", chats(6)), tmp_path / "out"
+    sft(Path("org/tiny@v2"), train, out, steps=1, check="off", lora__rank=2)
+    settings = json.loads((out / "adapter" / "adapter_config.json").read_text())
+    assert (settings["base_model_name_or_path"], settings["revision"]) == ("org/tiny", NEW)
+    assert base_of_run(out, None) == "org/tiny"
