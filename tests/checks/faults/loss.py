@@ -335,15 +335,9 @@ def a_mean_of_means(place: Place, is_faulty: bool) -> Session:
         backward, denominators = loop.backward, loop.denominators
         num: list[int] = []
 
-<<<<<<< HEAD
-        def counted(loss: Any, microbatches: Any, *others: Any) -> dict[str, float]:
-            num.append(len(microbatches))
-            return denominators(loss, microbatches, *others)
-=======
         def counted(loss: Any, microbatches: Any, *rest: Any) -> dict[str, float]:
             num.append(len(microbatches))
             return denominators(loss, microbatches, *rest)
->>>>>>> main
 
         def own(trainer: Any, packed: Packed, scales: dict[str, float], step: int) -> Any:
             share = 1.0 / (num[-1] * float(packed.weight_N.sum()))
