@@ -194,7 +194,7 @@ class Renames:
         options.pop("", None)
 
         usage = re.sub(r"[a-z_.]+(?==)", lambda word: self.dotted(table, word[0]), pinned["usage"])
-        return {"usage": usage, "options": options}
+        return {"usage": self.text(usage), "options": options}
 
     def _choices(self, key: str, row: list[str]) -> list[str]:
         """Type and default of a key, where choices have other names."""

@@ -209,7 +209,7 @@ def a_row_that_is_there_25_times(place: Place, is_faulty: bool) -> Session:
 
 @fault(
     "data.repeats",
-    says="12 of them with other case or white space",
+    says="12 of them with other case, white space",
     part="quick",
     outcome="warning",
 )
