@@ -38,12 +38,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("kind", "operation", "within", "share"),
     slow_except(
-        [("kto", "forward", "", 0.6)],
+        [("kto", "forward", "", 0.8)],
         [
             ("dpo", "best", "", 0.6),
             ("replaced", "checkpoint", "step-000004", 0.6),
             ("followed", "update", "", 0.9),
-            ("kto", "forward", "", 0.6),
+            ("kto", "forward", "", 0.8),
             ("reward", "export", "", 0.5),
         ],
     ),
