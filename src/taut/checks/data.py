@@ -585,15 +585,16 @@ def flat_train(session: Session) -> Flat:
 
 
 def flat(data: Dataset, tokens: int = TOKENS, samples: int = SAMPLES) -> Flat:
-    """Samples spread evenly, at most so many, and about so many tokens."""
-    share = tokens / data.report.num_tokens
-    most = min(len(data), samples, max(1, int(share * len(data))))
-    index_S = np.unique(np.linspace(0, len(data) - 1, most).astype(np.int64))
-    first, ids, seen, targets, sizes = 0, [], [], [], []
-    for entry in (entry for part in data.parts for entry in part.shards):
-        arrays, num_samples = entry.arrays, entry.counts.num_samples
-        chosen = index_S[(index_S >= first) & (index_S < first + num_samples)] - first
-        first += num_samples
+    """Samples spread evenly over those at hand, at most so many, and about so many tokens."""
+    looked = list(data.at_hand())
+    own_S = np.concatenate([np.arange(own.start, own.stop) for own, _ in looked])
+    share = tokens / sum(entry.counts.num_tokens for _, entry in looked)
+    most = min(own_S.size, samples, max(1, int(share * own_S.size)))
+    index_S = own_S[np.unique(np.linspace(0, own_S.size - 1, most).astype(np.int64))]
+    ids, seen, targets, sizes = [], [], [], []
+    for own, entry in looked:
+        arrays = entry.arrays
+        chosen = index_S[(index_S >= own.start) & (index_S < own.stop)] - own.start
         places, lengths = _ranges(arrays["offsets"], chosen)
         sizes.append(lengths)
         ids.append(np.asarray(arrays["ids"][places]))

@@ -52,6 +52,7 @@ SET_DAY = (
 """Beginning of a chat template that sets its date."""
 CODES = [f"%{flag}{letter}" for flag in ("-", "") for letter in "aAbBcdjmyYHIMSpUuVwWxXZ"] + ["%%"]
 """The codes of strftime formats."""
+RENDER = "taut.data.chat_text:render"
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 """Variables of a template that are not settings: each rendering has its own."""
 PROBE: tuple[Message, ...] = (
@@ -70,6 +71,22 @@ class Text:
     is_rendering: bool
     pictures: tuple[Placed, ...] = field(default=(), compare=False)
     """The images that words in it stand for, in order. They do not change the ids."""
+
+
+Wanted: TypeAlias = tuple[Sequence[Message], Sequence[Tool], Mapping[str, Any], bool]
+"""Messages, tools and variables of a text, and whether it ends with the generation prompt."""
+_Key: TypeAlias = tuple[tuple[int, ...], int, int, bool]
+
+
+def _key_of(
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    variables: Mapping[str, Any],
+    *,
+    is_prompt: bool,
+) -> _Key:
+    """What a text is written from, by identity: it is held as long as the texts are."""
+    return tuple(map(id, messages)), id(tools), id(variables), is_prompt
 
 
 class Probe(NamedTuple):
@@ -120,6 +137,8 @@ class Template:
         if variables:
             self.require_variables(variables, self._key_of_variables)
             self.template = with_defaults(str(self.template), variables)
+        self._ahead: dict[_Key, str] = {}
+        """Texts that ``writing_ahead`` had written."""
         self.day: datetime.date | None = None
         """The date for templates that write it; None: today."""
 
@@ -203,11 +222,13 @@ class Template:
             )
         if placed is None:
             placed = self.pictures.place(messages, tools, place)
-        variables = variables or {}
+        variables = {} if variables is None else variables
         self.require_variables(variables, place)
-        adapted = [self._adapted(message, self.takes_strings) for message in messages]
+        text = self._ahead.get(_key_of(messages, tools, variables, is_prompt=is_prompt))
         try:
-            text = self.write(adapted, tools, is_prompt=is_prompt, place=place, **variables)
+            if text is None:
+                adapted = self._all_adapted(messages)
+                text = self.write(adapted, tools, is_prompt=is_prompt, place=place, **variables)
         except processes.FunctionFailed as error:
             roles = " ".join(message["role"] for message in messages)
             raise RenderError(
@@ -237,6 +258,38 @@ class Template:
             variables=row.template_variables,
         )
 
+    @contextmanager
+    def writing_ahead(self, wanted: Iterable[Wanted]) -> Iterator[None]:
+        """Have these texts written on one way to the template's process and back, for ``apply`` to take in the block.
+        The text of what has an error, or of a template that renders elsewhere, ``apply`` has written by itself.
+        """
+        named = {
+            _key_of(messages, tools, variables, is_prompt=is_prompt): (
+                messages,
+                tools,
+                variables,
+                is_prompt,
+            )
+            for messages, tools, variables, is_prompt in wanted
+        }
+        if self.template is None or self._renders_itself or not named:
+            yield
+            return
+        try:
+            requests = [
+                self._request(self._all_adapted(messages), tools, variables, is_prompt=is_prompt)
+                for messages, tools, variables, is_prompt in named.values()
+            ]
+            outcomes = processes.call_each(RENDER, requests)
+        except (processes.FunctionFailed, processes.LimitExceeded):
+            outcomes = []
+        texts = zip(named, outcomes, strict=False)
+        self._ahead = {key: text for key, (outcome, text) in texts if outcome == "value"}
+        try:
+            yield
+        finally:
+            self._ahead = {}
+
     def plain(self, text: str, place: str) -> Text:
         """Plain text, without a template."""
         self.pictures.require_plain(text, f"{place}: the text")
@@ -256,6 +309,9 @@ class Template:
             return ASKED in text and ANSWERED in text
 
         return writes(probe) or not writes([self._adapted(message, False) for message in probe])
+
+    def _all_adapted(self, messages: Sequence[Message]) -> list[Message]:
+        return [self._adapted(message, self.takes_strings) for message in messages]
 
     def _adapted(self, message: Message, takes_strings: bool) -> Message:
         """A message in the form that the template takes."""
@@ -280,23 +336,15 @@ class Template:
 
         Raises processes.FunctionFailed with the template's error.
         """
-        named = self._dated() if isinstance(self.template, str) else None
-        try:
-            template = self.tokenizer.get_chat_template(named, list(tools) or None)
-        except ValueError as error:  # several templates, none of which is the default
-            raise processes.FunctionFailed(str(error)) from None
-        present = [
-            {key: value for key, value in message.items() if value is not None}
-            for message in messages
-        ]
+        request = self._request(messages, tools, switches, is_prompt=is_prompt)
         if self._renders_itself:  # trust_remote_code allows its code to run here
             try:
                 render: Any = self.tokenizer.apply_chat_template
                 return str(
                     render(
-                        present,
+                        request[1],
                         tools=list(tools) or None,
-                        chat_template=named,
+                        chat_template=self._named,
                         tokenize=False,
                         add_generation_prompt=is_prompt,
                         **switches,
@@ -305,22 +353,39 @@ class Template:
             except CODE_FAILURES as error:
                 reason = (str(error).splitlines() or [""])[0] or type(error).__name__
                 raise processes.FunctionFailed(reason) from None
-        variables = {**self.tokenizer.special_tokens_map, **switches}
         try:
-            text: str = processes.call(
-                "taut.data.chat_text:render",
-                template,
-                present,
-                list(tools) or None,
-                is_prompt,
-                variables,
-            )
+            text: str = processes.call(RENDER, *request)
         except processes.LimitExceeded as error:
             raise ModelError(
                 f"{place}: the chat template ({self._source}) {error}; expected one that renders a row at once; "
                 f"give another template with {self.key}=FILE"
             ) from None
         return text
+
+    @property
+    def _named(self) -> str | None:
+        """The template, where there is one alone."""
+        return self._dated() if isinstance(self.template, str) else None
+
+    def _request(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        switches: Mapping[str, Any],
+        *,
+        is_prompt: bool,
+    ) -> tuple[Any, ...]:
+        """The arguments of RENDER. Raises processes.FunctionFailed where no template fits."""
+        try:
+            template = self.tokenizer.get_chat_template(self._named, list(tools) or None)
+        except ValueError as error:  # several templates, none of which is the default
+            raise processes.FunctionFailed(str(error)) from None
+        present = [
+            {key: value for key, value in message.items() if value is not None}
+            for message in messages
+        ]
+        special = self.tokenizer.special_tokens_map
+        return template, present, list(tools) or None, is_prompt, {**special, **switches}
 
     @property
     def _source(self) -> str:

@@ -428,6 +428,20 @@ class Dataset(Samples):
         self.fetched[0].expect(upcoming)
 
     @property
+    def is_elsewhere(self) -> bool:
+        """Whether shards would have to be fetched to look at all samples."""
+        return any(part.remote and len(part.shards) > 1 for part in self.parts)
+
+    def at_hand(self) -> Iterator[tuple[range, cache.Entry]]:
+        """The shards that may be opened for a look, each with its samples: all that are here, and the first of a source
+        at an address.
+        """
+        for first, part in zip(self._starts.tolist(), self.parts, strict=False):
+            starts = (first + part.shards.starts_K).tolist()
+            for number in range(1 if part.remote else len(part.shards)):
+                yield range(starts[number], starts[number + 1]), part.shards[number]
+
+    @property
     def fetched(self) -> list[FetchedShards]:
         """What fetches shards, if any source is at an address."""
         return list(dict.fromkeys(part.remote.fetched for part in self.parts if part.remote))
