@@ -285,6 +285,7 @@ class OnlineMethod(RunConfig):
         if ranks.is_writer and self.rewards:
             panel = open_panel(self.rewards, self.grading, reserved=RESERVED, open_rater=open_rater)
         engine: LocalEngine | ServerEngine | None = None
+        environments: EnvironmentPool | None = None
         try:
             without = [] if panel is None else self._rows_without_answer(panel, rows)
             if config.engine == "local":
@@ -315,6 +316,8 @@ class OnlineMethod(RunConfig):
         except BaseException:
             if panel is not None:
                 panel.close()
+            if environments is not None:
+                environments.close()
             if isinstance(engine, ServerEngine):
                 engine.close()
             raise
@@ -417,9 +420,8 @@ class OnlineMethod(RunConfig):
 
     def _code(self) -> list[Path]:
         """Files of the user's code that are named."""
-        environment = self.rollout.environment
-        named = [environment.name or "", *environment.tools]
-        files = [home_path(name.rpartition(":")[0]) for name in named if ":" in name]
+        named = self.rollout.environment.code
+        files = [home_path(name.rpartition(":")[0]) for name in named]
         return [*files_of(self.rewards), *files]
 
     @property

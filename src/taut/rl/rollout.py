@@ -296,9 +296,11 @@ class RolloutWorker:
         return Rollout(groups, left_out, generating, judging)
 
     def close(self) -> None:
-        """Close rewards and engine."""
+        """Close rewards, environments and engine."""
         if self.panel is not None:
             self.panel.close()
+        if self.environments is not None:
+            self.environments.close()
         if isinstance(self.engine, ServerEngine):
             self.engine.close()
 

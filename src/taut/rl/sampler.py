@@ -346,7 +346,10 @@ def _open(
     """Begin a trajectory with these messages; None: with the row's. ``rendered``: the ids of messages that were
     rendered before.
     """
-    first = path.row.prompt if messages is None else messages
+    first = path.row.prompt
+    if messages is not None:
+        follows = getattr(path.environment, "follows_prompt", False)
+        first = joined(first, messages) if follows and not isinstance(first, str) else messages
     if isinstance(first, str):
         raise DataError(
             f"{path.row.place}: the prompt is a text, and an environment speaks in messages; expected messages; give "
@@ -369,6 +372,17 @@ def _open(
     path.limit = most if environments.context is None else min(most, environments.context)
     if len(path.ids) >= path.limit:
         path.fail(f"the prompt has {len(path.ids):,} tokens and the context is {path.limit:,}")
+
+
+def joined(prompt: Sequence[Message], messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages after the prompt's. Two texts of the user become one, for templates that take turns strictly."""
+    last, first = prompt[-1], messages[0]
+    contents = [message["content"] for message in (last, first) if message["role"] == "user"]
+    texts = [content for content in contents if isinstance(content, str)]
+    if len(texts) == 2:
+        both = {**last, "content": "\n\n".join(texts)}
+        return (*prompt[:-1], both, *messages[1:])
+    return (*prompt, *messages)
 
 
 def _picture_key(picture: ImageRef) -> list[str]:
