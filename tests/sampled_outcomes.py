@@ -35,6 +35,6 @@ def outcomes_of(
         weights=weights or {},
         turn_ends=[torch.from_numpy(end_U - 1) for end_U in ends],
         turn_rewards=[torch.tensor([r for _, r in of], dtype=torch.float64) for of in turns],
-        ids=[np.full(1 + size, n) for n, size in enumerate(length_S.tolist())],
-        sampled_at=[1 + np.arange(size) for size in length_S.tolist()],
+        ids=[torch.full((1 + size,), n) for n, size in enumerate(length_S.tolist())],
+        sampled_at=[1 + torch.arange(size) for size in length_S.tolist()],
     )

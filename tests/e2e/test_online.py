@@ -230,8 +230,8 @@ def test_an_environment_of_one_s_own_rewards(model: Path, tmp_path: Path) -> Non
 
 
 def test_turns_are_charged_and_several_rewards_are_normalised(model: Path, tmp_path: Path) -> None:
-    """Twice rewards the second turn alone, so nothing is left for the whole path: without a discount both turns have one
-    advantage, and with one of 0 the first turn has none. gdpo normalises the environment's two rewards.
+    """Twice rewards the second turn alone, so nothing is left for the whole path: both turns have the same advantage,
+    and with a discount of 0 the first turn has none. gdpo normalises the environment's two rewards.
     """
     (tmp_path / "twice.py").write_text(TWICE)
     environment = {"rollout__environment__name": f"{tmp_path / 'twice.py'}:Twice"}

@@ -86,12 +86,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from taut.errors import ConfigError
-from taut.types import FinishReason, IntArray
+from taut.types import FinishReason
 
 Compare: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(reward_S, group_S) -> advantage_S: float64 [S], int64 [S] of any numbers."""
@@ -116,9 +115,9 @@ class Outcomes(NamedTuple):
     """int64 [U]: for each turn the index among the sampled tokens of its last one; ascending, the last is N - 1."""
     turn_rewards: Sequence[Tensor]
     """float64 [U]: the environment's reward for each turn, 0 where it gave none. It is a part of ``reward_S``."""
-    ids: Sequence[IntArray]
+    ids: Sequence[Tensor]
     """int64 [T]: prompt, sampled tokens and what others said between them."""
-    sampled_at: Sequence[IntArray]
+    sampled_at: Sequence[Tensor]
     """int64 [N]: ascending positions into ``ids`` of the sampled tokens."""
 
 
@@ -262,10 +261,10 @@ def tree(compare: Compare, outcomes: Outcomes) -> list[Tensor]:
     """A segment's tokens have the value of its node less that of the node before."""
     value_S = compare(outcomes.reward_S, outcomes.group_S).tolist()
     advantages = [torch.zeros(n, dtype=torch.float64) for n in outcomes.length_S.tolist()]
-    is_sampled = [
-        np.isin(np.arange(i.size), at)
-        for i, at in zip(outcomes.ids, outcomes.sampled_at, strict=True)
-    ]
+    tokens = []  # [T, 2]: each id, and whether it was sampled
+    for ids_T, at_N in zip(outcomes.ids, outcomes.sampled_at, strict=True):
+        is_sampled_T = torch.zeros_like(ids_T).index_fill(0, at_N, 1)
+        tokens.append(torch.stack([ids_T, is_sampled_T], 1))
 
     def mean_of(leaves: Sequence[int]) -> float:
         values = [value_S[leaf] for leaf in leaves]
@@ -276,19 +275,19 @@ def tree(compare: Compare, outcomes: Outcomes) -> list[Tensor]:
         nodes = [(members, 0, mean_of(members))]
         while nodes:
             leaves, start, before = nodes.pop()
-            first, value = leaves[0], mean_of(leaves)
-            stop = min(outcomes.ids[leaf].size for leaf in leaves)
+            value = mean_of(leaves)
+            stop = min(tokens[leaf].shape[0] for leaf in leaves)
             for leaf in leaves[1:]:
-                differs = outcomes.ids[leaf][start:stop] != outcomes.ids[first][start:stop]
-                differs |= is_sampled[leaf][start:stop] != is_sampled[first][start:stop]
-                stop = start + int(differs.argmax()) if differs.any() else stop
-            children: dict[tuple[int, bool], list[int]] = {}
+                differs_T = (tokens[leaf][start:stop] != tokens[leaves[0]][start:stop]).any(1)
+                stop = start + int(differs_T.int().argmax()) if differs_T.any() else stop
+            children: dict[tuple[int, ...], list[int]] = {}
             for leaf in leaves:
-                low, high = np.searchsorted(outcomes.sampled_at[leaf], [start, stop])
+                low, high = torch.searchsorted(
+                    outcomes.sampled_at[leaf], torch.tensor([start, stop])
+                )
                 advantages[leaf][low:high] = value - before
-                if stop < outcomes.ids[leaf].size:
-                    token = int(outcomes.ids[leaf][stop]), bool(is_sampled[leaf][stop])
-                    children.setdefault(token, []).append(leaf)
+                if stop < tokens[leaf].shape[0]:
+                    children.setdefault(tuple(tokens[leaf][stop].tolist()), []).append(leaf)
             nodes += [(child, stop, value) for child in children.values()]
     return advantages
 

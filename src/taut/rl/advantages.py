@@ -294,8 +294,8 @@ class PolicyCredit(Credit):
             weights=self.reward_weights,
             turn_ends=[end_U for end_U, _ in turns],
             turn_rewards=[scale.scaled(reward_U) for _, reward_U in turns],
-            ids=[t.ids_T for t in trajectories],
-            sampled_at=[t.sampled_at_N for t in trajectories],
+            ids=[torch.tensor(t.ids_T) for t in trajectories],
+            sampled_at=[torch.tensor(t.sampled_at_N) for t in trajectories],
         )
 
     def _is_silent(self, trajectory: Trajectory) -> bool:
