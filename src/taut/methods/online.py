@@ -33,7 +33,7 @@ from taut.methods.reference import ReferenceConfig
 from taut.models.load import context_length
 from taut.models.precision import DTYPES, compute_context, resolve_dtype
 from taut.rewards.panel import Panel, PanelConfig, open_panel
-from taut.rewards.registry import RewardSpec, files_of, files_read, require_judgeable
+from taut.rewards.registry import RewardSpec, files_of, files_read, models_of, require_judgeable
 from taut.rl.advantages import Credit
 from taut.rl.environment import EnvironmentPool, open_environments
 from taut.rl.monitors import RolloutMonitor, RolloutMonitorConfig
@@ -330,6 +330,7 @@ class OnlineMethod(RunConfig):
             seed=self.seed,
             ranks=ranks,
             is_judged=self.is_judged,
+            judges_together=bool(models_of(self.rewards)),
             is_useful=credit.is_useful,
             needs_one=credit.needs_one,
             settled=[*without, *self.rollout_decisions(panel, engine, environments)],
