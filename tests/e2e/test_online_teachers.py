@@ -94,8 +94,7 @@ def test_a_server_with_another_vocabulary_is_refused_before_anything_is_generate
             match=r"the server has 'What is' for the id .* expected the student's vocab",
         ):
             train(keys)
-    out = Path(keys["out"])
-    assert events(out, "rollout") == [] and not (out / "model").exists()
+    assert not Path(keys["out"]).exists()
 
 
 @pytest.mark.slow
