@@ -31,7 +31,7 @@ LENGTHS = "length."
 class Block:
     """The samples of rows that follow each other, on their way into a shard."""
 
-    arrays: Mapping[str, NDArray[Any]]
+    arrays: dict[str, NDArray[Any]]
     """As in an entry, with the length of each sample's part (``LENGTHS``) in place of offsets, without images."""
     media: Sequence[tuple[Media, ...]]
     """The images of each sample."""
@@ -92,10 +92,13 @@ class BlockBuilder:
 
 
 def joined(blocks: Sequence[Block], ends: Sequence[int] = ()) -> Entry:
-    """The entry of blocks that follow each other; one of them has samples. ``ends``: the tokens that end an answer."""
+    """The entry of blocks that follow each other; one of them has samples. ``ends``: the tokens that end an answer.
+
+    The arrays are taken out of the blocks, one after another, so that a shard is not held twice.
+    """
     names = dict.fromkeys(name for block in blocks for name in block.arrays)
     found = {
-        name: np.concatenate([block.arrays[name] for block in blocks if name in block.arrays])
+        name: np.concatenate([block.arrays.pop(name) for block in blocks if name in block.arrays])
         for name in names
     }
     arrays = {name: array for name, array in found.items() if not name.startswith(LENGTHS)}

@@ -519,6 +519,10 @@ class _Manifest(TypedDict):
     shards: Annotated[list[Listed], Field(min_length=1)]
 
 
+class _OtherFormat(ValueError):
+    """An entry is whole, and says other things than this version needs."""
+
+
 FAILURES = (OSError, ValueError, LookupError, TypeError, ArithmeticError, EOFError)
 """Errors of files that are not those that were written."""
 
@@ -549,10 +553,9 @@ def load(directory: Path, key: str) -> tuple[Shards | None, str]:
     if not (folder / MANIFEST).exists() and (folder / "meta.json").exists():
         return None, "the cached entry is of an older version"
     try:
-        raw = files.read_json(folder / MANIFEST, MANIFEST_LIMIT)
-        if raw.get("format", 1) != FORMAT:
-            return None, "the cached entry is of another version"
         metas = [shard["meta"] for shard in listed(directory, key)]
+    except _OtherFormat as error:
+        return None, str(error)
     except FAILURES as error:
         return None, f"the cached entry is damaged ({reason_of(error)})"
 
@@ -578,6 +581,8 @@ def load(directory: Path, key: str) -> tuple[Shards | None, str]:
 def listed(directory: Path, key: str) -> list[ListedShard]:
     """All that is noted of the shards of a source. Raises one of FAILURES."""
     raw = files.read_json(directory / key / MANIFEST, MANIFEST_LIMIT)
+    if isinstance(raw, dict) and "shards" in raw and raw.get("format", 1) != FORMAT:
+        raise _OtherFormat("the cached entry is of another version")
     shards = pydantic.TypeAdapter(_Manifest).validate_python(raw, strict=True)["shards"]
     found: list[ListedShard] = []
     for number, shard in enumerate(shards):
@@ -695,6 +700,7 @@ def save(directory: Path, key: str, entries_from: Callable[[int], Iterator[Entry
         num_finished = writer.num_rows
         for entry in entries_from(num_finished):
             writer.add(entry)
+            del entry  # while the next one is made
         writer.finish()
         return num_finished
     except (DataError, ModelError):

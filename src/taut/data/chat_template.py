@@ -52,6 +52,8 @@ SET_DAY = (
 """Beginning of a chat template that sets its date."""
 CODES = [f"%{flag}{letter}" for flag in ("-", "") for letter in "aAbBcdjmyYHIMSpUuVwWxXZ"] + ["%%"]
 """The codes of strftime formats."""
+NEAR = 100
+"""Characters at the end of a text in which its last special token is looked for."""
 RENDER = "taut.data.chat_text:render"
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 """Variables of a template that are not settings: each rendering has its own."""
@@ -71,6 +73,37 @@ class Text:
     is_rendering: bool
     pictures: tuple[Placed, ...] = field(default=(), compare=False)
     """The images that words in it stand for, in order. They do not change the ids."""
+
+
+class _Cut(NamedTuple):
+    """The ids of a text, cut from those of a longer one that begins with it: up to its last special token they are the
+    same, whatever follows.
+    """
+
+    mark: int
+    """The id of that token."""
+    number: int
+    """How many of it the text has."""
+    rest: Ids
+    """The ids after it."""
+
+    def of(self, ids: Ids) -> Ids:
+        at = -1
+        for _ in range(self.number):
+            at = ids.index(self.mark, at + 1)
+        return [*ids[: at + 1], *self.rest]
+
+
+def _overlap(text: str, other: str) -> bool:
+    """Whether one of two texts is in the other, or begins with an end of it. A text does not overlap with itself as a
+    whole.
+    """
+    if text == other:
+        return any(text.startswith(text[at:]) for at in range(1, len(text)))
+    if text in other or other in text:
+        return True
+    sizes = range(1, min(len(text), len(other)))
+    return any(text.endswith(other[:n]) or other.endswith(text[:n]) for n in sizes)
 
 
 Wanted: TypeAlias = tuple[Sequence[Message], Sequence[Tool], Mapping[str, Any], bool]
@@ -137,6 +170,8 @@ class Template:
         if variables:
             self.require_variables(variables, self._key_of_variables)
             self.template = with_defaults(str(self.template), variables)
+        self._ends: dict[str, Ids] = {}
+        """Special tokens with the text after them that ends a prompt -> their ids."""
         self._ahead: dict[_Key, str] = {}
         """Texts that ``writing_ahead`` had written."""
         self.day: datetime.date | None = None
@@ -398,23 +433,100 @@ class Template:
         return str(directory / file) if file else f"of {directory}"
 
     def encode(self, texts: Iterable[Text]) -> dict[Text, Ids]:
-        """The ids of each text; one call of the tokenizer for each kind of text."""
+        """The ids of each text; one call of the tokenizer for each kind of text.
+
+        A rendering with which the one before it begins, as a prompt with which its row does, is cut from that where it
+        can be (``_Cut``).
+        """
         unique = list(dict.fromkeys(texts))
         ids_of: dict[Text, Ids] = {}
+        cuts: dict[Text, tuple[Text, _Cut]] = {}
         for is_rendering in (True, False):
-            group = [text for text in unique if text.is_rendering == is_rendering]
+            group, whole = list[Text](), None
+            for text in (text for text in unique if text.is_rendering == is_rendering):
+                if whole and whole.text.startswith(text.text) and (cut := self._cut(text.text)):
+                    cuts[text] = whole, cut
+                    continue
+                group.append(text)
+                whole = text if is_rendering else None
             if not group:
                 continue
             with self._panics_as_model_errors():
-                encoded = self.tokenizer(
-                    [text.text for text in group],
-                    add_special_tokens=not is_rendering,
-                    return_attention_mask=False,
-                    return_token_type_ids=False,
-                    verbose=False,
-                )
-            ids_of.update(zip(group, encoded["input_ids"], strict=True))
+                encoded = self._encoded([text.text for text in group], specials=not is_rendering)
+            ids_of.update(zip(group, encoded, strict=True))
+        ids_of |= {text: cut.of(ids_of[whole]) for text, (whole, cut) in cuts.items()}
         return ids_of
+
+    def _cut(self, text: str) -> _Cut | None:
+        """Where the ids of a longer text are cut for those of ``text``, with which it begins; None: it cannot be said.
+
+        The backend takes special tokens out of a text before anything else, and encodes what is between them apart.
+        """
+        if not self._is_backend_alone or self.tokenizer.split_special_tokens:
+            return None
+        near, first = text[-NEAR:], max(len(text) - NEAR, 0)
+        at, mark = max(((near.rfind(mark), mark) for mark in self._marks), default=(-1, ""))
+        if at < 0:
+            return None
+        end = text[first + at :]
+        if end not in self._ends:
+            self._ends = {} if len(self._ends) > 1000 else self._ends
+            (self._ends[end],) = self._encoded([end], specials=False)
+        index, *rest = self._ends[end]
+        assert index == self._marks[mark], "a special token is taken whole"
+        return _Cut(index, text.count(mark), rest)
+
+    @cached_property
+    def _marks(self) -> dict[str, int]:
+        """Special tokens that the template writes at which every text is taken apart, and their ids: those that take no
+        white space around them along, and overlap with no other token that was added.
+        """
+        try:
+            probe = self.apply(PROBE, (), "the chat template").text
+        except RenderError:
+            return {}
+        added = self.tokenizer.added_tokens_decoder
+        contents = [token.content for token in added.values()]
+        return {
+            token.content: index
+            for index, token in added.items()
+            if token.special
+            and token.content in probe
+            and not (token.normalized or token.single_word or token.lstrip or token.rstrip)
+            and not any(_overlap(token.content, other) for other in contents)
+        }
+
+    def _encoded(self, texts: list[str], *, specials: bool) -> list[Ids]:
+        """The ids of texts of one kind: of the library's tokenizers those of its backend, without the offsets and masks
+        that the library has it make.
+        """
+        if self._is_backend_alone:
+            backend = self.tokenizer.backend_tokenizer
+            backend.no_truncation()
+            backend.no_padding()
+            backend.encode_special_tokens = bool(self.tokenizer.split_special_tokens)
+            encodings = backend.encode_batch_fast(texts, add_special_tokens=specials)
+            return [encoding.ids for encoding in encodings]
+        encoded = self.tokenizer(
+            texts,
+            add_special_tokens=specials,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        ids: list[Ids] = encoded["input_ids"]
+        return ids
+
+    @cached_property
+    def _is_backend_alone(self) -> bool:
+        """Whether the tokenizer's class does nothing to texts and ids but what its backend does."""
+        from transformers import PreTrainedTokenizerBase, TokenizersBackend
+
+        own: Any = type(self.tokenizer)
+        return (
+            own.__call__ is PreTrainedTokenizerBase.__call__
+            and own._encode_plus is TokenizersBackend._encode_plus
+        )
 
     def spans(self, text: Text) -> list[tuple[int, int]]:
         """The span [start, stop) of each token in the text; empty for added tokens."""
