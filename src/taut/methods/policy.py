@@ -285,6 +285,12 @@ class PolicyMethod(OnlineMethod):
                 "trained on as if the policy had sampled them; expected a correction; take "
                 f"{policy.section}.rollout_correction out, or rollout.dtype"
             )
+        if self.rollout.lag and policy.rollout_correction == "none":
+            raise ConfigError(
+                f"rollout.lag={self.rollout.lag} with {policy.section}.rollout_correction=none: answers of older "
+                "weights would be trained on as if those that train had sampled them; expected a correction by the "
+                f"engine's logprobs; take {policy.section}.rollout_correction out, or rollout.lag"
+            )
         if not self._is_apart:
             policy.require_no_auto()
 
@@ -306,11 +312,7 @@ class PolicyMethod(OnlineMethod):
     @property
     def _is_fresh(self) -> bool:
         """Whether a rollout is sampled from the current policy and trained on once."""
-        return (
-            self.rollout.updates == 1
-            and not self.rollout.asynchronous
-            and not self.rollout.replay_groups
-        )
+        return self.rollout.updates == 1 and not self.rollout.lag and not self.rollout.replay_groups
 
     def loss(self) -> PolicyGradient:
         return self.policy.make_loss(
