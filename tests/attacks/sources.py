@@ -218,7 +218,7 @@ add(
     r"""
     int main() {
       for (const char* path : {"/usr/bin/g++", "/usr/bin/gcc", "/usr/bin/as", "/usr/bin/ld", "/usr/include/stdio.h",
-                               "/bin/sh", "/usr/bin/env", "program.cpp", "/tmp/program.cpp", "program.o"})
+                               "/bin/sh", "/usr/bin/env", "program.cpp", "../tmp/program.cpp", "program.o"})
         attempt(path, can_open(path, O_RDONLY));
       DIR* folder = opendir("/tmp");
       for (dirent* entry; (entry = readdir(folder));)

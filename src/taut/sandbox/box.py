@@ -51,8 +51,8 @@ class Sandbox:
         """``packages``: folders that programs may import from. ``files``: what else they may read."""
         self._packages = tuple(str(home_path(package).resolve()) for package in packages)
         readable = walls.readable(self._packages)
-        more = (file for file in files if not any(map(Path(file).is_relative_to, readable)))
-        self._readable = [*readable, *more]
+        others = (file for file in files if not any(map(Path(file).is_relative_to, readable)))
+        self._readable = [*readable, *others]
         self._has_namespaces = mechanism.name != "landlock"
         is_root = os.getuid() == 0
         self._stays_root = not self._has_namespaces and not all(map(walls.is_open, self._readable))
