@@ -143,6 +143,20 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("grpo", {"grpo.pass_k": 5, "grpo.advantage": "pass_at_k"}, r"grpo\.pass_k=5 and rollout\.n=4"),
     ("grpo", {"grpo.pass_k": 2}, r"found grpo\.pass_k=2, which nothing reads"),
+    (
+        "grpo",
+        {"grpo.advantage": "gdpo", "shaping.clip": 1.0},
+        r"gdpo normalises each reward by itself, and shaping\.clip shapes their sum",
+    ),
+    (
+        "grpo",
+        {
+            "grpo.advantage_level": "turn",
+            "rollout.environment.name": "tools",
+            "rollout.environment.tools": ["calculator"],
+        },
+        r"advantage_level=turn charges .*, and tools gives no rewards",
+    ),
     ("grpo", {"grpo.kl_in": "reward"}, r"found grpo\.kl_in=reward, which nothing reads"),
     (
         "ppo",

@@ -22,12 +22,12 @@ and the model's is that at temperature 1. The kind decides which fields of a com
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from heapq import heappop, heappush
 from queue import SimpleQueue
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
@@ -427,15 +427,18 @@ class ServerEngine:
 
 
 class Stream:
-    """Completions as they are asked for, one by one, at most ``server.concurrency`` of them under way. Used by one
-    thread; ``put`` is called from another with the key of a completion that may be taken.
+    """Completions as they are asked for, one by one, at most ``server.concurrency`` of them under way: those of the
+    lowest priority number first, then those that were asked for first. Used by one thread; ``put`` is called from
+    another with the key of a completion that may be taken.
     """
 
     def __init__(
         self, engine: ServerEngine, sampling: Sampling, put: Callable[[int], object]
     ) -> None:
         self._engine, self._sampling, self._put = engine, sampling, put
-        self._waiting: deque[tuple[int, Prompt, int]] = deque()
+        self._waiting: list[tuple[int, int, int, Prompt, int]] = []
+        """A heap of (priority, how many were asked for before, key, prompt, index)."""
+        self._num_asked = 0
         self._under_way: dict[int, tuple[Prompt, int, Future[Any]]] = {}
 
     @property
@@ -443,12 +446,13 @@ class Stream:
         """Whether a completion was asked for and not taken."""
         return bool(self._waiting or self._under_way)
 
-    def ask(self, key: int, prompt: Prompt, index: int = 0) -> None:
+    def ask(self, key: int, prompt: Prompt, index: int = 0, *, priority: int = 0) -> None:
         """Ask for the completion number ``index`` of a prompt. Raises DataError and EngineError for what cannot be
         asked.
         """
         self._engine.require_possible([prompt], self._sampling)
-        self._waiting.append((key, prompt, index))
+        heappush(self._waiting, (priority, self._num_asked, key, prompt, index))
+        self._num_asked += 1
         self._fill()
 
     def take(self, key: int) -> Completion:
@@ -467,7 +471,7 @@ class Stream:
 
     def _fill(self) -> None:
         while self._waiting and len(self._under_way) < self._engine.config.concurrency:
-            key, prompt, index = self._waiting.popleft()
+            _, _, key, prompt, index = heappop(self._waiting)
             future = self._engine.start(prompt, index, self._sampling)
             self._under_way[key] = prompt, index, future
             future.add_done_callback(partial(self._say, key))

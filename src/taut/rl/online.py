@@ -382,6 +382,7 @@ class Online:
         rollout = self._taken[1]
         self.monitor.require_rewards(rollout.all_groups, step)
         groups, seconds = rollout.rewarded, 0.0
+        self.credit.require_usable(groups)
         samples: list[TrainSample] = []
         of_credit: dict[str, float] = {}
         if groups:
