@@ -322,6 +322,8 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 TOP_IDS, TOP_LOGP = "top_ids", "top_logp"
 """Streams [N, k]: a teacher's likeliest tokens at each target, and their log-probabilities."""
+TEACHER_LOGP = "teacher_logp_N"
+"""Stream [N]: a teacher's log-probability of each target."""
 
 
 class Divergence(NamedTuple):

@@ -220,7 +220,14 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
         {"distill.teacher": None, "distill.top_logprobs": "a", "distill.divergence": "forward"},
         r"distill\.top_logprobs=a: a file knows nothing of completions",
     ),
-    ("gkd", {"distill.tail": "bucket"}, r"distill\.tail=bucket: a file knows nothing"),
+    ("gkd", {"distill.tail": "bucket"}, r"distill\.tail=bucket has no effect without distill\.url"),
+    ("gkd", {"distill.top": 5}, r"distill\.top is set without distill\.url"),
+    ("gkd", {"distill.url": "http://a/v1"}, r"distill\.teacher and distill\.url are both set"),
+    (
+        "gkd",
+        {"distill.teacher": None, "distill.url": "http://a/v1", "distill.temperature": 2.0},
+        r"distill\.temperature=2 with distill\.tail=bucket",
+    ),
     ("gkd", {"distill.sft_weight": 1.0}, r"distill\.sft_weight=1 weighs the data's own answers"),
     (
         "best_of_n",
