@@ -310,6 +310,12 @@ class PolicyMethod(OnlineMethod):
                 "trained on as if the policy had sampled them; expected a correction; take "
                 f"{policy.section}.rollout_correction out, or rollout.dtype"
             )
+        if self.rollout.lag and policy.rollout_correction == "none":
+            raise ConfigError(
+                f"rollout.lag={self.rollout.lag} with {policy.section}.rollout_correction=none: answers of older "
+                "weights would be trained on as if those that train had sampled them; expected a correction by the "
+                f"engine's logprobs; take {policy.section}.rollout_correction out, or rollout.lag"
+            )
         if not self._is_apart:
             policy.require_no_auto()
         if policy.old_logprobs == "engine":
@@ -320,7 +326,7 @@ class PolicyMethod(OnlineMethod):
         key, rollout = f"{self.policy.section}.old_logprobs=engine", self.rollout
         limit = self.rollout_monitor.max_logprob_difference
         older = {
-            "rollout.asynchronous=true": rollout.asynchronous,
+            f"rollout.lag={rollout.lag}": bool(rollout.lag),
             f"rollout.replay_groups={rollout.replay_groups}": bool(rollout.replay_groups),
             f"rollout.replay_from={rollout.replay_from}": self.is_replayed,
             f"rollout.dtype={rollout.dtype}": rollout.dtype is not None,
@@ -362,11 +368,7 @@ class PolicyMethod(OnlineMethod):
     @property
     def _is_fresh(self) -> bool:
         """Whether a rollout is sampled from the current policy and trained on once."""
-        return (
-            self.rollout.updates == 1
-            and not self.rollout.asynchronous
-            and not self.rollout.replay_groups
-        )
+        return self.rollout.updates == 1 and not self.rollout.lag and not self.rollout.replay_groups
 
     def loss(self) -> PolicyGradient:
         return self.policy.make_loss(
