@@ -980,15 +980,20 @@ def _require_offsets(
 def _require_within(
     offsets: NDArray[Any], bounds: NDArray[Any], at: NDArray[Any], name: str, *, first: int
 ) -> None:
-    """Require positions that ascend inside each sample, from ``first`` on."""
+    """Require positions that ascend inside each sample, from ``first`` on. Of ascending ones the first and the last say
+    whether all are inside.
+    """
     for begin in range(0, len(offsets) - 1, BLOCK):
         end = min(begin + BLOCK, len(offsets) - 1)
-        counts = np.diff(bounds[begin : end + 1])
-        positions = at[bounds[begin] : bounds[end]].astype(np.int64)
-        sample = np.repeat(np.arange(end - begin), counts)
-        lengths = np.diff(offsets[begin : end + 1])
-        is_next = np.diff(sample, prepend=-1) == 0
-        is_ascending = np.diff(positions, prepend=-1) > 0
-        is_inside = (positions >= first) & (positions < lengths[sample])
-        if not (is_inside & (is_ascending | ~is_next)).all():
+        bounds_S, lengths_S = (
+            bounds[begin : end + 1] - bounds[begin],
+            np.diff(offsets[begin : end + 1]),
+        )
+        positions = np.asarray(at[bounds[begin] : bounds[end]])
+        has_any_S = np.diff(bounds_S) > 0
+        starts, stops = bounds_S[:-1][has_any_S], bounds_S[1:][has_any_S]
+        is_ascending = positions[1:] > positions[:-1]
+        is_ascending[starts[1:] - 1] = True
+        is_inside = (positions[starts] >= first) & (positions[stops - 1] < lengths_S[has_any_S])
+        if not (is_ascending.all() and is_inside.all()):
             raise ValueError(f"{name} has a position outside its sample, or out of order")
