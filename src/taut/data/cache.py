@@ -47,6 +47,7 @@ DataError that names it. Neither is ever used. Does not know how a key is made (
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -60,7 +61,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, overload
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, overload
 
 import numpy as np
 import pydantic
@@ -820,7 +821,7 @@ class _Writer:
             reason = getattr(error, "strerror", None) or error
             raise OutputError(
                 f"the cache {self.directory} cannot be written: {reason}; expected a directory with space; set "
-                "data.cache or TAUT_CACHE"
+                "data.cache or TAUT_CACHE, or another out"
             ) from None
 
 
@@ -831,7 +832,7 @@ def _write(folder: Path, entry: Entry) -> Listed:
     for name, array in entry.arrays.items():
         path = folder / f"{name}.npy"
         with path.open("wb") as file:
-            np.save(file, np.asarray(array, dtype=ARRAYS.get(name, (None,))[0]))
+            _save(file, np.asarray(array, dtype=ARRAYS.get(name, (None,))[0]))
             file.flush()
             os.fsync(file.fileno())
         digests[name] = files.digest(path)
@@ -847,6 +848,16 @@ def _write(folder: Path, entry: Entry) -> Listed:
     }
     files.write_text(folder / "meta.json", json.dumps(meta))
     return _listed(folder)
+
+
+def _save(file: IO[bytes], array: NDArray[Any]) -> None:
+    """``np.save``, which loses the reason where the disk takes a part of the bytes."""
+    try:
+        np.save(file, array)
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise OSError(errno.ENOSPC, f"the disk takes no more ({error} bytes)") from None
 
 
 def _listed(folder: Path) -> Listed:
