@@ -23,6 +23,7 @@ from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
 from taut.rl.advantages import (
     Credit,
+    EntropyTarget,
     Gae,
     KlPenalty,
     PolicyCredit,
@@ -168,6 +169,29 @@ def test_an_adaptive_penalty_learns_when_it_is_told_to_and_is_remembered() -> No
     assert other.remember() == state
 
 
+def test_the_entropy_coefficient_follows_what_was_sampled_and_is_remembered() -> None:
+    """Paths of logprobs -1, -2 and -1, -2, -3 have an entropy of 9/5. Of a target of 2 the bonus is on, and rises; of
+    one of 1.5 it is off, and falls to 0 at last.
+    """
+    every = paths([[1.0, 0.0]])
+    for target, first, states in ((2.0, 0.02, [0.05, 0.08]), (1.5, 0.0, [0.0, 0.0])):
+        made = policy(entropy=EntropyTarget(target, 0.03, 0.02))
+        given = assign(made, every, said(every))
+        assert given.metrics["entropy_sampled"] == pytest.approx(9 / 5)
+        assert {s.values["entropy_coef"] for s in given.trees[0].samples} == {first}
+        assert given.metrics["entropy_coef"] == first
+        assert made.remember()["entropy_coef"] == 0.02
+        for state in states:
+            made.learn(groups_of(every), given.metrics)
+            assert made.remember()["entropy_coef"] == pytest.approx(state)
+        other = policy(entropy=EntropyTarget(target, 0.03, 0.02))
+        other.recall(json.loads(json.dumps(made.remember())))
+        assert other.remember() == made.remember()
+        other.recall({"scale": [0, 0.0, 0.0], "coef": 0.0})  # of a checkpoint that has none
+        assert other.remember()["entropy_coef"] == made.remember()["entropy_coef"]
+    assert not assign(policy(), every, said(every)).trees[0].samples[0].values
+
+
 def test_a_critic_charges_each_token_and_a_cut_path_gets_its_reward_alone() -> None:
     every = paths([[1.0, 1.0]], a1="length")
     made = policy(estimate=Gae(1.0, 1.0, is_whitened=False))
@@ -260,6 +284,21 @@ def test_credit_by_turns_needs_rewards_of_turns() -> None:
     by_turns().require_usable([Group((of_turns(every[0].trajectories[0], (1, 0.0)),))])
     by_turns().require_usable([])
     policy().require_usable(every)
+
+
+def test_where_the_engine_is_the_old_policy_nothing_is_scored_and_nothing_may_be_missing() -> None:
+    """Nor for a penalty in the reward, which takes the engine's logprobs for the policy's: -1, -2, ... less -1.5."""
+    every = paths([[1.0, 1.0]])
+    made = policy(has_old=True, is_bypassed=True, penalty=KlPenalty(0.5))
+    assert not made.wants.logp and policy(has_old=True).wants.logp
+    given = assign(made, every, said(every, ref_logp_N=-1.5))
+    assert "old_logp_N" not in given.trees[0].samples[0].streams
+    assert given.metrics["kl"] == pytest.approx((0.5 - 0.5 + 0.5 - 0.5 - 1.5) / 5)
+    made.require_usable(groups_of(every))
+    every[1].logp_N[1] = np.nan
+    with pytest.raises(CheckFailed, match=r"gave no logprobs for 1 completions, such as a#1"):
+        made.require_usable(groups_of(every))
+    policy(has_old=True).require_usable(groups_of(every))
 
 
 def test_several_rewards_have_the_weights_of_the_configuration() -> None:
