@@ -29,10 +29,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
 from queue import SimpleQueue
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
-from pydantic import Field
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.config import Decision, configclass
@@ -48,16 +47,16 @@ from taut.inference.engine import (
 )
 from taut.inference.vllm_client import (
     ABOVE_ZERO,
-    PUSHED,
     Answer,
     Endpoint,
+    EndpointConfig,
     LogProbs,
-    Models,
     Rendered,
     VllmServer,
     checked,
     no_ids,
     parsed,
+    served,
 )
 from taut.inference.weight_sync import PROBE, PROBE_TOKENS, Sync, SyncConfig, Trained, how_to_start
 from taut.train.distributed import Ranks
@@ -78,21 +77,9 @@ Kind: TypeAlias = Literal["raw", "processed", "unknown", "none"]
 
 
 @configclass
-class ServerConfig:
+class ServerConfig(EndpointConfig):
     """An OpenAI-compatible endpoint that takes token ids (vLLM)."""
 
-    name: str | None = None
-    """The model's name there; by default the only one it serves."""
-    api_key_env: str | None = None
-    """Name of the environment variable that holds the API key; none is sent by default."""
-    timeout: Annotated[float, Field(gt=0)] = 120.0
-    """Seconds a request may take."""
-    retries: Annotated[int, Field(ge=0)] = 5
-    """How often a request that failed in transit, or that the server was too busy for, is sent again."""
-    backoff: Annotated[float, Field(ge=0)] = 0.5
-    """Seconds before it is sent again for the first time; they double each time."""
-    concurrency: Annotated[int, Field(ge=1)] = 32
-    """Requests under way at a time."""
     sync: SyncConfig = SyncConfig()
 
 
@@ -129,32 +116,9 @@ class ServerEngine:
 
         ``section``: the configuration's section with ``url`` and ``config``; by default that of a training run.
         """
-        endpoint = Endpoint(
-            url,
-            key=config.api_key_env,
-            timeout=config.timeout,
-            retries=config.retries,
-            backoff=config.backoff,
-            section=section,
-        )
+        endpoint = Endpoint.of(url, config, section)
         try:
-            served = parsed(Models, endpoint.ask("models")).data
-            cards = [card for card in served if card.id == config.name or PUSHED not in card.id]
-            names = ", ".join(card.id for card in cards) or "none"
-            if config.name is not None:
-                card = next((card for card in cards if card.id == config.name), None)
-            else:
-                card = cards[0] if len(cards) == 1 else None
-            if card is None and config.name is None:
-                raise EngineError(
-                    f"server: {endpoint.url} serves {len(cards)} models ({names}); expected one, or to be told which; "
-                    f"set {section}server.name"
-                )
-            if card is None:
-                raise EngineError(
-                    f"server: {endpoint.url} serves {names}; expected {section}server.name={config.name}; set it to a "
-                    "name that is served"
-                )
+            card = served(endpoint, config.name)
             texts = Texts(tokenizer, stop_ids)
             engine = cls(endpoint, texts, config, card.id, "none", context, card.max_model_len)
             return replace(engine, kind=engine._probe())

@@ -39,6 +39,7 @@ from taut.rl.environment import EnvironmentPool, open_environments
 from taut.rl.monitors import RolloutMonitor, RolloutMonitorConfig
 from taut.rl.online import Online
 from taut.rl.rollout import RESERVED, RolloutConfig, RolloutSource, RolloutWorker
+from taut.rl.teachers import Teachers
 from taut.sandbox import shared
 from taut.train.distributed import Ranks
 from taut.train.trainer import Monitor, StepSource, Trainer
@@ -148,6 +149,10 @@ class OnlineMethod(RunConfig):
         """The Credit, which makes trees to train on of judged completions. It has state: one for each run."""
         raise NotImplementedError
 
+    def teachers_opener(self, inputs: Inputs) -> Callable[[], Teachers] | None:
+        """What opens the teachers that score rollouts before they are trained on; None: there are none."""
+        return None
+
     def loss_decisions(self) -> list[Decision]:
         """The settings of the loss that were chosen automatically, with reasons."""
         return []
@@ -237,6 +242,7 @@ class OnlineMethod(RunConfig):
             get_trainer=get_trainer,
             roles=models.roles if self.scores_reference_first else (),
             open_worker=worker,
+            open_teachers=self.teachers_opener(inputs),
         )
 
     @cached_property

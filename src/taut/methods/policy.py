@@ -33,6 +33,7 @@ from taut.methods.aux_models import AuxModels
 from taut.methods.online import OnlineMethod, require_live_reference
 from taut.methods.preference import require_valid_loss
 from taut.methods.reference import ReferenceConfig
+from taut.rewards.registry import listed
 from taut.rl.advantages import Gae, KlPenalty, PolicyCredit, ShapingConfig
 
 PolicyLoss: TypeAlias = Literal["clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "reinforce"]
@@ -299,6 +300,11 @@ class PolicyMethod(OnlineMethod):
         raise NotImplementedError
 
     @property
+    def charges_turns(self) -> bool:
+        """Whether turns are charged with the rewards of an environment's steps, which then have to be there."""
+        return False
+
+    @property
     def _is_apart(self) -> bool:
         """Whether the engine computes otherwise than the trainer."""
         return self.rollout.engine == "server" or self.rollout.dtype is not None
@@ -341,6 +347,8 @@ class PolicyMethod(OnlineMethod):
             temperature=self.rollout.temperature,
             has_old=not self._is_fresh,
             penalty=penalty,
+            reward_weights={spec.metric: spec.weight for spec in listed(self.rewards)},
+            needs_turn_rewards=self.charges_turns,
         )
 
     @property

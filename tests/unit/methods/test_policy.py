@@ -192,6 +192,11 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
         r"grpo: found rollout_correction_level=token with loss=gmpo, .*; expected geometric or sequence",
     ),
     (("pass_k=3",), r"grpo.pass_k=3, which nothing reads; expected advantage=pass_at_k"),
+    (("turn_discount=0.5",), r"grpo.turn_discount=0.5, .*; expected advantage_level=turn"),
+    (
+        ("advantage_level=turn", "advantage=tree"),
+        r"grpo.advantage_level=turn, which nothing reads; expected advantage=group or mean or rloo",
+    ),
 ]
 
 
