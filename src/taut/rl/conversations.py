@@ -60,6 +60,11 @@ class Question:
     parent: Answer | None
     """The answer that it goes on from; None: the first request of a conversation."""
 
+    @property
+    def root(self) -> Question:
+        """The first request of its conversation."""
+        return self if self.parent is None else self.parent.question.root
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Answer:
@@ -148,6 +153,10 @@ class Conversations:
         answer = Answer(question, completion, message, num_calls, history)
         self.answers.append(answer)
         return answer
+
+    def forget(self) -> None:
+        """Forget the newest answer: nobody was there to get it."""
+        self.answers.pop()
 
     def paths(self) -> list[Path]:
         """Every path from a root to a leaf, the one with the newest answer first, then in the order of their leaves."""
