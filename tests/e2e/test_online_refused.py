@@ -145,6 +145,20 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
     ("grpo", {"grpo.pass_k": 2}, r"found grpo\.pass_k=2, which nothing reads"),
     (
         "grpo",
+        {"grpo.old_logprobs": "engine"},
+        r"old_logprobs=engine takes .*max_logprob_difference=0\.5 lets them differ by more than 0\.1",
+    ),
+    (
+        "ppo",
+        {
+            "ppo.old_logprobs": "engine",
+            "rollout_monitor.max_logprob_difference": 0.05,
+            "rollout.replay_groups": 2,
+        },
+        r"ppo\.old_logprobs=engine with rollout\.replay_groups=2: .* other weights",
+    ),
+    (
+        "grpo",
         {"grpo.advantage": "gdpo", "shaping.clip": 1.0},
         r"gdpo normalises each reward by itself, and shaping\.clip shapes their sum",
     ),
