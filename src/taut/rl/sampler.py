@@ -102,6 +102,8 @@ class Trajectory:
     """Conversations that an agent began."""
     num_edited: int = 0
     """Those that begin as an earlier one, whose history the agent has edited."""
+    part: int = 0
+    """Which of ``parts`` it is; 0: it is whole."""
     rollout: int = 0
     """The number of its rollout, from 0."""
     verdict: Verdict = NO_VERDICT
@@ -110,7 +112,26 @@ class Trajectory:
     @property
     def name(self) -> str:
         """Unique in a run."""
-        return f"{self.row.id}#{self.index} of rollout {self.rollout + 1}"
+        part = f", branch {self.part}" if self.part else ""
+        return f"{self.row.id}#{self.index} of rollout {self.rollout + 1}{part}"
+
+    @property
+    def parts(self) -> list[Trajectory]:
+        """It and its branches, as trajectories of one path each: what is trained on."""
+        branches = [
+            replace(
+                self,
+                part=number,
+                branches=(),
+                media=(),
+                ids_T=branch.ids_T,
+                sampled_at_N=branch.sampled_at_N,
+                logp_N=branch.logp_N,
+                version_N=branch.version_N,
+            )
+            for number, branch in enumerate(self.branches, 1)
+        ]
+        return [self, *branches]
 
     @property
     def has_reward(self) -> bool:
