@@ -16,10 +16,10 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from tests.unit.commands.test_score import chat, messages, save_reward, theirs
 from transformers import AutoModelForTokenClassification
 
-from taut.commands.http_server import listen
 from taut.commands.serve_reward import ServeReward, build_app
 from taut.config import fields_of, from_mapping
 from taut.errors import ConfigError
+from taut.inference.http_server import listen
 from taut.inference.reward_model import Batcher, JudgeUse, open_judge, open_rater
 from taut.models.reward_model import NewHead
 from taut.rewards import Answered, RewardSpec, open_panel
