@@ -453,9 +453,12 @@ def test_an_entry_of_an_older_version_is_made_again(source: str, tmp_path: Path)
     assert load(source, tmp_path / "c").report.is_cached
 
 
-def test_a_limit_in_the_middle_of_an_array_is_one_line(source: str, tmp_path: Path) -> None:
+def test_a_limit_in_the_middle_of_an_array_is_one_line(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "SHARD_BYTES", 2**28)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, limits[1]))
     try:
         with pytest.raises(OutputError, match=r"the disk takes no more .*; set data\.cache"):
             load(source, tmp_path / "c")
