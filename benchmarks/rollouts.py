@@ -12,8 +12,8 @@ environments, feeds and rollouts are the real ones of a run; only the server, th
 
 Compared in one run, with the same times for the same turns and answers:
 
-    together    the next turns of all trajectories are asked for at once, and the slowest is waited for; judged after the
-                last trajectory
+    together    the next turns of all trajectories are asked for at once, and the slowest is waited for; judged after
+                the last trajectory
     apart       each trajectory goes on as soon as its answer is there
     lag=k       that, each group judged as soon as it is finished, and with k above 0 while the training goes on
     bound       what no order can be faster than: the longest trajectory alone, or all times by the places there are; of
