@@ -29,8 +29,6 @@ MESHES: dict[str, tuple[int, dict[str, int]]] = {
 }
 """name -> ranks, keys."""
 FIXED = {"steps": 2, "contract.prompts": 0, "check": "off"}
-PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
-"""Adapted where experts are divided, which no adapter is made for."""
 
 
 def runs_of(name: str, place: Path) -> dict[str, dict[str, Any]]:
@@ -43,8 +41,6 @@ def runs_of(name: str, place: Path) -> dict[str, dict[str, Any]]:
     for method, given in METHODS.items():
         for trained, lora in ADAPTERS.items():
             keys = keys_of(name, method, model, place / "data") | given | lora | FIXED
-            if lora and "moe" in name:
-                keys["lora.targets"] = PROJECTIONS
             runs[f"{method}, {trained}"] = keys
     return runs
 
@@ -73,26 +69,27 @@ def test_ranks_that_compute_together_equal_one_process(name: str, tmp_path: Path
             require_same(out, tmp_path / "one" / out.name, out.name)
 
 
-def test_a_checked_run_of_a_pair_equals_one_process_and_goes_on_in_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", ["a pair", pytest.param("two pairs", marks=pytest.mark.parallel)])
+def test_a_checked_run_equals_one_process_and_goes_on_in_it(mesh: str, tmp_path: Path) -> None:
     """With checks, held-out loss, a norm inside the heads, experts, and what is saved compared."""
-    todo = []
+    todo, (num_ranks, divided) = [], MESHES[mesh]
     for name, trained in (("qwen3_moe", "full"), ("qwen3", "lora")):
         model = save_model(tmp_path / name, name, dtype=torch.float64)
         keys = keys_of(name, "sft", model, tmp_path / "data") | ADAPTERS[trained]
         keys |= {"steps": 2, "contract.prompts": 1, "checkpoint.every": 1}
         train(keys | {"out": str(tmp_path / "one" / trained)})
-        todo.append(keys | {"out": str(tmp_path / "pair" / trained), "parallel.tensor": 2})
-    by_ranks(tmp_path, todo, 2)
+        todo.append(keys | {"out": str(tmp_path / "pairs" / trained)} | divided)
+    by_ranks(tmp_path, todo, num_ranks)
     for keys, trained in zip(todo, ("full", "lora"), strict=True):
-        pair, one = tmp_path / "pair" / trained, tmp_path / "one" / trained
-        require_same(pair, one, trained)
-        failed = [event["name"] for event in events(pair, "check") if event["outcome"] == "failed"]
+        pairs, one = tmp_path / "pairs" / trained, tmp_path / "one" / trained
+        require_same(pairs, one, trained)
+        failed = [event["name"] for event in events(pairs, "check") if event["outcome"] == "failed"]
         assert not failed
-        shutil.rmtree(pair / "checkpoints" / "step-000002")
-        shutil.rmtree(pair / "model")  # as if it had been killed before its end
+        shutil.rmtree(pairs / "checkpoints" / "step-000002")
+        shutil.rmtree(pairs / "model")  # as if it had been killed before its end
         train(keys | {"parallel.tensor": 1, "resume": True})
-        assert events(pair, "resume")[0]["from_step"] == 1
-        require_same(pair, one, trained)
+        assert events(pairs, "resume")[0]["from_step"] == 1
+        require_same(pairs, one, trained)
 
 
 @pytest.mark.parametrize(

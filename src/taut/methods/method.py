@@ -305,6 +305,8 @@ class RunConfig:
                 "save.merged=false without adapters (lora.rank=0, no lora.adapter): there would be nothing to save; "
                 "expected a LoRA run; set lora.rank, or remove save.merged"
             )
+        if self.parallel.tensor > 1:
+            self._require_divisible_layers()
         if self.frozen_dtype == "checkpoint" and not self.stores_frozen:
             why = (
                 "lora.dora=true reads them" if self.lora.dora else "without adapters there are none"
@@ -328,8 +330,6 @@ class RunConfig:
                 "parallel.cpu_offload=true with optim.name=muon: its iteration would run on the host's processor, for "
                 "minutes a step; expected optim.name=adamw; take one out"
             )
-        if self.parallel.tensor > 1:
-            self._require_divisible_layers()
         if not self.has_rewards:
             self.eval.answers.require_rewards()
         noise = {

@@ -9,8 +9,10 @@ Adapters are whole on every rank (``divide_adapters``). Next to a layer that is 
 own outputs of B A x; next to one that is divided by inputs, its inputs' share of A x, which is summed. Gradients of A
 and B are whole again.
 
-A module that the plan leaves out is whole, and each rank computes all of it. A model whose plan divides no layer, or
-divides one in a way that is not in ``STYLES``, is refused: what is summed wrongly shows only in the numbers.
+A module that the plan leaves out is whole, and each rank computes all of it. So are fused experts: the plan would give
+a rank two stretches of rows of each, of the gate's and of the up projection's, and the parts that a checkpoint is made
+of are single boxes. A model whose plan divides no layer, or divides one in a way that is not in ``STYLES``, is refused:
+what is summed wrongly shows only in the numbers.
 """
 
 from __future__ import annotations
@@ -32,8 +34,7 @@ if TYPE_CHECKING:
 
 STYLES = (
     *("colwise", "rowwise", "replicated_with_grad_allreduce"),
-    *("colwise_gather_output", "rowwise_split_input", "packed_colwise", "moe_tp_experts"),
-    "local_params",
+    *("colwise_gather_output", "rowwise_split_input", "local_params"),
 )
 """The library's ways to divide a module. tests/invariants/test_meshes.py holds them to one process's numbers."""
 RULES = {
@@ -44,7 +45,7 @@ RULES = {
         "model.layers.*.self_attn": "local_params",
     }
 }
-"""Model type -> rules that the library's plan lacks. Experts without a rule are computed by every rank."""
+"""Model type -> rules that the library's plan lacks."""
 KEY = "parallel.tensor"
 
 
@@ -65,6 +66,8 @@ def divide_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
     library: Any = model
     rules = {**(library.tp_plan or {}), **RULES.get(model.config.model_type, {})}
+    experts = tuple(name for name, style in rules.items() if style == "moe_tp_experts")
+    rules = {name: style for name, style in rules.items() if not name.startswith(experts)}
     inside = {id(module) for layer in architecture.layers(model) for module in layer.modules()}
     modules = dict(model.named_modules())
 
@@ -96,19 +99,13 @@ def divide_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def divide_adapters(model: nn.Module) -> None:
-    """Let the adapters of divided layers compute this rank's part. Raises ModelError for one that cannot."""
-    for name, module in model.named_modules():
+    """Let the adapters of divided layers compute this rank's part."""
+    for module in model.modules():
         if not hasattr(module, "lora_A"):
             continue
         adapted: Any = module
-        base = adapted.get_base_layer()
-        division = getattr(base, "division", None)
+        division = getattr(adapted.get_base_layer(), "division", None)
         if division is None:
-            if any(hasattr(p, "device_mesh") and p.device_mesh.ndim > 1 for p in base.parameters()):
-                raise ModelError(
-                    f"{KEY}: lora.targets adapts {name}, which is divided and no linear layer; expected linear layers; "
-                    "take it out of lora.targets"
-                )
             continue
         mesh, style = division
         (adapter,) = adapted.lora_A
