@@ -46,7 +46,7 @@ CAPABILITIES = {
         "peft", "0.21", "gives the factors of an expert's adapter without its weights"
     ),
     "tensor parallelism": Capability(
-        "transformers", "5.22", "divides a layer's weights before they are read"
+        "transformers", "5.23", "divides a layer's weights before they are read"
     ),
     "a model read from GGUF": Capability(
         "transformers", "5.18", "reads the special tokens of its tokenizer as they are"
