@@ -93,9 +93,9 @@ def divide_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             )
     apply_tensor_parallelism(model, mesh, plan)
     for name, style in plan.items():
-        module: Any = modules.get(name)
-        if isinstance(module, nn.Linear):
-            module.division = Division(mesh, style)
+        layer: Any = modules.get(name)
+        if hasattr(layer, "out_features"):
+            layer.division = Division(mesh, style)
 
 
 def divide_adapters(model: nn.Module) -> None:
