@@ -33,8 +33,8 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
     ("online_dpo", {"rollout.n": 1}, r"rollout\.n"),
     ("grpo", {"rollout.temperature": 0}, r"rollout\.temperature"),
     ("grpo", {"rollout.top_p": 0.9}, r"rollout\.top_p"),
-    ("grpo", {"rollout.url": "http://127.0.0.1:1/v1"}, r"rollout\.engine=local and rollout\.url"),
-    ("grpo", {"rollout.engine": "server"}, r"rollout\.engine=server and rollout\.url=None"),
+    ("grpo", {"rollout.urls": "http://127.0.0.1:1/v1"}, r"rollout\.engine=local and rollout\.urls"),
+    ("grpo", {"rollout.engine": "server"}, r"rollout\.engine=server and rollout\.urls=None"),
     (
         "grpo",
         {"rollout.server.timeout": 5.0},
@@ -44,7 +44,7 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
         "grpo",
         {
             "rollout.engine": "server",
-            "rollout.url": "http://127.0.0.1:1/v1",
+            "rollout.urls": "http://127.0.0.1:1/v1",
             "rollout.local.sequences": 2,
         },
         r"rollout\.local is set with rollout\.engine=server",
@@ -53,7 +53,7 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
         "grpo",
         {
             "rollout.engine": "server",
-            "rollout.url": "http://127.0.0.1:1/v1",
+            "rollout.urls": "http://127.0.0.1:1/v1",
             "rollout.dtype": "bfloat16",
         },
         r"rollout\.dtype=bfloat16 with rollout\.engine=server",
@@ -100,7 +100,7 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
         "grpo",
         {
             "rollout.engine": "server",
-            "rollout.url": "http://127.0.0.1:1/v1",
+            "rollout.urls": "http://127.0.0.1:1/v1",
             "rollout.asynchronous": True,
             "rollout.minibatches": 2,
             "rollout.max_staleness": 2,
@@ -250,7 +250,7 @@ FULL = {"prompt": "#" * 256, "answer": "1", "id": "l"}
             None,
             {
                 "rollout__engine": "server",
-                "rollout__url": "http://127.0.0.1:9/v1",
+                "rollout__urls": "http://127.0.0.1:9/v1",
                 "rollout__server__retries": 0,
             },
             "no answer",

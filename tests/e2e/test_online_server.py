@@ -49,7 +49,7 @@ def server(model: Path) -> Iterator[SamplingServer]:
 
 
 def keys_for(server: SamplingServer, model: Path, place: Path, **keys: Any) -> dict[str, Any]:
-    return keys_of("grpo", model, place, **{**COMMON, "rollout__url": server.url, **keys})
+    return keys_of("grpo", model, place, **{**COMMON, "rollout__urls": server.url, **keys})
 
 
 def phases() -> list[str]:
@@ -160,7 +160,7 @@ def test_a_server_that_fails_ends_the_run_which_goes_on(
     assert f"the state after step 2 is in {out}/checkpoints/step-000002" in str(failed.value)
     assert column(out, "step") == [1, 2]
     with serving(model) as other:
-        train({**keys, "rollout.url": other.url, "rollout.server.timeout": 5.0, "resume": True})
+        train({**keys, "rollout.urls": other.url, "rollout.server.timeout": 5.0, "resume": True})
     assert column(out, "step") == [1, 2, 3, 4]
     assert max(column(out, "engine/difference")) < 1e-5
 

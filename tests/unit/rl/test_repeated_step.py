@@ -27,7 +27,7 @@ def test_a_step_begun_again_for_want_of_memory_finds_its_roll_out(
     is_ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn, _, _ = worker(lambda name, index: f"{name} {index}", lambda one: len(one.text))
-    server = {"engine": "server", "url": "http://127.0.0.1:9/v1"}
+    server = {"engine": "server", "urls": "http://127.0.0.1:9/v1"}
     config = RolloutConfig(n=2, asynchronous=is_ahead, **(server if is_ahead else {}))  # type: ignore[arg-type]
     interrupts = SimpleNamespace(at_once=lambda ranks: nullcontext(), held=nullcontext)
     ranks = Ranks(0, 1, torch.device("cpu"))
@@ -69,7 +69,7 @@ def test_a_step_begun_again_for_want_of_memory_finds_its_roll_out(
 def test_weights_that_an_engine_has_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ahead of time the first rollout is of the weights there are: one push for it, and one for each after it."""
     drawn, engine, _ = worker(lambda name, index: f"{name} {index}", lambda one: len(one.text))
-    config = RolloutConfig(n=2, asynchronous=True, engine="server", url="http://127.0.0.1:9/v1")
+    config = RolloutConfig(n=2, asynchronous=True, engine="server", urls="http://127.0.0.1:9/v1")
     interrupts = SimpleNamespace(at_once=lambda ranks: nullcontext(), held=nullcontext)
     trainer: Any = SimpleNamespace(
         recorder=Recorder(),
