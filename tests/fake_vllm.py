@@ -137,14 +137,15 @@ class FakeServer:
             self.most = max(self.most, self.under_way)
         fault = self.faults(body, count) or Fault()
         time.sleep(fault.slow)
+        is_usual = not (fault.hangs_up or fault.status != 200 or fault.text)
+        choice = self.choice(body) if is_usual else {}
         with self.lock:
             self.under_way -= 1
         if fault.hangs_up:
             handler.close_connection = True
-        elif fault.status != 200 or fault.text:
+        elif not is_usual:
             _send(handler, fault.status, fault.text, fault.headers)
         else:
-            choice = self.choice(body)
             if fault.changes is not None:
                 fault.changes(choice)
             _send(handler, 200, json.dumps({"choices": [choice]}))

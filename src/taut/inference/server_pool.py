@@ -21,7 +21,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -300,25 +300,24 @@ class Pool:
 
     def _revive(self) -> None:
         """Try servers that were left out again, until the pool is closed."""
-        while not self._is_closed:
-            out = [
-                server
-                for server in self.servers
-                if isinstance(server.failure, NoAnswer | Restarted)
-            ]
-            self._wake.wait(TRIED_AGAIN if out else None)
-            self._wake.clear()
-            for server in self.servers:
-                if self._is_closed or not isinstance(server.failure, NoAnswer | Restarted):
-                    continue
-                try:
-                    self.revive(server)
-                    self.admit(server)
-                except EngineError as failure:
-                    if not self._is_closed:
+        with suppress(http.Closed):
+            while not self._is_closed:
+                self._wake.wait(TRIED_AGAIN if self._to_revive() else None)
+                self._wake.clear()
+                for server in self._to_revive():
+                    try:
+                        self.revive(server)
+                        self.admit(server)
+                    except EngineError as failure:
                         self._thread.start(_run, self._refuse, server, failure).result()
-                except http.Closed:
-                    return
+
+    def _to_revive(self) -> list[Server]:
+        """The servers that may come back by themselves."""
+        return [
+            server
+            for server in self.servers
+            if isinstance(server.failure, NoAnswer | Restarted) and not self._is_closed
+        ]
 
     def _refuse(self, server: Server, failure: EngineError) -> None:
         """A server that cannot be used yet, or not at all: then ``failure`` is what is wrong with it."""

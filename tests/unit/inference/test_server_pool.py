@@ -251,9 +251,11 @@ def test_adapters_go_to_every_server(folder: str) -> None:
 
 def test_a_server_of_another_tokenizer_is_refused_by_name() -> None:
     other = FakeServer(spell=lambda text: [*text.encode()][:5])
-    with pytest.raises(EngineError, match=r"same tokenizer; .*correct rollout\.urls") as caught:
-        with several([FakeServer(), other]):
-            pass
+    with (
+        pytest.raises(EngineError, match=r"same tokenizer; .*correct rollout\.urls") as caught,
+        several([FakeServer(), other]),
+    ):
+        pass
     assert other.url in str(caught.value)
 
 
