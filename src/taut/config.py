@@ -192,6 +192,8 @@ ELSEWHERE = {
         "*.clip_high": "clip_ratio_high epsilon_high",
         "*.dual_clip": "clip_ratio_c delta",
         "*.loss_aggregation": "loss_agg_mode",
+        "*.old_logprobs": "bypass_mode",
+        "*.rollout_correction_veto": "rollout_token_veto_threshold",
         "grpo.advantage": "adv_estimator advantage_estimator scale_rewards",
         "*.entropy_coef": "entropy_coeff",
         "ppo.gae_lambda": "gae_lambda lambd",

@@ -143,6 +143,34 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("grpo", {"grpo.pass_k": 5, "grpo.advantage": "pass_at_k"}, r"grpo\.pass_k=5 and rollout\.n=4"),
     ("grpo", {"grpo.pass_k": 2}, r"found grpo\.pass_k=2, which nothing reads"),
+    (
+        "grpo",
+        {"grpo.old_logprobs": "engine"},
+        r"old_logprobs=engine takes .*max_logprob_difference=0\.5 lets them differ by more than 0\.1",
+    ),
+    (
+        "ppo",
+        {
+            "ppo.old_logprobs": "engine",
+            "rollout_monitor.max_logprob_difference": 0.05,
+            "rollout.replay_groups": 2,
+        },
+        r"ppo\.old_logprobs=engine with rollout\.replay_groups=2: .* other weights",
+    ),
+    (
+        "grpo",
+        {"grpo.advantage": "gdpo", "shaping.clip": 1.0},
+        r"gdpo normalises each reward by itself, and shaping\.clip shapes their sum",
+    ),
+    (
+        "grpo",
+        {
+            "grpo.advantage_level": "turn",
+            "rollout.environment.name": "tools",
+            "rollout.environment.tools": ["calculator"],
+        },
+        r"advantage_level=turn charges .*, and tools gives no rewards",
+    ),
     ("grpo", {"grpo.kl_in": "reward"}, r"found grpo\.kl_in=reward, which nothing reads"),
     (
         "ppo",
@@ -192,7 +220,14 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
         {"distill.teacher": None, "distill.top_logprobs": "a", "distill.divergence": "forward"},
         r"distill\.top_logprobs=a: a file knows nothing of completions",
     ),
-    ("gkd", {"distill.tail": "bucket"}, r"distill\.tail=bucket: a file knows nothing"),
+    ("gkd", {"distill.tail": "bucket"}, r"distill\.tail=bucket has no effect without distill\.url"),
+    ("gkd", {"distill.top": 5}, r"distill\.top is set without distill\.url"),
+    ("gkd", {"distill.url": "http://a/v1"}, r"distill\.teacher and distill\.url are both set"),
+    (
+        "gkd",
+        {"distill.teacher": None, "distill.url": "http://a/v1", "distill.temperature": 2.0},
+        r"distill\.temperature=2 with distill\.tail=bucket",
+    ),
     ("gkd", {"distill.sft_weight": 1.0}, r"distill\.sft_weight=1 weighs the data's own answers"),
     (
         "best_of_n",

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeVar
 
 import anyio
@@ -98,6 +99,7 @@ class _Waiter:
 
     affinity: str
     homes: Homes
+    priority: int
     event: anyio.Event
     server: Server | None = None
 
@@ -112,7 +114,8 @@ class Pool:
         """Makes a server that was left out ready for requests. Raises EngineError where it cannot be used yet."""
         self.revives = True
         """Whether servers that were left out are tried again by themselves."""
-        self._waiting: dict[_Waiter, None] = {}
+        self._waiting: dict[int, dict[_Waiter, None]] = {}
+        """Requests that wait, by priority, in the order in which they came."""
         self._left_out: list[str] = []
         self._wake, self._is_closed = threading.Event(), False
         self._reviver: threading.Thread | None = None
@@ -146,24 +149,30 @@ class Pool:
         return taken
 
     def start(
-        self, affinity: str, homes: Homes, body: dict[str, Any], read: Callable[[Any], T]
+        self,
+        affinity: str,
+        homes: Homes,
+        priority: int,
+        body: dict[str, Any],
+        read: Callable[[Any], T],
     ) -> Future[tuple[T, int]]:
         """The future answer to a completion request, read by ``read``, and the version of the weights when it began.
-        ``body`` is sent with the model's name.
+        ``body`` is sent with the model's name; the lowest ``priority`` comes first.
         """
-        return self._thread.start(self._complete, affinity, homes, body, read)
+        return self._thread.start(self._complete, affinity, homes, priority, body, read)
 
     async def _complete(
         self,
         client: httpx2.AsyncClient,
         affinity: str,
         homes: Homes,
+        priority: int,
         body: dict[str, Any],
         read: Callable[[Any], T],
     ) -> tuple[T, int]:
         num_failures = 0
         while True:
-            server = await self._enter(affinity, homes)
+            server = await self._enter(_Waiter(affinity, homes, priority, anyio.Event()))
             serving, scope = server.serving, anyio.CancelScope()
             server.models[serving.model] += 1
             server.scopes.add(scope)
@@ -188,15 +197,14 @@ class Pool:
                 server.models[serving.model] -= 1
                 self._give_back(server)
 
-    async def _enter(self, affinity: str, homes: Homes) -> Server:
+    async def _enter(self, waiter: _Waiter) -> Server:
         """Wait for a server that takes another request."""
-        waiter = _Waiter(affinity, homes, anyio.Event())
-        self._waiting[waiter] = None
+        self._waiting.setdefault(waiter.priority, {})[waiter] = None
         self._deal()
         try:
             await waiter.event.wait()
         except BaseException:  # cancelled
-            self._waiting.pop(waiter, None)
+            self._waiting[waiter.priority].pop(waiter, None)
             if waiter.server is not None:
                 self._give_back(waiter.server)
             raise
@@ -212,7 +220,7 @@ class Pool:
         """Give waiting requests to servers that take some."""
         in_use, dealt = self.in_use, []
         is_over = not in_use and not any(server.is_returning for server in self.servers)
-        for waiter in self._waiting:
+        for waiter in chain(*(self._waiting[priority] for priority in sorted(self._waiting))):
             free = [
                 server
                 for server in in_use
@@ -227,7 +235,7 @@ class Pool:
                 waiter.server.num_under_way += 1
             dealt.append(waiter)
         for waiter in dealt:
-            del self._waiting[waiter]
+            del self._waiting[waiter.priority][waiter]
             waiter.event.set()
 
     async def _require_kept(

@@ -30,10 +30,9 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
-from pydantic import Field
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.config import Decision, configclass
@@ -50,17 +49,17 @@ from taut.inference.engine import (
 from taut.inference.server_pool import Homes, Pool, Server, Serving
 from taut.inference.vllm_client import (
     ABOVE_ZERO,
-    PUSHED,
     Answer,
     Choice,
     Endpoint,
+    EndpointConfig,
     LogProbs,
-    Models,
     Rendered,
     VllmServer,
     checked,
     no_ids,
     parsed,
+    served,
 )
 from taut.inference.weight_sync import PROBE, PROBE_TOKENS, Sync, SyncConfig, Trained, how_to_start
 from taut.io import http
@@ -84,21 +83,9 @@ Kind: TypeAlias = Literal["raw", "processed", "unknown", "none"]
 
 
 @configclass
-class ServerConfig:
-    """An OpenAI-compatible endpoint that takes token ids (vLLM)."""
+class ServerConfig(EndpointConfig):
+    """OpenAI-compatible endpoints that take token ids (vLLM)."""
 
-    name: str | None = None
-    """The model's name there; by default the only one it serves."""
-    api_key_env: str | None = None
-    """Name of the environment variable that holds the API key; none is sent by default."""
-    timeout: Annotated[float, Field(gt=0)] = 120.0
-    """Seconds a request may take."""
-    retries: Annotated[int, Field(ge=0)] = 5
-    """How often a request that failed in transit, or that the server was too busy for, is sent again."""
-    backoff: Annotated[float, Field(ge=0)] = 0.5
-    """Seconds before it is sent again for the first time; they double each time."""
-    concurrency: Annotated[int, Field(ge=1)] = 32
-    """Requests under way at a time, for each server."""
     sync: SyncConfig = SyncConfig()
 
 
@@ -336,14 +323,20 @@ class ServerEngine:
                 )
 
     def start(
-        self, prompt: Prompt, index: int, sampling: Sampling, affinity: str, homes: Homes
+        self,
+        prompt: Prompt,
+        index: int,
+        sampling: Sampling,
+        affinity: str,
+        homes: Homes,
+        priority: int,
     ) -> Future[tuple[Choice, int]]:
         """Send the request of a completion; its future answer, and the version of the weights when it began."""
         body = _body(prompt, sampling, room(prompt, sampling, self.model_context))
         body["stop_token_ids"] = sorted(self.texts.stop_ids) if self.sends_stops else []
         if sampling.temperature > 0:
             body["seed"] = stream_seed(sampling.seed, prompt.id, index)
-        return self.pool.start(affinity, homes, body, partial(_read, prompt))
+        return self.pool.start(affinity, homes, priority, body, partial(_read, prompt))
 
     def completion(
         self, prompt: Prompt, index: int, sampling: Sampling, answer: Future[tuple[Choice, int]]
@@ -427,47 +420,20 @@ def _opened(
     """Ask a server for its models, its tokenizer and the kind of its logprobs. Raises EngineError for one that cannot
     be used.
     """
-    openai = Endpoint(
-        url,
+    openai = Endpoint.of(url, config, section, url_key="urls", thread=thread)
+    card = served(openai, config.name)
+    at = openai.url.removesuffix("/v1")
+    control = Endpoint.of(at, config, section, url_key="urls", thread=thread)
+    root = Endpoint(
+        at,
         key=config.api_key_env,
-        timeout=config.timeout,
-        retries=config.retries,
+        timeout=config.sync.timeout,
+        retries=1,
         backoff=config.backoff,
         section=section,
+        url_key="urls",
         thread=thread,
-    )
-    served = parsed(Models, openai.ask("models")).data
-    cards = [card for card in served if card.id == config.name or PUSHED not in card.id]
-    names = ", ".join(card.id for card in cards) or "none"
-    if config.name is not None:
-        card = next((card for card in cards if card.id == config.name), None)
-    else:
-        card = cards[0] if len(cards) == 1 else None
-    if card is None and config.name is None:
-        raise EngineError(
-            f"server: {openai.url} serves {len(cards)} models ({names}); expected one, or to be told which; "
-            f"set {section}server.name"
-        )
-    if card is None:
-        raise EngineError(
-            f"server: {openai.url} serves {names}; expected {section}server.name={config.name}; set it to a "
-            "name that is served"
-        )
-    control, root = (
-        Endpoint(
-            openai.url.removesuffix("/v1"),
-            key=config.api_key_env,
-            timeout=timeout,
-            retries=retries,
-            backoff=config.backoff,
-            section=section,
-            thread=thread,
-            patience=patience,
-        )
-        for timeout, retries, patience in (
-            (config.timeout, config.retries, ["server.timeout", "server.retries"]),
-            (config.sync.timeout, 1, ["server.sync.timeout"]),
-        )
+        patience=["server.sync.timeout"],
     )
     kind = _kind(openai, card.id, texts)
     untold = _untold_tokenizer(openai, card.id, texts, card.max_model_len)
@@ -525,7 +491,7 @@ def _untold_tokenizer(
         raise EngineError(
             f"server: {endpoint.url} makes the ids {found[:8]} of {text[:8]!r}... and the model's tokenizer "
             f"{[*expected][:8]}; expected a server of the same tokenizer; serve the model's directory, or correct "
-            f"{endpoint.section}urls"
+            f"{endpoint.url_key}"
         )
     return ""
 
@@ -566,8 +532,9 @@ OF_A_PATH = re.compile(r"#\d+@\d+$")
 
 
 class Stream:
-    """Completions as they are asked for, one by one, at most ``server.concurrency`` of them under way at each server.
-    Used by one thread; ``put`` is called from another with the key of a completion that may be taken.
+    """Completions as they are asked for, one by one, at most ``server.concurrency`` of them under way at each server:
+    those of the lowest priority number first, then those that were asked for first. Used by one thread; ``put`` is
+    called from another with the key of a completion that may be taken.
     """
 
     def __init__(
@@ -582,7 +549,15 @@ class Stream:
         """Whether a completion was asked for and not taken."""
         return bool(self._asked)
 
-    def ask(self, key: int, prompt: Prompt, index: int = 0, affinity: str | None = None) -> None:
+    def ask(
+        self,
+        key: int,
+        prompt: Prompt,
+        index: int = 0,
+        *,
+        priority: int = 0,
+        affinity: str | None = None,
+    ) -> None:
         """Ask for the completion number ``index`` of a prompt. Raises DataError and EngineError for what cannot be
         asked.
 
@@ -591,7 +566,7 @@ class Stream:
         """
         self._engine.require_possible([prompt], self._sampling)
         affinity = OF_A_PATH.sub("", prompt.id) if affinity is None else affinity
-        future = self._engine.start(prompt, index, self._sampling, affinity, self._homes)
+        future = self._engine.start(prompt, index, self._sampling, affinity, self._homes, priority)
         self._asked[key] = prompt, index, future
         future.add_done_callback(partial(self._say, key))
 

@@ -32,7 +32,7 @@ import httpx2
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
-from taut.config import read_secret, read_url
+from taut.config import configclass, read_secret, read_url
 from taut.errors import EngineError, RequestRefused
 from taut.io import http
 from taut.types import FloatArray, IntArray, Prompt
@@ -47,8 +47,26 @@ class NoAnswer(EngineError):
     """A server that did not answer, however often it was asked."""
 
 
+@configclass
+class EndpointConfig:
+    """How an OpenAI-compatible endpoint is asked."""
+
+    name: str | None = None
+    """The model's name there; by default the only one it serves."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the API key; none is sent by default."""
+    timeout: Annotated[float, Field(gt=0)] = 120.0
+    """Seconds a request may take."""
+    retries: Annotated[int, Field(ge=0)] = 5
+    """How often a request that failed in transit, or that the server was too busy for, is sent again."""
+    backoff: Annotated[float, Field(ge=0)] = 0.5
+    """Seconds before it is sent again for the first time; they double each time."""
+    concurrency: Annotated[int, Field(ge=1)] = 32
+    """Requests under way at a time, at each server."""
+
+
 class Endpoint:
-    """An endpoint at ``url``. Its requests run on ``thread``, which its owner closes."""
+    """An endpoint at ``url``. ``close`` ends its thread and connections."""
 
     def __init__(
         self,
@@ -59,18 +77,49 @@ class Endpoint:
         retries: int,
         backoff: float,
         section: str,
-        thread: http.ClientThread,
+        url_key: str = "url",
+        thread: http.ClientThread | None = None,
         patience: Sequence[str] = ("server.timeout", "server.retries"),
     ) -> None:
-        """``section``: of the configuration, as in ``rollout.``; ``patience``: its keys that say how long to wait."""
-        self.section = section
+        """``section``: of the configuration, as in ``rollout.``; ``url_key``: its key with the URL; ``patience``: its
+        keys that say how long to wait. ``thread``: of several endpoints, whose owner closes it; None: one of its own.
+        """
+        self.section, self.url_key = section, f"{section}{url_key}"
         self._patience = " or ".join(f"{section}{key}" for key in patience)
-        self.url = read_url(url, f"{section}urls", f"{section}server.api_key_env")
+        self.url = read_url(url, self.url_key, f"{section}server.api_key_env")
         self._secret = read_secret(key, f"{section}server.api_key_env")
         self._headers = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
         self._limits = http.Limits(timeout, MAX_BYTES)
         self._retries = http.Retries(retries + 1, backoff, http.LONGEST_WAIT)
-        self._thread = thread
+        self._thread = thread or http.ClientThread()
+        self._own = None if thread is not None else self._thread
+
+    @classmethod
+    def of(
+        cls,
+        url: str,
+        config: EndpointConfig,
+        section: str,
+        *,
+        url_key: str = "url",
+        thread: http.ClientThread | None = None,
+    ) -> Endpoint:
+        """The endpoint that a section of the configuration names."""
+        return cls(
+            url,
+            key=config.api_key_env,
+            timeout=config.timeout,
+            retries=config.retries,
+            backoff=config.backoff,
+            section=section,
+            url_key=url_key,
+            thread=thread,
+        )
+
+    def close(self) -> None:
+        """End its own thread and all requests under way."""
+        if self._own is not None:
+            self._own.close()
 
     def start(self, path: str, body: dict[str, Any] | None = None) -> Future[Any]:
         """The future answer to a POST of ``body``, or to a GET without ``body``."""
@@ -95,7 +144,7 @@ class Endpoint:
         """The answer's JSON, or None unless ``is_json``; for coroutines of the thread."""
         place = f"{self.url}/{path}"
         endpoint = (
-            f"set {self.section}urls to OpenAI-compatible endpoints, as in http://127.0.0.1:8000/v1"
+            f"set {self.url_key} to OpenAI-compatible endpoints, as in http://127.0.0.1:8000/v1"
         )
         try:
             answer = await http.request_again(
@@ -130,7 +179,7 @@ class Endpoint:
             if 400 <= answer.status < 500 and answer.status not in (404, 405):
                 raise RequestRefused(refusal)
             raise EngineError(
-                f"{refusal}; expected an OpenAI-compatible endpoint; set {self.section}urls as in "
+                f"{refusal}; expected an OpenAI-compatible endpoint; set {self.url_key} as in "
                 "http://127.0.0.1:8000/v1"
             )
         if not is_json:
@@ -221,6 +270,23 @@ def parsed(kind: type[T], answer: Any) -> T:
             f"server: {place} in an answer is not as it should be ({first['msg']}); expected an OpenAI-compatible "
             "endpoint; serve the model with vLLM"
         ) from None
+
+
+def served(endpoint: Endpoint, name: str | None) -> Card:
+    """The model of this name that an endpoint serves; None: the only one. Raises EngineError where there is none."""
+    listed = parsed(Models, endpoint.ask("models")).data
+    cards = [card for card in listed if card.id == name or PUSHED not in card.id]
+    names, key = ", ".join(card.id for card in cards) or "none", f"{endpoint.section}server.name"
+    if name is None and len(cards) != 1:
+        raise EngineError(
+            f"server: {endpoint.url} serves {len(cards)} models ({names}); expected one, or to be told which; set {key}"
+        )
+    for card in cards:
+        if name in (None, card.id):
+            return card
+    raise EngineError(
+        f"server: {endpoint.url} serves {names}; expected {key}={name}; set it to a name that is served"
+    )
 
 
 def checked(choice: Choice, prompt: Prompt) -> tuple[list[int], FloatArray | None]:

@@ -82,6 +82,11 @@ class RewardSpec:
                 "remove one"
             )
 
+    @property
+    def metric(self) -> str:
+        """Name of its metric."""
+        return self.label or self.name.rpartition(":")[2]
+
 
 @dataclass(frozen=True)
 class Part:
@@ -139,7 +144,7 @@ def read_parts(
     """The rewards of a configuration. ``reserved``: names of other metrics, which no reward may have."""
     parts: list[Part] = []
     for spec in listed(rewards):
-        label = spec.label or spec.name.rpartition(":")[2]
+        label = spec.metric
         if label in reserved or label in [part.label for part in parts]:
             raise ConfigError(
                 f"found the reward {spec.name!r}, and there is another metric {label!r}; expected each name once; "

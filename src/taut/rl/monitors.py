@@ -138,6 +138,13 @@ def push_event(engine: Engine | None) -> dict[str, Any]:
     return event
 
 
+def warn_of_servers(event: Mapping[str, Any], step: int, emit: Callable[..., None]) -> None:
+    """Warn of each server that was left out since the last rollout. ``event``: the fields of ``push_event``."""
+    for reason in event.get("servers_left_out", ()):
+        detail = f"left out, {event['servers']} are in use; {reason}"
+        emit("warning", name="server", step=step, detail=detail)
+
+
 def best_and_worst(rollout: Rollout) -> list[Trajectory]:
     """The best and the worst trajectory of the group whose rewards differ most; none where none has a reward."""
     by_reward = [sorted(g.trajectories, key=lambda t: -t.reward) for g in rollout.rewarded]

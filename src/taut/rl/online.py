@@ -48,9 +48,24 @@ from taut.losses import Loss
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
 from taut.rl.advantages import Credit, TrainSample, as_tuple
-from taut.rl.monitors import RolloutMonitor, RolloutMonitorState, push_event, rollout_event
-from taut.rl.rollout import POLICY, Group, Rollout, RolloutConfig, RolloutSource, score_trees
+from taut.rl.monitors import (
+    RolloutMonitor,
+    RolloutMonitorState,
+    push_event,
+    rollout_event,
+    warn_of_servers,
+)
+from taut.rl.rollout import (
+    POLICY,
+    Group,
+    ModelScores,
+    Rollout,
+    RolloutConfig,
+    RolloutSource,
+    score_trees,
+)
 from taut.rl.sampler import Trajectory
+from taut.rl.teachers import Teachers
 from taut.train.log.events import to_json
 from taut.train.oom import require_room
 from taut.train.recorder import Recorder
@@ -281,6 +296,8 @@ class Online:
     """Models that score a rollout before it is trained on, such as a reference for a penalty in the reward."""
     open_worker: Callable[[], RolloutSource] | None = None
     """Opens engine, rewards and environment, or the rollouts of another run, when they are first needed."""
+    open_teachers: Callable[[], Teachers] | None = None
+    """Opens the teachers that score a rollout before it is trained on, where a method has some."""
     phase: Phase | None = field(default=None, init=False)
     replayed: list[TrainSample] = field(default_factory=list, init=False)
     """Groups that may be trained on again, newest first."""
@@ -305,6 +322,20 @@ class Online:
         """Engine, rewards and environment, opened; or recorded rollouts."""
         assert self.open_worker is not None, "rollouts need an engine"
         return self.open_worker()
+
+    @cached_property
+    def teachers(self) -> Teachers | None:
+        """The teachers, opened."""
+        return None if self.open_teachers is None else self.open_teachers()
+
+    def taught(self, scores: ModelScores, groups: Sequence[Group], step: int) -> dict[str, float]:
+        """Add what the teachers say of these groups to the scores; their metrics."""
+        if self.teachers is None:
+            return {}
+        streams, metrics = self.teachers.score(self.trainer, groups, step)
+        for name, of_trajectory in streams.items():
+            scores.setdefault(name, {}).update(of_trajectory)
+        return metrics
 
     def prepare(self, step: int) -> list[Tree]:
         """The trees of a step (counted from 1); the first of a phase generates its rollout. An empty list where no
@@ -347,8 +378,9 @@ class Online:
         return Cursor(step, self.order.cursor(phases).samples)
 
     def open(self) -> Sequence[Decision]:
-        """Open engine, rewards and environment."""
-        return self.worker.settled
+        """Open engine, rewards, environment and teachers."""
+        teachers = () if self.teachers is None else self.teachers.settled
+        return [*teachers, *self.worker.settled]
 
     @property
     def state(self) -> Online:
@@ -357,8 +389,10 @@ class Online:
         return self
 
     def close(self) -> None:
-        """Close engine, rewards and environment, if they were opened."""
+        """Close engine, rewards, environment and teachers, if they were opened."""
         self._ahead.close()
+        if (teachers := vars(self).get("teachers")) is not None:
+            teachers.close()
         if "worker" in vars(self):
             self.worker.close()
 
@@ -382,28 +416,33 @@ class Online:
         rollout = self._taken[1]
         self.monitor.require_rewards(rollout.all_groups, step)
         groups, seconds = rollout.rewarded, 0.0
+        self.credit.require_usable(groups)
         samples: list[TrainSample] = []
         of_credit: dict[str, float] = {}
         if groups:
             began = time.perf_counter()
             trees = self.credit.bare(self.credit.scored(groups))
             scores = score_trees(trainer, trees, self.credit.wants, self.roles, step)
+            of_teachers = self.taught(scores, groups, step)
             seconds = time.perf_counter() - began
             samples, of_credit = self.credit.assign(groups, scores)
+            of_credit |= of_teachers
         is_judged = self.worker.is_judged
         fields = rollout_event(
             rollout, samples, of_credit, version, self.config, is_judged=is_judged
         )
         self._record(trainer.recorder, step, rollout, samples)
         replayed = [sample for sample in self.replayed if self._is_young(sample.version, version)]
+        pushed = push_event(self.worker.engine)
         emit(
             "rollout",
             step=step,
             **fields,
             num_replayed=len(replayed),
             seconds_scoring=seconds,
-            **push_event(self.worker.engine),
+            **pushed,
         )
+        warn_of_servers(pushed, step, emit)
         self.monitor.look(step, fields, emit)
         if groups:
             self.credit.learn(groups, of_credit)
@@ -591,4 +630,5 @@ def dry_run(source: Online, trainer: Trainer, samples: Sequence[Sample]) -> list
         for group in groups
     ]
     scores = score_trees(trainer, trees, credit.wants, source.roles, 1)
+    source.taught(scores, groups, 1)
     return numbered([sample.tree for sample in credit.assign(groups, scores)[0]])

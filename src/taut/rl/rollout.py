@@ -8,8 +8,8 @@ phase and the round, so a restart needs no memory of them.
 ``RolloutSource`` is where rollouts come from: ``RolloutWorker`` generates them, ``Replay`` (replay.py) reads those that
 another run recorded.
 
-One rank judges for all, and calls the engine if it is a server. ``RolloutWorker`` touches no tensor, so it may run in a
-thread while the model trains.
+One rank judges for all, and asks the engine if it is a server: then each group is judged while others are generated
+(feed.py). ``RolloutWorker`` touches no tensor, so it may run in a thread while the model trains.
 
 ``score_trees`` then runs the trainer's own models: logprobs of the current policy and of the reference, values of the
 critic. Trajectories are packed, shared and dealt out to ranks as in a training step, without gradient; every rank
@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Literal, Protocol, TypeAlias, TypeVar, cast
@@ -41,6 +42,7 @@ from taut.losses.advantages import are_alike
 from taut.rewards.panel import Panel, Verdict
 from taut.rewards.verifier import Answered, Score
 from taut.rl.environment import EnvironmentConfig, EnvironmentPool
+from taut.rl.feed import Feed, Judge
 from taut.rl.sampler import NO_VERDICT, Trajectory, sample_trajectories
 from taut.train.distributed import Ranks
 from taut.train.trainer import Role, Trainer, on_device, plan_microbatches
@@ -248,6 +250,8 @@ class RolloutWorker:
     ranks: Ranks
     is_judged: bool = True
     """False: completions have no reward, and all are learned from."""
+    judges_together: bool = False
+    """Whether a rollout is judged after its last trajectory: a model in this process judges."""
     is_useful: Callable[[Group], bool] = lambda group: group.has_signal
     """Whether anything can be learned from a group."""
     needs_one: bool = False
@@ -268,15 +272,10 @@ class RolloutWorker:
             rows = distinct([self.prompts[index] for index in indices])
             sampling = self.config.sampling(seed_of(self.seed, phase, number))
             began = time.perf_counter()
-            sampled = sample_trajectories(self.engine, rows, sampling, self.environments)
-            generated = time.perf_counter()
-            verdicts = self._on_all_ranks(partial(self._judge, sampled))
+            trajectories, generated = self._sample(rows, sampling)
             generating += generated - began
             judging += time.perf_counter() - generated
-            judged = [
-                replace(trajectory, rollout=phase, verdict=verdict)
-                for trajectory, verdict in zip(sampled, verdicts, strict=True)
-            ]
+            judged = [replace(trajectory, rollout=phase) for trajectory in trajectories]
             size = self.config.n
             for at in range(0, len(judged), size):
                 group = Group(tuple(judged[at : at + size]))
@@ -297,11 +296,54 @@ class RolloutWorker:
         return Rollout(groups, left_out, generating, judging)
 
     def close(self) -> None:
-        """Close rewards and engine."""
+        """Close rewards, environments and engine."""
         if self.panel is not None:
             self.panel.close()
+        if self.environments is not None:
+            self.environments.close()
         if isinstance(self.engine, ServerEngine):
             self.engine.close()
+
+    def _sample(
+        self, rows: Sequence[PromptRow], sampling: Sampling
+    ) -> tuple[list[Trajectory], float]:
+        """The trajectories of these rows in their order, judged, and when the last of them was finished.
+
+        The writer asks a server, and judges each group as soon as it is finished. A model in this process judges all
+        together: how its batches are made up changes last bits.
+        """
+        if isinstance(self.engine, ServerEngine):
+            judge = None if self.judges_together else self._judge
+            sample = partial(self._feed, self.engine, rows, sampling, judge)
+            sampled, generated = self.engine.shared(sample, self.ranks)[0]
+            if judge is not None:
+                return sampled, generated
+        else:
+            sampled = sample_trajectories(self.engine, rows, sampling, self.environments)
+            generated = time.perf_counter()
+        verdicts = self._on_all_ranks(partial(self._judge, sampled))
+        judged = [replace(t, verdict=v) for t, v in zip(sampled, verdicts, strict=True)]
+        return judged, generated
+
+    def _feed(
+        self,
+        engine: ServerEngine,
+        rows: Sequence[PromptRow],
+        sampling: Sampling,
+        judge: Judge | None,
+    ) -> tuple[list[Trajectory], float]:
+        """The trajectories of these rows in their order, on the writer, and when the last of them was finished."""
+        if not self.ranks.is_writer:
+            return [], 0.0
+        with closing(Feed(engine, sampling, self.environments, judge)) as feed:
+            for number, row in enumerate(rows):
+                feed.ask(number, row)
+            groups: dict[int, list[Trajectory]] = {}
+            while feed.is_busy:
+                number, trajectories = feed.next()
+                groups[number] = trajectories
+        in_order = [trajectory for number in sorted(groups) for trajectory in groups[number]]
+        return in_order, feed.generated_at
 
     def _judge(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """A verdict for each trajectory; without a total where the engine or the environment failed."""
