@@ -126,7 +126,7 @@ class FakeServer:
             _send(handler, 404, json.dumps({"detail": "Not Found"}))
 
     def _complete(self, handler: BaseHTTPRequestHandler, body: Body) -> None:
-        if isinstance(body["prompt"], str):
+        if isinstance(body["prompt"], str) and "prompt_logprobs" not in body:
             told = {"prompt_token_ids": self.spell(body["prompt"]), "token_ids": [1]}
             _send(handler, 200, json.dumps({"choices": [told]}))
             return
