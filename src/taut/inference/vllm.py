@@ -216,6 +216,11 @@ class ServerEngine:
         self.sync.push(version)
 
     @property
+    def places(self) -> int:
+        """Requests that are sent at a time; more wait for one another."""
+        return self.config.concurrency * max(1, len(self.pool.in_use))
+
+    @property
     def context(self) -> int | None:
         """Tokens prompt and completion may have together."""
         limits = (self.model_context, self.served_context)
@@ -548,6 +553,11 @@ class Stream:
     def is_busy(self) -> bool:
         """Whether a completion was asked for and not taken."""
         return bool(self._asked)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a completion that is asked for now is begun at once."""
+        return len(self._asked) < self._engine.places
 
     def ask(
         self,

@@ -79,6 +79,8 @@ from taut.types import FloatArray, IntArray, Sample
 PROBE = "The quick brown fox jumps over the lazy dog. 12 x 3.5 = 42, so: what comes next?"
 """The text whose logprobs server and model must agree on."""
 PROBE_TOKENS = 32
+RETURNS = 0.01
+"""Seconds between two looks at whether a server has its weights again."""
 FILE_BYTES = 2 * 2**30
 """Approximate size of a file of weights; the CPU holds a copy of this size."""
 
@@ -243,7 +245,7 @@ class Sync:
         return self.proofs
 
     def hold(self) -> None:
-        """Before generation: check that the servers have the last push; push it again to one that was restarted. All
+        """Before generation: check that the servers have the last push; one that was restarted gets it again. All
         ranks then use the same servers.
         """
         ranks = self.trained.ranks
@@ -413,32 +415,24 @@ class Sync:
 
     def _hold(self) -> list[Serving | EngineError]:
         """What each server serves, or why it is left out."""
-        outcomes: list[Serving | EngineError] = []
-        with self._lock:
-            for server in self.pool.servers:
-                if self._last is None or isinstance(server.failure, NoAnswer):
-                    outcomes.append(server.failure or server.serving)
-                    continue
-                if server.failure is not None and not isinstance(server.failure, Restarted):
-                    outcomes.append(server.failure)
-                    continue
-                try:
-                    if server.failure is not None or not self._has(server):
-                        server.serving, _ = self._feed(server, self._last)
-                        self.restarts += 1
-                    outcomes.append(server.serving)
-                except EngineError as failure:
-                    outcomes.append(self.pool.named(server, failure))
-        return outcomes
-
-    def _has(self, server: Server) -> bool:
-        """Whether a server still has the last push, on the same base; False after a restart."""
-        if server.serving.workers:
+        for server in self.pool.in_use if self._last is not None else ():
             try:
-                require_held(server.vllm.workers(), server.serving, server.serving)
-            except Restarted:
-                return False
-        return self.mode == "full" or server.vllm.serves(server.serving.model)
+                self._require_held(server)
+            except EngineError as failure:
+                self.pool.leave_out(server, self.pool.named(server, failure))
+        while any(server.is_returning for server in self.pool.servers):
+            time.sleep(RETURNS)
+        return [server.failure or server.serving for server in self.pool.servers]
+
+    def _require_held(self, server: Server) -> None:
+        """Raise EngineError unless a server still has the last push, on the same base."""
+        serving = server.serving
+        if serving.workers:
+            require_held(server.vllm.workers(), serving, serving)
+        if self.mode == "adapter" and not server.vllm.serves(serving.model):
+            raise Restarted(
+                f"server: it has no model {serving.model} any more; it was started again"
+            )
 
     def _revive(self, server: Server) -> None:
         """Give a server that was left out the last push, once it answers again."""

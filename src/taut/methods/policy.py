@@ -34,7 +34,7 @@ from taut.methods.online import OnlineMethod, require_live_reference
 from taut.methods.preference import require_valid_loss
 from taut.methods.reference import ReferenceConfig
 from taut.rewards.registry import listed
-from taut.rl.advantages import Gae, KlPenalty, PolicyCredit, ShapingConfig
+from taut.rl.advantages import EntropyTarget, Gae, KlPenalty, PolicyCredit, ShapingConfig
 
 PolicyLoss: TypeAlias = Literal["clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "reinforce"]
 """The names of losses.policy.SURROGATES; a test holds them to it."""
@@ -122,7 +122,12 @@ class PolicyConfig:
     kl_target: Positive | None = None
     """For kl_in=reward: adapt kl_coef after each rollout to reach this KL per token, in nats (arXiv 1909.08593)."""
     entropy_coef: NotNegative = 0.0
-    """Entropy bonus coefficient."""
+    """Entropy bonus coefficient; with entropy_target the one at first."""
+    entropy_target: Positive | None = None
+    """Adapt the entropy coefficient after each rollout so that the entropy does not fall below this, in nats per token
+    (arXiv 2505.22312). The bonus is on in rollouts at or below the target."""
+    entropy_step: Positive = 0.005
+    """For entropy_target: how much the coefficient rises after a rollout below the target, and falls after others."""
     log_entropy: bool = False
     """Log the entropy, which costs one more pass over the logits; entropy_estimate is always logged."""
     rollout_correction: Literal["auto"] | CorrectionKind = "auto"
@@ -212,7 +217,8 @@ class PolicyConfig:
             is_bypassed=is_bypassed,
             correction=correction,
             kl=kl,
-            entropy_coef=self.entropy_coef,
+            entropy_coef=0.0 if self.entropy_target is not None else self.entropy_coef,
+            adapts_entropy=self.entropy_target is not None,
             entropy=self.log_entropy,
             critic=self.critic_term,
             temperature=temperature,
@@ -275,6 +281,7 @@ class PolicyConfig:
         yield Key("kl_estimator", in_loss, "kl_coef above 0 and kl_in=loss")
         yield Key("kl_gradient", in_loss, "kl_coef above 0 and kl_in=loss")
         yield Key("kl_target", has_kl and not in_loss, "kl_coef above 0 and kl_in=reward")
+        yield Key("entropy_step", self.entropy_target is not None, "entropy_target")
         for name in CORRECTING:
             yield Key(
                 name, self.rollout_correction != "none", "rollout_correction=truncated or masked"
@@ -303,6 +310,12 @@ class PolicyMethod(OnlineMethod):
                 "trained on as if the policy had sampled them; expected a correction; take "
                 f"{policy.section}.rollout_correction out, or rollout.dtype"
             )
+        if self.rollout.lag and policy.rollout_correction == "none":
+            raise ConfigError(
+                f"rollout.lag={self.rollout.lag} with {policy.section}.rollout_correction=none: answers of older "
+                "weights would be trained on as if those that train had sampled them; expected a correction by the "
+                f"engine's logprobs; take {policy.section}.rollout_correction out, or rollout.lag"
+            )
         if not self._is_apart:
             policy.require_no_auto()
         if policy.old_logprobs == "engine":
@@ -313,7 +326,7 @@ class PolicyMethod(OnlineMethod):
         key, rollout = f"{self.policy.section}.old_logprobs=engine", self.rollout
         limit = self.rollout_monitor.max_logprob_difference
         older = {
-            "rollout.asynchronous=true": rollout.asynchronous,
+            f"rollout.lag={rollout.lag}": bool(rollout.lag),
             f"rollout.replay_groups={rollout.replay_groups}": bool(rollout.replay_groups),
             f"rollout.replay_from={rollout.replay_from}": self.is_replayed,
             f"rollout.dtype={rollout.dtype}": rollout.dtype is not None,
@@ -355,11 +368,7 @@ class PolicyMethod(OnlineMethod):
     @property
     def _is_fresh(self) -> bool:
         """Whether a rollout is sampled from the current policy and trained on once."""
-        return (
-            self.rollout.updates == 1
-            and not self.rollout.asynchronous
-            and not self.rollout.replay_groups
-        )
+        return self.rollout.updates == 1 and not self.rollout.lag and not self.rollout.replay_groups
 
     def loss(self) -> PolicyGradient:
         return self.policy.make_loss(
@@ -379,7 +388,9 @@ class PolicyMethod(OnlineMethod):
         return AuxModels(self.reference if self.policy.kl_coef > 0 else None)
 
     def make_credit(self) -> PolicyCredit:
-        policy, penalty = self.policy, None
+        policy, penalty, entropy = self.policy, None, None
+        if policy.entropy_target is not None:
+            entropy = EntropyTarget(policy.entropy_target, policy.entropy_step, policy.entropy_coef)
         if policy.penalty_coef > 0:
             penalty = KlPenalty(policy.penalty_coef, policy.kl_target)
         return PolicyCredit(
@@ -391,6 +402,7 @@ class PolicyMethod(OnlineMethod):
             has_old=not self._is_fresh,
             is_bypassed=policy.old_logprobs == "engine",
             penalty=penalty,
+            entropy=entropy,
             reward_weights={spec.metric: spec.weight for spec in listed(self.rewards)},
             needs_turn_rewards=self.charges_turns,
         )
