@@ -18,7 +18,7 @@ from taut.data.order import START, Cursor
 from taut.data.prompts import PromptRow, PromptSet, load_prompt_set
 from taut.data.render import Renderer
 from taut.data.schema import Kind
-from taut.data.token_bytes import token_bytes
+from taut.data.token_bytes import pieces_of, token_bytes
 from taut.errors import ConfigError, DataError, EngineError
 from taut.evals.answers import EvalSampling
 from taut.evals.during import AnswersConfig
@@ -33,7 +33,14 @@ from taut.methods.reference import ReferenceConfig
 from taut.models.load import context_length
 from taut.models.precision import DTYPES, compute_context, resolve_dtype
 from taut.rewards.panel import Panel, PanelConfig, open_panel
-from taut.rewards.registry import RewardSpec, files_of, files_read, models_of, require_judgeable
+from taut.rewards.registry import (
+    RewardSpec,
+    charges_steps,
+    files_of,
+    files_read,
+    models_of,
+    require_judgeable,
+)
 from taut.rl.advantages import Credit
 from taut.rl.environment import EnvironmentPool, open_environments
 from taut.rl.monitors import RolloutMonitor, RolloutMonitorConfig
@@ -108,6 +115,11 @@ class OnlineMethod(RunConfig):
                 "single answer has none that its reward could differ from; expected rollout.n of 2 or more; raise it, "
                 "or take rollout.dynamic_sampling_rounds out"
             )
+        if self.rollout.difficulty_filter and not self.is_judged:
+            raise ConfigError(
+                f"rollout.difficulty_filter={self.rollout.difficulty_filter:g}: {self.command()} has no rewards that "
+                "could say which prompts teach nothing; expected a method with rewards; take it out"
+            )
         for name in self.unread_monitor_keys:
             if getattr(self.rollout_monitor, name) != getattr(RolloutMonitorConfig, name):
                 raise ConfigError(
@@ -143,6 +155,12 @@ class OnlineMethod(RunConfig):
                 "reward, or an environment that gives one; set rewards=exact_match"
             )
 
+        if charges_steps(self.rewards) and not (self.reads_turn_rewards or self.is_replayed):
+            raise ConfigError(
+                f"a reward has steps.charge=true, and {self.command()} charges whole answers; expected a method that "
+                "charges turns; use taut ppo, or taut grpo with grpo.advantage_level=turn, or take steps.charge out"
+            )
+
     # -- members of such a method
 
     def make_credit(self) -> Credit:
@@ -152,6 +170,11 @@ class OnlineMethod(RunConfig):
     def teachers_opener(self, inputs: Inputs) -> Callable[[], Teachers] | None:
         """What opens the teachers that score rollouts before they are trained on; None: there are none."""
         return None
+
+    @property
+    def reads_turn_rewards(self) -> bool:
+        """Whether turns, and steps of an answer, are charged with their own rewards."""
+        return False
 
     def loss_decisions(self) -> list[Decision]:
         """The settings of the loss that were chosen automatically, with reasons."""
@@ -307,6 +330,12 @@ class OnlineMethod(RunConfig):
                 rows=rows,
                 stop=config.stop,
             )
+            if config.environment.is_agent and not credit.takes_branches:
+                raise ConfigError(
+                    f"rollout.environment.name is {config.environment.name}, and what an agent asks may branch: all "
+                    "tokens of a trajectory have one advantage then; expected taut grpo with advantages of whole "
+                    "trajectories, not whitened, and no KL penalty in the reward; set those, or take an environment"
+                )
             # An environment that rewards a cut path itself: that reward would be replaced.
             if (
                 credit.bootstraps_cut
@@ -338,6 +367,7 @@ class OnlineMethod(RunConfig):
             judges_together=bool(models_of(self.rewards)),
             is_useful=credit.is_useful,
             needs_one=credit.needs_one,
+            pieces=pieces_of(inputs.renderer.tokenizer) if charges_steps(self.rewards) else None,
             settled=[*without, *self.rollout_decisions(panel, engine, environments)],
         )
 
@@ -403,6 +433,13 @@ class OnlineMethod(RunConfig):
             decisions += engine.decisions
         if panel is not None:
             decisions += panel.decisions
+        if self.rollout.oversample:
+            value = f"{self.rollout.oversample} more prompts asked than taken"
+            reason = (
+                "rollout.oversample; it favours short answers: compare oversample_tokens_mean, of those dropped, with "
+                "tokens_mean in the event rollout"
+            )
+            decisions.append(Decision("oversampling", value, reason))
         environment = self.rollout.environment
         if "python" in environment.tools:
             chosen = shared(remote=environment.remote).mechanism
