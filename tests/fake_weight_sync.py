@@ -139,8 +139,8 @@ class WeightServer(FakeServer):
         elif path == "/resume":
             self.runs.set()
             status, text = 200, json.dumps({"status": "resumed"})
-        elif path == "/reset_prefix_cache":  # as vLLM: not while a request has blocks
-            is_used = self.under_way > 0 and query != "reset_running_requests=true"
+        elif path == "/reset_prefix_cache":  # as vLLM: not while a frozen request has blocks
+            is_used = not self.runs.is_set() and query != "reset_running_requests=true"
             status, text = 200, json.dumps({"success": not (self.is_busy or is_used)})
         else:
             status, text = self._adapter(handler.path, body)
