@@ -339,6 +339,8 @@ def test_a_run_with_little_room_is_the_local_run(
     assert column(tmp_path / "here", "loss") == column(tmp_path / "there", "loss")
     folders = [path for path in (tmp_path / "cache" / "shards").iterdir() if path.is_dir()]
     assert len(folders) <= 2 < len(store.shards_asked)
+    (said,) = load(model, store.url, **{"data.fetched_gb": 2 * largest / 1e9}).report.decisions
+    assert said.endswith("GB are kept") and f"in {store.url}" in said
     message = fault(model, store.url, **{"data.fetched_gb": largest / 2e9})
     assert "the largest shard has" in message and "raise it" in message
 
