@@ -257,6 +257,28 @@ def test_a_shard_that_changed_is_told(model: Path, shards: Path) -> None:
     assert "taut-shards.json cannot be read" in fault(model, str(shards))
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"ids": ', '"../../ids": '),
+        ('"name": "', '"name": "../'),
+        ('"key": "', '"key": "../'),
+        ('"settings": {', '"settings": [], "old": {'),
+        ('"format": 1,', '"format": 2,'),
+    ],
+)
+def test_a_table_of_contents_that_is_not_ours_is_refused(
+    model: Path, shards: Path, store: Store, tmp_path: Path, old: str, new: str
+) -> None:
+    path = shards / "taut-shards.json"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    for train in (str(shards), store.url):
+        assert "taut-shards.json " in fault(model, train)
+    assert not list(tmp_path.glob("cache/shards")) and not store.shards_asked
+
+
 # -- at an address
 
 
