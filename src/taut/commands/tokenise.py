@@ -21,6 +21,11 @@ def tokenise(run: RunConfig) -> None:
             f"method={run.method} learns from completions that it generates, and its prompts are read again each "
             "time; expected a method that learns from answers in the data; leave the command out"
         )
+    if run.data.is_stream:
+        raise ConfigError(
+            "data.train is a stream, which a run tokenises as its rows come; expected files that are complete; leave "
+            "the command out, or take data.streaming out"
+        )
     ranks = distributed.start("cpu")
     inputs = load_inputs(run, ranks)
     if ranks.is_writer:

@@ -427,7 +427,7 @@ class _Meta(_Counts):
     """Array -> the digest of its file."""
 
 
-class _Listed(_Counts):
+class Listed(_Counts):
     """A shard in ``manifest.json``."""
 
     meta: str
@@ -439,7 +439,7 @@ class _Listed(_Counts):
 class _Manifest(TypedDict):
     """``manifest.json`` of a source."""
 
-    shards: Annotated[list[_Listed], Field(min_length=1)]
+    shards: Annotated[list[Listed], Field(min_length=1)]
 
 
 FAILURES = (OSError, ValueError, LookupError, TypeError, ArithmeticError, EOFError)
@@ -505,7 +505,7 @@ def load(directory: Path, key: str) -> tuple[Shards | None, str]:
     return shards, ""
 
 
-def _require_files(folder: Path, listed: _Listed) -> _Meta:
+def _require_files(folder: Path, listed: Listed) -> _Meta:
     """The meta.json of a shard whose files are there, in their sizes."""
     path = folder / "meta.json"
     content = files.read_regular(path, META_LIMIT)
@@ -607,7 +607,7 @@ class _Writer:
     def __init__(self, directory: Path, key: str) -> None:
         self.directory, self.target = directory, directory / key
         self.partial = directory / f"{key}{PARTIAL}"
-        self.listed: list[_Listed] = []
+        self.listed: list[Listed] = []
         self.temporary: TemporaryFolder | None = None
         self.lock: int | None = None
         """The descriptor of the locked file in ``partial``, if this process writes there."""
@@ -676,7 +676,7 @@ class _Writer:
 
     def _lock(self) -> bool:
         """Lock the directory of finished shards; not where another process has, or the file system has no locks."""
-        self.lock = _locked(self.partial)
+        self.lock = locked(self.partial)
         return self.lock is not None
 
     def _go_on(self) -> None:
@@ -713,7 +713,7 @@ class _Writer:
             ) from None
 
 
-def _write(folder: Path, entry: Entry) -> _Listed:
+def _write(folder: Path, entry: Entry) -> Listed:
     """Write a shard's files."""
     folder.mkdir()
     digests = {}
@@ -736,7 +736,7 @@ def _write(folder: Path, entry: Entry) -> _Listed:
     return _listed(folder)
 
 
-def _listed(folder: Path) -> _Listed:
+def _listed(folder: Path) -> Listed:
     """A shard on disk as its manifest lists it."""
     content = files.read_regular(folder / "meta.json", META_LIMIT)
     meta = pydantic.TypeAdapter(_Meta).validate_json(content, strict=True)
@@ -753,7 +753,7 @@ def _listed(folder: Path) -> _Listed:
     }
 
 
-def _locked(folder: Path) -> int | None:
+def locked(folder: Path) -> int | None:
     """The descriptor of the folder's file LOCK, locked; None where another process has it, or none can be had."""
     try:
         number = os.open(
@@ -775,7 +775,7 @@ def _remove_old(directory: Path) -> None:
     """Remove finished shards that no process has gone on from for KEPT_SECONDS."""
     for partial in directory.glob(f"*{PARTIAL}"):
         if time.time() - partial.stat().st_mtime > KEPT_SECONDS:
-            lock = _locked(partial)
+            lock = locked(partial)
             if lock is not None:
                 shutil.rmtree(partial, ignore_errors=True)
                 os.close(lock)
@@ -791,6 +791,16 @@ def forget(directory: Path, key: str) -> None:
             f"the cache entry {directory / key} cannot be replaced: {error.strerror}; expected a directory that can "
             "be written; set data.cache or TAUT_CACHE"
         ) from None
+
+
+def write_shard(folder: Path, entry: Entry) -> Listed:
+    """Write a shard that belongs to no source. Returns what ``read_shard`` needs to know it by."""
+    return _write(folder, entry)
+
+
+def read_shard(folder: Path, listed: Listed) -> Entry:
+    """A shard that ``write_shard`` wrote, after a look at each of its bytes. Raises one of FAILURES."""
+    return _open(folder, _require_files(folder, listed))
 
 
 # -- whether arrays are sound
