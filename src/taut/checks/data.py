@@ -864,8 +864,8 @@ def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
     The plan of the first epoch and of the first steps, made as training makes it. If the run generates, prompts are
     counted and a dry run is laid out.
 
-    An epoch has each sample as often as its weight says, a window of a stream once; of data too large for an array over their samples, this is
-    asked of the first steps. A step's micro-batches have exactly its samples: ids,
+    An epoch has each sample as often as its weight says, the first window of a stream once; of data too large for an
+    array over their samples, this is asked of the first steps. A step's micro-batches have exactly its samples: ids,
     positions, targets, weights and values, read back along what each token sees. Compared answers are in one
     micro-batch. None has more tokens than the budget, except for one sample, or one row of compared answers, alone.
     """

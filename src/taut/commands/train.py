@@ -672,8 +672,8 @@ def _interrupted(trainer: Trainer, signal: str, checkpoints: Checkpoints) -> Int
 def _stopped(built: Built, error: TautError, checkpoints: Checkpoints) -> TautError:
     """Save the last whole step of a failed run where its state is sound; returns the error that ends the run.
 
-    It is sound where memory, the engine, the rewards or a stream are at fault. Where training has diverged, checkpoints of
-    diverged weights lose their names.
+    It is sound where memory, the engine, the rewards or a stream are at fault. Where training has diverged, checkpoints
+    of diverged weights lose their names.
     """
     trainer, ranks, kept = built.trainer, built.trainer.ranks, ""
     is_outside = isinstance(

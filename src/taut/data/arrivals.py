@@ -7,10 +7,10 @@ another process needs to go on with the next one. It has the digest of the rows 
 those that were read are refused, and never trained on in their place.
 
 A file of a directory is taken once it is complete and all files before it, by name, have been taken. It is complete
-when its name is that of a data file and it has not changed for ``settle`` seconds; a file with another name, or one that
-begins with a dot or ``_``, is still being written. The file ``_SUCCESS`` says that no more files come. A file that is
-taken may be removed once it is read. A file that is written again, or that comes with a name before one that was taken,
-is a DataError. Which files were taken is remembered as long as they are in the directory.
+when its name is that of a data file and it has not changed for ``settle`` seconds; a file with another name, or one
+that begins with a dot or ``_``, is still being written. The file ``_SUCCESS`` says that no more files come. A file may
+be removed once it is read. One that is written again, or that comes with a name before one that was taken, is a
+DataError. Which files were taken is remembered as long as they are in the directory.
 
 Does not know what rows mean, or that they are tokenised (``stream.py``).
 """
@@ -21,10 +21,10 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from typing_extensions import TypedDict
 
@@ -36,6 +36,7 @@ from taut.errors import DataError, TautError, UserCodeError
 
 SUCCESS = "_SUCCESS"
 """The file that says that no more files come, as Hadoop and Spark write it."""
+T = TypeVar("T")
 ROWS = "rows"
 """What the rows of an iterable are called: ``rows:17``."""
 
@@ -147,8 +148,8 @@ class FolderRows:
                 break
             if name not in stamps:
                 raise DataError(
-                    f"{self._path(name)} came after {self._path(last)} had been taken; expected names that ascend, since "
-                    "rows are trained on in the order of names; rename it"
+                    f"{self._path(name)} came after {self._path(last)} had been taken; expected names that ascend, "
+                    "since rows are trained on in the order of names; rename it"
                 )
             if self._stamp(name) not in (stamps[name], None):
                 raise DataError(
@@ -250,9 +251,8 @@ class IterableRows:
     first rows are read and compared by their digest.
     """
 
-    taken: Taken = {"stamps": {}, "form": None}
-
     def __init__(self, iterable: Iterable[Any], position: Position = START) -> None:
+        self.taken: Taken = {"stamps": {}, "form": None}
         self.iterable: Any = iterable
         self._begin, self._rows, self._digest = position, position["rows"], position["digest"]
 
@@ -315,13 +315,13 @@ class IterableRows:
             return rows
         return iter(self.iterable)
 
-    def _asked(self, ask: Any) -> Any:
+    def _asked(self, ask: Callable[[], T]) -> T:
         """What the user's code answers. Raises UserCodeError where it fails."""
         try:
             return ask()
         except (StopIteration, TautError):
             raise
-        except Exception as error:  # noqa: BLE001 (the user's code may raise anything)
+        except Exception as error:
             raise UserCodeError(
                 f"{ROWS}:{self._rows + 1} of data.train: the iterable raised {type(error).__name__}: "
                 f"{' '.join(str(error).split())[:200]}; expected a row; correct it"

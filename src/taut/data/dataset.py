@@ -128,6 +128,7 @@ class DataConfig:
         require_apart(_sources_of(self, "train"), _sources_of(self, "eval"))
         if self.is_stream:
             self._require_streamable()
+        if self.is_stream or not self.train:
             return
         for key in ("window", "settle", "timeout"):
             if getattr(self, f"streaming_{key}") != getattr(DataConfig, f"streaming_{key}"):
@@ -139,7 +140,8 @@ class DataConfig:
     @property
     def is_stream(self) -> bool:
         """Whether data.train has no end: a directory that grows, or an iterable."""
-        return self.streaming or any(it.path == ITERABLE for it in _sources_of(self, "train"))
+        named = _sources_of(self, "train")
+        return bool(named) and (self.streaming or any(it.path == ITERABLE for it in named))
 
     def _require_streamable(self) -> None:
         """Raise ConfigError for settings that a stream does not have."""

@@ -256,7 +256,7 @@ class Recorder(Recorded):
         self._error: TautError | None = None
         with self._as_output_error():
             self.folder.mkdir(parents=True, exist_ok=True)
-            _remove_abandoned(self.folder.parent)
+            _remove_abandoned(self.folder.parent, self.folder)
             lock = cache.locked(self.folder)
             if lock is None:
                 raise OutputError(
@@ -326,6 +326,7 @@ class Recorder(Recorded):
                     self._condition.wait_for(lambda: self._is_closed, POLL)
                     continue
             self._arrived_at = time.monotonic()
+            read_any(row.record, f"{row.name}:{row.number}", self.recipe.columns)  # refused at once
             rows.append(row)
             if len(rows) == self.recipe.num_rows:
                 self._add(rows)
@@ -416,10 +417,10 @@ def _read_record(folder: Path) -> _Record | None:
         return None
 
 
-def _remove_abandoned(folder: Path) -> None:
-    """Remove the records of runs whose directory is gone."""
+def _remove_abandoned(folder: Path, own: Path) -> None:
+    """Remove the records of other runs whose directory is gone."""
     for path in folder.iterdir():
-        record = _read_record(path)
+        record = None if path == own else _read_record(path)
         if record is None or Path(record["out"]).exists():
             continue
         lock = cache.locked(path)
@@ -548,8 +549,8 @@ class Stream:
         windows = [w for w in self.windows if w["first"] < stop and w["first"] + w["size"] > start]
         if not windows or windows[0]["first"] > start:
             raise StreamError(
-                f"{self.recipe.path}: position {start:,} is before the oldest window that is recorded; expected those of "
-                "the newest checkpoint; resume from that one"
+                f"{self.recipe.path}: position {start:,} is before the oldest window that is recorded; expected the "
+                "newest checkpoint, from which on they are kept; resume from that one"
             )
         if self._data is None or [w["number"] for w in windows] != list(self._opened):
             opened = self._opened
@@ -578,8 +579,8 @@ class Stream:
         part = SourcePart(path, names, 1.0, key, shards, path, (), names)
         if beyond := part.first_beyond(self.num_ids):
             raise StreamError(
-                f"{beyond[0]}: has token {beyond[1]}, and the model has {self.num_ids:,} rows; expected the model's own "
-                "tokenizer; take added tokens out and name them in tokens.add"
+                f"{beyond[0]}: has token {beyond[1]}, and the model has {self.num_ids:,} rows; expected the model's "
+                "own tokenizer; take added tokens out and name them in tokens.add"
             )
         return part
 

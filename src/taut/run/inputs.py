@@ -48,8 +48,8 @@ def load_stops(run: RunConfig, language: Language) -> StopSet:
 def load_inputs(
     run: RunConfig, ranks: Ranks, day: date | None = None, *, trains: bool = False
 ) -> Inputs:
-    """Tokenizer, template and tokenised data. The writer tokenises first; the others read its cache. ``trains``: whether
-    the run is about to train, and so to record a stream.
+    """Tokenizer, template and tokenised data. The writer tokenises first; the others read its cache. ``trains``:
+    whether the run is about to train, and so to record a stream.
     """
     if run.steps is not None and run.epochs is not None:
         raise ConfigError(f"steps={run.steps} and epochs={run.epochs} are both set; keep one")

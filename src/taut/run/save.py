@@ -53,8 +53,10 @@ def choose_goldens(built: Built) -> list[Question]:
     data = built.inputs.train if built.inputs.eval is None else built.inputs.eval
     if isinstance(data, PromptSet):
         return choose_questions(data.questions(), built.inputs.renderer, run.contract.prompts)
-    is_stream = isinstance(data, StreamDataset)
-    rows = data.stream.first_rows() if is_stream else read_rows(run.data, split, kind=run.row_kind)
+    if isinstance(data, StreamDataset):
+        rows = data.stream.first_rows()
+    else:
+        rows = read_rows(run.data, split, kind=run.row_kind)
     return choose_questions(map(best_row, rows), built.inputs.renderer, run.contract.prompts)
 
 
