@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Condition, Thread
@@ -42,9 +43,9 @@ from taut.data.render import Renderer
 from taut.data.stop_tokens import derive_stop_set
 from taut.inference.engine import Sampling, Texts
 from taut.inference.vllm import ServerConfig, ServerEngine
-from taut.rl import sampler
 from taut.rl.environment import EnvironmentConfig, EnvironmentPool, Step
-from taut.rl.sampler import Trajectory
+from taut.rl.feed import Feed
+from taut.rl.sampler import sample_trajectories
 from taut.rl.turns import Bridge
 
 RESULTS = Path(".cache/benchmarks/rollouts.json")
@@ -212,24 +213,17 @@ def roll(case: Case, times: Times, renderer: Renderer, *, is_apart: bool) -> flo
     engine = ServerEngine(endpoint, texts, keys, "model", "processed", CONTEXT, CONTEXT)
     began = time.perf_counter()
     if is_apart:
-        found = sampler.sample_trajectories(engine, rows, Sampling(), pool)
+        with closing(Feed(engine, Sampling(), pool, None)) as feed:
+            for number, row in enumerate(rows):
+                feed.ask(number, row)
+            found = []
+            while feed.is_busy:
+                found += feed.next().trajectories
     else:
-        found = together(engine, rows, pool)
+        found = sample_trajectories(engine, rows, Sampling(), pool)
     seconds = time.perf_counter() - began
     assert all(t.error is None and t.num_turns == case.turns for t in found), found[0].error
     return seconds
-
-
-def together(
-    engine: ServerEngine, rows: list[PromptRow], pool: EnvironmentPool
-) -> list[Trajectory]:
-    """The order of the engine in this process, for a server."""
-    paths = [
-        sampler.PartialTrajectory(row, 0, number, row.ids_T.tolist(), row.media)
-        for number, row in enumerate(rows)
-    ]
-    sampler._sample_together(engine, paths, Sampling(), pool)
-    return [path.finished() for path in paths]
 
 
 def main() -> None:

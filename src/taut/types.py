@@ -5,7 +5,7 @@ Shape legend, the only one in the package. A suffix names the axes of an array o
     T  tokens of a micro-batch, laid out flat (no pad token exists anywhere)
     N  targets: token ids to be predicted, listed, never masked
     R  reads: tokens at which a scalar head is read
-    S  samples (leaves)          P  pairs              G  group size
+    S  samples (leaves)          P  pairs              G  group size      U  turns
     V  vocabulary                D  hidden             H  heads           K  head dim
 
 Visibility is one integer per token: token k is visible to token q iff ``k <= q < reach[k]``. Everything else is
@@ -322,6 +322,8 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 TOP_IDS, TOP_LOGP = "top_ids", "top_logp"
 """Streams [N, k]: a teacher's likeliest tokens at each target, and their log-probabilities."""
+TEACHER_LOGP = "teacher_logp_N"
+"""Stream [N]: a teacher's log-probability of each target."""
 
 
 class Divergence(NamedTuple):

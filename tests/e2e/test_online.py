@@ -26,9 +26,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import taut
 from taut import cli
 from taut.data.render import Renderer
-from taut.errors import Interrupted
+from taut.errors import ConfigError, Interrupted
 from taut.models.scorer import Scorer
-from taut.rl.environment import load_tool
+from taut.rl.environments.tools import load_tool
 from taut.run.recorded import Recorded
 
 
@@ -227,6 +227,35 @@ def test_an_environment_of_one_s_own_rewards(model: Path, tmp_path: Path) -> Non
     assert shown["messages"][1]["content"] == "And then?"
     assert len(shown["ids"]) == len(shown["advantage"]) == len(shown["logp"])
     assert events(tmp_path / "grpo", "step")[0]["engine/difference"] < 1e-12
+
+
+def test_turns_are_charged_and_several_rewards_are_normalised(model: Path, tmp_path: Path) -> None:
+    """Twice rewards the second turn alone, so nothing is left for the whole path: both turns have the same advantage,
+    and with a discount of 0 the first turn has none. gdpo normalises the environment's two rewards.
+    """
+    (tmp_path / "twice.py").write_text(TWICE)
+    environment = {"rollout__environment__name": f"{tmp_path / 'twice.py'}:Twice"}
+    for own, sizes in (
+        ({"grpo__advantage_level": "turn"}, (1, 1)),
+        ({"grpo__advantage_level": "turn", "grpo__turn_discount": 0.0}, (0, 1)),
+        ({"grpo__advantage": "gdpo"}, (1, 1)),
+    ):
+        place = tmp_path / "-".join(own)
+        keys = keys_of("grpo", model, place, rewards=None, steps=1, **environment, **own)
+        train(keys)
+        (rollout,) = events(Path(keys["out"]), "rollout")
+        assert rollout["groups_with_signal"]
+        shown = next(
+            s for s in rollout["samples"] if len(s["messages"]) == 3 and any(s["advantage"])
+        )
+        first, second = shown["advantage"][0], shown["advantage"][-1]
+        assert (first == second, first == 0.0) == (sizes == (1, 1), sizes == (0, 1))
+    keys = keys_of("grpo", model, tmp_path / "no", grpo__advantage_level="turn", steps=1)
+    with pytest.raises(
+        ConfigError, match=r"advantage_level=turn .* rollout.environment.name is not"
+    ):
+        train(keys)
+    assert not Path(keys["out"]).exists()
 
 
 def test_a_tool_is_called_and_its_answer_read(tmp_path: Path) -> None:

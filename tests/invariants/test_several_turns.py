@@ -3,6 +3,8 @@ is computed once, and their gradient is that of each alone."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -16,10 +18,16 @@ from taut.data.render import Renderer
 from taut.data.tool_calls import ToolCall
 from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine
+from taut.losses.advantages import ESTIMATORS
+from taut.losses.policy import PolicyGradient
 from taut.models.attention_backends import PREFIX
 from taut.models.precision import compute_context
 from taut.models.scorer import Scorer
+from taut.rewards.panel import Verdict
+from taut.rewards.verifier import Score
+from taut.rl.advantages import PolicyCredit, ShapingConfig
 from taut.rl.environment import EnvironmentConfig, EnvironmentPool, Step
+from taut.rl.rollout import Group
 from taut.rl.sampler import Trajectory, sample_trajectories
 from taut.rl.turns import Bridge
 from taut.types import Packed, Sample
@@ -107,5 +115,58 @@ def test_paths_that_branch_share_their_past(scorer: Scorer) -> None:
         gradient(scorer, [pack([s], ALONE) for s in samples]),
     )
     assert together.keys() == alone.keys()
+    for name, expected in alone.items():
+        assert float((together[name] - expected).norm() / expected.norm()) < LIMIT, name
+
+
+def test_a_tree_of_paths_is_trained_as_its_leaves_are_one_by_one(scorer: Scorer) -> None:
+    """Four paths: two begin with "left", two with "right", and all end apart. Rewards are 1, 0, 0, 0 with a deviation
+    of 1/2: leaves are worth 3/2 and three times -1/2, the first turns 1/2 and -1/2.
+    """
+    renderer = Renderer(tiny_tokenizer("qwen3"))
+    last = ["a good end", "bad", "so what", "no"]
+
+    def script(name: str, index: int, turn: int) -> str:
+        number = int(name.partition("#")[2].partition("@")[0])
+        return last[number] if turn else ["left", "right"][number // 2]
+
+    paths = sample_trajectories(
+        Scripted(renderer, script),
+        [row_of(renderer)],
+        Sampling(n=4),
+        environments(renderer, renderer.stop_ids, turns=2),
+    )
+    judged = [
+        replace(path, verdict=Verdict({"r": Score(reward)}, reward))
+        for path, reward in zip(paths, [1.0, 0.0, 0.0, 0.0], strict=True)
+    ]
+    loss = PolicyGradient()
+    credit = PolicyCredit(
+        loss, ESTIMATORS["tree"], ShapingConfig(), limit=99, temperature=1.0, has_old=False
+    )
+    made, _ = credit.assign([Group(tuple(judged))], {})
+    samples = made[0].tree.samples
+
+    by_hand = []
+    for path, value, before in zip(
+        paths, [1.5, -0.5, -0.5, -0.5], [0.5, 0.5, -0.5, -0.5], strict=True
+    ):
+        first = int((np.diff(path.sampled_at_N) > 1).argmax()) + 1
+        advantage_N = np.full(path.sampled_at_N.size, value - before)
+        advantage_N[:first] = before
+        by_hand.append(
+            replace(sample(path, 0), streams={"advantage_N": advantage_N * 0.5 / 0.5001})
+        )
+
+    def step(layouts: list[Packed]) -> dict[str, Tensor]:
+        scorer.zero_grad()
+        for packed in layouts:
+            with compute_context(torch.float64, torch.device("cpu")):
+                loss(scorer(packed), packed).terms["policy"].backward()
+        return {name: p.grad.clone() for name, p in scorer.named_parameters() if p.grad is not None}
+
+    shared = pack(samples, PackPolicy(True, 1))
+    assert shared.num_tokens < sum(path.ids_T.size for path in paths)
+    together, alone = step([shared]), step([pack([leaf], ALONE) for leaf in by_hand])
     for name, expected in alone.items():
         assert float((together[name] - expected).norm() / expected.norm()) < LIMIT, name

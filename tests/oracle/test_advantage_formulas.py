@@ -19,6 +19,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.sampled_outcomes import outcomes_of
 from torch import Tensor
 
 from taut.losses.advantages import ESTIMATORS, gae
@@ -98,7 +99,7 @@ def test_reinforce_plus_plus_of_verl(name: str, theirs: object, has_penalties: b
         penalties = [torch.zeros_like(penalty_N) for penalty_N in penalties]
     mask = masks()
     wanted = theirs(token_level_rewards(reward_S, penalties, mask), mask)
-    found = ESTIMATORS[name](reward_S, GROUP, penalties)
+    found = ESTIMATORS[name](outcomes_of(reward_S, GROUP, LENGTHS), penalties)
     for row, one_N in enumerate(found):
         torch.testing.assert_close(
             one_N, wanted[row][mask[row].bool()], rtol=ROUNDING, atol=ROUNDING
@@ -132,7 +133,7 @@ def test_group_norm_of_openrlhf_divides_rewards_and_not_penalties() -> None:
     """(r - m) / (s + 1e-9), then the penalties: the smallest deviation here is 0.3, where 1e-4 is 4e-4 of it."""
     reward_S, _ = drawn()
     penalties = [torch.full((1,), p, dtype=torch.float64) for p in np.linspace(-0.3, 0.2, 8)]
-    found = torch.cat(ESTIMATORS["group"](reward_S, GROUP, penalties))
+    found = torch.cat(ESTIMATORS["group"](outcomes_of(reward_S, GROUP), penalties))
     for group in GROUP.unique():
         rewards, charged = reward_S[group == GROUP], torch.cat(penalties)[group == GROUP]
         theirs = (rewards - rewards.mean()) / (rewards.std() + 1e-9) + charged

@@ -157,7 +157,10 @@ def require_usable(prompts: Sequence[Prompt], context: int | None) -> None:
         seen.add(prompt.id)
 
 
-def require_text(prompts: Sequence[Prompt]) -> None:
+def require_text(
+    prompts: Sequence[Prompt],
+    remedy: str = "set engine=local (rollout.engine=local where it trains)",
+) -> None:
     """Raise EngineError for a prompt with pictures, which a server would scale and count for itself: its ids would not
     be those that are trained on.
     """
@@ -165,8 +168,7 @@ def require_text(prompts: Sequence[Prompt]) -> None:
         if prompt.media:
             raise EngineError(
                 f"{prompt.id}: the prompt has {len(prompt.media)} picture(s), and a server makes of them what its own "
-                "processor makes, so its tokens need not be taut's; expected text alone; set engine=local "
-                "(rollout.engine=local where it trains)"
+                f"processor makes, so its tokens need not be taut's; expected text alone; {remedy}"
             )
 
 

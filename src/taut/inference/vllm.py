@@ -22,17 +22,16 @@ and the model's is that at temperature 1. The kind decides which fields of a com
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from heapq import heappop, heappush
 from queue import SimpleQueue
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
-from pydantic import Field
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.config import Decision, configclass
@@ -48,16 +47,16 @@ from taut.inference.engine import (
 )
 from taut.inference.vllm_client import (
     ABOVE_ZERO,
-    PUSHED,
     Answer,
     Endpoint,
+    EndpointConfig,
     LogProbs,
-    Models,
     Rendered,
     VllmServer,
     checked,
     no_ids,
     parsed,
+    served,
 )
 from taut.inference.weight_sync import PROBE, PROBE_TOKENS, Sync, SyncConfig, Trained, how_to_start
 from taut.train.distributed import Ranks
@@ -78,21 +77,9 @@ Kind: TypeAlias = Literal["raw", "processed", "unknown", "none"]
 
 
 @configclass
-class ServerConfig:
+class ServerConfig(EndpointConfig):
     """An OpenAI-compatible endpoint that takes token ids (vLLM)."""
 
-    name: str | None = None
-    """The model's name there; by default the only one it serves."""
-    api_key_env: str | None = None
-    """Name of the environment variable that holds the API key; none is sent by default."""
-    timeout: Annotated[float, Field(gt=0)] = 120.0
-    """Seconds a request may take."""
-    retries: Annotated[int, Field(ge=0)] = 5
-    """How often a request that failed in transit, or that the server was too busy for, is sent again."""
-    backoff: Annotated[float, Field(ge=0)] = 0.5
-    """Seconds before it is sent again for the first time; they double each time."""
-    concurrency: Annotated[int, Field(ge=1)] = 32
-    """Requests under way at a time."""
     sync: SyncConfig = SyncConfig()
 
 
@@ -129,32 +116,9 @@ class ServerEngine:
 
         ``section``: the configuration's section with ``url`` and ``config``; by default that of a training run.
         """
-        endpoint = Endpoint(
-            url,
-            key=config.api_key_env,
-            timeout=config.timeout,
-            retries=config.retries,
-            backoff=config.backoff,
-            section=section,
-        )
+        endpoint = Endpoint.of(url, config, section)
         try:
-            served = parsed(Models, endpoint.ask("models")).data
-            cards = [card for card in served if card.id == config.name or PUSHED not in card.id]
-            names = ", ".join(card.id for card in cards) or "none"
-            if config.name is not None:
-                card = next((card for card in cards if card.id == config.name), None)
-            else:
-                card = cards[0] if len(cards) == 1 else None
-            if card is None and config.name is None:
-                raise EngineError(
-                    f"server: {endpoint.url} serves {len(cards)} models ({names}); expected one, or to be told which; "
-                    f"set {section}server.name"
-                )
-            if card is None:
-                raise EngineError(
-                    f"server: {endpoint.url} serves {names}; expected {section}server.name={config.name}; set it to a "
-                    "name that is served"
-                )
+            card = served(endpoint, config.name)
             texts = Texts(tokenizer, stop_ids)
             engine = cls(endpoint, texts, config, card.id, "none", context, card.max_model_len)
             return replace(engine, kind=engine._probe())
@@ -199,6 +163,11 @@ class ServerEngine:
                 f"training; {how_to_start(self.name)}"
             )
         self.sync.push(version)
+
+    @property
+    def places(self) -> int:
+        """Requests that are sent at a time; more wait for one another."""
+        return self.config.concurrency
 
     @property
     def context(self) -> int | None:
@@ -354,7 +323,7 @@ class ServerEngine:
         # by the table above
         plain = values if sampling.is_plain else None
         logp = values if self.kind == "processed" else plain
-        completion = Completion(
+        return Completion(
             prompt_id=prompt.id,
             index=index,
             ids_N=np.asarray(ids, dtype=np.int64),
@@ -364,7 +333,6 @@ class ServerEngine:
             text=self.texts.text(ids, sampling.stop),
             error=error,
         )
-        return completion if self.sync is None else replace(completion, version=self.sync.version)
 
     def _ending(
         self, reported: str | None, ids: list[int], prompt: Prompt, sampling: Sampling
@@ -427,49 +395,62 @@ class ServerEngine:
 
 
 class Stream:
-    """Completions as they are asked for, one by one, at most ``server.concurrency`` of them under way. Used by one
-    thread; ``put`` is called from another with the key of a completion that may be taken.
+    """Completions as they are asked for, one by one, at most ``server.concurrency`` of them under way: those of the
+    lowest priority number first, then those that were asked for first. Used by one thread; ``put`` is called from
+    another with the key of a completion that may be taken.
     """
 
     def __init__(
         self, engine: ServerEngine, sampling: Sampling, put: Callable[[int], object]
     ) -> None:
         self._engine, self._sampling, self._put = engine, sampling, put
-        self._waiting: deque[tuple[int, Prompt, int]] = deque()
-        self._under_way: dict[int, tuple[Prompt, int, Future[Any]]] = {}
+        self._waiting: list[tuple[int, int, int, Prompt, int]] = []
+        """A heap of (priority, how many were asked for before, key, prompt, index)."""
+        self._num_asked = 0
+        self._under_way: dict[int, tuple[Prompt, int, int, Future[Any]]] = {}
+        """(prompt, index, version of the weights when it was begun, answer)"""
 
     @property
     def is_busy(self) -> bool:
         """Whether a completion was asked for and not taken."""
         return bool(self._waiting or self._under_way)
 
-    def ask(self, key: int, prompt: Prompt, index: int = 0) -> None:
+    @property
+    def has_room(self) -> bool:
+        """Whether a completion that is asked for now is begun at once."""
+        return len(self._waiting) + len(self._under_way) < self._engine.places
+
+    def ask(self, key: int, prompt: Prompt, index: int = 0, *, priority: int = 0) -> None:
         """Ask for the completion number ``index`` of a prompt. Raises DataError and EngineError for what cannot be
         asked.
         """
         self._engine.require_possible([prompt], self._sampling)
-        self._waiting.append((key, prompt, index))
+        heappush(self._waiting, (priority, self._num_asked, key, prompt, index))
+        self._num_asked += 1
         self._fill()
 
     def take(self, key: int) -> Completion:
         """A completion that is there. Raises EngineError where the endpoint failed."""
-        prompt, index, future = self._under_way.pop(key)
+        prompt, index, version, future = self._under_way.pop(key)
         try:
-            return self._engine.completion(prompt, index, self._sampling, future)
+            completion = self._engine.completion(prompt, index, self._sampling, future)
+            return replace(completion, version=version)
         finally:
             self._fill()
 
     def close(self) -> None:
         """Cancel what was not taken; the server stops working on it."""
         self._waiting.clear()
-        for _, _, future in self._under_way.values():
+        for *_, future in self._under_way.values():
             future.cancel()
 
     def _fill(self) -> None:
-        while self._waiting and len(self._under_way) < self._engine.config.concurrency:
-            key, prompt, index = self._waiting.popleft()
+        while self._waiting and len(self._under_way) < self._engine.places:
+            _, _, key, prompt, index = heappop(self._waiting)
+            sync = self._engine.sync
+            version = 0 if sync is None else sync.version
             future = self._engine.start(prompt, index, self._sampling)
-            self._under_way[key] = prompt, index, future
+            self._under_way[key] = prompt, index, version, future
             future.add_done_callback(partial(self._say, key))
 
     def _say(self, key: int, _: Future[Any]) -> None:

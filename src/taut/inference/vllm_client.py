@@ -28,7 +28,7 @@ import httpx2
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
-from taut.config import read_secret, read_url
+from taut.config import configclass, read_secret, read_url
 from taut.errors import EngineError, RequestRefused
 from taut.io import http
 from taut.types import FloatArray, IntArray, Prompt
@@ -37,6 +37,24 @@ MAX_BYTES = 2**27
 """Bytes an answer may have, decompressed: a token with its logprob takes about a hundred."""
 SHOWN = 300
 """Characters of a server's own message that are repeated."""
+
+
+@configclass
+class EndpointConfig:
+    """How an OpenAI-compatible endpoint is asked."""
+
+    name: str | None = None
+    """The model's name there; by default the only one it serves."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the API key; none is sent by default."""
+    timeout: Annotated[float, Field(gt=0)] = 120.0
+    """Seconds a request may take."""
+    retries: Annotated[int, Field(ge=0)] = 5
+    """How often a request that failed in transit, or that the server was too busy for, is sent again."""
+    backoff: Annotated[float, Field(ge=0)] = 0.5
+    """Seconds before it is sent again for the first time; they double each time."""
+    concurrency: Annotated[int, Field(ge=1)] = 32
+    """Requests under way at a time."""
 
 
 class Endpoint:
@@ -62,6 +80,18 @@ class Endpoint:
         self._limits = http.Limits(timeout, MAX_BYTES)
         self._retries = http.Retries(retries + 1, backoff, http.LONGEST_WAIT)
         self._thread = http.ClientThread()
+
+    @classmethod
+    def of(cls, url: str, config: EndpointConfig, section: str) -> Endpoint:
+        """The endpoint that a section of the configuration names."""
+        return cls(
+            url,
+            key=config.api_key_env,
+            timeout=config.timeout,
+            retries=config.retries,
+            backoff=config.backoff,
+            section=section,
+        )
 
     def close(self) -> None:
         """End the thread and all requests under way."""
@@ -209,6 +239,23 @@ def parsed(kind: type[T], answer: Any) -> T:
             f"server: {place} in an answer is not as it should be ({first['msg']}); expected an OpenAI-compatible "
             "endpoint; serve the model with vLLM"
         ) from None
+
+
+def served(endpoint: Endpoint, name: str | None) -> Card:
+    """The model of this name that an endpoint serves; None: the only one. Raises EngineError where there is none."""
+    listed = parsed(Models, endpoint.ask("models")).data
+    cards = [card for card in listed if card.id == name or PUSHED not in card.id]
+    names, key = ", ".join(card.id for card in cards) or "none", f"{endpoint.section}server.name"
+    if name is None and len(cards) != 1:
+        raise EngineError(
+            f"server: {endpoint.url} serves {len(cards)} models ({names}); expected one, or to be told which; set {key}"
+        )
+    for card in cards:
+        if name in (None, card.id):
+            return card
+    raise EngineError(
+        f"server: {endpoint.url} serves {names}; expected {key}={name}; set it to a name that is served"
+    )
 
 
 def checked(choice: Choice, prompt: Prompt) -> tuple[list[int], FloatArray | None]:

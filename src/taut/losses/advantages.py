@@ -16,9 +16,35 @@ An ``Estimator`` turns the rewards r of a rollout's samples into an advantage fo
     pass_at_k              n / C(n, k) sum over the k-subsets I with the sample of (max of I - max of I without it)
                                                             PKPO, arXiv 2505.15201, s^(loo-1): unbiased for the expected
                                                             best of k, which is pass@k for rewards of 0 and 1
+    gdpo                   x / (deviation of x over the rollout's samples + 1e-4), x = sum of w_k A_k
+                                                            GDPO, arXiv 2601.05242, eq. 4 to 7: A_k is group's advantage
+                                                            by the reward k alone, w_k the reward's weight. The mean of
+                                                            x is 0 already
+    tree                   V(node) - V(parent)              SPO's tree, arXiv 2505.23564, and TreeRL's local advantage,
+                                                            2506.11902: by segments, below
 
-Every token of a sample has the sample's advantage. A group of one, or one whose rewards are all equal, has exactly 0
-and teaches nothing. (reinforce_pp compares across groups; there the rewards of the rollout must differ.)
+But for tree, every token of a sample has the sample's advantage. A group of one, or one whose rewards are all equal,
+has exactly 0 and teaches nothing. (reinforce_pp compares across groups; there the rewards of the rollout must differ.)
+
+Credit by turns (``by_turn``), for environments that reward steps. With r_u the reward of turn u of a sample and R the
+rest of its reward, which is of the whole path, the tokens of turn u have
+
+    compare(R) + compare(G_u),    G_u = r_u + gamma G_(u+1)
+
+and G_u is compared with the same turn's of the other samples, 0 where a path has ended. What the others get from turn
+u on is independent of what is sampled in it, so with rloo and gamma 1 the gradient is unbiased for the sum of all
+rewards, also where paths end early; and with rloo or mean the first turn has the advantage of the whole reward. MT-GRPO
+(arXiv 2505.11821) charges turns in the same way: each turn's reward and the outcome, normalised apart.
+
+Credit by segments of a tree (``tree``). Samples of a group that begin with the same tokens are paths of one tree: from
+the first token in which two of them differ they have segments of their own. A segment's node has the mean value of the
+leaves below it, and
+
+    A of a segment's tokens = V(its node) - V(the node before),    V = mean over leaves of group's advantage
+
+What all samples of a group have in common has 0, and where no two begin alike tree is group. Along a path the
+advantages add up to the leaf's, segment by segment. A token that n leaves share is a target of each: its weight is n,
+the mean over leaves is that of the expected gradient, and one forward computes all.
 
 "Whitened over tokens" is (x - mean) / deviation, both taken over all sampled tokens of the rollout, so a long sample
 counts for more than a short one: the batch normalisation of arXiv 2501.03262, and what verl (masked_whiten over the
@@ -55,10 +81,10 @@ An overlong filter (DAPO) is no shaping: samples that were cut are left out of t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -68,6 +94,35 @@ from taut.types import FinishReason
 
 Compare: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(reward_S, group_S) -> advantage_S: float64 [S], int64 [S] of any numbers."""
+
+
+class Outcomes(NamedTuple):
+    """The samples of a rollout that have a reward: what an estimator of advantages reads. Lists have an entry for each
+    sample; N counts its sampled tokens, U its turns.
+    """
+
+    reward_S: Tensor
+    """float64 [S]: the reward, shaped."""
+    group_S: Tensor
+    """int64 [S]: the number of its prompt; the samples of a group are answers to one prompt."""
+    length_S: Tensor
+    """int64 [S]: how many tokens were sampled."""
+    parts: Mapping[str, Tensor]
+    """name -> float64 [S]: each reward before its weight; NaN where it does not apply."""
+    weights: Mapping[str, float]
+    """name -> weight of a reward in the sum; 1 for rewards that are not listed, such as an environment's."""
+    turn_ends: Sequence[Tensor]
+    """int64 [U]: for each turn the index among the sampled tokens of its last one; ascending, the last is N - 1."""
+    turn_rewards: Sequence[Tensor]
+    """float64 [U]: the environment's reward for each turn, 0 where it gave none. It is a part of ``reward_S``."""
+    ids: Sequence[Tensor]
+    """int64 [T]: prompt, sampled tokens and what others said between them."""
+    sampled_at: Sequence[Tensor]
+    """int64 [N]: ascending positions into ``ids`` of the sampled tokens."""
+
+
+Assess: TypeAlias = Callable[[Compare, Outcomes], list[Tensor]]
+"""(how rewards are compared, the samples) -> advantage_N of each sample, by the rewards alone."""
 ALIKE = 1e-12
 """Rewards that differ by no more count as equal: their parts are summed in any order, and rounding is no signal."""
 EPSILON = 1e-4
@@ -170,33 +225,104 @@ def _numbered(group_S: Tensor) -> tuple[int, Tensor]:
 # -- advantages of tokens --------------------------------------------------------------------------
 
 
+def by_sample(compare: Compare, outcomes: Outcomes) -> list[Tensor]:
+    """Every token of a sample has the advantage of the sample's reward."""
+    compared_S = compare(outcomes.reward_S, outcomes.group_S)
+    return [a.expand(n) for a, n in zip(compared_S, outcomes.length_S.tolist(), strict=True)]
+
+
+def by_reward(compare: Compare, outcomes: Outcomes) -> list[Tensor]:
+    """Each reward is compared by itself; their weighted sum is divided by its deviation over the samples: GDPO."""
+    total_S = torch.zeros_like(outcomes.reward_S)
+    for name, part_S in outcomes.parts.items():
+        weight, is_known_S = outcomes.weights.get(name, 1.0), ~part_S.isnan()
+        compared = compare(part_S[is_known_S], outcomes.group_S[is_known_S])
+        total_S[is_known_S] += weight * compared
+    advantage_S = total_S / (_deviation(total_S) + EPSILON)
+    return [a.expand(n) for a, n in zip(advantage_S, outcomes.length_S.tolist(), strict=True)]
+
+
+def by_turn(compare: Compare, outcomes: Outcomes, *, discount: float) -> list[Tensor]:
+    """A turn's tokens have the advantage of its reward and what follows it, and that of the path's other rewards."""
+    total_S = torch.stack([reward_U.sum() for reward_U in outcomes.turn_rewards])
+    of_path_S = compare(outcomes.reward_S - total_S, outcomes.group_S)
+    return_SU = torch.nn.utils.rnn.pad_sequence(list(outcomes.turn_rewards), batch_first=True)
+    for turn in range(return_SU.shape[1] - 2, -1, -1):
+        return_SU[:, turn] += discount * return_SU[:, turn + 1]
+    of_turn = [compare(return_S, outcomes.group_S) for return_S in return_SU.unbind(1)]
+    advantage_SU = of_path_S[:, None] + torch.stack(of_turn, 1)
+    return [
+        advantage_U[: end_U.numel()].repeat_interleave(end_U.diff(prepend=end_U.new_tensor([-1])))
+        for advantage_U, end_U in zip(advantage_SU, outcomes.turn_ends, strict=True)
+    ]
+
+
+def tree(compare: Compare, outcomes: Outcomes) -> list[Tensor]:
+    """A segment's tokens have the value of its node less that of the node before."""
+    value_S = compare(outcomes.reward_S, outcomes.group_S).tolist()
+    advantages = [torch.zeros(n, dtype=torch.float64) for n in outcomes.length_S.tolist()]
+    tokens = []  # [T, 2]: each id, and whether it was sampled
+    for ids_T, at_N in zip(outcomes.ids, outcomes.sampled_at, strict=True):
+        is_sampled_T = torch.zeros_like(ids_T).index_fill(0, at_N, 1)
+        tokens.append(torch.stack([ids_T, is_sampled_T], 1))
+
+    def mean_of(leaves: Sequence[int]) -> float:
+        values = [value_S[leaf] for leaf in leaves]
+        return values[0] if are_alike(values) else math.fsum(values) / len(values)
+
+    for group in torch.unique(outcomes.group_S).tolist():
+        members = (outcomes.group_S == group).nonzero().squeeze(1).tolist()
+        nodes = [(members, 0, mean_of(members))]
+        while nodes:
+            leaves, start, before = nodes.pop()
+            value = mean_of(leaves)
+            stop = min(tokens[leaf].shape[0] for leaf in leaves)
+            for leaf in leaves[1:]:
+                differs_T = (tokens[leaf][start:stop] != tokens[leaves[0]][start:stop]).any(1)
+                stop = start + int(differs_T.int().argmax()) if differs_T.any() else stop
+            children: dict[tuple[int, ...], list[int]] = {}
+            for leaf in leaves:
+                low, high = torch.searchsorted(
+                    outcomes.sampled_at[leaf], torch.tensor([start, stop])
+                )
+                advantages[leaf][low:high] = value - before
+                if stop < tokens[leaf].shape[0]:
+                    children.setdefault(tuple(tokens[leaf][stop].tolist()), []).append(leaf)
+            nodes += [(child, stop, value) for child in children.values()]
+    return advantages
+
+
 @dataclass(frozen=True)
 class Estimator:
     """Rewards and penalties of a rollout -> the advantage of each token."""
 
     compare: Compare
-    """A sample's advantage from its reward; all of its tokens have it."""
+    """An advantage from a reward and those of the same group."""
     charge: Compare | None
     """The same for the sum of a sample's penalties. None: each token has the sum of its own and all later ones."""
     is_whitened: bool = False
     """Whether all tokens of the rollout are then normalised to mean 0 and standard deviation 1."""
+    assess: Assess = by_sample
+    """Which rewards are compared, and which tokens have the result."""
 
-    def __call__(
-        self, reward_S: Tensor, group_S: Tensor, penalties: Sequence[Tensor]
-    ) -> list[Tensor]:
+    def assessed(self, outcomes: Outcomes) -> list[Tensor]:
+        """advantage_N of each sample by the rewards alone, before whitening."""
+        return self.assess(self.compare, outcomes)
+
+    def __call__(self, outcomes: Outcomes, penalties: Sequence[Tensor]) -> list[Tensor]:
         """advantage_N of each sample. ``penalties``: [N] for each sample, 0 without penalties."""
-        compared_S = self.compare(reward_S, group_S)
+        assessed = self.assessed(outcomes)
         if self.charge is None:
             charged = [penalty_N.flip(0).cumsum(0).flip(0) for penalty_N in penalties]
         else:
             total_S = torch.stack([penalty_N.sum() for penalty_N in penalties])
-            charged_S = self.charge(total_S, group_S)
+            charged_S = self.charge(total_S, outcomes.group_S)
             charged = [c.expand(p.numel()) for c, p in zip(charged_S, penalties, strict=True)]
-        advantages = [a + c_N for a, c_N in zip(compared_S, charged, strict=True)]
+        advantages = [a_N + c_N for a_N, c_N in zip(assessed, charged, strict=True)]
         if not self.is_whitened:
             return advantages
         advantage_N = torch.cat(advantages)
-        if compared_S.any():
+        if torch.cat(assessed).any():
             advantage_N = whiten(advantage_N)
         else:
             advantage_N = advantage_N - advantage_N.mean()
@@ -211,6 +337,8 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_pp_baseline": Estimator(mean, mean, is_whitened=True),
     "maxrl": Estimator(maxrl, rloo),
     "pass_at_k": Estimator(partial(pass_at_k, k=4), rloo),
+    "gdpo": Estimator(group, mean, assess=by_reward),
+    "tree": Estimator(group, mean, assess=tree),
 }
 """name -> an estimator. Every entry is held to tests/unit/losses/test_advantages."""
 

@@ -5,15 +5,15 @@ with each other, without a critic. The formulas are in losses/{advantages,policy
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from taut.config import configclass
+from taut.config import Share, configclass
 from taut.errors import ConfigError
-from taut.losses.advantages import ESTIMATORS, Estimator, pass_at_k
+from taut.losses.advantages import ESTIMATORS, Estimator, by_turn, pass_at_k
 from taut.methods.method import MethodName
 from taut.methods.online import REWARD_ENDS
 from taut.methods.policy import Key, PolicyConfig, PolicyMethod
@@ -21,9 +21,19 @@ from taut.rl.monitors import RolloutMonitorConfig
 from taut.train.optim import DefaultRates
 
 Advantage: TypeAlias = Literal[
-    "group", "mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "pass_at_k"
+    "group",
+    "mean",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "maxrl",
+    "pass_at_k",
+    "gdpo",
+    "tree",
 ]
 """The names of losses.advantages.ESTIMATORS; a test holds them to it."""
+NOT_BY_TURN = ("pass_at_k", "gdpo", "tree")
+"""Estimators that do not compare rewards of turns: the best of k is of whole answers, the others charge otherwise."""
 
 
 @configclass
@@ -33,8 +43,16 @@ class GrpoConfig(PolicyConfig):
     section: ClassVar[str] = "grpo"
 
     advantage: Advantage = "group"
-    """Advantage estimator: group (GRPO), mean (Dr. GRPO), rloo, reinforce_pp, reinforce_pp_baseline, maxrl, or
-    pass_at_k."""
+    """Advantage estimator: group (GRPO), mean (Dr. GRPO), rloo, reinforce_pp, reinforce_pp_baseline, maxrl, pass_at_k,
+    gdpo (each of several rewards is normalised by itself), or tree (answers that begin alike are charged by the
+    segments in which they differ)."""
+    advantage_level: Literal["trajectory", "turn"] = "trajectory"
+    """What a reward is charged to. trajectory: all tokens of an answer have the advantage of its whole reward. turn: a
+    reward of an environment's step is charged to the turn that earned it and those before it, compared with the same
+    turn of the group's other answers; what judges the whole path is charged to all tokens."""
+    turn_discount: Share = 1.0
+    """For advantage_level=turn: discount factor of a reward per turn that lies between it and a turn before. 0: each
+    turn has its own reward alone."""
     pass_k: Annotated[int, Field(ge=1)] | None = None
     """For advantage=pass_at_k: the k whose pass@k is maximised, at most the size of a group; 4 if not set."""
 
@@ -42,6 +60,8 @@ class GrpoConfig(PolicyConfig):
     def estimator(self) -> Estimator:
         """The estimator of advantages."""
         estimator = ESTIMATORS[self.advantage]
+        if self.advantage_level == "turn":
+            return replace(estimator, assess=partial(by_turn, discount=self.turn_discount))
         if self.pass_k is not None:
             return replace(estimator, compare=partial(pass_at_k, k=self.pass_k))
         return estimator
@@ -49,6 +69,10 @@ class GrpoConfig(PolicyConfig):
     def _keys(self) -> Iterator[Key]:
         yield from PolicyConfig._keys(self)
         yield Key("pass_k", self.advantage == "pass_at_k", "advantage=pass_at_k")
+        compared = [name for name in ESTIMATORS if name not in NOT_BY_TURN]
+        wanted = f"advantage={' or '.join(compared)}"
+        yield Key("advantage_level", self.advantage in compared, wanted)
+        yield Key("turn_discount", self.advantage_level == "turn", "advantage_level=turn")
 
 
 @configclass
@@ -76,6 +100,20 @@ class Grpo(PolicyMethod):
                 f"grpo.advantage=maxrl divides by a group's mean reward, and {lowering[0]} may take that below 0; "
                 "expected rewards of at least 0; name another advantage, or take it out"
             )
+        if self.grpo.advantage == "gdpo":
+            self._require_rewards_apart()
+        if self.grpo.advantage_level == "turn" and not self.is_replayed:
+            name = self.rollout.environment.name
+            if name is None or name == "tools":
+                has = (
+                    "rollout.environment.name is not set"
+                    if name is None
+                    else "tools gives no rewards"
+                )
+                raise ConfigError(
+                    f"grpo.advantage_level=turn charges the rewards of an environment's steps, and {has}; expected an "
+                    "environment of your own whose steps have rewards; name it, or take grpo.advantage_level out"
+                )
         if self.rollout_monitor.warn_values != RolloutMonitorConfig.warn_values:
             raise ConfigError(
                 f"rollout_monitor.warn_values={self.rollout_monitor.warn_values:g} watches a critic, and taut "
@@ -87,8 +125,30 @@ class Grpo(PolicyMethod):
                 "are; expected at most rollout.n; lower pass_k, or raise rollout.n"
             )
 
+    def _require_rewards_apart(self) -> None:
+        """Raise ConfigError for settings that are of the sum of rewards, which gdpo does not read."""
+        shaped = [
+            f"shaping.{field.name}"
+            for field in fields(self.shaping)
+            if field.name != "overlong" and getattr(self.shaping, field.name) != field.default
+        ]
+        if shaped:
+            raise ConfigError(
+                f"grpo.advantage=gdpo normalises each reward by itself, and {shaped[0]} shapes their sum; expected "
+                "rewards alone; use a reward such as stop or length_overlong, or take it out"
+            )
+        if self.is_replayed and not self.rewards:
+            raise ConfigError(
+                "grpo.advantage=gdpo with rollout.replay_from and without rewards: their weights are not recorded; "
+                "expected the rewards of the recorded run; name them"
+            )
+
     def estimate(self) -> Estimator:
         return self.grpo.estimator
+
+    @property
+    def charges_turns(self) -> bool:
+        return self.grpo.advantage_level == "turn"
 
     @property
     def ends_remedy(self) -> str:

@@ -293,6 +293,8 @@ class RunConfig:
             "products",  # what it resolves to is compared
             "reference.model",  # as model
             "distill.teacher",
+            "distill.url",  # as rollout.url: whether the same model answers there is not compared
+            "distill.server",
             "distill.top_logprobs",
             "distill.eval_top_logprobs",
             "critic.model",

@@ -33,12 +33,13 @@ from taut.methods.reference import ReferenceConfig
 from taut.models.load import context_length
 from taut.models.precision import DTYPES, compute_context, resolve_dtype
 from taut.rewards.panel import Panel, PanelConfig, open_panel
-from taut.rewards.registry import RewardSpec, files_of, files_read, require_judgeable
+from taut.rewards.registry import RewardSpec, files_of, files_read, models_of, require_judgeable
 from taut.rl.advantages import Credit
 from taut.rl.environment import EnvironmentPool, open_environments
 from taut.rl.monitors import RolloutMonitor, RolloutMonitorConfig
 from taut.rl.online import Online
 from taut.rl.rollout import RESERVED, RolloutConfig, RolloutSource, RolloutWorker
+from taut.rl.teachers import Teachers
 from taut.sandbox import shared
 from taut.train.distributed import Ranks
 from taut.train.trainer import Monitor, StepSource, Trainer
@@ -148,6 +149,10 @@ class OnlineMethod(RunConfig):
         """The Credit, which makes trees to train on of judged completions. It has state: one for each run."""
         raise NotImplementedError
 
+    def teachers_opener(self, inputs: Inputs) -> Callable[[], Teachers] | None:
+        """What opens the teachers that score rollouts before they are trained on; None: there are none."""
+        return None
+
     def loss_decisions(self) -> list[Decision]:
         """The settings of the loss that were chosen automatically, with reasons."""
         return []
@@ -243,6 +248,7 @@ class OnlineMethod(RunConfig):
             get_trainer=get_trainer,
             roles=models.roles if self.scores_reference_first else (),
             open_worker=worker,
+            open_teachers=self.teachers_opener(inputs),
         )
 
     @cached_property
@@ -282,15 +288,15 @@ class OnlineMethod(RunConfig):
     ) -> RolloutWorker:
         """Open engine, rewards and environment. Raises TautError if one of them cannot be used; every rank calls it."""
         config, credit, rows = self.rollout, source.credit, source.prompts.prompt_rows
-        require_judgeable(self.rewards, ranks.size, ahead=config.asynchronous)
+        require_judgeable(self.rewards, ranks.size, lag=config.lag)
         prompts = [row.as_prompt() for row in rows]
         if config.engine == "server":
             require_text(prompts)
-        ranks = ranks.on_cpu() if config.asynchronous else ranks
         panel: Panel | None = None
         if ranks.is_writer and self.rewards:
             panel = open_panel(self.rewards, self.grading, reserved=RESERVED, open_rater=open_rater)
         engine: LocalEngine | ServerEngine | None = None
+        environments: EnvironmentPool | None = None
         try:
             without = [] if panel is None else self._rows_without_answer(panel, rows)
             if config.engine == "local":
@@ -321,6 +327,8 @@ class OnlineMethod(RunConfig):
         except BaseException:
             if panel is not None:
                 panel.close()
+            if environments is not None:
+                environments.close()
             if isinstance(engine, ServerEngine):
                 engine.close()
             raise
@@ -333,6 +341,7 @@ class OnlineMethod(RunConfig):
             seed=self.seed,
             ranks=ranks,
             is_judged=self.is_judged,
+            judges_together=bool(models_of(self.rewards)),
             is_useful=credit.is_useful,
             needs_one=credit.needs_one,
             settled=[*without, *self.rollout_decisions(panel, engine, environments)],
@@ -422,9 +431,8 @@ class OnlineMethod(RunConfig):
 
     def _code(self) -> list[Path]:
         """Files of the user's code that are named."""
-        environment = self.rollout.environment
-        named = [environment.name or "", *environment.tools]
-        files = [home_path(name.rpartition(":")[0]) for name in named if ":" in name]
+        named = self.rollout.environment.code
+        files = [home_path(name.rpartition(":")[0]) for name in named]
         return [*files_of(self.rewards), *files]
 
     @property

@@ -33,13 +33,21 @@ from taut.methods.aux_models import AuxModels
 from taut.methods.online import OnlineMethod, require_live_reference
 from taut.methods.preference import require_valid_loss
 from taut.methods.reference import ReferenceConfig
-from taut.rl.advantages import Gae, KlPenalty, PolicyCredit, ShapingConfig
+from taut.rewards.registry import listed
+from taut.rl.advantages import EntropyTarget, Gae, KlPenalty, PolicyCredit, ShapingConfig
 
 PolicyLoss: TypeAlias = Literal["clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "reinforce"]
 """The names of losses.policy.SURROGATES; a test holds them to it."""
 
 
-CORRECTING = ("rollout_correction_level", "rollout_correction_cap", "rollout_correction_floor")
+CORRECTING = (
+    "rollout_correction_level",
+    "rollout_correction_cap",
+    "rollout_correction_floor",
+    "rollout_correction_veto",
+)
+GUARD = 0.1
+"""Nats: the largest rollout_monitor.max_logprob_difference that guards old_logprobs=engine."""
 
 
 class _Defaults(NamedTuple):
@@ -114,7 +122,12 @@ class PolicyConfig:
     kl_target: Positive | None = None
     """For kl_in=reward: adapt kl_coef after each rollout to reach this KL per token, in nats (arXiv 1909.08593)."""
     entropy_coef: NotNegative = 0.0
-    """Entropy bonus coefficient."""
+    """Entropy bonus coefficient; with entropy_target the one at first."""
+    entropy_target: Positive | None = None
+    """Adapt the entropy coefficient after each rollout so that the entropy does not fall below this, in nats per token
+    (arXiv 2505.22312). The bonus is on in rollouts at or below the target."""
+    entropy_step: Positive = 0.005
+    """For entropy_target: how much the coefficient rises after a rollout below the target, and falls after others."""
     log_entropy: bool = False
     """Log the entropy, which costs one more pass over the logits; entropy_estimate is always logged."""
     rollout_correction: Literal["auto"] | CorrectionKind = "auto"
@@ -132,6 +145,13 @@ class PolicyConfig:
     rollout_correction_floor: Share | None = None
     """Lower bound of the weight; with rollout_correction=masked smaller weights become 0. None: 0, or 0.9 for
     geometric."""
+    rollout_correction_veto: Share = 0.0
+    """Answers with a token whose ratio of trainer to engine is below this get the weight 0; 1e-4 is common. 0: none."""
+    old_logprobs: Literal["trainer", "engine"] = "trainer"
+    """The denominator of the ratio. trainer: the policy's logprobs at the start of the rollout, by a separate forward
+    where a rollout is trained on more than once. engine: those that the engine sampled by, without that forward
+    (bypass); it takes for granted that the two agree, and needs rollout_monitor.max_logprob_difference of at most 0.1
+    nats, which stops the run before an update where they do not."""
 
     def __post_init__(self) -> None:
         for key in self._keys():
@@ -169,7 +189,8 @@ class PolicyConfig:
             kl = Kl(self.kl_coef, self.kl_gradient or "k2", self.kl_estimator or "k3")
         kind, correction = self.rollout_correction, Correction()
         if kind == "auto":
-            kind = "truncated" if is_apart and has_engine_logp else "none"
+            is_corrected = is_apart and has_engine_logp and self.old_logprobs == "trainer"
+            kind = "truncated" if is_corrected else "none"
         if kind != "none":
             is_geometric = kind == "masked" or self.loss == "gmpo"
             level = self.rollout_correction_level or ("geometric" if is_geometric else "token")
@@ -178,7 +199,8 @@ class PolicyConfig:
                 cap = self.rollout_correction_cap
             if self.rollout_correction_floor is not None:
                 floor = self.rollout_correction_floor
-            correction = Correction(kind, level, cap, floor)
+            correction = Correction(kind, level, cap, floor, self.rollout_correction_veto)
+        is_bypassed = self.old_logprobs == "engine"
         return PolicyGradient(
             surrogate=self.loss,
             bounds=Bounds(
@@ -190,11 +212,13 @@ class PolicyConfig:
             ),
             average=average,
             constant_length=(self.constant_length or limit) if average == "constant" else None,
-            is_fresh=is_fresh,
+            is_fresh=is_fresh and not is_bypassed,
             has_engine_logp=has_engine_logp,
+            is_bypassed=is_bypassed,
             correction=correction,
             kl=kl,
-            entropy_coef=self.entropy_coef,
+            entropy_coef=0.0 if self.entropy_target is not None else self.entropy_coef,
+            adapts_entropy=self.entropy_target is not None,
             entropy=self.log_entropy,
             critic=self.critic_term,
             temperature=temperature,
@@ -257,6 +281,7 @@ class PolicyConfig:
         yield Key("kl_estimator", in_loss, "kl_coef above 0 and kl_in=loss")
         yield Key("kl_gradient", in_loss, "kl_coef above 0 and kl_in=loss")
         yield Key("kl_target", has_kl and not in_loss, "kl_coef above 0 and kl_in=reward")
+        yield Key("entropy_step", self.entropy_target is not None, "entropy_target")
         for name in CORRECTING:
             yield Key(
                 name, self.rollout_correction != "none", "rollout_correction=truncated or masked"
@@ -285,8 +310,40 @@ class PolicyMethod(OnlineMethod):
                 "trained on as if the policy had sampled them; expected a correction; take "
                 f"{policy.section}.rollout_correction out, or rollout.dtype"
             )
+        if self.rollout.lag and policy.rollout_correction == "none":
+            raise ConfigError(
+                f"rollout.lag={self.rollout.lag} with {policy.section}.rollout_correction=none: answers of older "
+                "weights would be trained on as if those that train had sampled them; expected a correction by the "
+                f"engine's logprobs; take {policy.section}.rollout_correction out, or rollout.lag"
+            )
         if not self._is_apart:
             policy.require_no_auto()
+        if policy.old_logprobs == "engine":
+            self._require_guard()
+
+    def _require_guard(self) -> None:
+        """Raise ConfigError where nothing holds the engine's logprobs, as the old policy's, to the trainer's."""
+        key, rollout = f"{self.policy.section}.old_logprobs=engine", self.rollout
+        limit = self.rollout_monitor.max_logprob_difference
+        older = {
+            f"rollout.lag={rollout.lag}": bool(rollout.lag),
+            f"rollout.replay_groups={rollout.replay_groups}": bool(rollout.replay_groups),
+            f"rollout.replay_from={rollout.replay_from}": self.is_replayed,
+            f"rollout.dtype={rollout.dtype}": rollout.dtype is not None,
+        }
+        for other, is_set in older.items():
+            if is_set:
+                raise ConfigError(
+                    f"{key} with {other}: the engine's logprobs are of other weights or another precision than the "
+                    "trainer's, and nothing can tell that from an engine that is wrong; expected one of the two; take "
+                    "one out"
+                )
+        if limit > GUARD:
+            raise ConfigError(
+                f"{key} takes the engine's logprobs for the trainer's, and rollout_monitor.max_logprob_difference="
+                f"{limit:g} lets them differ by more than {GUARD:g} nats a token; expected at most {GUARD:g}; set "
+                f"rollout_monitor.max_logprob_difference={GUARD:g}"
+            )
 
     @property
     def policy(self) -> PolicyConfig:
@@ -299,6 +356,11 @@ class PolicyMethod(OnlineMethod):
         raise NotImplementedError
 
     @property
+    def charges_turns(self) -> bool:
+        """Whether turns are charged with the rewards of an environment's steps, which then have to be there."""
+        return False
+
+    @property
     def _is_apart(self) -> bool:
         """Whether the engine computes otherwise than the trainer."""
         return self.rollout.engine == "server" or self.rollout.dtype is not None
@@ -306,11 +368,7 @@ class PolicyMethod(OnlineMethod):
     @property
     def _is_fresh(self) -> bool:
         """Whether a rollout is sampled from the current policy and trained on once."""
-        return (
-            self.rollout.updates == 1
-            and not self.rollout.asynchronous
-            and not self.rollout.replay_groups
-        )
+        return self.rollout.updates == 1 and not self.rollout.lag and not self.rollout.replay_groups
 
     def loss(self) -> PolicyGradient:
         return self.policy.make_loss(
@@ -330,7 +388,9 @@ class PolicyMethod(OnlineMethod):
         return AuxModels(self.reference if self.policy.kl_coef > 0 else None)
 
     def make_credit(self) -> PolicyCredit:
-        policy, penalty = self.policy, None
+        policy, penalty, entropy = self.policy, None, None
+        if policy.entropy_target is not None:
+            entropy = EntropyTarget(policy.entropy_target, policy.entropy_step, policy.entropy_coef)
         if policy.penalty_coef > 0:
             penalty = KlPenalty(policy.penalty_coef, policy.kl_target)
         return PolicyCredit(
@@ -340,7 +400,11 @@ class PolicyMethod(OnlineMethod):
             limit=self.rollout.grows,
             temperature=self.rollout.temperature,
             has_old=not self._is_fresh,
+            is_bypassed=policy.old_logprobs == "engine",
             penalty=penalty,
+            entropy=entropy,
+            reward_weights={spec.metric: spec.weight for spec in listed(self.rewards)},
+            needs_turn_rewards=self.charges_turns,
         )
 
     @property

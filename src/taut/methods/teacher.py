@@ -5,13 +5,15 @@ The divergences and their papers are in models/teacher.py.
     teacher         a model that gives its full distribution: any architecture and width, the student's tokenizer.
                     It is in the compute dtype, sharded as the student is, and runs just before the student
     top_logprobs    a file of its likeliest tokens at each target, made with ``taut teach``: no teacher is held while
-                    training; forward divergence only
+                    training
+    url             of ``taut gkd``: a server that scores the student's completions before they are trained on, by its
+                    likeliest tokens at each target
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -57,8 +59,8 @@ class DistillConfig:
     temperature: Positive = 1.0
     """Divides the logits of both models; the term is multiplied by its square, which keeps the scale of gradients."""
     tail: Literal["bucket", "renormalise"] | None = None
-    """For top_logprobs: how tokens that are not listed count. bucket (if not set): all together as one more outcome;
-    renormalise: not at all, the listed probabilities are normalised to 1."""
+    """For a list of likeliest tokens: how tokens that are not listed count. bucket (if not set): all together as one
+    more outcome; renormalise: not at all, the listed probabilities are normalised to 1."""
     sft_weight: NotNegative = 0.0
     """Weight of the cross-entropy on the data's own tokens, added to the divergence."""
 
@@ -68,36 +70,46 @@ class DistillConfig:
                 f"distill.beta={self.beta:g} has no effect with distill.divergence={self.divergence}; expected "
                 "divergence=js; set that, or leave beta out"
             )
-        if self.top_logprobs is None:
-            for key in ("tail", "eval_top_logprobs"):
-                if getattr(self, key) is not None:
-                    raise ConfigError(
-                        f"distill.{key}={getattr(self, key)} has no effect without distill.top_logprobs; expected "
-                        f"both; set that, or leave {key} out"
-                    )
-            return
-        if self.teacher is not None:
+        if self.eval_top_logprobs is not None and self.top_logprobs is None:
+            raise ConfigError(
+                f"distill.eval_top_logprobs={self.eval_top_logprobs} has no effect without distill.top_logprobs; "
+                "expected both; set that, or leave eval_top_logprobs out"
+            )
+        if self.teacher is not None and self.top_logprobs is not None:
             raise ConfigError(
                 "distill.teacher and distill.top_logprobs are both set; expected one: the file stands for the teacher; "
                 "keep one"
             )
-        if self.divergence != "forward":
+        if self.tail is not None and not self.is_listed:
             raise ConfigError(
-                f"distill.divergence={self.divergence} with distill.top_logprobs: it needs all of the teacher's "
-                "distribution and a file has its likeliest tokens; expected forward; set distill.teacher for another"
+                f"distill.tail={self.tail} has no effect without {self.list_key}; expected both; set that, or leave "
+                "tail out"
             )
-        if self.temperature != 1 and self.tail != "renormalise":
+        if self.tail == "renormalise" and self.divergence != "forward":
+            raise ConfigError(
+                f"distill.tail=renormalise with distill.divergence={self.divergence}: where the teacher has nothing, "
+                "that divergence is infinite; expected divergence=forward; set that, or tail=bucket"
+            )
+        if self.is_listed and self.temperature != 1 and self.tail != "renormalise":
             raise ConfigError(
                 f"distill.temperature={self.temperature:g} with distill.tail=bucket: what the tokens that are not "
-                "listed have at that temperature is not in the file; expected temperature=1; or set tail=renormalise"
+                "listed have at that temperature is not known; expected temperature=1; or set tail=renormalise"
             )
+
+    list_key: ClassVar[str] = "distill.top_logprobs"
+    """The key that makes the teacher a list of its likeliest tokens."""
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether the teacher is a list of its likeliest tokens at each target."""
+        return self.top_logprobs is not None
 
     def make_loss(self) -> Loss:
         """The loss."""
         tail = self.tail or "bucket"
         beta = 0.5 if self.beta is None else self.beta
         how = Divergence(self.divergence, beta, self.temperature, tail)
-        return Distill(how, self.sft_weight, is_listed=self.top_logprobs is not None)
+        return Distill(how, self.sft_weight, is_listed=self.is_listed)
 
     def require_teacher(self, student: str, *, has_eval: bool) -> None:
         """Raise ConfigError where there is nothing to learn from. ``student``: the model that trains."""
@@ -144,8 +156,8 @@ def load_teacher(
     """
     path = config.teacher
     if path is None:
-        reason = "what taut teach made of data.train; no teacher is held"
-        return ListedTeacher(), [Decision("distill.teacher", str(config.top_logprobs), reason)]
+        file, reason = config.top_logprobs, "what taut teach made of data.train; no teacher is held"
+        return ListedTeacher(), [] if file is None else [Decision("distill.teacher", file, reason)]
     vocabulary = require_same_tokenizer(
         path, tokenizer, "distill.teacher", trust_remote_code, may_have_more=False
     )

@@ -12,13 +12,15 @@ js / b tends to forward as b goes to 0, and js / (1 - b) to reverse as b goes to
 so these are kinds of their own. A term of probability 0 counts 0. ``divergence_N`` is this number; the factor T^2,
 which keeps gradients alike whatever T is, belongs to the loss (losses/supervised.py).
 
-For the forward kind, a list of the teacher's k likeliest tokens and their log-probabilities can replace the teacher:
+A list of the teacher's k likeliest tokens and their log-probabilities can replace the teacher:
 
-    bucket         all other tokens are one outcome: sum over listed p_t (t - s)  +  r_t (log r_t - log r_s), where r is
-                   the remaining mass. At most the whole divergence, and 0 only where the student gives every listed
-                   token the teacher's probability. T = 1: a list does not determine the remaining mass at another T
-    renormalise    the teacher has the listed tokens only, softmax(t / T) over them; the student keeps all of its own,
-                   so it learns to give the others nothing
+    bucket         all other tokens are one outcome: the divergence, of any kind, of two distributions over the k listed
+                   tokens and the rest, whose probability is the remaining mass r_s or r_t. At most the whole
+                   divergence, equal to it where all tokens are listed, and 0 only where the student gives every listed
+                   token the teacher's probability. r_t is held above the rounding error of a sum, so that reverse is
+                   finite. T = 1: a list does not determine the remaining mass at another T
+    renormalise    forward only: the teacher has the listed tokens only, softmax(t / T) over them; the student keeps all
+                   of its own, so it learns to give the others nothing
 
 A row is [V] of student and teacher, and exists in chunks only. The gradient with respect to the student's logits is
 formed in the forward (as in scorer.LinearHead), of the divergence and of log-probabilities at T = 1 together:
@@ -26,6 +28,9 @@ formed in the forward (as in scorer.LinearHead), of the divergence and of log-pr
     d forward = p_s - p_t
     d reverse = p_s (s - t - reverse)
     d js      = (1 - b) p_s (s - log m - sum p_s (s - log m))                                              each over T
+
+With a bucket these are the gradients of the listed tokens; each other token has the bucket's, in proportion to its
+share of the student's bucket.
 
 The teacher has its own backbone and head, of any width, and runs on the same micro-batch in the same layout, just
 before the student: nothing of it is kept between micro-batches. It is no part of the student, and sharded by itself.
@@ -86,9 +91,7 @@ class ListedTeacher:
     """A teacher's likeliest tokens at each target, stored with the data: streams of the micro-batch."""
 
     def run(self, packed: Packed, how: Divergence) -> LikeliestTokens:
-        assert how.kind == "forward", (
-            "a list of the likeliest tokens has the forward divergence only"
-        )
+        assert how.kind == "forward" or how.tail == "bucket", "renormalise is forward only"
         return LikeliestTokens(how, packed.streams[TOP_IDS].long(), packed.streams[TOP_LOGP])
 
 
@@ -122,18 +125,7 @@ class WholeDistribution(TeacherScores):
             t = t[:, : self.num_rows].log_softmax(-1)
         t = t.to(s.dtype)
         assert t.shape == s.shape, "teacher and student are compared over the same rows"
-        p_s, p_t = s.exp(), t.exp()
-        if self.how.kind == "forward":
-            return _expected(p_t, t.sub_(s))[0], p_s.sub_(p_t)
-        if self.how.kind == "reverse":
-            divergence, each = _expected(p_s, t.neg_().add_(s))
-            return divergence, each.sub_(p_s.mul_(divergence[:, None]))
-        beta = self.how.beta
-        m = torch.lerp(p_s, p_t, beta).clamp_min_(torch.finfo(s.dtype).tiny).log_()
-        teachers, _ = _expected(p_t, t.sub_(m))
-        students, each = _expected(p_s, torch.sub(s, m, out=m))
-        grad = each.sub_(p_s.mul_(students[:, None])).mul_(1 - beta)
-        return beta * teachers + (1 - beta) * students, grad
+        return _compared(self.how, s, t, t.exp())
 
 
 @dataclass(frozen=True)
@@ -150,15 +142,32 @@ class LikeliestTokens(TeacherScores):
             t = (t / self.how.temperature).log_softmax(-1)
             p_t = t.exp()
             return _expected(p_t, t - listed)[0], s.exp().scatter_add_(1, ids, -p_t)
-        p_t = t.exp()
-        left = -t.logsumexp(1).expm1()
-        left = left.masked_fill(left < ROUNDING * torch.finfo(s.dtype).eps, 0.0)
+        # of the k listed tokens and the rest
+        floor = ROUNDING * torch.finfo(s.dtype).eps
+        left = -t.logsumexp(1, keepdim=True).expm1()
+        t = torch.cat([t, left.clamp_min(floor).log()], dim=1)
+        p_t = torch.cat([t[:, :-1].exp(), left.masked_fill(left < floor, 0.0)], dim=1)
         others = s.scatter(1, ids, -math.inf)
-        left_s = others.logsumexp(1).clamp_min(torch.finfo(s.dtype).min)
-        divergence = _expected(p_t, t - listed)[0] + torch.xlogy(left, left) - left * left_s
-        others = others.sub_(left_s[:, None]).exp_()
-        grad = s.exp().mul_((p_t.sum(1) + left)[:, None]).sub_(others.mul_(left[:, None]))
-        return divergence, grad.scatter_add_(1, ids, -p_t)
+        left_s = others.logsumexp(1, keepdim=True).clamp_min(torch.finfo(s.dtype).min)
+        divergence, grad = _compared(self.how, torch.cat([listed, left_s], dim=1), t, p_t)
+        others = others.sub_(left_s).exp_().mul_(grad[:, -1:])
+        return divergence, others.scatter_(1, ids, grad[:, :-1])
+
+
+def _compared(how: Divergence, s: Tensor, t: Tensor, p_t: Tensor) -> tuple[Tensor, Tensor]:
+    """The divergence of each row, and its gradient with respect to the student's logits. ``t`` is overwritten."""
+    p_s = s.exp()
+    if how.kind == "forward":
+        return _expected(p_t, t.sub_(s))[0], p_s.sub_(p_t)
+    if how.kind == "reverse":
+        divergence, each = _expected(p_s, t.neg_().add_(s))
+        return divergence, each.sub_(p_s.mul_(divergence[:, None]))
+    beta = how.beta
+    m = torch.lerp(p_s, p_t, beta).clamp_min_(torch.finfo(s.dtype).tiny).log_()
+    teachers, _ = _expected(p_t, t.sub_(m))
+    students, each = _expected(p_s, torch.sub(s, m, out=m))
+    grad = each.sub_(p_s.mul_(students[:, None])).mul_(1 - beta)
+    return beta * teachers + (1 - beta) * students, grad
 
 
 def _expected(p: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

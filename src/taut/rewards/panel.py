@@ -8,7 +8,8 @@ for requests to servers, each within its time limit; only what is quick and cann
 answers comes back complete and in order; an error belongs to one answer and one reward, and counting and bounding
 errors is the caller's task (``tally``). A reward that returns a value of the wrong type is no such error: ``grade``
 raises UserCodeError. The same answers get the same verdicts, whatever the number of workers, if the rewards are
-functions of the answer. ``grade`` may be called from any thread, by one at a time.
+functions of the answer. ``grade`` may be called from any thread, and from several at a time unless a model in this
+process judges.
 """
 
 from __future__ import annotations

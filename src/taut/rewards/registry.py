@@ -82,6 +82,11 @@ class RewardSpec:
                 "remove one"
             )
 
+    @property
+    def metric(self) -> str:
+        """Name of its metric."""
+        return self.label or self.name.rpartition(":")[2]
+
 
 @dataclass(frozen=True)
 class Part:
@@ -139,7 +144,7 @@ def read_parts(
     """The rewards of a configuration. ``reserved``: names of other metrics, which no reward may have."""
     parts: list[Part] = []
     for spec in listed(rewards):
-        label = spec.label or spec.name.rpartition(":")[2]
+        label = spec.metric
         if label in reserved or label in [part.label for part in parts]:
             raise ConfigError(
                 f"found the reward {spec.name!r}, and there is another metric {label!r}; expected each name once; "
@@ -189,7 +194,7 @@ def files_read(rewards: str | Sequence[str | RewardSpec]) -> list[str]:
 
 
 def require_judgeable(
-    rewards: str | Sequence[str | RewardSpec], num_ranks: int, *, ahead: bool = False
+    rewards: str | Sequence[str | RewardSpec], num_ranks: int, *, lag: int = 0
 ) -> None:
     """Raise ConfigError, on every rank alike, for a model that would judge in this process where it cannot."""
     for label in models_of(rewards):
@@ -198,9 +203,9 @@ def require_judgeable(
                 f"found the reward {label}, a model in this process, and {num_ranks} ranks, which would wait while one "
                 "of them judges; expected it at a server; use `taut serve-reward` and the reward reward_server"
             )
-        if ahead:
+        if lag:
             raise ConfigError(
-                f"rollout.asynchronous=true and the reward {label}, a model in this process: it would judge while "
+                f"rollout.lag={lag} and the reward {label}, a model in this process: it would judge while "
                 "another model trains here; expected it at a server; use `taut serve-reward` and the reward "
                 "reward_server"
             )

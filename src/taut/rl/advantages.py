@@ -10,7 +10,8 @@ Policy gradients:
 
     reward of a trajectory    the sum of its rewards, shaped (``ShapingConfig``)
     penalty of a token        -coef * (log pi - log ref), the divergence from the reference, where it is enabled
-    advantage                 of both: of a trajectory compared with its group, or of a token by the critic's values
+    advantage                 of both: of a trajectory, a turn or a segment compared with its group, or of a token by
+                              the critic's values
 
 With a critic, the reward of an environment's step belongs to the last sampled token of the turn that it answers,
 and the rest of a trajectory's reward (what judges it as a whole, and shaping) to its last token. The state after
@@ -23,9 +24,11 @@ sampled.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NotRequired
 
 import numpy as np
 import torch
@@ -37,7 +40,7 @@ from taut.config import configclass
 from taut.errors import CheckFailed, ConfigError
 from taut.losses import Loss, policy
 from taut.losses import advantages as shaping
-from taut.losses.advantages import Estimator, Scale, are_alike, gae, whiten
+from taut.losses.advantages import Estimator, Outcomes, Scale, are_alike, by_sample, gae, whiten
 from taut.rl.rollout import POLICY, REFERENCE, VALUE, Group, ModelScores, sample_of
 from taut.rl.sampler import Trajectory
 from taut.types import FloatArray, Sample, Tree, Wants
@@ -96,6 +99,9 @@ class Credit:
     def is_useful(self, group: Group) -> bool:
         """Whether anything can be learned from a group: its rewards differ."""
         return group.has_signal
+
+    def require_usable(self, groups: Sequence[Group]) -> None:
+        """Raise CheckFailed for a rollout that lacks what the credit reads."""
 
     def assign(
         self, groups: Sequence[Group], scores: ModelScores
@@ -175,11 +181,22 @@ class KlPenalty(NamedTuple):
     """The KL that an adaptive coefficient aims at, in nats a token; None: the coefficient is constant."""
 
 
+class EntropyTarget(NamedTuple):
+    """The entropy that an adaptive entropy coefficient keeps, in nats a token."""
+
+    target: float
+    step: float
+    """How much a rollout changes the coefficient."""
+    initial: float = 0.0
+    """The coefficient at first."""
+
+
 class PolicyCreditState(TypedDict):
-    """The state of PolicyCredit."""
+    """The state of PolicyCredit; older checkpoints lack some keys."""
 
     scale: Annotated[tuple[int, float, float], BeforeValidator(as_tuple)]
     coef: float
+    entropy_coef: NotRequired[float]
 
 
 class PolicyCredit(Credit):
@@ -194,23 +211,39 @@ class PolicyCredit(Credit):
         limit: int,
         temperature: float,
         has_old: bool,
+        is_bypassed: bool = False,
         penalty: KlPenalty | None = None,
+        entropy: EntropyTarget | None = None,
+        reward_weights: Mapping[str, float] = MappingProxyType({}),
+        needs_turn_rewards: bool = False,
     ) -> None:
         """``limit``: tokens that a trajectory may have beyond its prompt. ``has_old``: the trainer's own logprobs at
-        the start are a stream, because more than one step trains on a rollout.
+        the start are a stream, because more than one step trains on a rollout. ``is_bypassed``: the engine's logprobs
+        take their place. ``reward_weights``: of the rewards by
+        name. ``needs_turn_rewards``: the estimator charges turns with their rewards.
         """
         super().__init__(loss)
         self.estimate, self.shaping, self.limit = estimate, shaping, limit
-        self.has_old, self.penalty = has_old, penalty
+        self.has_old, self.penalty = has_old and not is_bypassed, penalty
+        self.is_bypassed, self.entropy = is_bypassed, entropy
+        self.reward_weights, self.needs_turn_rewards = reward_weights, needs_turn_rewards
         has_critic = isinstance(estimate, Gae)
         self.wants = Wants(
-            has_old or penalty is not None, scalar=has_critic, temperature=temperature
+            (has_old or penalty is not None) and not is_bypassed,
+            scalar=has_critic,
+            temperature=temperature,
         )
         self.bootstraps_cut = isinstance(estimate, Gae) and estimate.bootstraps_cut
         self.estimator = None if isinstance(estimate, Gae) else estimate
-        self.is_plain = shaping == ShapingConfig() and penalty is None
+        self.is_plain = (
+            isinstance(estimate, Estimator)
+            and estimate.assess is by_sample
+            and shaping == ShapingConfig()
+            and penalty is None
+        )
         self._scale = Scale()
         self._coef = 0.0 if penalty is None else penalty.coef
+        self._entropy_coef = 0.0 if entropy is None else entropy.initial
 
     def scored(self, groups: Sequence[Group]) -> Sequence[Group]:
         """Not those whose advantages are 0 whatever the scores, where the loss leaves such samples out. The engine's
@@ -219,15 +252,76 @@ class PolicyCredit(Credit):
         estimate = self.estimator
         if estimate is None or estimate.is_whitened or self.penalty is not None:
             return groups
-        trajectories = [t for group in groups for t in group.trajectories]
-        numbers = [n for n, group in enumerate(groups) for _ in group.trajectories]
-        compared_S = estimate.compare(self._shaped(trajectories)[1], torch.tensor(numbers))
-        loud = {number for number, value in zip(numbers, compared_S.tolist(), strict=True) if value}
+        trajectories, group_S = _numbered(groups)
+        outcomes = self._outcomes(trajectories, group_S, *self._shaped(trajectories))
+        assessed = zip(group_S.tolist(), estimate.assessed(outcomes), strict=True)
+        loud = {number for number, advantage_N in assessed if advantage_N.any()}
         return [
             group
             for number, group in enumerate(groups)
             if number in loud or not all(map(self._is_silent, group.trajectories))
         ]
+
+    def is_useful(self, group: Group) -> bool:
+        """Whether its rewards, before shaping, give an advantage to a token."""
+        estimate = self.estimator
+        if estimate is None or estimate.assess is by_sample:
+            return group.has_signal
+        trajectories = group.rewarded
+        reward_S = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
+        outcomes = self._outcomes(
+            trajectories, torch.zeros(reward_S.numel()).long(), Scale(), reward_S
+        )
+        return any(advantage_N.any() for advantage_N in estimate.assessed(outcomes))
+
+    def require_usable(self, groups: Sequence[Group]) -> None:
+        trajectories = [t for group in groups for t in group.trajectories]
+        unknown = [t.name for t in trajectories if not np.isfinite(t.logp_N).all()]
+        if self.is_bypassed and unknown:
+            raise CheckFailed(
+                f"old_logprobs=engine, and the engine gave no logprobs for {len(unknown)} completions, such as "
+                f"{unknown[0]}; expected one of each sampled token; set old_logprobs=trainer"
+            )
+        has_any = any(t.turn_rewards for t in trajectories)
+        if self.needs_turn_rewards and groups and not has_any:
+            raise CheckFailed(
+                "advantage_level=turn, and the environment gave no reward for any turn of the rollout; expected a "
+                "reward of steps, 0 where a step is worth nothing; let step return Step(reward=...), or set "
+                "advantage_level=trajectory"
+            )
+
+    def _outcomes(
+        self,
+        trajectories: Sequence[Trajectory],
+        group_S: Tensor,
+        scale: Scale,
+        reward_S: Tensor,
+    ) -> Outcomes:
+        """What an estimator reads of trajectories. ``scale``: by which their rewards were divided."""
+        names = dict.fromkeys(name for t in trajectories for name in t.verdict.parts)
+        scores = [t.verdict.parts for t in trajectories]
+        parts = {
+            name: torch.tensor(
+                [
+                    math.nan if name not in of or of[name].value is None else of[name].value
+                    for of in scores
+                ],
+                dtype=torch.float64,
+            )
+            for name in names
+        }
+        turns = [turns_of(trajectory) for trajectory in trajectories]
+        return Outcomes(
+            reward_S=reward_S,
+            group_S=group_S,
+            length_S=torch.tensor([t.sampled_at_N.size for t in trajectories]),
+            parts=parts,
+            weights=self.reward_weights,
+            turn_ends=[end_U for end_U, _ in turns],
+            turn_rewards=[scale.scaled(reward_U) for _, reward_U in turns],
+            ids=[torch.tensor(t.ids_T) for t in trajectories],
+            sampled_at=[torch.tensor(t.sampled_at_N) for t in trajectories],
+        )
 
     def _is_silent(self, trajectory: Trajectory) -> bool:
         """Whether a trajectory without an advantage is left out by the loss."""
@@ -238,13 +332,10 @@ class PolicyCredit(Credit):
     def assign(
         self, groups: Sequence[Group], scores: ModelScores
     ) -> tuple[list[TrainSample], dict[str, float]]:
-        numbered = [(number, t) for number, group in enumerate(groups) for t in group.trajectories]
-        trajectories = [trajectory for _, trajectory in numbered]
-        group_S = torch.tensor([number for number, _ in numbered])
+        trajectories, group_S = _numbered(groups)
         scale, reward_S = self._shaped(trajectories)
-        scores_S = [
-            scores.get(trajectory.name, {POLICY: trajectory.logp_N}) for trajectory in trajectories
-        ]
+        # the engine's logprobs stand in where a group was not scored, and where they are taken for the old policy's
+        scores_S = [{POLICY: t.logp_N} | scores.get(t.name, {}) for t in trajectories]
         metrics: dict[str, float] = {}
         if self.shaping != ShapingConfig():
             metrics["reward_shaped"] = float(reward_S.mean())
@@ -256,25 +347,32 @@ class PolicyCredit(Credit):
             metrics["kl"] = float(policy.estimate(gap_N, "k1").mean())
             metrics["kl_k3"] = float(policy.estimate(gap_N, "k3").mean())
             metrics["kl_coef"] = self._coef
+        values: dict[str, float] = {}
+        if self.entropy is not None:
+            metrics["entropy_sampled"] = _entropy_of(trajectories)
+            values["entropy_coef"] = self._entropy_coefs(metrics["entropy_sampled"])[0]
+            metrics["entropy_coef"] = values["entropy_coef"]
         returns: Sequence[FloatArray | None] = [None] * len(trajectories)
         if isinstance(self.estimate, Gae):
-            values = [_tensor(own[VALUE]) for own in scores_S]
+            of_critic = [_tensor(own[VALUE]) for own in scores_S]
             advantages, returns, ranges = _by_critic(
-                self.estimate, trajectories, reward_S, scale, penalties, values
+                self.estimate, trajectories, reward_S, scale, penalties, of_critic
             )
             metrics |= ranges
             # All trajectories are compared with each other, one alone with what the critic expects.
             differ = len(trajectories) == 1 or not are_alike(reward_S.tolist())
             has_signal = [differ] * len(groups)
         else:
-            estimated = self.estimate(reward_S, group_S, penalties)
+            outcomes = self._outcomes(trajectories, group_S, scale, reward_S)
+            estimated = self.estimate(outcomes, penalties)
             advantages = [advantage_N.numpy() for advantage_N in estimated]
             # By the rewards alone: what a penalty takes off is never all the same.
-            compared = self.estimate.compare(reward_S, group_S)
-            has_signal = [bool(compared[group_S == number].any()) for number in range(len(groups))]
+            assessed = zip(group_S.tolist(), self.estimate.assessed(outcomes), strict=True)
+            loud = {number for number, advantage_N in assessed if advantage_N.any()}
+            has_signal = [number in loud for number in range(len(groups))]
         samples_of: list[list[tuple[Trajectory, Sample]]] = [[] for _ in groups]
-        for (number, trajectory), advantage_N, return_N, own in zip(
-            numbered, advantages, returns, scores_S, strict=True
+        for number, trajectory, advantage_N, return_N, own in zip(
+            group_S.tolist(), trajectories, advantages, returns, scores_S, strict=True
         ):
             if trajectory.is_cut and self.shaping.overlong == "drop":
                 continue
@@ -283,7 +381,7 @@ class PolicyCredit(Credit):
                 streams[POLICY] = own[POLICY]
             if REFERENCE in own and self.penalty is None:
                 streams[REFERENCE] = own[REFERENCE]
-            sample = replace(sample_of(trajectory), streams=streams)
+            sample = replace(sample_of(trajectory), streams=streams, values=values)
             if return_N is not None:
                 values_of = {"return": return_N, "value": own[VALUE][: return_N.size]}
                 sample = replace(sample, read_at_R=sample.target_at_N - 1, read_values=values_of)
@@ -308,15 +406,28 @@ class PolicyCredit(Credit):
         if self.penalty is not None and self.penalty.target is not None:
             target = self.penalty.target
             self._coef = policy.adapted(self._coef, observed=metrics["kl"], target=target)
+        if self.entropy is not None:
+            self._entropy_coef = self._entropy_coefs(metrics["entropy_sampled"])[1]
+
+    def _entropy_coefs(self, observed: float) -> tuple[float, float]:
+        """The entropy coefficient of a rollout, and the state after it."""
+        assert self.entropy is not None
+        target, step, _ = self.entropy
+        return policy.entropy_coefs(self._entropy_coef, observed=observed, target=target, step=step)
 
     remembered: ClassVar[Any] = PolicyCreditState
 
     def remember(self) -> dict[str, Any]:
         scale = self._scale
-        return {"scale": [scale.count, scale.mean, scale.square], "coef": self._coef}
+        return {
+            "scale": [scale.count, scale.mean, scale.square],
+            "coef": self._coef,
+            "entropy_coef": self._entropy_coef,
+        }
 
     def recall(self, remembered: Mapping[str, Any]) -> None:
         self._scale, self._coef = Scale(*remembered["scale"]), remembered["coef"]
+        self._entropy_coef = remembered.get("entropy_coef", self._entropy_coef)
 
     def _shaped(self, trajectories: Sequence[Trajectory]) -> tuple[Scale, Tensor]:
         """The rewards as they are compared, and the scale that they were divided by."""
@@ -341,6 +452,29 @@ class PolicyCredit(Credit):
             return self._scale, reward_S
         scale = (self._scale if how.scale == "running" else Scale()).merged(reward_S)
         return scale, scale.scaled(reward_S)
+
+
+def _numbered(groups: Sequence[Group]) -> tuple[list[Trajectory], Tensor]:
+    """The trajectories of all groups, and the number of each one's group."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    numbers = [number for number, group in enumerate(groups) for _ in group.trajectories]
+    return trajectories, torch.tensor(numbers)
+
+
+def _entropy_of(trajectories: Sequence[Trajectory]) -> float:
+    """The mean of -logp of what the engine sampled, in nats a token: an unbiased estimate of its entropy."""
+    return float(-np.nanmean(np.concatenate([t.logp_N for t in trajectories])))
+
+
+def turns_of(trajectory: Trajectory) -> tuple[Tensor, Tensor]:
+    """(turn_ends, turn_rewards) of Outcomes. A turn ends where others speak, and where a step was rewarded."""
+    at_N, rewards = trajectory.sampled_at_N, dict[int, float]()
+    for n in [*np.flatnonzero(np.diff(at_N) > 1).tolist(), at_N.size - 1]:
+        rewards[n] = 0.0
+    for n, reward in trajectory.turn_rewards:
+        rewards[n] = rewards.get(n, 0.0) + reward
+    ends = sorted(rewards)
+    return torch.tensor(ends), torch.tensor([rewards[n] for n in ends], dtype=torch.float64)
 
 
 def _by_critic(

@@ -5,10 +5,11 @@
         def reset(self, row: dict) -> list[dict]    the first messages; optional: the row's prompt
         def step(self, text: str, calls: list[ToolCall]) -> Step
         def cut(self) -> float | dict | None        the reward of a trajectory that a limit ended; optional: none
+        follows_prompt = True                       the messages of reset come after the row's prompt; optional: False
 
-``rollout.environment.name`` is ``FILE.py:Game``, or ``tools`` for the built-in one. Each trajectory has an instance
-of its own, made without arguments, which holds its state. Steps of different trajectories run side by side in
-threads, each with a time limit. An exception or a timeout makes the trajectory an error with the reason, never a
+``rollout.environment.name`` is ``FILE.py:Game``, ``tools`` for the built-in one, or ``gym:ENV_ID``. Each trajectory has
+an instance of its own, made without arguments, which holds its state. Steps of different trajectories run side by side
+in threads, each with a time limit. An exception or a timeout makes the trajectory an error with the reason, never a
 reward of 0. A result of the wrong type (no Step, a text as the reward) stops the run at the first trajectory.
 
 A reward is a number (True and False are 1 and 0), or numbers by name; the rewards of all steps are added. Where an
@@ -17,10 +18,9 @@ environment gives none, the run's rewards judge the trajectory.
 The class is the user's own Python in this process; untrusted code belongs into a process or sandbox that it starts.
 Under several ranks whose engine is asked by all, each rank steps its share of the trajectories.
 
-Tools are a calculator, Python in the sandbox, and functions of the user's own. A function's schema is made by the
-library from its type hints and docstring (Google style). The policy reads a tool's result as text, and also a
-ValueError, TypeError, ArithmeticError or LookupError, since its arguments were wrong. Any other exception is a
-fault of the tool, and the trajectory is an error.
+Tools (``environments/tools.py``) are a calculator, Python in the sandbox, functions of the user's own, and those of MCP
+servers. Adapters to other libraries' environments are in ``environments``, one file each; a library is imported where
+an environment of it is loaded.
 
 User code runs in threads (``each``), and a thread cannot be ended from outside: a call that does not return in
 time is abandoned and ends with the process.
@@ -28,10 +28,6 @@ time is abandoned and ends with the process.
 
 from __future__ import annotations
 
-import ast
-import json
-import math
-import operator
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -42,226 +38,32 @@ from threading import Thread
 from typing import Annotated, Any, NamedTuple, TypeAlias, cast
 
 from pydantic import Field
-from transformers.utils.chat_template_utils import (
-    DocstringParsingException,
-    TypeHintParsingException,
-    get_json_schema,
-)
 
-from taut.config import Decision, configclass, home_path
+from taut.config import Decision, configclass
 from taut.data.chat_template import PROBE
 from taut.data.json_io import shown
 from taut.data.messages import Message, Tool, read_conversation, read_tools
-from taut.data.messages import Tool as Schema
 from taut.data.prompts import PromptRow
 from taut.data.render import Renderer
 from taut.data.tool_calls import CallFormat, ToolCall, derive_call_format
-from taut.errors import CheckFailed, ConfigError, DataError, RenderError, TautError, UserCodeError
-from taut.io.user_code import read_user_code
+from taut.errors import CheckFailed, ConfigError, DataError, RenderError, UserCodeError
+from taut.extras import require
 from taut.rewards.verifier import read_number
+from taut.rl.environments.tools import (
+    LIMITS,
+    MCP,
+    Kit,
+    ToolFunction,
+    answer,
+    load_own,
+    open_tools,
+)
 from taut.rl.turns import Bridge
-from taut.sandbox import HERE, Limits, Remote, open_remote, run_python, shared
+from taut.sandbox import Remote
 from taut.train.distributed import Ranks
 
-# -- tools
-
-MAX_RESULT = 4000
-"""Characters of a tool's result that the policy gets."""
-MOST_BITS = 4096
-"""Bits of the calculator's largest integer."""
-MOST_DIGITS = 300
-"""Places that the calculator rounds to."""
-LONGEST = 1000
-"""Characters of an expression."""
-
-LIMITS = Limits(cpu_seconds=5, wall_seconds=8.0, total_seconds=8.0)
-"""Limits of a program that the policy runs."""
-ENDS = {
-    "time": f"the program took more than {LIMITS.wall_seconds:g} s",
-    "cpu": f"the program took more than {LIMITS.cpu_seconds} s of processor time",
-    "memory": f"the program took more than {LIMITS.memory_mb} MB",
-    "output": f"the program printed more than {LIMITS.output_kb} kB",
-    "crash": "the program crashed",
-}
-
-Number = int | float
-
-
-class ToolFunction(NamedTuple):
-    """A function, and how the template describes it."""
-
-    schema: Schema
-    function: Callable[..., Any]
-
-    @property
-    def name(self) -> str:
-        return str(self.schema["function"]["name"])
-
-
-def answer(kit: Mapping[str, ToolFunction], call: ToolCall) -> Message:
-    """The message with the result of a call, or with its error."""
-    if call.error is not None:
-        text = f"Error: {call.error}"
-    elif call.name not in kit:
-        text = f"Error: there is no tool {call.name}; there are {', '.join(kit)}"
-    else:
-        try:
-            value = kit[call.name].function(**call.arguments)
-        except TautError:
-            raise
-        except (ValueError, TypeError, ArithmeticError, LookupError) as error:
-            text = f"Error: {type(error).__name__}: {error}"[:MAX_RESULT]
-        else:
-            is_text = isinstance(value, str)
-            text = value if is_text else json.dumps(value, ensure_ascii=False, default=str)
-            left = len(text) - MAX_RESULT
-            text = text if left <= 0 else f"{text[:MAX_RESULT]}... ({left} characters more)"
-    name = call.name or "tool"
-    return {"role": "tool", "tool_call_id": call.id, "name": name, "content": text}
-
-
-def python(code: str) -> str:
-    """
-    Run a Python program in a sandbox and return what it prints. Nothing is kept from one program to the next.
-
-    Args:
-        code: The program. It prints what is to be returned.
-    """
-    return _run_python(code, HERE)
-
-
-def _run_python(code: str, remote: Remote) -> str:
-    """The result of the tool python."""
-    ran = run_python(code, limits=LIMITS, remote=remote)
-    if ran.outcome == "ok":
-        return ran.stdout or "(nothing was printed)"
-    what = ENDS.get(ran.outcome) or (ran.stderr.strip().splitlines() or ["the program failed"])[-1]
-    return f"{ran.stdout}Error: {what}"
-
-
-def calculator(expression: str) -> str:
-    """
-    Compute the value of an arithmetic expression.
-
-    Args:
-        expression: Numbers, + - * / // % **, parentheses, pi, e, and abs, sqrt, exp, log, log10, sin, cos, tan,
-            floor, ceil, round, min, max, gcd. Example: (3 + 4) * sqrt(2)
-    """
-    if len(expression) > LONGEST:
-        raise ValueError(f"the expression has more than {LONGEST} characters")
-    try:
-        tree = ast.parse(expression.strip(), mode="eval")
-    except (SyntaxError, MemoryError, RecursionError):
-        raise ValueError("this is no arithmetic expression") from None
-    try:
-        return str(_value(tree.body))
-    except RecursionError:
-        raise ValueError("the expression is nested too deeply") from None
-
-
-def _round(value: Number, *digits: Any) -> Number:
-    """``round`` with few digits: Python computes ten to the power of them, and no other thread runs meanwhile."""
-    if any(abs(number) > MOST_DIGITS for number in digits):
-        raise ValueError(f"round takes {MOST_DIGITS} digits at most")
-    rounded: Number = round(value, *digits)
-    return rounded
-
-
-OPERATORS: dict[type[ast.AST], Callable[..., Number]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
-}
-FUNCTIONS: dict[str, Callable[..., Number]] = {
-    "abs": abs,
-    "sqrt": math.sqrt,
-    "exp": math.exp,
-    "log": math.log,
-    "log10": math.log10,
-    "sin": math.sin,
-    "cos": math.cos,
-    "tan": math.tan,
-    "floor": math.floor,
-    "ceil": math.ceil,
-    "round": _round,
-    "min": min,
-    "max": max,
-    "gcd": math.gcd,
-}
-CONSTANTS = {"pi": math.pi, "e": math.e}
-
-
-def _value(node: ast.expr) -> Number:
-    """The value of an expression: a walk over what is allowed, never ``eval``."""
-    match node:
-        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-            return _bounded(value)
-        case ast.Name(id=name) if name in CONSTANTS:
-            return CONSTANTS[name]
-        case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
-            return OPERATORS[type(op)](_value(operand))
-        case ast.BinOp(op=ast.Pow(), left=left, right=right):
-            base, exponent = _value(left), _value(right)
-            is_whole = isinstance(base, int) and isinstance(exponent, int)
-            if is_whole and int(base).bit_length() * abs(exponent) > MOST_BITS:
-                raise ValueError("the power is too large")
-            power = base**exponent
-            if isinstance(power, complex):
-                raise ValueError("the power of a negative number is not real")
-            return power
-        case ast.BinOp(op=op, left=left, right=right) if type(op) in OPERATORS:
-            return _bounded(OPERATORS[type(op)](_value(left), _value(right)))
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
-            return _bounded(FUNCTIONS[name](*map(_value, args)))
-    raise ValueError(f"{ast.unparse(node)[:80]} is no arithmetic")
-
-
-def _bounded(value: Number) -> Number:
-    if isinstance(value, int) and value.bit_length() > MOST_BITS:
-        raise ValueError("the number is too large")
-    return value
-
-
-TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": python}
-"""name -> function. A new one is a line here."""
-
-
-def load_tool(name: str, remote: Remote = HERE) -> ToolFunction:
-    """The tool that a configuration names: ``calculator``, or ``FILE.py:function``. ``remote``: where python runs."""
-    key = "rollout.environment.tools"
-    if name not in TOOLS and ":" not in name:
-        raise ConfigError(
-            f"{key} has {name!r}; expected one of {', '.join(TOOLS)}, or FILE.py:function"
-        )
-    function = TOOLS[name] if name in TOOLS else load_own(name, key, "function")
-    described = function
-    if name == "python" and remote.service is not None:
-        open_remote(remote, LIMITS).close()
-        function = partial(_run_python, remote=remote)
-    elif name == "python":
-        shared()  # refused now where programs cannot be held
-    try:
-        return ToolFunction(get_json_schema(described), function)
-    except (DocstringParsingException, TypeHintParsingException, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            f"{key} has {name}, which cannot be described to a model: {reason}; expected type hints, and a docstring "
-            "with a line for each argument below Args:; write them"
-        ) from None
-
-
-def load_own(spec: str, key: str, kind: str) -> Any:
-    """The function or class that ``FILE.py:name`` names under ``key``."""
-    path = home_path(spec.rpartition(":")[0])
-    return read_user_code(spec, path, f"{key} is {spec}", kind).load()
-
-
-# -- environments
+GYM = "gym:"
+"""Before the id of an environment of Gymnasium."""
 
 Reward: TypeAlias = float | bool | Mapping[str, float | bool] | None
 """The reward of a step, a number or numbers by name; None: the step has no reward."""
@@ -284,9 +86,13 @@ class EnvironmentConfig:
     """The environment that answers the policy between its turns."""
 
     name: str | None = None
-    """tools: the tools named below. FILE.py:Class: your own environment. None: each completion is judged as it is."""
+    """tools: the tools named below. FILE.py:Class: your own environment. gym:ENV_ID: one of Gymnasium's. None: each
+    completion is judged as it is."""
     tools: list[str] = field(default_factory=list)
-    """With name=tools: calculator, python, or FILE.py:function with type hints and a docstring."""
+    """With name=tools: calculator, python, FILE.py:function with type hints and a docstring, or mcp:COMMAND or mcp:URL,
+    the tools of an MCP server."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """With name=gym:ENV_ID: the keywords of gymnasium.make."""
     max_turns: Annotated[int, Field(ge=1)] = 8
     """Maximum number of turns of the policy; then the trajectory is cut."""
     max_tokens: Annotated[int, Field(ge=1)] = 4096
@@ -308,6 +114,11 @@ class EnvironmentConfig:
             raise ConfigError(
                 "rollout.environment.name=tools and rollout.environment.tools is empty; expected at least one; set "
                 'rollout.environment.tools=["calculator"]'
+            )
+        if self.options and not (self.name or "").startswith(GYM):
+            raise ConfigError(
+                f"rollout.environment.options has {next(iter(self.options))} and rollout.environment.name is "
+                f"{self.name}: nothing reads it; expected name=gym:ENV_ID; take options out, or correct name"
             )
         for key in ("max_turns", "max_tokens", "timeout", "workers"):
             if self.name is None and getattr(self, key) != getattr(EnvironmentConfig, key):
@@ -333,6 +144,13 @@ class EnvironmentConfig:
     @property
     def is_on(self) -> bool:
         return self.name is not None
+
+    @property
+    def code(self) -> list[str]:
+        """What is named of the user's own: FILE.py:NAME."""
+        others = (GYM, MCP)
+        names = [self.name or "", *self.tools]
+        return [name for name in names if ":" in name and not name.startswith(others)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +181,13 @@ class EnvironmentPool:
     decisions: tuple[Decision, ...] = ()
     late: list[Thread] = field(default_factory=list)
     """Threads of abandoned calls that still run."""
+    kit: Kit | None = None
+    """The tools, where the environment is made of some."""
+
+    def close(self) -> None:
+        """End the servers of its tools."""
+        if self.kit is not None:
+            self.kit.close()
 
     def each(self, jobs: Mapping[int, Callable[[], Any]]) -> dict[int, Outcome]:
         """The outcome of each call: ``config.workers`` at a time, ``config.timeout`` seconds each. A key is the number
@@ -481,7 +306,26 @@ def open_environments(
     """
     if config.name is None:
         return None
-    make, offered = _load_environment(config)
+    kit = open_tools(config.tools, config.remote, config.timeout / 2) if config.tools else None
+    try:
+        return _opened(config, kit, renderer, stop_ids, context, ranks, rows, stop)
+    except BaseException:
+        if kit is not None:
+            kit.close()
+        raise
+
+
+def _opened(
+    config: EnvironmentConfig,
+    kit: Kit | None,
+    renderer: Renderer,
+    stop_ids: Collection[int],
+    context: int | None,
+    ranks: Ranks | None,
+    rows: Sequence[PromptRow],
+    stop: Sequence[str],
+) -> EnvironmentPool:
+    make, offered = _load_environment(config, kit)
     bridge, template = Bridge(renderer, stop_ids), renderer.template
     place, tools = next(((f"{row.place}: ", row.tools) for row in rows if row.tools), ("", ()))
     if offered:
@@ -511,7 +355,7 @@ def open_environments(
                 f"may call; give another with {template.key}=FILE"
             )
     decisions = decision, _history(bridge, calls, tools)
-    return EnvironmentPool(config, make, bridge, calls, offered, context, ranks, decisions)
+    return EnvironmentPool(config, make, bridge, calls, offered, context, ranks, decisions, kit=kit)
 
 
 def _history(bridge: Bridge, calls: CallFormat | None, tools: Sequence[Tool]) -> Decision:
@@ -623,20 +467,19 @@ class ToolEnvironment:
         return Step(messages)
 
 
-def _load_environment(config: EnvironmentConfig) -> tuple[Callable[[], Any], tuple[Tool, ...]]:
+def _load_environment(
+    config: EnvironmentConfig, kit: Kit | None
+) -> tuple[Callable[[], Any], tuple[Tool, ...]]:
     """The constructor of instances, and their tools."""
-    if config.name == "tools":
-        loaded = [load_tool(name, config.remote) for name in config.tools]
-        kit = {tool.name: tool for tool in loaded}
-        if len(kit) < len(config.tools):
-            raise ConfigError(
-                f"rollout.environment.tools has {', '.join(config.tools)}, two of one name; expected each once; "
-                "rename one"
-            )
-        return partial(ToolEnvironment, kit, config.timeout / 2), tuple(
-            tool.schema for tool in kit.values()
-        )
+    if kit is not None:
+        schemas = tuple(tool.schema for tool in kit.functions.values())
+        return partial(ToolEnvironment, kit.functions, config.timeout / 2), schemas
     assert config.name is not None
+    if config.name.startswith(GYM):
+        require("gym", f"rollout.environment.name={config.name}")
+        from taut.rl.environments.gymnasium import load_gymnasium
+
+        return load_gymnasium(config.name.removeprefix(GYM), config.options), ()
     found = load_own(config.name, "rollout.environment.name", "class")
     if not isinstance(found, type) or not callable(getattr(found, "step", None)):
         raise ConfigError(

@@ -9,30 +9,20 @@ same phase. What a later step needs of an earlier one is state of the checkpoint
 be trained on, groups to be replayed, and the state of the credit's controllers. Trees are kept as JSON-able values, to
 the last bit: an array is its dtype, its shape and its bytes, compressed, as base64; no pickled object.
 
-With ``rollout.asynchronous`` the next phase is generated in a thread (``Ahead``) while this one is trained on, at most
-one phase ahead:
-
-    ahead.start(4, lambda: roll(4))        returns at once
-    ...                                    phase 3 is trained on
-    ahead.take(4)                          waits; raises what the call raised
-
-The thread asks a server and judges answers, makes its collective calls in a process group of its own
-(``Ranks.on_cpu``) and leaves torch's global state alone. ``close`` waits for nothing: the thread is a daemon, and
-closing the engine, which comes next, cancels what it waits for.
+With ``rollout.lag`` above 0 groups are generated while the model trains, and which prompts are open is state too
+(lag.py).
 """
 
 from __future__ import annotations
 
 import base64
 import math
-import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
 import numpy as np
 import pydantic
@@ -48,9 +38,20 @@ from taut.losses import Loss
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
 from taut.rl.advantages import Credit, TrainSample, as_tuple
+from taut.rl.lag import Draws, Lagging
 from taut.rl.monitors import RolloutMonitor, RolloutMonitorState, push_event, rollout_event
-from taut.rl.rollout import POLICY, Group, Rollout, RolloutConfig, RolloutSource, score_trees
+from taut.rl.rollout import (
+    POLICY,
+    Group,
+    ModelScores,
+    Rollout,
+    RolloutConfig,
+    RolloutSource,
+    RolloutWorker,
+    score_trees,
+)
 from taut.rl.sampler import Trajectory
+from taut.rl.teachers import Teachers
 from taut.train.log.events import to_json
 from taut.train.oom import require_room
 from taut.train.recorder import Recorder
@@ -59,44 +60,6 @@ from taut.types import IntArray, Media, Sample, Tree, Wants
 
 if TYPE_CHECKING:
     from taut.vision.image_store import ImageStore
-
-T = TypeVar("T")
-
-
-class Ahead(Generic[T]):
-    """A call that runs in a thread, or has returned and is not yet taken."""
-
-    def __init__(self) -> None:
-        self.started: int | None = None
-        """The phase that was started and not yet taken."""
-        self._future: Future[T] = Future()
-
-    def start(self, phase: int, call: Callable[[], T]) -> None:
-        """Begin a phase, once the one before is taken."""
-        assert self.started is None, f"phase {self.started} is not taken yet"
-        future: Future[T] = Future()
-        self.started, self._future = phase, future
-
-        def run() -> None:
-            try:
-                future.set_result(call())
-            except BaseException as error:  # noqa: BLE001 (raised again by take)
-                future.set_exception(error)
-
-        threading.Thread(target=run, name=f"phase {phase}", daemon=True).start()
-
-    def take(self, phase: int) -> T:
-        """Wait for a phase that was started, and return its result. Raises what the call raised."""
-        assert self.started == phase, f"phase {phase} is not under way"
-        try:
-            return self._future.result()
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Forget the call and its result."""
-        self.started, self._future = None, Future()
-
 
 # -- what a checkpoint keeps
 
@@ -143,6 +106,8 @@ class KeptState(TypedDict):
     replayed: list[Annotated[tuple[int, KeptTree], BeforeValidator(as_tuple)]]
     credit: Any
     guard: RolloutMonitorState
+    draws: NotRequired[Draws]
+    """Older checkpoints have none."""
 
 
 KeptPhase = Annotated[
@@ -281,6 +246,8 @@ class Online:
     """Models that score a rollout before it is trained on, such as a reference for a penalty in the reward."""
     open_worker: Callable[[], RolloutSource] | None = None
     """Opens engine, rewards and environment, or the rollouts of another run, when they are first needed."""
+    open_teachers: Callable[[], Teachers] | None = None
+    """Opens the teachers that score a rollout before it is trained on, where a method has some."""
     phase: Phase | None = field(default=None, init=False)
     replayed: list[TrainSample] = field(default_factory=list, init=False)
     """Groups that may be trained on again, newest first."""
@@ -288,7 +255,8 @@ class Online:
     """The number of a phase that is being made, and its rollout: a step that is repeated does not draw again."""
     _unlogged: Events = field(default=(), init=False)
     """Events of a phase that came from a checkpoint."""
-    _ahead: Ahead[Rollout] = field(default_factory=Ahead, init=False)
+    draws: Draws = field(default_factory=lambda: Draws(next=0, open=[]), init=False)
+    """With rollout.lag: which prompts are open."""
 
     @property
     def loss(self) -> Loss:
@@ -305,6 +273,20 @@ class Online:
         """Engine, rewards and environment, opened; or recorded rollouts."""
         assert self.open_worker is not None, "rollouts need an engine"
         return self.open_worker()
+
+    @cached_property
+    def teachers(self) -> Teachers | None:
+        """The teachers, opened."""
+        return None if self.open_teachers is None else self.open_teachers()
+
+    def taught(self, scores: ModelScores, groups: Sequence[Group], step: int) -> dict[str, float]:
+        """Add what the teachers say of these groups to the scores; their metrics."""
+        if self.teachers is None:
+            return {}
+        streams, metrics = self.teachers.score(self.trainer, groups, step)
+        for name, of_trajectory in streams.items():
+            scores.setdefault(name, {}).update(of_trajectory)
+        return metrics
 
     def prepare(self, step: int) -> list[Tree]:
         """The trees of a step (counted from 1); the first of a phase generates its rollout. An empty list where no
@@ -347,8 +329,9 @@ class Online:
         return Cursor(step, self.order.cursor(phases).samples)
 
     def open(self) -> Sequence[Decision]:
-        """Open engine, rewards and environment."""
-        return self.worker.settled
+        """Open engine, rewards, environment and teachers."""
+        teachers = () if self.teachers is None else self.teachers.settled
+        return [*teachers, *self.worker.settled]
 
     @property
     def state(self) -> Online:
@@ -357,8 +340,11 @@ class Online:
         return self
 
     def close(self) -> None:
-        """Close engine, rewards and environment, if they were opened."""
-        self._ahead.close()
+        """Close engine, rewards, environment and teachers, if they were opened."""
+        if "_lagging" in vars(self):
+            self._lagging.close()
+        if (teachers := vars(self).get("teachers")) is not None:
+            teachers.close()
         if "worker" in vars(self):
             self.worker.close()
 
@@ -382,14 +368,17 @@ class Online:
         rollout = self._taken[1]
         self.monitor.require_rewards(rollout.all_groups, step)
         groups, seconds = rollout.rewarded, 0.0
+        self.credit.require_usable(groups)
         samples: list[TrainSample] = []
         of_credit: dict[str, float] = {}
         if groups:
             began = time.perf_counter()
             trees = self.credit.bare(self.credit.scored(groups))
             scores = score_trees(trainer, trees, self.credit.wants, self.roles, step)
+            of_teachers = self.taught(scores, groups, step)
             seconds = time.perf_counter() - began
             samples, of_credit = self.credit.assign(groups, scores)
+            of_credit |= of_teachers
         is_judged = self.worker.is_judged
         fields = rollout_event(
             rollout, samples, of_credit, version, self.config, is_judged=is_judged
@@ -410,6 +399,8 @@ class Online:
         trees = [sample.tree for sample in (*samples, *replayed)]
         samples = [sample for sample in samples if sample.has_gradient]
         self.replayed = [*samples, *replayed][: self.config.replay_groups]
+        if "_lagging" in vars(self):
+            self.draws = self._lagging.draws
         self._taken = None
         return Phase(number, trees, events, before)
 
@@ -425,36 +416,29 @@ class Online:
         return most is None or version + self.config.updates - 1 - drawn_at <= most
 
     def _generate(self, number: int, version: int) -> Rollout:
-        """The rollout of a phase with the current weights, or the one that was generated ahead; the next is started."""
-
+        """The rollout of a phase: recorded, or generated with the current weights, or with rollout.lag taken from what
+        is in flight.
+        """
         engine = self.worker.engine
-
-        def roll(phase: int) -> Rollout:
-            return self.worker.roll(phase, self.order.step(phase + 1))
-
-        def update_engine() -> None:
-            assert engine is not None
+        if engine is not None:
             with (
                 self.trainer.interrupts.held()
             ):  # an engine with half of the weights has no version
                 engine.update(version)
+        if engine is None or not self.config.lag:
+            return self.worker.roll(number, self.order.step(number + 1))
+        num_left = -(-self.trainer.num_steps // self.config.updates) - number
+        return self._lagging.take(number, version, num_left)
 
-        if engine is None:
-            return roll(number)
-        if not self.config.asynchronous:
-            update_engine()
-            return roll(number)
-        # Nothing was generated ahead at the start, and after a resume.
-        is_first = self._ahead.started != number
-        if is_first:
-            update_engine()
-            self._ahead.start(number, partial(roll, number))
-        rollout = self._ahead.take(number)
-        if not is_first:
-            update_engine()
-        if (number + 1) * self.config.updates < self.trainer.num_steps:
-            self._ahead.start(number + 1, partial(roll, number + 1))
-        return rollout
+    @cached_property
+    def _lagging(self) -> Lagging:
+        assert isinstance(self.worker, RolloutWorker)
+        size = self.order.samples_per_step
+
+        def prompt_of(draw: int) -> int:
+            return self.order.step(draw // size + 1)[draw % size]
+
+        return Lagging(self.worker, prompt_of, size, self.draws)
 
     # -- across a restart
 
@@ -516,12 +500,18 @@ class Online:
     def _state(self) -> dict[str, Any]:
         """The state that a phase changes."""
         credit, monitor = self.credit.remember(), self.monitor.remember()
-        return {"replayed": self.replayed, "credit": credit, "guard": monitor}
+        return {
+            "replayed": self.replayed,
+            "credit": credit,
+            "guard": monitor,
+            "draws": self.draws,
+        }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.replayed = state["replayed"]
         self.credit.recall(state["credit"])
         self.monitor.recall(state["guard"])
+        self.draws = state.get("draws", self.draws)
 
 
 def _encode_state(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -591,4 +581,5 @@ def dry_run(source: Online, trainer: Trainer, samples: Sequence[Sample]) -> list
         for group in groups
     ]
     scores = score_trees(trainer, trees, credit.wants, source.roles, 1)
+    source.taught(scores, groups, 1)
     return numbered([sample.tree for sample in credit.assign(groups, scores)[0]])

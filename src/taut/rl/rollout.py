@@ -8,8 +8,8 @@ phase and the round, so a restart needs no memory of them.
 ``RolloutSource`` is where rollouts come from: ``RolloutWorker`` generates them, ``Replay`` (replay.py) reads those that
 another run recorded.
 
-One rank judges for all, and calls the engine if it is a server. ``RolloutWorker`` touches no tensor, so it may run in a
-thread while the model trains.
+One rank judges for all, and asks the engine if it is a server: then each group is judged while others are generated
+(feed.py). With ``rollout.lag`` groups are generated while the model trains (lag.py).
 
 ``score_trees`` then runs the trainer's own models: logprobs of the current policy and of the reference, values of the
 critic. Trajectories are packed, shared and dealt out to ranks as in a training step, without gradient; every rank
@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Literal, Protocol, TypeAlias, TypeVar, cast
@@ -41,6 +42,7 @@ from taut.losses.advantages import are_alike
 from taut.rewards.panel import Panel, Verdict
 from taut.rewards.verifier import Answered, Score
 from taut.rl.environment import EnvironmentConfig, EnvironmentPool
+from taut.rl.feed import Feed, Judge
 from taut.rl.sampler import NO_VERDICT, Trajectory, sample_trajectories
 from taut.train.distributed import Ranks
 from taut.train.trainer import Role, Trainer, on_device, plan_microbatches
@@ -80,12 +82,13 @@ class RolloutConfig:
     replay_groups: Annotated[int, Field(ge=0)] = 0
     """Number of groups of earlier rollouts that are trained on again with each new rollout, newest first. Only groups
     with a signal are kept."""
-    asynchronous: bool = False
-    """Generate the next rollout while training on the current one, with the weights before it. Requires engine=server.
-    Runs are then not reproducible bit for bit."""
+    lag: Annotated[int, Field(ge=0)] = 0
+    """Generate while training: groups are taken as they finish, at most this many updates after their oldest token was
+    sampled. 0: each rollout is generated with the weights that begin to train on it. Above 0 requires engine=server;
+    which groups are taken then depends on what is fast, and a resume is not bit for bit."""
     max_staleness: Annotated[int, Field(ge=1)] | None = None
-    """Maximum number of updates between the weights that sampled a completion and those that are trained; older
-    completions are not trained on. None: no limit."""
+    """With replay_groups: maximum number of updates between the weights that sampled a group and those that are
+    trained; older groups are not trained on again. None: no limit."""
     replay_from: str | None = None
     """The out directory of a run whose recorded rollouts are trained on instead of new ones: no engine is opened and
     nothing judged, and the keys for that, rewards among them, are not read. Advantages are computed anew."""
@@ -120,24 +123,30 @@ class RolloutConfig:
                     f"rollout.{section} is set with rollout.engine={self.engine}, where nothing reads it; expected the "
                     f"settings of the engine in use; take rollout.{section} out, or set rollout.engine={section}"
                 )
-        if self.asynchronous and self.engine == "local":
+        if self.lag and self.engine == "local":
             raise ConfigError(
-                "rollout.asynchronous=true with rollout.engine=local: the engine in this process has the weights "
-                "that train, and cannot generate while they change; expected rollout.engine=server; take "
-                "rollout.asynchronous out"
+                f"rollout.lag={self.lag} with rollout.engine=local: the engine in this process has the weights that "
+                "train, and cannot generate while they change; expected rollout.engine=server; take rollout.lag out"
             )
-        stalest = self.updates * (1 + self.asynchronous) - 1
+        if self.lag % self.updates:
+            raise ConfigError(
+                f"rollout.lag={self.lag} and a rollout that is trained on for {self.updates} updates: weights are sent "
+                f"before each rollout, so answers are 0, {self.updates}, {2 * self.updates}, ... updates old; expected "
+                f"a multiple of {self.updates}; set rollout.lag={-(-self.lag // self.updates) * self.updates}, or "
+                "another rollout.minibatches or rollout.epochs"
+            )
+        stalest = self.lag + self.updates - 1
+        if self.max_staleness is not None and not self.replay_groups:
+            raise ConfigError(
+                f"rollout.max_staleness={self.max_staleness} without rollout.replay_groups: no group is trained on "
+                "again; expected replay_groups, or rollout.lag for how old a group may be when it is first trained on; "
+                "set it, or take rollout.max_staleness out"
+            )
         if self.max_staleness is not None and self.max_staleness < stalest:
             raise ConfigError(
                 f"rollout.max_staleness={self.max_staleness} and a rollout that is trained on for {self.updates} "
-                f"updates{', generated as many before' if self.asynchronous else ''}: its last is {stalest} "
-                f"behind; expected {stalest} or more; raise it, or lower rollout.minibatches or rollout.epochs"
-            )
-        if self.max_staleness is not None and not (self.replay_groups or self.asynchronous):
-            raise ConfigError(
-                f"rollout.max_staleness={self.max_staleness} with neither rollout.replay_groups nor "
-                "rollout.asynchronous: nothing older than the newest rollout is trained on; expected one of them; "
-                "set it, or take rollout.max_staleness out"
+                f"updates{f', generated up to {self.lag} before' if self.lag else ''}: its last is {stalest} behind; "
+                f"expected {stalest} or more; raise it, or lower rollout.minibatches, rollout.epochs or rollout.lag"
             )
 
     @property
@@ -199,7 +208,13 @@ class Rollout:
     left_out: Sequence[Group] = ()
     """Without a signal, and replaced."""
     seconds_generating: float = 0.0
+    """With rollout.lag: that the training waited for them."""
     seconds_judging: float = 0.0
+    """After the last trajectory was finished."""
+    draws: Sequence[int] = ()
+    """With rollout.lag: the draws of ``all_groups`` (lag.py), in the order in which they were taken."""
+    num_stale: int = 0
+    """With rollout.lag: groups that were dropped as too old."""
 
     @property
     def all_groups(self) -> list[Group]:
@@ -248,6 +263,8 @@ class RolloutWorker:
     ranks: Ranks
     is_judged: bool = True
     """False: completions have no reward, and all are learned from."""
+    judges_together: bool = False
+    """Whether a rollout is judged after its last trajectory: a model in this process judges."""
     is_useful: Callable[[Group], bool] = lambda group: group.has_signal
     """Whether anything can be learned from a group."""
     needs_one: bool = False
@@ -256,31 +273,34 @@ class RolloutWorker:
     settled: Sequence[Decision] = ()
     """What was decided for the user when it was opened."""
 
+    @property
+    def must_choose(self) -> bool:
+        """Whether groups that are not useful are replaced by others."""
+        return self.config.dynamic_sampling_rounds > 0 or self.needs_one
+
+    @property
+    def num_tries(self) -> int:
+        """How often, at most."""
+        return max(self.config.dynamic_sampling_rounds, TRIES if self.needs_one else 0)
+
     def roll(self, phase: int, indices: Sequence[int]) -> Rollout:
         """The groups of these prompts, with their rewards. Every rank calls it, and all get the same."""
         wanted, seen = len(indices), set(indices)
         groups: list[Group] = []
         left_out: list[Group] = []
         generating = judging = 0.0
-        must_choose = self.config.dynamic_sampling_rounds > 0 or self.needs_one
-        rounds = max(self.config.dynamic_sampling_rounds, TRIES if self.needs_one else 0)
-        for number in range(rounds + 1):
+        for number in range(self.num_tries + 1):
             rows = distinct([self.prompts[index] for index in indices])
             sampling = self.config.sampling(seed_of(self.seed, phase, number))
             began = time.perf_counter()
-            sampled = sample_trajectories(self.engine, rows, sampling, self.environments)
-            generated = time.perf_counter()
-            verdicts = self._on_all_ranks(partial(self._judge, sampled))
+            trajectories, generated = self._sample(rows, sampling)
             generating += generated - began
             judging += time.perf_counter() - generated
-            judged = [
-                replace(trajectory, rollout=phase, verdict=verdict)
-                for trajectory, verdict in zip(sampled, verdicts, strict=True)
-            ]
+            judged = [replace(trajectory, rollout=phase) for trajectory in trajectories]
             size = self.config.n
             for at in range(0, len(judged), size):
                 group = Group(tuple(judged[at : at + size]))
-                is_kept = not must_choose or self.is_useful(group)
+                is_kept = not self.must_choose or self.is_useful(group)
                 (groups if is_kept else left_out).append(group)
             missing = wanted - len(groups)
             if missing <= 0 or (number >= self.config.dynamic_sampling_rounds and groups):
@@ -297,13 +317,56 @@ class RolloutWorker:
         return Rollout(groups, left_out, generating, judging)
 
     def close(self) -> None:
-        """Close rewards and engine."""
+        """Close rewards, environments and engine."""
         if self.panel is not None:
             self.panel.close()
+        if self.environments is not None:
+            self.environments.close()
         if isinstance(self.engine, ServerEngine):
             self.engine.close()
 
-    def _judge(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
+    def _sample(
+        self, rows: Sequence[PromptRow], sampling: Sampling
+    ) -> tuple[list[Trajectory], float]:
+        """The trajectories of these rows in their order, judged, and when the last of them was finished.
+
+        The writer asks a server, and judges each group as soon as it is finished. A model in this process judges all
+        together: how its batches are made up changes last bits.
+        """
+        if isinstance(self.engine, ServerEngine):
+            judge = None if self.judges_together else self.judge
+            sample = partial(self._feed, self.engine, rows, sampling, judge)
+            sampled, generated = self.engine.shared(sample, self.ranks)[0]
+            if judge is not None:
+                return sampled, generated
+        else:
+            sampled = sample_trajectories(self.engine, rows, sampling, self.environments)
+            generated = time.perf_counter()
+        verdicts = self._on_all_ranks(partial(self.judge, sampled))
+        judged = [replace(t, verdict=v) for t, v in zip(sampled, verdicts, strict=True)]
+        return judged, generated
+
+    def _feed(
+        self,
+        engine: ServerEngine,
+        rows: Sequence[PromptRow],
+        sampling: Sampling,
+        judge: Judge | None,
+    ) -> tuple[list[Trajectory], float]:
+        """The trajectories of these rows in their order, on the writer, and when the last of them was finished."""
+        if not self.ranks.is_writer:
+            return [], 0.0
+        with closing(Feed(engine, sampling, self.environments, judge)) as feed:
+            for number, row in enumerate(rows):
+                feed.ask(number, row)
+            groups: dict[int, list[Trajectory]] = {}
+            while feed.is_busy:
+                number, trajectories = feed.next()
+                groups[number] = trajectories
+        in_order = [trajectory for number in sorted(groups) for trajectory in groups[number]]
+        return in_order, feed.generated_at
+
+    def judge(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """A verdict for each trajectory; without a total where the engine or the environment failed."""
         whole = [trajectory for trajectory in trajectories if trajectory.error is None]
         if self.panel is not None:

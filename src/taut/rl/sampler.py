@@ -10,7 +10,8 @@ environment is done, where a completion was cut (a half answer gets no reply), a
 context, or with an error: then it is not trained on.
 
 The engine in this process computes the next turns of all trajectories as one batch, once all environments have
-answered. A server gets each turn as soon as its trajectory has come to it, so that none waits for another.
+answered (``sample_trajectories``). A server gets each turn as soon as its trajectory has come to it (feed.py). For both
+a trajectory is a coroutine: ``begin`` makes it, and ``resume`` gives it what it waited for.
 
 Random streams are keyed by (seed, prompt id, index). With an environment the id of a turn's prompt is the row's id with
 the sample's index and the turn, so that no trajectory depends on what happens to another. A caller that samples a
@@ -23,10 +24,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -34,12 +32,10 @@ import numpy as np
 from taut.data.messages import Message, Tool
 from taut.data.prompts import PromptRow
 from taut.data.tool_calls import ToolCall
-from taut.errors import DataError, PictureError, RenderError, UserCodeError
+from taut.errors import DataError, PictureError, RenderError
 from taut.inference.engine import Engine, Sampling
-from taut.inference.vllm import ServerEngine, Stream
 from taut.rewards.panel import Verdict
 from taut.rl.environment import (
-    Calls,
     EnvironmentPool,
     Outcome,
     Step,
@@ -228,7 +224,8 @@ def sample_trajectories(
     sampling: Sampling,
     environments: EnvironmentPool | None = None,
 ) -> list[Trajectory]:
-    """``sampling.n`` trajectories of each row, in the order of rows and samples.
+    """``sampling.n`` trajectories of each row, in the order of rows and samples. The next turns of all of them are one
+    call of the engine, which computes them as one batch.
 
     Raises DataError for a row that is a text where there is an environment: an environment needs messages.
     """
@@ -243,13 +240,33 @@ def sample_trajectories(
             path.take(completion)
             path.finish = path.finish or "stop"
         return [path.finished() for path in paths]
-    if isinstance(engine, ServerEngine):
-        return _sample_apart(engine, paths, replace(sampling, n=1), environments)
-    _sample_together(engine, paths, replace(sampling, n=1), environments)
-    return [path.finished() for path in paths]
+    rendered: dict[str, Rendered] = {}
+    courses = {path.number: begin(path, environments, rendered) for path in paths}
+    results: Mapping[int, Completion | Outcome | None] = dict.fromkeys(courses)
+    waiting: dict[int, Prompt] = {}
+    while True:
+        calls: dict[int, Call] = {}
+        for number, result in results.items():
+            match resume(courses[number], result):
+                case Prompt() as prompt:
+                    waiting[number] = prompt
+                case None:
+                    pass
+                case call:
+                    calls[number] = call
+        if calls:
+            results = environments.each(calls)
+        elif waiting:
+            in_order = sorted(waiting)
+            completions = engine.generate(
+                [waiting[number] for number in in_order], replace(sampling, n=1)
+            )
+            results, waiting = dict(zip(in_order, completions, strict=True)), {}
+        else:
+            return [path.finished() for path in paths]
 
 
-# -- with an environment
+# -- the course of a trajectory
 
 Call: TypeAlias = Callable[[], Any]
 """Calls an environment."""
@@ -257,10 +274,35 @@ Course: TypeAlias = Generator[Prompt | Call, Any, None]
 """What a trajectory waits for, one after another: a completion of a prompt, or the outcome of a call."""
 
 
-def _course(
+def begin(
+    path: PartialTrajectory, environments: EnvironmentPool | None, rendered: dict[str, Rendered]
+) -> Course:
+    """A trajectory from its first message to its end, as a coroutine. ``rendered``: the ids of messages that were
+    rendered before.
+    """
+    if environments is None:
+        return _alone(path)
+    return _with_environment(path, environments, rendered)
+
+
+def resume(course: Course, result: Completion | Outcome | None) -> Prompt | Call | None:
+    """What a trajectory waits for next; None: it has ended. ``result``: what it waited for."""
+    try:
+        return course.send(result)
+    except StopIteration:
+        return None
+
+
+def _alone(path: PartialTrajectory) -> Course:
+    """One completion."""
+    path.take((yield Prompt(path.row.id, path.row.ids_T, media=path.row.media)))
+    path.finish = path.finish or "stop"
+
+
+def _with_environment(
     path: PartialTrajectory, environments: EnvironmentPool, rendered: dict[str, Rendered]
 ) -> Course:
-    """A trajectory from its first message to its end. ``rendered``: the ids of messages that were rendered before."""
+    """Turns of the policy, and what its environment says to them."""
 
     def reset() -> Any:
         path.environment = environments.make()
@@ -285,7 +327,7 @@ def _course(
         except (RenderError, PictureError) as error:
             path.fail(str(error))
 
-    follow("reset", (yield reset), lambda said: _begin(path, said, environments, rendered))
+    follow("reset", (yield reset), lambda said: _open(path, said, environments, rendered))
     while path.finish is None:
         path.take((yield path.prompt()))
         if path.finish is None:
@@ -295,100 +337,7 @@ def _course(
         follow("cut", (yield cut), path.earn)
 
 
-def _go_on(course: Course, result: Completion | Outcome | None) -> Prompt | Call | None:
-    """What a trajectory waits for next; None: it has ended. ``result``: what it waited for."""
-    try:
-        return course.send(result)
-    except StopIteration:
-        return None
-
-
-def _sample_together(
-    engine: Engine,
-    paths: Sequence[PartialTrajectory],
-    sampling: Sampling,
-    environments: EnvironmentPool,
-) -> None:
-    """The next turns of all trajectories are one call of the engine, which computes them as one batch."""
-    rendered: dict[str, Rendered] = {}
-    courses = {path.number: _course(path, environments, rendered) for path in paths}
-    results: Mapping[int, Completion | Outcome | None] = dict.fromkeys(courses)
-    prompts: dict[int, Prompt] = {}
-    while True:
-        calls: dict[int, Call] = {}
-        for number, result in results.items():
-            match _go_on(courses[number], result):
-                case Prompt() as prompt:
-                    prompts[number] = prompt
-                case None:
-                    pass
-                case call:
-                    calls[number] = call
-        if calls:
-            results = environments.each(calls)
-        elif prompts:
-            in_order = sorted(prompts)
-            completions = engine.generate([prompts[number] for number in in_order], sampling)
-            results, prompts = dict(zip(in_order, completions, strict=True)), {}
-        else:
-            break
-
-
-def _sample_apart(
-    engine: ServerEngine,
-    paths: Sequence[PartialTrajectory],
-    sampling: Sampling,
-    environments: EnvironmentPool,
-) -> list[Trajectory]:
-    """Each trajectory goes on as soon as what it waits for is there. Several ranks divide them, and all get the whole
-    list.
-    """
-    mine = [path for path in paths if environments.is_mine(path.number)]
-    sample = partial(_sample_share, engine, mine, sampling, environments)
-    shares = engine.shared(sample, environments.ranks)
-    found = {number: trajectory for share in shares for number, trajectory in share.items()}
-    return [found[path.number] for path in paths]
-
-
-def _sample_share(
-    engine: ServerEngine,
-    paths: Sequence[PartialTrajectory],
-    sampling: Sampling,
-    environments: EnvironmentPool,
-) -> dict[int, Trajectory]:
-    """The trajectories of one rank, by number."""
-    rendered: dict[str, Rendered] = {}
-    courses = {path.number: _course(path, environments, rendered) for path in paths}
-    done: SimpleQueue[tuple[int, Outcome | None]] = SimpleQueue()
-    calls = Calls(environments, lambda *call: done.put(call))
-    with closing(Stream(engine, sampling, lambda number: done.put((number, None)))) as stream:
-
-        def go_on(number: int, result: Completion | Outcome | None) -> None:
-            match _go_on(courses[number], result):
-                case Prompt() as prompt:
-                    stream.ask(number, prompt)
-                case None:
-                    pass
-                case call:
-                    calls.start(number, call)
-
-        for number in courses:
-            go_on(number, None)
-        while stream.is_busy or calls.is_busy:
-            try:
-                number, outcome = done.get(timeout=calls.left)
-            except Empty:
-                number, outcome = calls.overdue()
-            if outcome is None:
-                go_on(number, stream.take(number))
-            elif calls.take(number):
-                if isinstance(outcome.value, UserCodeError):
-                    raise outcome.value
-                go_on(number, outcome)
-    return {path.number: path.finished() for path in paths}
-
-
-def _begin(
+def _open(
     path: PartialTrajectory,
     messages: tuple[Message, ...] | None,
     environments: EnvironmentPool,
@@ -397,7 +346,10 @@ def _begin(
     """Begin a trajectory with these messages; None: with the row's. ``rendered``: the ids of messages that were
     rendered before.
     """
-    first = path.row.prompt if messages is None else messages
+    first = path.row.prompt
+    if messages is not None:
+        follows = getattr(path.environment, "follows_prompt", False)
+        first = joined(first, messages) if follows and not isinstance(first, str) else messages
     if isinstance(first, str):
         raise DataError(
             f"{path.row.place}: the prompt is a text, and an environment speaks in messages; expected messages; give "
@@ -420,6 +372,17 @@ def _begin(
     path.limit = most if environments.context is None else min(most, environments.context)
     if len(path.ids) >= path.limit:
         path.fail(f"the prompt has {len(path.ids):,} tokens and the context is {path.limit:,}")
+
+
+def joined(prompt: Sequence[Message], messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages after the prompt's. Two texts of the user become one, for templates that take turns strictly."""
+    last, first = prompt[-1], messages[0]
+    contents = [message["content"] for message in (last, first) if message["role"] == "user"]
+    texts = [content for content in contents if isinstance(content, str)]
+    if len(texts) == 2:
+        both = {**last, "content": "\n\n".join(texts)}
+        return (*prompt[:-1], both, *messages[1:])
+    return (*prompt, *messages)
 
 
 def _picture_key(picture: ImageRef) -> list[str]:

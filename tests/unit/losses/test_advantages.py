@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import combinations, product
 from math import comb
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from tests.sampled_outcomes import outcomes_of
 from torch import Tensor
 
 from taut.errors import ConfigError
 from taut.losses.advantages import (
     ESTIMATORS,
     Estimator,
+    Outcomes,
     Scale,
+    by_turn,
     gae,
     length_cost,
+    mean,
     pass_at_k,
     rloo,
     soft_overlong,
@@ -43,7 +50,7 @@ def slope(value: Tensor) -> Tensor:
 def of_samples(estimator: Estimator, reward_S: Tensor, group_S: Tensor) -> Tensor:
     """Advantages of samples of one token each, without penalties."""
     nothing = [torch.zeros(1, dtype=torch.float64)] * reward_S.numel()
-    return torch.cat(estimator(reward_S, group_S, nothing))
+    return torch.cat(estimator(outcomes_of(reward_S, group_S), nothing))
 
 
 def expected(estimator: Estimator, reward: Tensor) -> Tensor:
@@ -193,7 +200,9 @@ def test_whitening_over_tokens_by_hand() -> None:
         "reinforce_pp_baseline": [1 / 3, 1 / 3, 1 / 3, -2 / 3, -1 / 6, -1 / 6],
     }
     for name, centred in by_hand.items():
-        found = ESTIMATORS[name](reward_S, group_S, no_penalties([3, 1, 1, 1]))
+        found = ESTIMATORS[name](
+            outcomes_of(reward_S, group_S, [3, 1, 1, 1]), no_penalties([3, 1, 1, 1])
+        )
         assert [one_N.numel() for one_N in found] == [3, 1, 1, 1]
         wanted = [x / deviation for x in centred]
         assert torch.cat(found).tolist() == pytest.approx(wanted, rel=1e-7), name
@@ -205,7 +214,7 @@ def test_each_token_is_charged_for_itself_and_those_after_it_by_hand() -> None:
     """
     reward_S, group_S = torch.tensor([1.0, 0.0]).double(), torch.tensor([0, 1])
     penalties = [torch.tensor([-1.0, -2.0]).double(), torch.zeros(1).double()]
-    found = ESTIMATORS["reinforce_pp"](reward_S, group_S, penalties)
+    found = ESTIMATORS["reinforce_pp"](outcomes_of(reward_S, group_S, [2, 1]), penalties)
     assert torch.cat(found).tolist() == pytest.approx([-1.0, 0.0, 1.0], rel=1e-7)
 
 
@@ -215,7 +224,9 @@ def test_where_rewards_are_alike_a_penalty_keeps_its_size(name: str) -> None:
     random = torch.Generator().manual_seed(0)
     penalties = [-0.001 * torch.rand(5, generator=random, dtype=torch.float64) for _ in range(6)]
     group_S = torch.arange(6) // 3
-    found = ESTIMATORS[name](torch.full((6,), 0.5).double(), group_S, penalties)
+    found = ESTIMATORS[name](
+        outcomes_of(torch.full((6,), 0.5).double(), group_S, [5] * 6), penalties
+    )
     size = max(float(one_N.abs().max()) for one_N in found)
     assert 1e-5 < size < 0.005
     assert float(torch.cat(found).mean()) == pytest.approx(0.0, abs=1e-15)
@@ -226,7 +237,9 @@ def test_for_a_linear_comparison_a_penalty_is_a_part_of_the_reward(name: str) ->
     random = torch.Generator().manual_seed(1)
     penalties = [torch.randn(3, generator=random, dtype=torch.float64) for _ in range(8)]
     estimator = ESTIMATORS[name]
-    found = torch.stack([one_N[0] for one_N in estimator(SOME, OF, penalties)])
+    found = torch.stack(
+        [one_N[0] for one_N in estimator(outcomes_of(SOME, OF, [3] * 8), penalties)]
+    )
     total_S = SOME + torch.stack([penalty_N.sum() for penalty_N in penalties])
     torch.testing.assert_close(found, estimator.compare(total_S, OF), rtol=1e-12, atol=1e-15)
 
@@ -237,10 +250,192 @@ def test_a_penalty_is_not_divided_by_the_deviation_of_rewards() -> None:
     estimator, one = ESTIMATORS["group"], torch.zeros(2).long()
     for rewards in ([0.0, 0.0], [1.0, 0.0], [1.0, 0.999]):
         reward_S = torch.tensor(rewards, dtype=torch.float64)
-        first, second = estimator(reward_S, one, penalties)
+        first, second = estimator(outcomes_of(reward_S, one, [1, 2]), penalties)
         alone = estimator.compare(reward_S, one).tolist()
         assert first.tolist() == pytest.approx([alone[0] + 0.1], abs=1e-12)
         assert second.tolist() == pytest.approx([alone[1] - 0.1] * 2, abs=1e-12)
+
+
+# -- rewards of turns
+
+TURNS = torch.tensor([[0.4, -0.3], [0.9, 0.1], [-0.6, 0.2]], dtype=torch.float64)
+"""Logits of a policy of two turns with two actions each: of the first turn, and of the second after each action."""
+TURN_REWARD = ([0.5, -1.0], [[2.0, -0.5], [1.5, 0.3]])
+"""Of the first turn by its action, of the second by both."""
+PATH_REWARD = [[1.0, 0.2], [-0.7, 3.0]]
+
+
+def turn_policy(ends_early: bool) -> tuple[Tensor, list[list[Tensor]], list[float], list[Any]]:
+    """Logits; of every path the log-probability of each turn, the whole reward, and its turns. ``ends_early``: the
+    first turn's action 1 ends the path."""
+    logits = TURNS.clone().requires_grad_()
+    log_p = logits.log_softmax(-1)
+    logps, rewards, turns = [], [], []
+    for a, b in product(range(2), range(2)):
+        if ends_early and a:
+            if not b:
+                logps.append([log_p[0, a]])
+                turns.append([(2, TURN_REWARD[0][a])])
+                rewards.append(TURN_REWARD[0][a] + PATH_REWARD[a][b])
+            continue
+        logps.append([log_p[0, a], log_p[1 + a, b]])
+        turns.append([(2, TURN_REWARD[0][a]), (1, TURN_REWARD[1][a][b])])
+        rewards.append(TURN_REWARD[0][a] + TURN_REWARD[1][a][b] + PATH_REWARD[a][b])
+    return logits, logps, rewards, turns
+
+
+@pytest.mark.parametrize("ends_early", [False, True])
+def test_the_gradient_by_turns_is_that_of_all_rewards(ends_early: bool) -> None:
+    """Over all groups of three; rloo without a discount is unbiased, and with one it is not."""
+    logits, logps, rewards, turns = turn_policy(ends_early)
+    log_S = torch.stack([torch.stack(logp_U).sum() for logp_U in logps])
+    (exact,) = torch.autograd.grad(
+        (log_S.exp() * torch.tensor(rewards).double()).sum(), logits, retain_graph=True
+    )
+    for discount, is_exact in ((1.0, True), (0.5, False)):
+        estimator = Estimator(rloo, rloo, assess=partial(by_turn, discount=discount))
+        total = torch.zeros(()).double()
+        for group in product(range(len(logps)), repeat=3):
+            outcomes = outcomes_of(
+                torch.tensor([rewards[i] for i in group]).double(),
+                torch.zeros(3).long(),
+                turns=[turns[i] for i in group],
+            )
+            weight = log_S.detach()[list(group)].sum().exp()
+            for i, advantage_N in zip(group, estimator.assessed(outcomes), strict=True):
+                of_turns = advantage_N[[1, 2][: len(logps[i])]]  # a turn's tokens have one
+                total = total + weight / 3 * (of_turns * torch.stack(logps[i])).sum()
+        (found,) = torch.autograd.grad(total, logits, retain_graph=True)
+        assert torch.allclose(found, exact, rtol=1e-12, atol=1e-14) == is_exact
+
+
+def by_turns(name: str, outcomes: Outcomes, discount: float) -> list[list[float]]:
+    estimator = replace(ESTIMATORS[name], assess=partial(by_turn, discount=discount))
+    return [advantage_N.tolist() for advantage_N in estimator.assessed(outcomes)]
+
+
+def test_turns_by_hand() -> None:
+    """Two paths of one prompt: turns of 2 and 1 tokens worth 1 and 0.5, and one of 3 tokens worth 0; the paths 2 and 1
+    besides. Of mean, with a discount of 1/2: the paths +-1/2; first turns 1 + 0.5 / 2 and 0, so +-0.625; the second
+    turn has 0.5, where the other path has ended, 0: +0.25.
+    """
+    reward_S = torch.tensor([3.5, 1.0]).double()
+    outcomes = outcomes_of(
+        reward_S, torch.zeros(2).long(), turns=[[(2, 1.0), (1, 0.5)], [(3, 0.0)]]
+    )
+    assert by_turns("mean", outcomes, 0.5) == [[1.125, 1.125, 0.75], [-1.125] * 3]
+    first, second = by_turns("mean", outcomes, 1.0)
+    assert first[:2] == [1.25] * 2 and second == [-1.25] * 3, "a first turn has the whole reward"
+    # each by its own deviation of sqrt(1/2) and sqrt(1.5^2 / 2): 1 / sqrt 2 of both
+    half = 0.5 / (0.5**0.5 + 1e-4) + 0.75 / (1.5 * 0.5**0.5 + 1e-4)
+    assert by_turns("group", outcomes, 1.0)[0][0] == pytest.approx(half, rel=1e-12)
+
+
+# -- several rewards
+
+
+def test_each_reward_is_normalised_by_itself() -> None:
+    """GDPO's example: two rewards of 0 or 1, two answers a prompt. By the sum, pairs worth (0, 1) and (0, 2) have the
+    same advantages; here those of the second are larger, for both rewards say so.
+
+    Groups of two: A_k is +-1/2 / sqrt(1/2) = +-sqrt(1/2) where the reward differs, else 0.
+    """
+    first = torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0, 1.0]).double()
+    second = torch.tensor([0.0, 0.0, 0.0, 1.0, 0.0, 1.0]).double()
+    group_S = torch.arange(6) // 2
+    parts, weights = {"a": first, "b": second, "logged": second}, {"b": 3.0, "logged": 0.0}
+    outcomes = outcomes_of(first + 3 * second, group_S, [2] * 6, parts=parts, weights=weights)
+    one = 0.5 / (0.5**0.5 + 1e-4)
+    total_S = torch.tensor([-1.0, 1.0, -4.0, 4.0, -3.0, 3.0]).double() * one
+    wanted = total_S / (total_S.std() + 1e-4)
+    found = ESTIMATORS["gdpo"](outcomes, no_penalties([2] * 6))
+    assert torch.stack(found)[:, 1].tolist() == pytest.approx(wanted.tolist(), rel=1e-12)
+
+
+def test_a_reward_that_does_not_apply_is_compared_where_it_does() -> None:
+    """The second reward has no value for the first answer: the other two are compared with each other."""
+    none = float("nan")
+    parts = {
+        "a": torch.tensor([1.0, 0.0, 0.5]).double(),
+        "b": torch.tensor([none, 0.0, 1.0]).double(),
+    }
+    outcomes = outcomes_of(
+        torch.tensor([1.0, 0.0, 1.5]).double(), torch.zeros(3).long(), parts=parts
+    )
+    one, half = 0.5 / (0.5 + 1e-4), 0.5 / (0.5**0.5 + 1e-4)
+    total_S = torch.tensor([one, -one - half, half], dtype=torch.float64)
+    found = torch.cat(ESTIMATORS["gdpo"].assessed(outcomes))
+    assert found.tolist() == pytest.approx((total_S / (total_S.std() + 1e-4)).tolist(), rel=1e-9)
+
+
+# -- trees
+
+
+def forest(*paths: str) -> Outcomes:
+    """Answers to one prompt, letter by letter; capital letters were said by others. Rewards are 1, 2, 4, ..."""
+    ids = [torch.tensor([0, *map(ord, path)]) for path in paths]
+    at = [1 + torch.tensor([n for n, x in enumerate(path) if x.islower()]) for path in paths]
+    reward_S = 2.0 ** torch.arange(len(paths)).double()
+    outcomes = outcomes_of(reward_S, torch.zeros(len(paths)).long(), [at_N.numel() for at_N in at])
+    return outcomes._replace(ids=ids, sampled_at=at)
+
+
+def tree_of(outcomes: Outcomes) -> list[list[float]]:
+    assessed = replace(ESTIMATORS["tree"], compare=mean).assessed(outcomes)
+    return [advantage_N.tolist() for advantage_N in assessed]
+
+
+def test_segments_by_hand() -> None:
+    """Rewards 1, 2, 4, 8 with the mean 15/4. All begin with a; the first two go on with b (3/2), the others with c (6):
+    -9/4 and 9/4. Then each alone: 1 - 3/2, 2 - 3/2, 4 - 6, 8 - 6. What others say is no target.
+    """
+    found = tree_of(forest("abXyy", "abXz", "acy", "aczzz"))
+    assert found == [
+        [0.0, -2.25, -0.5, -0.5],
+        [0.0, -2.25, 0.5],
+        [0.0, 2.25, -2.0],
+        [0.0, 2.25, 2.0, 2.0, 2.0],
+    ]
+    assert tree_of(forest("aX", "aXb")) == [[0.0], [0.0, 0.5]], "one ends where another goes on"
+    assert tree_of(forest("ab", "aB")) == [[0.0, -0.5], [0.0]], "the same token, said by another"
+
+
+def leaves_with(outcomes: Outcomes, leaf: int, stop: int) -> list[int]:
+    """The leaves that have the same first ``stop`` tokens, sampled alike."""
+    ids, at = outcomes.ids, outcomes.sampled_at
+    return [
+        other
+        for other in range(len(ids))
+        if outcomes.group_S[other] == outcomes.group_S[leaf]
+        and ids[other][:stop].tolist() == ids[leaf][:stop].tolist()
+        and ids[other].numel() >= stop
+        and at[other][at[other] < stop].tolist() == at[leaf][at[leaf] < stop].tolist()
+    ]
+
+
+def test_a_tree_is_what_it_is_leaf_by_leaf_and_token_by_token() -> None:
+    """Random forests: the value of a token's node less that of the node before, found by comparing all prefixes."""
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        words = ["".join(random.choice(list("abX"), int(random.integers(1, 7)))) for _ in range(9)]
+        outcomes = forest(*(f"{word}c" for word in words))
+        outcomes = outcomes._replace(group_S=torch.from_numpy(random.integers(0, 2, 9)))
+        value_S = ESTIMATORS["group"].compare(outcomes.reward_S, outcomes.group_S)
+        found = ESTIMATORS["tree"].assessed(outcomes)
+        for leaf, at_N in enumerate(outcomes.sampled_at):
+            for n, position in enumerate(at_N.tolist()):
+                node = leaves_with(outcomes, leaf, position + 1)
+                stop = position
+                while stop and leaves_with(outcomes, leaf, stop) == node:
+                    stop -= 1
+                before = leaves_with(outcomes, leaf, stop)
+                wanted = value_S[node].mean() - value_S[before].mean()
+                assert float(found[leaf][n]) == pytest.approx(float(wanted), abs=1e-12)
+
+
+def test_without_a_common_token_a_tree_is_a_group() -> None:
+    found = torch.cat(ESTIMATORS["tree"].assessed(outcomes_of(SOME, OF)))
+    torch.testing.assert_close(found, ESTIMATORS["group"].compare(SOME, OF), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("bootstrap", [0.0, 0.8])

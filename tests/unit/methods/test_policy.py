@@ -94,6 +94,7 @@ GRPO: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     ),
     (("kl_coef=0.1", "kl_in=reward", "kl_target=0.01"), {}),
     (("entropy_coef=0.01",), {"entropy_coef": 0.01}),
+    (("entropy_target=0.2", "entropy_coef=0.01"), {"adapts_entropy": True, "entropy_coef": 0.0}),
     (("log_entropy=true",), {"entropy": True}),
     (("rollout_correction=none",), {"correction": Correction()}),
     (
@@ -104,6 +105,14 @@ GRPO: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     (
         ("rollout_correction=masked", "rollout_correction_level=sequence"),
         {"correction": Correction("masked", "sequence", 2.0, 0.0)},
+    ),
+    (
+        ("rollout_correction_veto=1e-4",),
+        {"correction": Correction("truncated", "token", 2.0, 0.0, 1e-4)},
+    ),
+    (
+        ("old_logprobs=engine",),
+        {"is_bypassed": True, "is_fresh": False, "correction": Correction()},
     ),
     (
         ("rollout_correction=masked", "rollout_correction_level=token"),
@@ -188,10 +197,24 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
         r"grpo.rollout_correction_cap=3, which nothing reads",
     ),
     (
+        ("rollout_correction=none", "rollout_correction_veto=1e-4"),
+        r"grpo.rollout_correction_veto=0.0001, which nothing reads",
+    ),
+    (
+        ("old_logprobs=engine", "rollout_correction=truncated"),
+        r"grpo: found rollout_correction=truncated with old_logprobs=engine",
+    ),
+    (
         ("loss=gmpo", "rollout_correction_level=token"),
         r"grpo: found rollout_correction_level=token with loss=gmpo, .*; expected geometric or sequence",
     ),
     (("pass_k=3",), r"grpo.pass_k=3, which nothing reads; expected advantage=pass_at_k"),
+    (("entropy_step=0.1",), r"grpo.entropy_step=0.1, which nothing reads; expected entropy_target"),
+    (("turn_discount=0.5",), r"grpo.turn_discount=0.5, .*; expected advantage_level=turn"),
+    (
+        ("advantage_level=turn", "advantage=tree"),
+        r"grpo.advantage_level=turn, which nothing reads; expected advantage=group or mean or rloo",
+    ),
 ]
 
 

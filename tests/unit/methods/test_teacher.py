@@ -46,8 +46,10 @@ def setting(**changes: Any) -> dict[str, Any]:
         ({"temperature": 0.0}, "temperature"),
         ({"sft_weight": -1.0}, "sft_weight"),
         ({"teacher": "a", "top_logprobs": "b"}, "both set"),
-        ({"top_logprobs": "b", "divergence": "reverse"}, "needs all of the teacher's"),
-        ({"top_logprobs": "b", "divergence": "js"}, "needs all of the teacher's"),
+        (
+            {"top_logprobs": "b", "divergence": "reverse", "tail": "renormalise"},
+            "tail=renormalise with distill.divergence=reverse",
+        ),
         ({"top_logprobs": "b", "temperature": 2.0}, "set tail=renormalise"),
         ({"teacher": "a", "tail": "bucket"}, "tail=bucket has no effect"),
         ({"teacher": "a", "eval_top_logprobs": "b"}, "no effect without distill.top_logprobs"),

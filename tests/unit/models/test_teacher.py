@@ -48,6 +48,8 @@ SPECS = {
 }
 LISTED = {
     "bucket": Divergence("forward"),
+    "bucket, reverse": Divergence("reverse"),
+    "bucket, js": Divergence("js", beta=0.3),
     "renormalise": Divergence("forward", tail="renormalise"),
     "renormalise, warm": Divergence("forward", temperature=2.5, tail="renormalise"),
 }
@@ -258,14 +260,35 @@ def test_a_list_equals_plain_autograd(how: str) -> None:
     t = teacher[1].logits(teacher[0]).detach().log_softmax(-1)
     listed = s.gather(1, ids)
     if LISTED[how].tail == "bucket":
-        p, q = t.gather(1, ids).exp(), listed.exp()
-        left, left_s = 1 - p.sum(1), 1 - q.sum(1)
-        divergence_N = (p * (p / q).log()).sum(1) + left * (left / left_s).log()
-        assert (divergence_N <= (t.exp() * (t - s)).sum(1)).all()
+        p, q = (
+            torch.cat([v, 1 - v.sum(1, keepdim=True)], dim=1)
+            for v in (t.gather(1, ids).exp(), listed.exp())
+        )
+        divergence_N = plain(q.log(), p.log(), LISTED[how])
+        assert (divergence_N <= plain(s, t, LISTED[how])).all()
     else:
         p = (t.gather(1, ids) / temperature).softmax(-1)
         divergence_N = (p * (p.log() - listed)).sum(1)
     require_equal(LikeliestTokens(LISTED[how], ids, logp), student, divergence_N, LINEAR)
+
+
+def test_a_bucket_by_hand() -> None:
+    """The student gives each of four tokens 1/4; the teacher lists the second with 1/2. Of (listed, rest) the student
+    has (1/4, 3/4), the teacher (1/2, 1/2), half of both (3/8, 5/8):
+
+        reverse   1/4 ln(1/2) + 3/4 ln(3/2)                                                         = 0.130812
+        js        1/2 (1/2 ln(4/3) + 1/2 ln(4/5)) + 1/2 (1/4 ln(2/3) + 3/4 ln(6/5))                 = 0.033822
+
+    The gradient of reverse: 1/4 (ln(1/2) - 0.130812) = -0.205990 of the listed token's logit, and a third of
+    3/4 (ln(3/2) - 0.130812) = 0.205990 of each other one's.
+    """
+    s = torch.full((1, 4), 0.25, dtype=torch.float64).log()
+    listed = torch.tensor([[1]]), torch.tensor([[0.5]], dtype=torch.float64).log()
+    value, grad = LikeliestTokens(Divergence("reverse"), *listed).compare(slice(0, 1), s)
+    assert value.tolist() == pytest.approx([0.130812], abs=1e-6)
+    assert grad[0].tolist() == pytest.approx([0.068663, -0.205990, 0.068663, 0.068663], abs=1e-6)
+    value, _ = LikeliestTokens(Divergence("js", 0.5), *listed).compare(slice(0, 1), s)
+    assert value.tolist() == pytest.approx([0.033822], abs=1e-6)
 
 
 @pytest.mark.parametrize("how", LISTED)

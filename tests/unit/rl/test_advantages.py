@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from taut.data.prompts import PromptRow
 from taut.errors import CheckFailed
-from taut.losses.advantages import ESTIMATORS
+from taut.losses.advantages import ESTIMATORS, by_turn
 from taut.losses.policy import Kl, PolicyGradient
 from taut.losses.supervised import CrossEntropy
 from taut.methods.best_of_n import Best, BestOfNConfig
@@ -22,11 +23,13 @@ from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
 from taut.rl.advantages import (
     Credit,
+    EntropyTarget,
     Gae,
     KlPenalty,
     PolicyCredit,
     ShapingConfig,
     TrainSample,
+    turns_of,
 )
 from taut.rl.rollout import Group
 from taut.rl.sampler import Trajectory
@@ -166,6 +169,29 @@ def test_an_adaptive_penalty_learns_when_it_is_told_to_and_is_remembered() -> No
     assert other.remember() == state
 
 
+def test_the_entropy_coefficient_follows_what_was_sampled_and_is_remembered() -> None:
+    """Paths of logprobs -1, -2 and -1, -2, -3 have an entropy of 9/5. Of a target of 2 the bonus is on, and rises; of
+    one of 1.5 it is off, and falls to 0 at last.
+    """
+    every = paths([[1.0, 0.0]])
+    for target, first, states in ((2.0, 0.02, [0.05, 0.08]), (1.5, 0.0, [0.0, 0.0])):
+        made = policy(entropy=EntropyTarget(target, 0.03, 0.02))
+        given = assign(made, every, said(every))
+        assert given.metrics["entropy_sampled"] == pytest.approx(9 / 5)
+        assert {s.values["entropy_coef"] for s in given.trees[0].samples} == {first}
+        assert given.metrics["entropy_coef"] == first
+        assert made.remember()["entropy_coef"] == 0.02
+        for state in states:
+            made.learn(groups_of(every), given.metrics)
+            assert made.remember()["entropy_coef"] == pytest.approx(state)
+        other = policy(entropy=EntropyTarget(target, 0.03, 0.02))
+        other.recall(json.loads(json.dumps(made.remember())))
+        assert other.remember() == made.remember()
+        other.recall({"scale": [0, 0.0, 0.0], "coef": 0.0})  # of a checkpoint that has none
+        assert other.remember()["entropy_coef"] == made.remember()["entropy_coef"]
+    assert not assign(policy(), every, said(every)).trees[0].samples[0].values
+
+
 def test_a_critic_charges_each_token_and_a_cut_path_gets_its_reward_alone() -> None:
     every = paths([[1.0, 1.0]], a1="length")
     made = policy(estimate=Gae(1.0, 1.0, is_whitened=False))
@@ -217,6 +243,78 @@ def test_a_critic_charges_a_turns_reward_to_the_last_token_of_the_turn() -> None
     plain = assign(policy(), [first, second, third], said(every))
     for name, advantage_N in plain.advantages.items():
         assert grouped.advantages[name].tolist() == advantage_N.tolist(), "no critic, no difference"
+
+
+def by_turns(discount: float = 1.0) -> PolicyCredit:
+    estimate = replace(ESTIMATORS["mean"], assess=partial(by_turn, discount=discount))
+    return policy(estimate=estimate, needs_turn_rewards=True)
+
+
+def test_a_turns_reward_is_charged_to_its_turn_and_those_before_it() -> None:
+    """Two paths of two turns, worth 1 and 0.5, and 0 and 0; the paths are worth 2 and 0 besides. Between the turns of
+    each another spoke: token 5 is not sampled.
+    """
+    first, second = (
+        replace(
+            path, sampled_at_N=np.array([3, 4, 6]), logp_N=np.zeros(3), version_N=np.zeros(3, int)
+        )
+        for path in (trajectory("a", 0, 4), trajectory("a", 1, 4))
+    )
+    first = replace(of_turns(first, (1, 1.0), (2, 0.5)), verdict=Verdict({"r": Score(3.5)}, 3.5))
+    second = replace(of_turns(second, (1, 0.0)), verdict=Verdict({"r": Score(0.0)}, 0.0))
+    every = [first, second]
+    assert [turns_of(path)[0].tolist() for path in every] == [[1, 2]] * 2
+    for discount, wanted in ((1.0, [1.75, 1.75, 1.25]), (0.0, [1.5, 1.5, 1.25])):
+        made = by_turns(discount)
+        given = assign(made, every, said(every))
+        assert given.advantages[first.name].tolist() == wanted
+        assert given.advantages[second.name].tolist() == [-x for x in wanted]
+    alike = replace(first, index=1, verdict=first.verdict, turn_rewards=((1, 0.5), (2, 1.0)))
+    group = Group((first, alike))
+    assert not group.has_signal and made.is_useful(group), "equal sums, earned at other turns"
+    assert not made.is_useful(Group((first, replace(first, index=1))))
+
+
+def test_credit_by_turns_needs_rewards_of_turns() -> None:
+    every = groups_of(paths())
+    with pytest.raises(
+        CheckFailed, match=r"advantage_level=turn.*no reward for any turn.*Step\(reward"
+    ):
+        by_turns().require_usable(every)
+    by_turns().require_usable([Group((of_turns(every[0].trajectories[0], (1, 0.0)),))])
+    by_turns().require_usable([])
+    policy().require_usable(every)
+
+
+def test_where_the_engine_is_the_old_policy_nothing_is_scored_and_nothing_may_be_missing() -> None:
+    """Nor for a penalty in the reward, which takes the engine's logprobs for the policy's: -1, -2, ... less -1.5."""
+    every = paths([[1.0, 1.0]])
+    made = policy(has_old=True, is_bypassed=True, penalty=KlPenalty(0.5))
+    assert not made.wants.logp and policy(has_old=True).wants.logp
+    given = assign(made, every, said(every, ref_logp_N=-1.5))
+    assert "old_logp_N" not in given.trees[0].samples[0].streams
+    assert given.metrics["kl"] == pytest.approx((0.5 - 0.5 + 0.5 - 0.5 - 1.5) / 5)
+    made.require_usable(groups_of(every))
+    every[1].logp_N[1] = np.nan
+    with pytest.raises(CheckFailed, match=r"gave no logprobs for 1 completions, such as a#1"):
+        made.require_usable(groups_of(every))
+    policy(has_old=True).require_usable(groups_of(every))
+
+
+def test_several_rewards_have_the_weights_of_the_configuration() -> None:
+    """Two rewards that say the opposite, of weights 1 and 3: the second outweighs the first; the sums are equal."""
+    verdicts = [Verdict({"a": Score(3.0 * a), "b": Score(1.0 - a)}, 3.0) for a in (1.0, 0.0)]
+    every = [
+        replace(path, verdict=verdict)
+        for path, verdict in zip(paths([[0.0, 0.0]]), verdicts, strict=True)
+    ]
+    made = policy(estimate=ESTIMATORS["gdpo"], reward_weights={"b": 3.0})
+    assert made.is_useful(groups_of(every)[0]) and not groups_of(every)[0].has_signal
+    given = assign(made, every, said(every))
+    # A_a = +-s, A_b = -+s: x = -+2s, whose deviation is 2s sqrt 2
+    assert given.advantages[every[0].name].tolist() == pytest.approx([-(0.5**0.5)] * 2, rel=1e-3)
+    assert given.advantages[every[1].name].tolist() == pytest.approx([0.5**0.5] * 3, rel=1e-3)
+    assert given.samples[0].has_signal
 
 
 def test_shaping_scales_the_rewards_of_turns_and_leaves_the_rest_to_the_last_token() -> None:

@@ -28,9 +28,9 @@ from taut.rl.environment import (
     Outcome,
     Step,
     ToolEnvironment,
-    load_tool,
     open_environments,
 )
+from taut.rl.environments.tools import load_tool
 from taut.rl.sampler import Trajectory, sample_trajectories
 from taut.types import Completion, FinishReason, Prompt
 

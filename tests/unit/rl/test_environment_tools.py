@@ -13,8 +13,8 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from taut.data.tool_calls import ToolCall
 from taut.errors import ConfigError, EngineError, SandboxError
-from taut.rl import environment
-from taut.rl.environment import ToolFunction, answer, calculator, load_tool, python
+from taut.rl.environments import tools
+from taut.rl.environments.tools import ToolFunction, answer, calculator, load_tool, python
 from taut.sandbox import Remote, close_shared
 
 OWN = '''
@@ -137,11 +137,11 @@ def test_files_of_one_s_own_may_have_one_name_and_end(tmp_path: Path) -> None:
         file = tmp_path / name / "own.py"
         file.parent.mkdir()
         file.write_text(f"class Game:\n    name = {name!r}\n")
-        found.append(environment.load_own(f"{file}:Game", "key", "class"))
+        found.append(tools.load_own(f"{file}:Game", "key", "class"))
     assert [sys.modules[game.__module__].Game.name for game in found] == ["one", "two"]
     file.write_text("raise SystemExit('enough')")
     with pytest.raises(ConfigError, match="cannot be run: SystemExit: enough"):
-        environment.load_own(f"{file}:Game", "key", "class")
+        tools.load_own(f"{file}:Game", "key", "class")
 
 
 def test_python_runs_in_the_sandbox() -> None:
@@ -156,14 +156,14 @@ def test_python_runs_in_the_sandbox() -> None:
 
 
 def test_a_program_that_runs_out_says_of_what(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = environment.run_python("while True: print(1)", limits=environment.LIMITS)
-    assert ran.outcome in environment.ENDS
+    ran = tools.run_python("while True: print(1)", limits=tools.LIMITS)
+    assert ran.outcome in tools.ENDS
     monkeypatch.setattr(
-        environment,
+        tools,
         "run_python",
         lambda code, limits, remote: ran._replace(stdout="", outcome="memory"),
     )
-    assert environment.python("x") == "Error: the program took more than 1024 MB"
+    assert tools.python("x") == "Error: the program took more than 1024 MB"
 
 
 def test_python_may_run_at_a_service() -> None:

@@ -1,12 +1,12 @@
-"""A server gets each turn as soon as its trajectory has come to it."""
+"""A server gets each turn as soon as its trajectory has come to it, and a group is judged as soon as it is finished."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from threading import Event, Lock
+from threading import Barrier, Event, Lock
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,10 @@ from taut.data.tool_calls import ToolCall
 from taut.errors import EngineError, UserCodeError
 from taut.inference.engine import Sampling
 from taut.inference.vllm import ServerConfig, ServerEngine
+from taut.rewards.panel import Verdict
 from taut.rl.environment import EnvironmentConfig, EnvironmentPool, Step, open_environments
-from taut.rl.sampler import Trajectory, sample_trajectories
+from taut.rl.feed import Feed, Finished, Judge
+from taut.rl.sampler import Trajectory
 
 PATIENCE = 20.0
 """Seconds that a test waits for what has to happen at once."""
@@ -58,8 +60,11 @@ class Place:
         turns: Mapping[str, int],
         n: int = 1,
         faults: Callable[[str, int], Fault | None] = lambda name, count: None,
-    ) -> list[Trajectory]:
-        """The trajectories of rows with so many turns. ``faults``: of a row's request, by how many came before it."""
+        judge: Judge | None = None,
+    ) -> list[Finished]:
+        """The groups of rows with so many turns, as they finish. ``faults``: of a row's request, by how many came
+        before it.
+        """
         renderer = renderer_of()
         stop_ids = derive_stop_set(renderer).ids
         config = EnvironmentConfig(
@@ -92,8 +97,20 @@ class Place:
             engine = ServerEngine.open(
                 server.url, from_mapping(ServerConfig, keys), renderer.tokenizer, stop_ids, 4096
             )
-            with closing(engine):
-                return sample_trajectories(engine, rows, Sampling(n=n), pool)
+            with (
+                closing(engine),
+                closing(Feed(engine, Sampling(n=n), pool, judge)) as feed,
+            ):
+                for number, row in enumerate(rows):
+                    feed.ask(number, row)
+                finished = []
+                while feed.is_busy:
+                    finished.append(feed.next())
+                return finished
+
+    def trajectories(self, *args: Any, **options: Any) -> list[Trajectory]:
+        """Those of ``play``, in the order of rows."""
+        return [t for group in sorted(self.play(*args, **options)) for t in group.trajectories]
 
 
 def test_no_turn_waits_for_another_trajectory() -> None:
@@ -107,7 +124,7 @@ def test_no_turn_waits_for_another_trajectory() -> None:
             assert came.wait(PATIENCE)
         return None
 
-    first, second = Place().play({"a": 1, "b": 3}, faults=faults)
+    first, second = Place().trajectories({"a": 1, "b": 3}, faults=faults)
     assert came.is_set()
     assert (first.error, first.num_turns, first.rewards) == (None, 1, {"environment": 1.0})
     assert (second.error, second.num_turns, second.rewards) == (None, 3, {"environment": 3.0})
@@ -117,7 +134,7 @@ def test_no_turn_waits_for_another_trajectory() -> None:
 def test_trajectories_do_not_depend_on_how_many_are_under_way() -> None:
     def found(concurrency: int) -> list[tuple[Any, ...]]:
         place = Place(concurrency=concurrency)
-        trajectories = place.play({"a": 2, "b": 1, "c": 4}, n=3)
+        trajectories = place.trajectories({"a": 2, "b": 1, "c": 4}, n=3)
         assert [t.name for t in trajectories[:4]] == [
             f"{name} of rollout 1" for name in ("a#0", "a#1", "a#2", "b#0")
         ]
@@ -140,7 +157,7 @@ def test_a_call_that_is_late_ends_its_own_trajectory_alone() -> None:
             return super().step(text, calls)
 
     try:
-        first, second = Place(Late, timeout=0.3).play({"a": 2, "b": 1})
+        first, second = Place(Late, timeout=0.3).trajectories({"a": 2, "b": 1})
     finally:
         over.set()
     assert hangs.is_set()
@@ -163,3 +180,59 @@ def test_a_server_that_fails_ends_all() -> None:
 
     with pytest.raises(EngineError, match="no memory"):
         Place().play({"a": 1, "b": 3}, faults=faults)
+
+
+def worth(trajectories: Sequence[Trajectory]) -> list[Verdict]:
+    """A trajectory is worth its turns."""
+    return [Verdict({}, float(trajectory.num_turns)) for trajectory in trajectories]
+
+
+def test_a_group_is_judged_while_others_are_generated() -> None:
+    """The last turn of one row is answered once the other's group has been judged."""
+    judged = Event()
+
+    def faults(name: str, count: int) -> Fault | None:
+        if name == "b" and count > 2:
+            assert judged.wait(PATIENCE)
+        return None
+
+    def judge(trajectories: Sequence[Trajectory]) -> list[Verdict]:
+        assert len({trajectory.row.id for trajectory in trajectories}) == 1
+        if trajectories[0].row.id == "a":
+            judged.set()
+        return worth(trajectories)
+
+    first, second = Place().play({"b": 3, "a": 1}, n=2, faults=faults, judge=judge)
+    assert (first.number, second.number) == (1, 0)
+    assert [t.reward for t in first.trajectories] == [1.0, 1.0]
+    assert [(t.index, t.reward) for t in second.trajectories] == [(0, 3.0), (1, 3.0)]
+
+
+def test_groups_are_judged_at_the_same_time() -> None:
+    together = Barrier(3)
+
+    def judge(trajectories: Sequence[Trajectory]) -> list[Verdict]:
+        together.wait(PATIENCE)
+        return worth(trajectories)
+
+    assert len(Place().play({"a": 1, "b": 1, "c": 2}, judge=judge)) == 3
+
+
+def test_a_judge_that_fails_ends_all() -> None:
+    def judge(trajectories: Sequence[Trajectory]) -> list[Verdict]:
+        raise UserCodeError("the reward says what it should not")
+
+    with pytest.raises(UserCodeError, match="what it should not"):
+        Place().play({"a": 1, "b": 2}, judge=judge)
+
+
+def test_turns_of_trajectories_with_the_fewest_turns_come_first() -> None:
+    """One request at a time: no third turn before all second ones."""
+    turns: list[int] = []
+
+    def faults(name: str, count: int) -> Fault | None:
+        turns.append(count)
+        return None
+
+    Place(concurrency=1).play({"a": 4, "b": 4, "c": 4}, faults=faults)
+    assert turns == sorted(turns) and len(turns) == 12

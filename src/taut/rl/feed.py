@@ -1,0 +1,198 @@
+"""The feed: trajectories in flight at a server, and groups that are judged as soon as they are finished.
+
+    feed = Feed(engine, sampling, environments, judge)
+    feed.ask(0, row)              begins the trajectories of a group
+    feed.next()                   (0, its trajectories, judged): the first group that is finished
+
+A trajectory is a coroutine (``course`` in sampler.py): it waits for the server, its environment and its judge, and for
+no other trajectory. Where more turns are asked for than the server takes at a time, those of the trajectories with the
+fewest turns come first: by what is known, they have the most left to do.
+
+What a trajectory becomes does not depend on the others: random streams are keyed by (seed, prompt id, index).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import NamedTuple, TypeAlias
+
+from taut.data.prompts import PromptRow
+from taut.errors import UserCodeError
+from taut.inference.engine import Sampling
+from taut.inference.vllm import ServerEngine, Stream
+from taut.rewards.panel import Verdict
+from taut.rl.environment import Calls, EnvironmentPool, Outcome
+from taut.rl.sampler import Course, PartialTrajectory, Trajectory, begin, resume
+from taut.rl.turns import Rendered
+from taut.types import Completion, Prompt
+
+Judge: TypeAlias = Callable[[Sequence[Trajectory]], list[Verdict]]
+"""The verdict on each trajectory of a group. Called in threads, for several groups at a time."""
+
+
+class Finished(NamedTuple):
+    """A group whose trajectories are finished, and judged where there is a judge."""
+
+    number: int
+    trajectories: list[Trajectory]
+
+
+@dataclass(eq=False, slots=True)
+class _Group:
+    """A group in flight."""
+
+    number: int
+    paths: list[PartialTrajectory]
+    trajectories: dict[int, Trajectory] = field(default_factory=dict)
+    """Those that are finished, by index."""
+
+
+class Feed:
+    """Groups in flight. Used by one thread. ``close`` cancels what is not finished."""
+
+    def __init__(
+        self,
+        engine: ServerEngine,
+        sampling: Sampling,
+        environments: EnvironmentPool | None,
+        judge: Judge | None,
+    ) -> None:
+        """``judge``: None leaves the trajectories without verdicts."""
+        self.size, self._environments, self._judge = sampling.n, environments, judge
+        self.generated_at = time.perf_counter()
+        """When the last trajectory was finished."""
+        self._events: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        """What threads have to say, to be called by this one."""
+        self._stream = Stream(engine, replace(sampling, n=1), self._completed)
+        self._calls = None if environments is None else Calls(environments, self._called)
+        self._groups: dict[int, _Group] = {}
+        self._courses: dict[int, tuple[_Group, PartialTrajectory, Course]] = {}
+        self._finished: deque[Finished] = deque()
+        self._num_begun = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a group was asked for and ``next`` has not returned it."""
+        return bool(self._groups or self._finished)
+
+    def ask(self, number: int, row: PromptRow) -> None:
+        """Begin the trajectories of a group. Raises TautError for a prompt that cannot be asked."""
+        paths = [
+            PartialTrajectory(row, index, self._num_begun + index, row.ids_T.tolist(), row.media)
+            for index in range(self.size)
+        ]
+        self._num_begun += self.size
+        group = self._groups[number] = _Group(number, paths)
+        rendered: dict[str, Rendered] = {}
+        for path in paths:
+            course = begin(path, self._environments, rendered)
+            self._courses[path.number] = group, path, course
+            self._go_on(path.number, None)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the server would begin with another prompt at once."""
+        return self._stream.has_room
+
+    def next(self) -> Finished:
+        """The next group that is finished. Raises the error of the server, of the user's code or of the judge."""
+        while not self._finished:
+            self.wait()
+        return self._finished.popleft()
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether ``next`` returns at once."""
+        return bool(self._finished)
+
+    def wait(self) -> None:
+        """Wait until something happens. Raises as ``next`` does."""
+        try:
+            act = self._events.get(timeout=None if self._calls is None else self._calls.left)
+        except Empty:
+            assert self._calls is not None
+            self._take_call(*self._calls.overdue())
+        else:
+            act()
+
+    def wake(self) -> None:
+        """End ``wait``. Any thread may call it."""
+        self._events.put(lambda: None)
+
+    def close(self) -> None:
+        """Cancel what is in flight."""
+        self._stream.close()
+        self._groups.clear()
+
+    # -- what threads say
+
+    def _completed(self, number: int) -> None:
+        self._events.put(partial(self._take_completion, number))
+
+    def _called(self, number: int, outcome: Outcome) -> None:
+        self._events.put(partial(self._take_call, number, outcome))
+
+    # -- the thread of the feed
+
+    def _take_completion(self, number: int) -> None:
+        self._go_on(number, self._stream.take(number))
+
+    def _take_call(self, number: int, outcome: Outcome) -> None:
+        assert self._calls is not None
+        if not self._calls.take(number):
+            return
+        if isinstance(outcome.value, UserCodeError):
+            raise outcome.value
+        self._go_on(number, outcome)
+
+    def _go_on(self, number: int, result: Completion | Outcome | None) -> None:
+        """Start what a trajectory waits for next. ``result``: what it waited for."""
+        group, path, course = self._courses[number]
+        match resume(course, result):
+            case Prompt() as prompt:
+                index = path.index if self._environments is None else 0
+                self._stream.ask(number, prompt, index, priority=path.num_turns)
+            case None:
+                del self._courses[number]
+                self.generated_at = time.perf_counter()
+                group.trajectories[path.index] = path.finished()
+                if len(group.trajectories) == len(group.paths):
+                    self._judge_group(group)
+            case call:
+                assert self._calls is not None
+                self._calls.start(number, call)
+
+    def _judge_group(self, group: _Group) -> None:
+        trajectories = [group.trajectories[path.index] for path in group.paths]
+        if self._judge is None:
+            self._end(group.number, trajectories)
+            return
+        judge = self._judge
+
+        def run() -> None:
+            try:
+                verdicts = judge(trajectories)
+            except BaseException as error:  # noqa: BLE001 (raised again by the thread of the feed)
+                self._events.put(partial(_fail, error))
+                return
+            judged = [
+                replace(trajectory, verdict=verdict)
+                for trajectory, verdict in zip(trajectories, verdicts, strict=True)
+            ]
+            self._events.put(partial(self._end, group.number, judged))
+
+        Thread(target=run, name=f"judge of group {group.number}", daemon=True).start()
+
+    def _end(self, number: int, trajectories: list[Trajectory]) -> None:
+        del self._groups[number]
+        self._finished.append(Finished(number, trajectories))
+
+
+def _fail(error: BaseException) -> None:
+    raise error

@@ -1,0 +1,117 @@
+"""Teachers behind servers: a run learns what it learns from the same model in its own process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.chat_runs import column, decisions, events, largest_difference, weights
+from tests.fake_vllm import Body, Fault
+from tests.online_runs import keys_of, save_models, train
+from tests.teacher_models import PROBED, ExactTeacherServer
+from tests.tiny_tokenizers import tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from taut.errors import EngineError
+
+KEYS: dict[str, Any] = {
+    "distill__teacher": None,
+    "distill__server__backoff": 0.001,
+    "distill__server__retries": 1,
+    "optim__learning_rate": 3e-3,
+}
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+def beside(policy: Path, **options: Any) -> ExactTeacherServer:
+    """The model beside the policy, served."""
+    path = policy.with_name("beside")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    return ExactTeacherServer(model=model, **options)
+
+
+@pytest.fixture(scope="module")
+def server(policy: Path) -> Iterator[ExactTeacherServer]:
+    with beside(policy) as server:
+        yield server
+
+
+@pytest.mark.parametrize("divergence", ["reverse", pytest.param("js", marks=pytest.mark.slow)])
+def test_all_tokens_of_a_server_are_the_teacher_in_the_process(
+    divergence: str, server: ExactTeacherServer, policy: Path, tmp_path: Path
+) -> None:
+    num_rows = server.model.config.vocab_size
+    runs = {
+        "process": {"optim__learning_rate": 3e-3},
+        "server": {**KEYS, "distill__url": server.url, "distill__top": num_rows},
+    }
+    for name, some in runs.items():
+        place = tmp_path / name
+        train(keys_of("gkd", policy, place, distill__divergence=divergence, **some))
+    process, served = (tmp_path / name / "gkd" for name in runs)
+    assert column(served, "divergence") == pytest.approx(column(process, "divergence"), rel=1e-9)
+    assert largest_difference(weights(served / "model"), weights(process / "model")) < 1e-9
+    told = events(served, "rollout")[0]
+    assert told["teacher/listed"] == pytest.approx(1.0)
+    assert told["teacher/kl"] > 0
+    assert decisions(served)["distill.url"][0] == server.url
+
+
+@pytest.mark.slow
+def test_the_lists_are_in_the_checkpoint(
+    server: ExactTeacherServer, policy: Path, tmp_path: Path
+) -> None:
+    """A rollout that is half trained on goes on as it was, and its teacher is not asked again."""
+    some = {"distill__url": server.url, "distill__top": 5, "rollout__minibatches": 2, "steps": 4}
+    keys = keys_of("gkd", policy, tmp_path, **KEYS, **some, checkpoint__every=1)
+    train({**keys, "out": str(tmp_path / "whole")})
+    train({**keys, "out": str(tmp_path / "parts"), "steps": 1})
+    asked = len(server.requests)
+    train({**keys, "out": str(tmp_path / "parts"), "steps": 2, "resume": True})
+    assert len(server.requests) == asked + PROBED
+    train({**keys, "out": str(tmp_path / "parts"), "resume": True})
+    whole, parts = (tmp_path / name for name in ("whole", "parts"))
+    assert column(parts, "divergence") == column(whole, "divergence")
+    assert largest_difference(weights(whole / "model"), weights(parts / "model")) == 0
+
+
+def test_a_server_with_another_vocabulary_is_refused_before_anything_is_generated(
+    policy: Path, tmp_path: Path
+) -> None:
+    other = tiny_tokenizer()
+    other.add_tokens(["What is"])
+    with beside(policy, tokenizer=other) as server:
+        keys = keys_of("gkd", policy, tmp_path, **KEYS, distill__url=server.url)
+        with pytest.raises(
+            EngineError,
+            match=r"the server has 'What is' for the id .* expected the student's vocab",
+        ):
+            train(keys)
+    assert not Path(keys["out"]).exists()
+
+
+@pytest.mark.slow
+def test_a_teacher_that_goes_away_ends_the_run_which_goes_on(policy: Path, tmp_path: Path) -> None:
+    away = {"is": False}
+
+    def fault(body: Body, count: int) -> Fault | None:
+        away["is"] = away["is"] or count > 20
+        return Fault(hangs_up=True) if away["is"] else None
+
+    with beside(policy, faults=fault) as server:
+        keys = keys_of("gkd", policy, tmp_path, **KEYS, distill__url=server.url)
+        with pytest.raises(EngineError, match=r"set distill\.server\.timeout or distill\.server"):
+            train(keys)
+    out = Path(keys["out"])
+    done = len(column(out, "step"))
+    assert done < 3
+    with beside(policy) as server:
+        train({**keys, "distill.url": server.url, "resume": True})
+    assert column(out, "step") == [1, 2, 3]
