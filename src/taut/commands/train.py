@@ -610,7 +610,8 @@ def _run(
 
         def leave(step: int) -> None:
             """Let go of what no step needs that is yet to come, here or after a resume."""
-            kept = [step_of(path) for path in complete(checkpoints.folder)]
+            newest = complete(checkpoints.folder)[-run.checkpoint.keep :]
+            kept = [step_of(path) for path in newest]
             source.leave(step, min(kept, default=0 if run.checkpoint.every else step))
 
         after_step.append(leave)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import time
 from collections.abc import Iterator
 from itertools import islice, takewhile
@@ -166,7 +165,7 @@ def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_link_to_nothing_is_not_there_yet(tmp_path: Path) -> None:
-    os.symlink(tmp_path / "gone", tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").symlink_to(tmp_path / "gone")
     assert there(iter(follow(tmp_path))) == []
 
 
