@@ -313,7 +313,8 @@ class IterableRows:
                     "the same rows again, or skip(n), or state_dict and load_state_dict"
                 )
             return rows
-        return iter(self.iterable)
+        begun: Iterator[Any] = iter(self.iterable)
+        return begun
 
     def _asked(self, ask: Callable[[], T]) -> T:
         """What the user's code answers. Raises UserCodeError where it fails."""

@@ -316,11 +316,18 @@ class Recorder(Recorded):
             self._condition.notify_all()
 
     def _read(self) -> None:
-        rows: list[Arrived] = []
-        for row in self.arrivals:
+        arrivals, rows = iter(self.arrivals), list[Arrived]()
+        while True:
             with self._condition:
+                if not rows:
+                    self._condition.wait_for(lambda: self._is_closed or not self._is_ahead)
                 if self._is_closed:
                     return
+            try:
+                row = next(arrivals)
+            except StopIteration:
+                break
+            with self._condition:
                 self._is_idle = row is None
                 if row is None:
                     self._condition.wait_for(lambda: self._is_closed, POLL)
@@ -331,15 +338,13 @@ class Recorder(Recorded):
             if len(rows) == self.recipe.num_rows:
                 self._add(rows)
                 rows = []
-                with self._condition:
-                    self._condition.wait_for(lambda: self._is_closed or not self._is_ahead)
         if rows:
             self._add(rows)
 
     @property
     def _is_ahead(self) -> bool:
         """Whether there is a whole window more than training wants."""
-        return self.windows[-1]["first"] >= self._stop
+        return bool(self.windows) and self.windows[-1]["first"] >= self._stop
 
     def _add(self, rows: Sequence[Arrived]) -> None:
         """Record a window, and remove those that no run needs any more."""
@@ -644,13 +649,14 @@ def open_stream(
         pickle.dumps(renderer)
     )  # its template's process is one thread's
     content = f"stream of {source.path} {source.share} {config.streaming_window}"
+    path = source.path.removesuffix(":")
     recipe = Recipe(
-        source.path,
+        path,
         key_of(content, columns, limits, renderer.identity(), has_images=False),
         config.streaming_window,
         "num_groups" if compares else "num_samples",
         columns,
-        lambda records, names: entry_of(records, source.path, names, columns, limits, own_renderer),
+        lambda records, names: entry_of(records, path, names, columns, limits, own_renderer),
     )
 
     def arrivals_after(position: Position, taken: Taken | None) -> Arrivals:
