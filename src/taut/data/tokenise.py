@@ -153,7 +153,8 @@ def entries(
         blocks = _by_workers(how, _records_in_blocks(opened, start), num_workers)
     else:
         blocks = _blocks(how, islice(opened.records(), start, None))
-    return in_shards(blocks if start else _require_samples(blocks, how))
+    samples = blocks if start else _require_samples(blocks, how)
+    return in_shards(samples, sorted(renderer.stop_set))
 
 
 def entry_of(
@@ -166,7 +167,8 @@ def entry_of(
 ) -> Entry:
     """One entry of all these records, by this process. ``path`` is what errors call the source, ``names`` its files."""
     how = _How(path, names, columns, limits, renderer)
-    return joined(list(_require_samples(_blocks(how, records), how)))
+    blocks = list(_require_samples(_blocks(how, records), how))
+    return joined(blocks, sorted(renderer.stop_set))
 
 
 def _require_samples(blocks: Iterable[Block], of: _How) -> Iterator[Block]:

@@ -105,6 +105,10 @@ class ChecksConfig:
     """Names of checks (docs/check.md) to leave out, as ["rewards.gold"]; the report and the run's log say so."""
 
 
+STEPS_AHEAD = 32
+"""Steps whose samples are known to what fetches them (``Dataset.expect``)."""
+
+
 class FromData:
     """A source of steps whose samples are rows of data: what such sources share."""
 
@@ -153,6 +157,11 @@ class Offline(FromData):
 
     def rows_at(self, step: int) -> tuple[Rows, list[int]]:
         return self.rows, self.order.step(step, self.epochs)
+
+    def prepare(self, step: int) -> list[Tree]:
+        known = (self.order.step(step + ahead, self.epochs) for ahead in range(STEPS_AHEAD))
+        self.rows.expect(known)
+        return super().prepare(step)
 
     def is_known(self, step: int) -> bool:
         """True: the data are fixed."""
