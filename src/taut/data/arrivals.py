@@ -294,12 +294,13 @@ class IterableRows:
     def _rows_after(self) -> Iterator[Any]:
         """The rows after the position where reading begins."""
         num_read, state = self._begin["rows"], self._begin["state"]
+        rows: Iterator[Any]
         if num_read and state is not None and self._has_state:
             self.iterable.load_state_dict(state)
         elif num_read and hasattr(self.iterable, "skip"):
             self.iterable = self.iterable.skip(num_read)
         elif num_read:
-            rows, digest = iter(self.iterable), ""
+            digest, rows = "", iter(self.iterable)
             for number in range(1, num_read + 1):
                 if (record := next(rows, None)) is None:
                     raise DataError(
@@ -313,8 +314,8 @@ class IterableRows:
                     "the same rows again, or skip(n), or state_dict and load_state_dict"
                 )
             return rows
-        begun: Iterator[Any] = iter(self.iterable)
-        return begun
+        rows = iter(self.iterable)
+        return rows
 
     def _asked(self, ask: Callable[[], T]) -> T:
         """What the user's code answers. Raises UserCodeError where it fails."""

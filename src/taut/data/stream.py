@@ -42,7 +42,7 @@ import numpy as np
 import pydantic
 from typing_extensions import TypedDict
 
-from taut.data import cache, formats
+from taut.data import cache
 from taut.data.arrivals import (
     START,
     Arrivals,
@@ -214,7 +214,7 @@ class Recorded:
     def first(self) -> list[Arrived]:
         path = self.folder / FIRST
         try:
-            lines = files.read_text(path).splitlines()
+            lines = files.read_text(path).split("\n")[:-1]
         except (OSError, UnicodeDecodeError) as error:
             raise StreamError(
                 f"{path} cannot be read: {error}; expected the first rows of the stream; remove {self.folder}"
@@ -264,14 +264,14 @@ class Recorder(Recorded):
                     "expected neither; wait for it, or name another out"
                 )
             self._lock: int | None = lock
-            taken = self._take_over() if goes_on else None
-            self._empty()
-        position = self.windows[-1]["position"] if self.windows else START
-        try:
-            self.arrivals = arrivals_after(position, taken)
-        except TautError:
-            os.close(lock)
-            raise
+            try:
+                taken = self._take_over() if goes_on else None
+                self._empty()
+                position = self.windows[-1]["position"] if self.windows else START
+                self.arrivals = arrivals_after(position, taken)
+            except BaseException:
+                os.close(lock)
+                raise
         self._thread = threading.Thread(target=self._run, name="taut stream", daemon=True)
         self._thread.start()
 
@@ -358,10 +358,9 @@ class Recorder(Recorded):
         fresh.rename(self.folder / _name(window))
         files.sync(self.folder)
         if before is None:
-            lines = [
-                formats.as_line(list(row), f"{row.name}:{row.number}") for row in rows[:NUM_FIRST]
-            ]
-            files.write_bytes(self.folder / FIRST, b"".join(line + b"\n" for line in lines))
+            # what JSON does not have is in columns that nobody reads: a row of another kind is refused
+            lines = [json.dumps(list(row), default=str) for row in rows[:NUM_FIRST]]
+            files.write_text(self.folder / FIRST, "".join(f"{line}\n" for line in lines))
         old = [it for it in self.windows if it["number"] and it["first"] + it["size"] < self.floor]
         kept = [it for it in self.windows if it not in old]
         self._write([*kept, window])

@@ -244,6 +244,9 @@ class Streamed(FromData):
 
     def remember(self) -> LastWindow:
         assert self.get_trainer is not None, "a checkpoint is of a run that trains"
+        if self.stream.expected is not None:  # no step was taken since the last checkpoint
+            number, digest = self.stream.expected
+            return {"number": number, "digest": digest}
         last = self.stream.holding(self.cursor(self.get_trainer().done).samples - 1)
         return {"number": last["number"], "digest": last["digest"]}
 
