@@ -108,6 +108,11 @@ def rollout_event(
     staleness = [version - int(v) for trajectory in whole for v in trajectory.version_N[:1]]
     if staleness:
         event["staleness_mean"], event["staleness_max"] = fmean(staleness), max(staleness)
+    if rollout.oversampled is not None:
+        event["oversample_dropped"] = rollout.oversampled.num_groups
+        event["oversample_tokens_mean"] = rollout.oversampled.num_tokens
+    if config.difficulty_filter:
+        event["difficulty_replaced"] = rollout.num_replaced
     if config.lag:
         event["draws"], event["stale_groups"] = list(rollout.draws), rollout.num_stale
     if config.environment.is_on and whole:
