@@ -102,7 +102,7 @@ def rollout_event(
     event["seconds_judging"] = rollout.seconds_judging
     event |= metrics
     if whole:
-        lengths = [int(trajectory.sampled_at_N.size) for trajectory in whole]
+        lengths = [trajectory.num_sampled for trajectory in whole]
         event["stopped"] = fmean(trajectory.finish_reason == "stop" for trajectory in whole)
         event["tokens_mean"], event["tokens_max"] = fmean(lengths), max(lengths)
     staleness = [version - int(v) for trajectory in whole for v in trajectory.version_N[:1]]
@@ -119,6 +119,10 @@ def rollout_event(
         event["turns_mean"] = fmean(trajectory.num_turns for trajectory in whole)
         event["calls"] = sum(trajectory.num_calls for trajectory in whole)
         event["malformed_calls"] = sum(trajectory.num_malformed_calls for trajectory in whole)
+    if config.environment.is_agent and whole:
+        event["paths_mean"] = fmean(1 + len(trajectory.branches) for trajectory in whole)
+        event["conversations"] = sum(trajectory.num_conversations for trajectory in whole)
+        event["edited_histories"] = sum(trajectory.num_edited for trajectory in whole)
     if failures:
         event["first_error"] = failures[0]
     event["samples"] = [logged(trajectory, samples) for trajectory in best_and_worst(rollout)]

@@ -471,7 +471,7 @@ def answered(trajectory: Trajectory) -> Answered:
         text=trajectory.text,
         references=row.references,
         row=row.columns,
-        num_tokens=int(trajectory.sampled_at_N.size),
+        num_tokens=trajectory.num_sampled,
         finish_reason=trajectory.finish_reason,
         prompt=row.prompt if trajectory.first_messages is None else trajectory.first_messages,
         messages=trajectory.messages[: len(roles) - num_after],
