@@ -735,7 +735,7 @@ class _Writer:
         with self._as_output_error():
             fresh = self._fresh()
             name = shard_name(len(self.listed))
-            self.listed.append(_write(fresh / name, entry))
+            self.listed.append(write_shard(fresh / name, entry))
             if self.lock is None and len(self.listed) == 2:
                 _remove_old(self.directory)
                 self.partial.mkdir(exist_ok=True)
@@ -824,8 +824,8 @@ class _Writer:
             ) from None
 
 
-def _write(folder: Path, entry: Entry) -> Listed:
-    """Write a shard's files."""
+def write_shard(folder: Path, entry: Entry) -> Listed:
+    """Write a shard's files. Returns how a manifest lists it."""
     folder.mkdir()
     digests = {}
     for name, array in entry.arrays.items():
@@ -904,11 +904,6 @@ def forget(directory: Path, key: str) -> None:
             f"the cache entry {directory / key} cannot be replaced: {error.strerror}; expected a directory that can "
             "be written; set data.cache or TAUT_CACHE"
         ) from None
-
-
-def write_shard(folder: Path, entry: Entry) -> Listed:
-    """Write a shard that belongs to no source. Returns what ``read_shard`` needs to know it by."""
-    return _write(folder, entry)
 
 
 def read_shard(folder: Path, listed: Listed) -> Entry:
