@@ -27,6 +27,7 @@ from tests.slow_cases import slow_except
 
 import taut
 from taut.errors import ConfigError, DataError, StreamError, UserCodeError
+from taut.methods import method
 
 ROWS = chats(54)
 FILES = {f"{number:02d}.jsonl": ROWS[9 * number : 9 * number + 9] for number in range(6)}
@@ -240,8 +241,8 @@ def pairs(num_rows: int) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("method", slow_except(["dpo"], ["dpo", "reward", "kto", "simpo"]))
-def test_preferences_come_from_a_stream(method: str, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", slow_except(["dpo"], ["dpo", "reward", "kto", "simpo"]))
+def test_preferences_come_from_a_stream(name: str, model: Path, tmp_path: Path) -> None:
     """The rows of a step are those of a run without shuffle on the same rows as files: the same losses. KTO cuts a
     prompt with another's answer at data.max_length, where from files it does at the longest sample.
     """
@@ -250,15 +251,15 @@ def test_preferences_come_from_a_stream(method: str, model: Path, tmp_path: Path
     rows = pairs(24)
     for number in range(3):
         write_rows(incoming / f"{number}.jsonl", rows[8 * number : 8 * number + 8])
-    common = {"batch.shuffle": False, "steps": 4, "method": method}
+    common = {"batch.shuffle": False, "steps": 4, "method": name}
     keys = plain(model, incoming, **common)
-    train = getattr(taut, method)
+    train = getattr(taut, name)
     train(out=str(tmp_path / "stream"), **keys)
     fixed = {key: value for key, value in keys.items() if not key.startswith("data.streaming")}
     train(out=str(tmp_path / "files"), **fixed)
     assert column(tmp_path / "stream", "sample_ids") == column(tmp_path / "files", "sample_ids")
-    count = 2 if method == "kto" else 4  # none is cut in its first steps
-    losses = [column(tmp_path / name, "loss")[:count] for name in ("stream", "files")]
+    count = 2 if name == "kto" else 4  # none is cut in its first steps
+    losses = [column(tmp_path / kind, "loss")[:count] for kind in ("stream", "files")]
     assert losses[0] == losses[1]
 
 
@@ -402,14 +403,18 @@ def test_a_record_that_is_lost_is_made_again(uninterrupted: Whole, tmp_path: Pat
     require_equal(out, uninterrupted.left)
 
 
-def test_no_row_in_time(model: Path, tmp_path: Path) -> None:
+def test_no_row_in_time(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(method, "TELL_AFTER", 0.5)
     incoming = write(tmp_path / "incoming", "00.jsonl", "01.jsonl")
+    keys = plain(model, incoming, **{"data.streaming_timeout": 1.5})
     with pytest.raises(
-        StreamError, match=r"no new row for \d+ seconds .*; step 4 needs 4 samples more"
+        StreamError, match=r"no new row for 2 seconds .*; step 4 needs 4 samples more"
     ):
-        taut.sft(
-            out=str(tmp_path / "out"), **plain(model, incoming, **{"data.streaming_timeout": 0.5})
-        )
+        taut.sft(out=str(tmp_path / "out"), **keys)
+    (warning,) = [
+        event for event in events(tmp_path / "out", "warning") if event["name"] == "stream"
+    ]
+    assert "step 4 waits for rows of" in warning["detail"]
 
 
 @pytest.mark.parametrize(
