@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from taut.data import cache
@@ -72,6 +72,7 @@ def ignore(seconds: float) -> None:
     """Nobody follows."""
 
 
+@settings(deadline=None)
 @given(
     counts=st.lists(st.integers(1, 3), min_size=1, max_size=60),
     num_rows=st.integers(1, 70),
