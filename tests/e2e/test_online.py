@@ -263,7 +263,8 @@ def test_an_advantage_and_a_loss_of_ones_own(model: Path, tmp_path: Path) -> Non
     own = tmp_path / "own.py"
     own.write_text(OWN_CODE)
     named = {"grpo__advantage": f"{own}:centred", "grpo__loss": f"{own}:Own"}
-    keys = keys_of("grpo", model, tmp_path / "own", steps=2, **named)
+    kept = {"checkpoint__every": 1, "checkpoint__keep": 9}
+    keys = keys_of("grpo", model, tmp_path / "own", steps=2, **named, **kept)
     train(keys)
     plain = {"grpo__advantage": "mean", "grpo__loss": "reinforce"}
     theirs = keys_of("grpo", model, tmp_path / "theirs", steps=2, **plain)

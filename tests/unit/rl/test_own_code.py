@@ -181,3 +181,17 @@ def test_a_loss_is_made_for_the_temperature_of_the_rollout(tmp_path: Path) -> No
     ):
         with pytest.raises(ConfigError, match=message):
             load(name)
+
+
+def test_the_example_of_the_docs_is_sound(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "rl.md").read_text()
+    _, _, section = page.partition("### Your own advantage or loss")
+    lines = section.partition("\n- ")[0].splitlines()
+    code = "\n".join(line[4:] for line in lines if line.startswith("    ") or not line)
+    (tmp_path / "own.py").write_text(code)
+    spec = f"{tmp_path / 'own.py'}:"
+    loss = load_loss(read_own(f"{spec}Own", "grpo.loss", "Class"), 0.7)
+    assert loss.wants.temperature == 0.7 and "old_logp_N" in loss.needs
+    estimator = load_advantage(read_own(f"{spec}centred", "grpo.advantage", "function"))
+    found = torch.cat(estimator.assessed(outcomes_of(REWARD_S, GROUP_S)))
+    assert found.tolist() == (REWARD_S - REWARD_S.mean()).tolist()
