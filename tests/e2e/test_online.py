@@ -274,7 +274,7 @@ def test_an_advantage_and_a_loss_of_ones_own(model: Path, tmp_path: Path) -> Non
     said = decisions(Path(keys["out"]))["rollout_monitor.max_logprob_difference"]
     assert said == ("not compared", "grpo.loss gives no metric engine/difference")
     own.write_text(OWN_CODE.replace("-packed", "-2 * packed"))
-    with pytest.raises(ConfigError, match=r"belongs to another run: code: .*own\.py"):
+    with pytest.raises(ConfigError, match=r"belongs to another run: code .*own\.py: other content"):
         train(keys | {"resume": True, "steps": 3})
     own.write_text(OWN_CODE.replace("cost_N.sum()", "cost_N.mean()"))
     wrong = keys_of("grpo", model, tmp_path / "wrong", **named)

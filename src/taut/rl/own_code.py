@@ -134,6 +134,7 @@ def _small_rollout() -> Outcomes:
         turn_rewards=[torch.stack([reward / 4, reward / 4]) for reward in reward_S],
         ids=[torch.arange(3 + n) for n in length_S.tolist()],
         sampled_at=[3 + torch.arange(n) for n in length_S.tolist()],
+        branches=[()] * 6,
     )
 
 
