@@ -24,12 +24,12 @@ from taut.config import ComputeDtype, Decision, configclass, home_path
 from taut.data.cache import default_directory
 from taut.data.render import Renderer
 from taut.data.stop_tokens import StopSet, derive_stop_set, described
+from taut.data.template_files import read_template
 from taut.errors import ConfigError, ModelError
 from taut.inference.engine import Engine
 from taut.inference.local import LocalConfig, LocalEngine
 from taut.inference.vllm import ServerConfig, ServerEngine
 from taut.inference.weight_sync import SyncConfig
-from taut.io import files
 from taut.models import architecture, products
 from taut.models.attention_backends import select
 from taut.models.flash_attention import activate
@@ -63,13 +63,13 @@ class ModelUse:
     """Directory of the model, or its hub name (owner/name, or owner/name@revision): weights for the local engine,
     tokenizer and template for both."""
     engine: Literal["local", "server"] = "local"
-    """local: in this process. server: the endpoint at url, which must serve this model."""
-    url: str | None = None
-    """Where the server answers, as in http://127.0.0.1:8000/v1."""
+    """local: in this process. server: the endpoint at urls, which must serve this model."""
+    urls: str | list[str] | None = None
+    """Where the server answers, as in http://127.0.0.1:8000/v1, or a list: requests are divided among the servers."""
     adapter: str | None = None
     """Directory of a LoRA adapter to put on the model, for the local engine; its tokenizer is used if it has one."""
     template: str | None = None
-    """A file with a chat template to use in place of the tokenizer's own."""
+    """A file with a chat template to use in place of the tokenizer's own; or hermes, which comes with taut."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Values of the chat template's own variables, as in { enable_thinking = false }."""
     dtype: ComputeDtype | None = None
@@ -88,10 +88,10 @@ class ModelUse:
     server: ServerConfig = ServerConfig()
 
     def __post_init__(self) -> None:
-        if self.engine == "server" and self.url is None:
+        if self.engine == "server" and self.urls is None:
             raise ConfigError(
-                "engine=server and url is not set; expected where the server answers; "
-                "set url=http://HOST:PORT/v1"
+                "engine=server and urls is not set; expected where the server answers; "
+                "set urls=http://HOST:PORT/v1"
             )
         if self.engine == "server" and self.adapter is not None:
             raise ConfigError(
@@ -102,9 +102,9 @@ class ModelUse:
             raise ConfigError(
                 "server.sync would be ignored: nothing is trained here, and the server keeps its weights; remove it"
             )
-        if self.engine == "local" and self.url is not None:
+        if self.engine == "local" and self.urls is not None:
             raise ConfigError(
-                f"url={self.url} would be ignored by engine=local; set engine=server, or remove it"
+                f"urls={self.urls} would be ignored by engine=local; set engine=server, or remove it"
             )
         reads = {
             "local": ("local", "dtype", "device", "attention", "products"),
@@ -177,7 +177,7 @@ def open_renderer(use: ModelUse) -> Rendering:
     )
     renderer = Renderer(
         tokenizer,
-        read_template(use.template),
+        read_template(use.template, tokenizer, "template", is_of_run=False),
         key="template",
         image_store=image_store,
         variables=use.chat_template_kwargs,
@@ -196,9 +196,9 @@ def open_engine(use: ModelUse, rendering: Rendering | None = None) -> Opened:
     config, renderer, stops = rendering.config, rendering.renderer, rendering.stops
     tokenizer = renderer.tokenizer
     if use.engine == "server":
-        assert use.url is not None
+        assert use.urls is not None
         context = context_length(config)
-        server = ServerEngine.open(use.url, use.server, tokenizer, stops.ids, context, section="")
+        server = ServerEngine.open(use.urls, use.server, tokenizer, stops.ids, context, section="")
         decisions = [*rendering.decisions, *server.decisions]
         return Opened(server, renderer, stops, server.context, decisions, server.close)
     skeleton = load_skeleton(use.model, config, use.trust_remote_code)
@@ -206,7 +206,7 @@ def open_engine(use: ModelUse, rendering: Rendering | None = None) -> Opened:
     if stateful:
         raise ModelError(
             f"model={use.model} has layers with state across tokens ({', '.join(stateful[:3])}), which the local "
-            "engine does not carry; expected attention in every layer; serve the model and set engine=server url=..."
+            "engine does not carry; expected attention in every layer; serve the model and set engine=server urls=..."
         )
     context, decisions = exact_context(config, skeleton, "the sequence's length")
     device = one_device(use.device)
@@ -244,19 +244,6 @@ def open_engine(use: ModelUse, rendering: Rendering | None = None) -> Opened:
         *products.active().decisions,
     ]
     return Opened(engine, renderer, stops, context, decisions)
-
-
-def read_template(path: str | None) -> str | None:
-    """The chat template in a file; None without a path."""
-    if path is None:
-        return None
-    try:
-        return files.read_text(home_path(path))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise ConfigError(
-            f"template: cannot read {path}: {reason}; expected a file with a chat template"
-        ) from None
 
 
 def exact_context(
