@@ -32,6 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import numpy as np
@@ -593,15 +594,18 @@ def made_up_trajectory(
     )
 
 
-def dry_run_group(sample: Sample, good: float) -> Group | None:
+def dry_run_group(
+    sample: Sample, good: float, columns: Mapping[str, Any] = MappingProxyType({})
+) -> Group | None:
     """A group of two answers, made of a prompt: its first half with all of its pictures is the prompt, its second half
     one answer, and the same tokens reversed the other. One answer gets a good reward. None if there is no second half.
+    ``columns``: of the prompt's row.
     """
     half = max((sample.num_tokens + 1) // 2, *(media.stop for media in sample.media), 1)
     if half >= sample.num_tokens:
         return None
     prompt = PromptRow(
-        sample.id, sample.id, sample.ids_T[:half], "", (), None, {}, media=sample.media
+        sample.id, sample.id, sample.ids_T[:half], "", (), None, columns, media=sample.media
     )
     end_N = sample.ids_T[half:]
     first = made_up_trajectory(prompt, 0, end_N, good)
@@ -614,7 +618,9 @@ def dry_run(source: Online, trainer: Trainer, samples: Sequence[Sample]) -> list
     to look at what a step computes before anything is generated.
     """
     credit = source.credit
-    groups = [group for s in samples if (group := dry_run_group(s, credit.good)) is not None]
+    columns_of = {row.place: row.columns for row in source.prompts.prompt_rows}
+    made = (dry_run_group(s, credit.good, columns_of.get(s.id, {})) for s in samples)
+    groups = [group for group in made if group is not None]
     trees = credit.bare(groups)
     policy_scores = score_trees(trainer, trees, Wants(temperature=credit.wants.temperature), (), 1)
     groups = [
