@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.chat_runs import (
@@ -22,7 +23,8 @@ from tests.teacher_models import PROBED, ExactTeacherServer
 from tests.tiny_tokenizers import tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from taut.errors import EngineError
+import taut
+from taut.errors import EngineError, TautError
 
 KEYS: dict[str, Any] = {
     "distill__teacher": None,
@@ -185,3 +187,68 @@ def test_a_teacher_that_goes_away_ends_the_run_which_goes_on(policy: Path, tmp_p
     with beside(policy) as server:
         train({**keys, "distill.url": server.url, "resume": True})
     assert column(out, "step") == [1, 2, 3]
+
+
+def test_some_prompts_have_the_datas_answers(policy: Path, tmp_path: Path) -> None:
+    """Which is a function of seed and rollout: a resume and another share of the memory draw the same. What is learned
+    of them is what taut distill learns.
+    """
+    rows = [
+        {**row, "messages": [*row["messages"], {"role": "assistant", "content": row["answer"]}]}
+        for row in questions(13)
+    ]
+    data = {"data__train": str(write_rows(tmp_path / "rows.jsonl", rows)), "steps": 6}
+    keys = keys_of("gkd", policy, tmp_path, **data, distill__lmbda=0.4, checkpoint__every=3)
+    train(keys)
+    out = Path(keys["out"])
+    told = events(out, "rollout")
+    taken = [event.get("from_data", 0) for event in told]
+    assert [event["completions"] for event in told] == [2 * (4 - num) for num in taken]
+    drawn = [np.random.default_rng([0, phase, 4]).random(4) for phase in range(6)]
+    assert taken == [int((numbers >= 0.4).sum()) for numbers in drawn]
+    assert 4 in taken or 0 < sum(taken) < 24
+    train({**keys, "out": str(tmp_path / "parts"), "steps": 3})
+    train({**keys, "out": str(tmp_path / "parts"), "resume": True})
+    assert column(tmp_path / "parts", "divergence") == column(out, "divergence")
+
+
+def test_answers_of_the_data_are_learned_as_by_taut_distill(policy: Path, tmp_path: Path) -> None:
+    """A rollout without a prompt of its own: the same loss and update, to the last bit."""
+    rows = [
+        {**row, "messages": [*row["messages"], {"role": "assistant", "content": row["answer"]}]}
+        for row in questions(4)
+    ]
+    data = {"data__train": str(write_rows(tmp_path / "rows.jsonl", rows)), "steps": 1}
+    seed = next(s for s in range(999) if np.random.default_rng([s, 0, 4]).random(4).min() >= 0.1)
+    keys = keys_of("gkd", policy, tmp_path, **data, distill__lmbda=0.1, seed=seed)
+    train(keys)
+    left_out = ("rollout.", "method", "out")
+    fixed = {key: value for key, value in keys.items() if not key.startswith(left_out)}
+    del fixed["distill.lmbda"]
+    fixed |= {"distill.divergence": "reverse", "out": str(tmp_path / "fixed")}
+    taut.distill(**fixed)
+    out = Path(keys["out"])
+    (told,) = events(out, "rollout")
+    assert told["from_data"] == 4 and told["completions"] == 0
+    assert column(out, "divergence") == pytest.approx(column(tmp_path / "fixed", "divergence"))
+    found = weights(out / "model"), weights(tmp_path / "fixed" / "model")
+    assert largest_difference(*found) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({}, r"jsonl:1: the row has no answer of its own, and distill\.lmbda=0\.5"),
+        (
+            {"distill__teacher": None, "distill__privileged": "answer"},
+            r"distill\.lmbda=0\.5 with distill\.privileged",
+        ),
+    ],
+)
+def test_without_answers_of_the_data_there_is_no_share_of_them(
+    keys: dict[str, Any], says: str, policy: Path, tmp_path: Path
+) -> None:
+    given = keys_of("gkd", policy, tmp_path, distill__lmbda=0.5, **keys)
+    with pytest.raises(TautError, match=says):
+        train(given)
+    assert not Path(given["out"]).exists()

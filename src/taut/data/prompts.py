@@ -380,6 +380,8 @@ class PromptSet(Dataset):
         super().__init__(parts, [f"{part.path}: read as prompts" for part in parts])
         self.report = PromptReport(**vars(self.report))
         self.prompt_rows = list(rows)
+        self.answers: Mapping[str, Sample] = {}
+        """The rows with their answers, by place, where a method learns from those too."""
 
     def prompts(self) -> list[Prompt]:
         """The prompts as an engine takes them."""

@@ -9,28 +9,48 @@ several and the model as its own teacher score each rollout once, by their likel
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, ClassVar, Literal
 
+import numpy as np
 from pydantic import Field
 
-from taut.config import configclass
-from taut.errors import ConfigError
+from taut.config import Decision, configclass
+from taut.data.dataset import Dataset, Split, load_dataset
+from taut.data.prompts import PromptRow, PromptSet
+from taut.data.render import Renderer
+from taut.errors import ConfigError, DataError
+from taut.inference.engine import Engine
+from taut.inference.local import LocalEngine
 from taut.losses.loss import Loss
 from taut.methods.aux_models import AuxModels
-from taut.methods.inputs import Inputs, Models
+from taut.methods.inputs import Inputs, Language, Models
 from taut.methods.method import MethodName
 from taut.methods.online import OnlineMethod
 from taut.methods.rollout_teachers import RolloutTeachersConfig, open_teachers
 from taut.methods.teacher import DistillConfig
-from taut.rewards.panel import PanelConfig
+from taut.rewards.panel import PanelConfig, Verdict
 from taut.rl.advantages import Credit, TrainSample
-from taut.rl.rollout import Group, ModelScores, RolloutConfig, sample_of
+from taut.rl.online import Online
+from taut.rl.rollout import (
+    Group,
+    ModelScores,
+    Rollout,
+    RolloutConfig,
+    RolloutSource,
+    distinct,
+    sample_of,
+)
 from taut.rl.sampler import Trajectory
 from taut.rl.teachers import Teachers
+from taut.train.distributed import Ranks
 from taut.train.optim import DefaultRates
+from taut.train.trainer import StepSource, Trainer
 from taut.types import Sample
+
+FROM_DATA = -1
+"""The index of a trajectory that is the data's answer: no completion of the row has it."""
 
 
 @configclass
@@ -51,6 +71,10 @@ class GkdConfig(DistillConfig, RolloutTeachersConfig):
     top: Annotated[int, Field(ge=1)] = 20
     """For url, teachers and privileged: number of likeliest tokens that a teacher lists at each token of a completion.
     vLLM allows 20, or what its --max-logprobs says."""
+
+    lmbda: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the prompts that the student answers (GKD's lambda). The others have their answers in the data, as
+    taut sft learns them, and are learned from in the same way. Chosen by seed and rollout."""
 
     list_key: ClassVar[str] = "distill.url, teachers or privileged"
 
@@ -84,6 +108,10 @@ class All(Credit):
     streams, before.
     """
 
+    def __init__(self, loss: Loss, num_listed: int = 0) -> None:
+        super().__init__(loss)
+        self.num_listed = num_listed
+
     def assign(
         self, groups: Sequence[Group], scores: ModelScores
     ) -> tuple[list[TrainSample], dict[str, float]]:
@@ -93,6 +121,63 @@ class All(Credit):
 
         made = [[(t, sample(t)) for t in group.trajectories] for group in groups]
         return [TrainSample.of(samples) for samples in made], {}
+
+
+@dataclass(frozen=True, eq=False)
+class WithAnswers:
+    """Rollouts in which some prompts have the data's answers. Which: a function of the seed and the phase."""
+
+    inner: RolloutSource
+    prompts: PromptSet
+    lmbda: float
+    seed: int
+
+    @property
+    def engine(self) -> Engine | None:
+        return self.inner.engine
+
+    @property
+    def is_judged(self) -> bool:
+        return self.inner.is_judged
+
+    @property
+    def settled(self) -> Sequence[Decision]:
+        return self.inner.settled
+
+    def roll(self, phase: int, indices: Sequence[int]) -> Rollout:
+        drawn = np.random.default_rng([self.seed, phase, 4]).random(len(indices))
+        is_own = (drawn < self.lmbda).tolist()
+        own = [index for index, mine in zip(indices, is_own, strict=True) if mine]
+        rest = [index for index, mine in zip(indices, is_own, strict=True) if not mine]
+        rollout = self.inner.roll(phase, own) if own else Rollout([])
+        rows = distinct([self.prompts.prompt_rows[index] for index in rest])
+        return replace(rollout, from_data=[self._answer(row, phase) for row in rows])
+
+    def _answer(self, row: PromptRow, phase: int) -> Group:
+        """The data's answer as a trajectory of its own number."""
+        sample, size = self.prompts.answers[row.place], self.prompts.answers[row.place].num_targets
+        nothing_N = np.full(size, np.nan)
+        ids_T, at_N = sample.ids_T, sample.target_at_N
+        return Group(
+            (
+                Trajectory(
+                    row=row,
+                    index=FROM_DATA,
+                    ids_T=ids_T,
+                    sampled_at_N=at_N,
+                    logp_N=nothing_N,
+                    version_N=np.zeros(size, dtype=np.int64),
+                    finish_reason="stop",
+                    text="",
+                    media=sample.media,
+                    rollout=phase,
+                    verdict=Verdict({}, 0.0),
+                ),
+            )
+        )
+
+    def close(self) -> None:
+        self.inner.close()
 
 
 @configclass
@@ -117,6 +202,17 @@ class Gkd(OnlineMethod):
         if self.distill.teacher is not None:
             self.distill.require_teacher(self.model, has_eval=False)
         self.require_rollouts_for(self.distill)
+        others = {
+            "rollout.replay_from": self.is_replayed,
+            "rollout.environment": self.rollout.environment.is_on,
+            "distill.privileged": self.distill.privileged is not None,
+        }
+        for other, is_set in others.items() if self.distill.lmbda < 1 else ():
+            if is_set:
+                raise ConfigError(
+                    f"distill.lmbda={self.distill.lmbda:g} with {other}, which is for sampled answers to the prompt as "
+                    "it is; expected lmbda=1; take one of the two out"
+                )
         for key in ("dynamic_sampling_rounds", "replay_groups"):
             if getattr(self.rollout, key):
                 raise ConfigError(
@@ -145,6 +241,42 @@ class Gkd(OnlineMethod):
     def is_judged(self) -> bool:
         return False
 
+    def load_data(
+        self, split: Split, renderer: Renderer, language: Language, *, looks_again: bool = True
+    ) -> Dataset:
+        prompts = super().load_data(split, renderer, language, looks_again=looks_again)
+        if split == "eval" or self.distill.lmbda == 1:
+            return prompts
+        assert isinstance(prompts, PromptSet)
+        longest = self.longest_sample(language.config) + self.rollout.max_new_tokens
+        data = load_dataset(self.data, split, renderer, longest, looks_again=looks_again)
+        prompts.answers = {sample.id: sample for sample in (data[i] for i in range(len(data)))}
+        for row in prompts.prompt_rows:
+            if row.place not in prompts.answers:
+                raise DataError(
+                    f"{row.place}: the row has no answer of its own, and distill.lmbda={self.distill.lmbda:g} learns "
+                    "from the data's answers too; expected an assistant message at its end; add it, or take "
+                    "distill.lmbda out"
+                )
+        return prompts
+
+    def connect(
+        self,
+        source: StepSource,
+        inputs: Inputs,
+        models: Models,
+        make_engine: Callable[..., LocalEngine],
+        ranks: Ranks,
+        get_trainer: Callable[[], Trainer],
+    ) -> Online:
+        online = super().connect(source, inputs, models, make_engine, ranks, get_trainer)
+        if self.distill.lmbda == 1:
+            return online
+        open_inner = online.open_worker
+        assert open_inner is not None and isinstance(inputs.train, PromptSet)
+        prompts, lmbda, seed = inputs.train, self.distill.lmbda, self.seed
+        return replace(online, open_worker=lambda: WithAnswers(open_inner(), prompts, lmbda, seed))
+
     def models(self) -> AuxModels:
         scored = self.distill if self.distill.is_listed else None
         return AuxModels(teacher=self.distill, completions=scored)
@@ -157,4 +289,4 @@ class Gkd(OnlineMethod):
         )
 
     def make_credit(self) -> All:
-        return All(self.loss())
+        return All(self.loss(), self.distill.top if self.distill.is_listed else 0)

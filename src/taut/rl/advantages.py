@@ -84,6 +84,8 @@ class Credit:
     """How advantages are estimated from the rewards of a group, where they are."""
     is_plain = True
     """Whether rewards are compared as they are: neither shaped nor with a penalty."""
+    num_listed = 0
+    """Likeliest tokens that a teacher lists at each target."""
     is_taught = False
     """Whether teachers have a part in the advantages."""
     needs_one = False

@@ -409,7 +409,8 @@ class Online:
             with trainer.interrupts.at_once(trainer.ranks):
                 self._taken = number, generate()
         rollout = self._taken[1]
-        self.monitor.require_rewards(rollout.all_groups, step)
+        if rollout.all_groups:
+            self.monitor.require_rewards(rollout.all_groups, step)
         groups, seconds = rollout.rewarded, 0.0
         self.credit.require_usable(groups)
         samples: list[TrainSample] = []
@@ -436,7 +437,8 @@ class Online:
             seconds_scoring=seconds,
             **push_event(self.worker.engine),
         )
-        self.monitor.look(step, fields, emit)
+        if rollout.all_groups:
+            self.monitor.look(step, fields, emit)
         if groups:
             self.credit.learn(groups, of_credit)
         trees = [sample.tree for sample in (*samples, *replayed)]

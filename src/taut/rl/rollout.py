@@ -202,6 +202,8 @@ class Rollout:
     """Without a signal, and replaced."""
     seconds_generating: float = 0.0
     seconds_judging: float = 0.0
+    from_data: Sequence[Group] = ()
+    """Answers of the data, which were not generated."""
 
     @property
     def all_groups(self) -> list[Group]:
@@ -210,7 +212,8 @@ class Rollout:
     @property
     def rewarded(self) -> list[Group]:
         """The groups to learn from, with those of their trajectories that have a reward."""
-        groups = [Group(tuple(group.rewarded)) for group in self.groups]
+        every = (*self.groups, *self.from_data)
+        groups = [Group(tuple(group.rewarded)) for group in every]
         return [group for group in groups if group.trajectories]
 
 
