@@ -1,6 +1,8 @@
 """The process that runs attacks for one mechanism as one user: reads requests as JSON lines, answers in JSON lines.
 
-{"run": NAME}      run the attack of that name; then another program; then look whether the host is as it was
+{"run": NAME}      run the attack of that name; then another program; then look whether the host is as it was;
+                   with "is_compiled": as a compiled program that becomes it
+{"source": NAME}   compile and run the source of that name; then the same
 {"kill": NAMES}    run each of them below a host of its own, kill the hosts, and say what is alive a second later
 {"beside": NAMES}  run honest programs while those attacks run in other threads, and say how the honest ones ended
 {"end": true}      close the sandbox, and say what processes are left below this one
@@ -24,10 +26,18 @@ from typing import Any
 
 from tests.attacks.host import Planted, descendants, marked, memory
 from tests.attacks.programs import AFTER_MB, ATTACKS, DURING_MB, Attack, Must
+from tests.attacks.sources import SOURCES, Source, as_c
 
 from taut.rewards.code import Code
 from taut.rewards.verifier import Answered
 from taut.sandbox import Limits, Mechanism, Ran, Sandbox, Trial, choose, close_shared
+from taut.sandbox.compiled import (
+    Compilation,
+    CompiledLanguage,
+    Uncompiled,
+    compile_source,
+    find_compiler,
+)
 
 NO_WALL = "none"
 HONEST = """
@@ -44,7 +54,9 @@ for child in children:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 print(sum(map(int, input().split())))
 """
+COMPILING = Limits(cpu_seconds=6, wall_seconds=12.0, memory_mb=1024, scratch_mb=128, output_kb=8192)
 _ROWS = {attack.name: attack for attack in ATTACKS}
+_SOURCES = {source.name: source for source in SOURCES}
 
 
 def main() -> None:
@@ -60,7 +72,9 @@ def main() -> None:
         for line in sys.stdin:
             request = json.loads(line)
             if "run" in request:
-                _say(runner.run(_ROWS[request["run"]]))
+                _say(runner.run(_ROWS[request["run"]], request.get("is_compiled", False)))
+            elif "source" in request:
+                _say(runner.run_source(_SOURCES[request["source"]]))
             elif "kill" in request:
                 _say(runner.kill(request["kill"]))
             elif "beside" in request:
@@ -123,12 +137,41 @@ class _Runner:
             self.sandbox: Any = _NoWall()
         else:
             self.sandbox = Sandbox(choose(mechanism), packages)  # type: ignore[arg-type]
+        self._compilers: dict[str, Sandbox] = {}
 
-    def run(self, attack: Attack) -> dict[str, Any]:
+    def compiled(self, language: CompiledLanguage, source: str) -> str | Uncompiled:
+        """A source as a program for the sandbox, compiled in one that may read what the compiler needs."""
+        compilation = Compilation(c_flags=("-O0",), limits=COMPILING)
+        compiler = find_compiler(language, compilation)
+        if language not in self._compilers:
+            mechanism = self.sandbox.mechanism
+            self._compilers[language] = Sandbox(mechanism, files=compiler.files)
+        return compile_source(compiler, self._compilers[language], source, compilation.limits)
+
+    def run_source(self, row: Source) -> dict[str, Any]:
+        """{"uncompiled", "rans", "seconds", "after", "changes", "error"}"""
+        answer: dict[str, Any] = {"uncompiled": None, "rans": [], "error": ""}
+        start = time.monotonic()
+        try:
+            program = self.compiled("cpp", row.source(self.planted.given()))
+            if isinstance(program, Uncompiled):
+                answer["uncompiled"] = program.reason
+            else:
+                answer["rans"] = self.sandbox.run(program, [Trial()], row.limits)
+        except Exception as error:  # noqa: BLE001
+            answer["error"] = f"{type(error).__name__}: {error}"
+        answer["seconds"] = time.monotonic() - start
+        return answer | self._afterwards()
+
+    def run(self, attack: Attack, is_compiled: bool = False) -> dict[str, Any]:
         """{"rans", "reward", "held_mb", "after", "changes", "error"}"""
         answer: dict[str, Any] = {"rans": [], "reward": None, "error": "", "held_mb": {}}
         text = attack.text(self.planted.given())
         try:
+            if is_compiled:
+                made = self.compiled("c", as_c(self.planted.given()["python"], text))
+                assert isinstance(made, str), made
+                text = made
             program, trials = attack.before
             if program:
                 self.sandbox.run(program, trials)
@@ -141,13 +184,18 @@ class _Runner:
                 answer["rans"] = self.sandbox.run(text, attack.trials, attack.limits)
         except Exception as error:  # noqa: BLE001 (whatever a program makes the sandbox or the reward raise is reported)
             answer["error"] = f"{type(error).__name__}: {error}"
+        return answer | self._afterwards()
+
+    def _afterwards(self) -> dict[str, Any]:
+        """What became of another program, and what is not as it was: {"after", "changes"}"""
+        after: Any
         try:
-            answer["after"] = self.sandbox.run("print(6 * 7)", [Trial()])[0][:3]
+            after = self.sandbox.run("print(6 * 7)", [Trial()])[0][:3]
         except Exception as error:  # noqa: BLE001
-            answer["after"] = str(error)
-        answer["changes"] = self.planted.changes()
+            after = str(error)
+        changes = self.planted.changes()
         _end_all(marked(self.planted.mark))
-        return answer
+        return {"after": after, "changes": changes}
 
     def _measured(self, attack: Attack, text: str) -> tuple[Any, dict[str, int]]:
         """What the host holds more, at most, while the program runs ("during"), and when it has ended ("after").
@@ -238,7 +286,8 @@ class _Runner:
         return {"honest": honest, "changes": self.planted.changes()}
 
     def end(self) -> dict[str, Any]:
-        self.sandbox.close()
+        for sandbox in (self.sandbox, *self._compilers.values()):
+            sandbox.close()
         close_shared()
         time.sleep(0.2)
         left = [pid for pid in descendants(os.getpid()) if pid != self.planted.victim.pid]

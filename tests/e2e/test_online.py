@@ -28,7 +28,7 @@ from taut import cli
 from taut.data.render import Renderer
 from taut.errors import ConfigError, Interrupted
 from taut.models.scorer import Scorer
-from taut.rl.environment import load_tool
+from taut.rl.environments.tools import load_tool
 from taut.run.recorded import Recorded
 
 

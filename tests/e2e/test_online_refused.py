@@ -15,6 +15,7 @@ from taut.config import from_mapping
 from taut.errors import ConfigError, DataError, ModelError, TautError
 from taut.methods import METHODS
 
+AT_SERVER = {"rollout.engine": "server", "rollout.url": "http://127.0.0.1:1/v1"}
 KEYS: list[tuple[str, dict[str, Any], str]] = [
     ("grpo", {"rewards": None}, r"rewards is not set, and taut grpo learns from"),
     ("grpo", {"eval.every": 2}, r"eval\.every=2 .* set eval\.answers\.every"),
@@ -88,24 +89,42 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
     ("gkd", {"grading.workers": 2}, r"grading is set, and taut gkd has no rewards"),
     (
         "grpo",
-        {"rollout.asynchronous": True},
-        r"rollout\.asynchronous=true with rollout\.engine=local",
+        {"rollout.lag": 1},
+        r"rollout\.lag=1 with rollout\.engine=local",
     ),
     (
         "grpo",
-        {"rollout.epochs": 3, "rollout.max_staleness": 1},
+        {**AT_SERVER, "rollout.lag": 3, "rollout.minibatches": 2},
+        r"rollout\.lag=3 .* 0, 2, 4, \.\.\. updates old; expected a multiple of 2; set rollout\.lag=4",
+    ),
+    *(
+        (
+            method,
+            {**AT_SERVER, "rollout.lag": 2, f"{method}.rollout_correction": "none"},
+            rf"rollout\.lag=2 with {method}\.rollout_correction=none",
+        )
+        for method in ("grpo", "ppo")
+    ),
+    (
+        "grpo",
+        {"rollout.max_staleness": 2},
+        r"rollout\.max_staleness=2 without rollout\.replay_groups",
+    ),
+    (
+        "grpo",
+        {"rollout.epochs": 3, "rollout.max_staleness": 1, "rollout.replay_groups": 1},
         r"rollout\.max_staleness=1 .* its last is 2 behind",
     ),
     (
         "grpo",
         {
-            "rollout.engine": "server",
-            "rollout.url": "http://127.0.0.1:1/v1",
-            "rollout.asynchronous": True,
+            **AT_SERVER,
+            "rollout.lag": 2,
+            "rollout.replay_groups": 1,
             "rollout.minibatches": 2,
             "rollout.max_staleness": 2,
         },
-        r"generated as many before: its last is 3 behind",
+        r"generated up to 2 before: its last is 3 behind",
     ),
     ("grpo", {"shaping.soft_overlong": 9}, r"shaping\.soft_overlong=9 is longer than .*, 8"),
     ("ppo", {"reference.file": "a"}, r"reference\.file=a cannot hold"),
@@ -143,6 +162,20 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("grpo", {"grpo.pass_k": 5, "grpo.advantage": "pass_at_k"}, r"grpo\.pass_k=5 and rollout\.n=4"),
     ("grpo", {"grpo.pass_k": 2}, r"found grpo\.pass_k=2, which nothing reads"),
+    (
+        "grpo",
+        {"grpo.old_logprobs": "engine"},
+        r"old_logprobs=engine takes .*max_logprob_difference=0\.5 lets them differ by more than 0\.1",
+    ),
+    (
+        "ppo",
+        {
+            "ppo.old_logprobs": "engine",
+            "rollout_monitor.max_logprob_difference": 0.05,
+            "rollout.replay_groups": 2,
+        },
+        r"ppo\.old_logprobs=engine with rollout\.replay_groups=2: .* other weights",
+    ),
     (
         "grpo",
         {"grpo.advantage": "gdpo", "shaping.clip": 1.0},

@@ -77,4 +77,12 @@ def test_what_is_older_than_allowed_is_not_trained_on(version: int, *, is_young:
 
 def test_a_roll_out_that_would_be_too_old_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"rollout.max_staleness=1 .* its last is 3 behind"):
-        from_mapping(Grpo, {**RUN, "rollout.max_staleness": 1, "rollout.minibatches": 4})
+        from_mapping(
+            Grpo,
+            {
+                **RUN,
+                "rollout.replay_groups": 1,
+                "rollout.max_staleness": 1,
+                "rollout.minibatches": 4,
+            },
+        )

@@ -208,7 +208,7 @@ def test_the_first_update_of_a_roll_out_is_reinforce(name: str) -> None:
     """
     loss = LOSSES[name]
     assert isinstance(loss, PolicyGradient)
-    loss = replace(loss, is_fresh=True)
+    loss = replace(loss, is_fresh=True, is_bypassed=False)
     packed = packs(groups_of(answers_for(loss)), SHARE_ALL)
     of_S = torch.randn(packed.num_samples, generator=torch.Generator().manual_seed(0)).double()
     for advantage_N in (packed.streams["advantage_N"], of_S[packed.row_N]):

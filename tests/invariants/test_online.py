@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from taut.data.batching import samples_of
+from taut.errors import CheckFailed
 from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine
 from taut.losses.policy import PolicyGradient
@@ -92,6 +93,42 @@ def test_the_first_of_several_updates_has_ratio_one_and_the_same_gradient(
     assert all("old_logp_N" in s.streams for s in twice)
     assert told["ratio"] == pytest.approx(1.0, abs=1e-12)
     assert largest_difference(stale, fresh) < 1e-12
+
+
+BYPASS = {
+    "grpo__old_logprobs": "engine",
+    "rollout_monitor__max_logprob_difference": 0.1,
+    "rollout__n": 2,
+}
+
+
+def test_with_the_engines_logprobs_as_the_old_ones_nothing_is_scored_and_the_update_is_the_same(
+    model: Path, tmp_path: Path
+) -> None:
+    """In float64, where the two agree."""
+    _, fresh, _ = first_step(keys_of("grpo", model, tmp_path, rollout__n=2))
+    for epochs in (1, 2):
+        keys = keys_of("grpo", model, tmp_path, rollout__epochs=epochs, **BYPASS)
+        samples, found, told = first_step(keys)
+        assert all("old_logp_N" not in sample.streams for sample in samples)
+        assert told["ratio"] == pytest.approx(1.0, abs=1e-9)
+        assert largest_difference(found, fresh) < 1e-9
+        assert told["engine/difference"] < 1e-12
+
+
+def test_an_engine_that_is_off_is_not_taken_for_the_old_policy(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By 0.2 nats a token: the run stops before the first update."""
+    generate = LocalEngine.generate
+
+    def off(self: LocalEngine, *given: Any) -> list[Completion]:
+        made = generate(self, *given)
+        return [replace(c, logp_N=None if c.logp_N is None else c.logp_N - 0.2) for c in made]
+
+    monkeypatch.setattr(LocalEngine, "generate", off)
+    with pytest.raises(CheckFailed, match=r"step 1: .* differ .* 0\.2 .*nothing was updated"):
+        train(keys_of("grpo", model, tmp_path, rollout__epochs=2, **BYPASS))
 
 
 def silenced(trees: list[Tree], numbers: set[int]) -> list[Tree]:

@@ -1,4 +1,4 @@
-"""GRPO on the small real model: in this process, and against a real vLLM that gets each update, in step and ahead."""
+"""GRPO on the small real model: in this process, and against a real vLLM that gets each update, lagging or not."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def test_in_this_process(real_model: Path, tmp_path: Path) -> None:
     [
         {"lora__rank": 8, "lora__train_token_rows": "never", "optim__learning_rate": 1e-3},
         {},  # changes the base under adapters
-        {"rollout__asynchronous": True, "steps": 3},
+        {"rollout__lag": 1, "steps": 3},
     ],
-    ids=["adapter", "full", "ahead"],
+    ids=["adapter", "full", "lag"],
 )
 def test_against_a_server(
     given: dict[str, Any], pushed_to: str, real_model: Path, tmp_path: Path
@@ -68,9 +68,9 @@ def test_against_a_server(
     engine = {"rollout__engine": "server", "rollout__url": pushed_to}
     out = trained(real_model, tmp_path, **engine, **given)
     rollouts, apart = events(out, "rollout"), column(out, "engine/difference")
-    is_ahead = "rollout__asynchronous" in given
-    assert [e["staleness_max"] for e in rollouts] == ([0, 1, 1] if is_ahead else [0, 0])
-    assert max(apart if not is_ahead else apart[:1]) < 1e-3
+    lag = given.get("rollout__lag", 0)
+    assert all(e["staleness_max"] <= lag for e in rollouts)
+    assert max(apart[:1] if lag else apart) < 1e-3
     assert max(e["push_change"] for e in rollouts[1:]) > 1e-3
     assert max(e["push_error"] for e in rollouts) < 1e-2
     assert all(e["errors"] == 0 for e in rollouts)

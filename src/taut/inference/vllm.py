@@ -165,6 +165,11 @@ class ServerEngine:
         self.sync.push(version)
 
     @property
+    def places(self) -> int:
+        """Requests that are sent at a time; more wait for one another."""
+        return self.config.concurrency
+
+    @property
     def context(self) -> int | None:
         """Tokens prompt and completion may have together."""
         limits = (self.model_context, self.served_context)
@@ -318,7 +323,7 @@ class ServerEngine:
         # by the table above
         plain = values if sampling.is_plain else None
         logp = values if self.kind == "processed" else plain
-        completion = Completion(
+        return Completion(
             prompt_id=prompt.id,
             index=index,
             ids_N=np.asarray(ids, dtype=np.int64),
@@ -328,7 +333,6 @@ class ServerEngine:
             text=self.texts.text(ids, sampling.stop),
             error=error,
         )
-        return completion if self.sync is None else replace(completion, version=self.sync.version)
 
     def _ending(
         self, reported: str | None, ids: list[int], prompt: Prompt, sampling: Sampling
@@ -403,12 +407,18 @@ class Stream:
         self._waiting: list[tuple[int, int, int, Prompt, int]] = []
         """A heap of (priority, how many were asked for before, key, prompt, index)."""
         self._num_asked = 0
-        self._under_way: dict[int, tuple[Prompt, int, Future[Any]]] = {}
+        self._under_way: dict[int, tuple[Prompt, int, int, Future[Any]]] = {}
+        """(prompt, index, version of the weights when it was begun, answer)"""
 
     @property
     def is_busy(self) -> bool:
         """Whether a completion was asked for and not taken."""
         return bool(self._waiting or self._under_way)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a completion that is asked for now is begun at once."""
+        return len(self._waiting) + len(self._under_way) < self._engine.places
 
     def ask(self, key: int, prompt: Prompt, index: int = 0, *, priority: int = 0) -> None:
         """Ask for the completion number ``index`` of a prompt. Raises DataError and EngineError for what cannot be
@@ -421,23 +431,26 @@ class Stream:
 
     def take(self, key: int) -> Completion:
         """A completion that is there. Raises EngineError where the endpoint failed."""
-        prompt, index, future = self._under_way.pop(key)
+        prompt, index, version, future = self._under_way.pop(key)
         try:
-            return self._engine.completion(prompt, index, self._sampling, future)
+            completion = self._engine.completion(prompt, index, self._sampling, future)
+            return replace(completion, version=version)
         finally:
             self._fill()
 
     def close(self) -> None:
         """Cancel what was not taken; the server stops working on it."""
         self._waiting.clear()
-        for _, _, future in self._under_way.values():
+        for *_, future in self._under_way.values():
             future.cancel()
 
     def _fill(self) -> None:
-        while self._waiting and len(self._under_way) < self._engine.config.concurrency:
+        while self._waiting and len(self._under_way) < self._engine.places:
             _, _, key, prompt, index = heappop(self._waiting)
+            sync = self._engine.sync
+            version = 0 if sync is None else sync.version
             future = self._engine.start(prompt, index, self._sampling)
-            self._under_way[key] = prompt, index, future
+            self._under_way[key] = prompt, index, version, future
             future.add_done_callback(partial(self._say, key))
 
     def _say(self, key: int, _: Future[Any]) -> None:

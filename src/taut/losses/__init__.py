@@ -61,6 +61,10 @@ LOSSES: dict[str, Loss] = {
     "policy_geometric": PolicyGradient(
         has_engine_logp=True, correction=Correction("truncated", "geometric", 1.1, 0.9)
     ),
+    "policy_veto": PolicyGradient(
+        has_engine_logp=True, correction=Correction("truncated", veto=0.5), is_fresh=False
+    ),
+    "policy_bypassed": PolicyGradient(has_engine_logp=True, is_bypassed=True, is_fresh=False),
     "policy_gspo_truncated": PolicyGradient(
         "gspo",
         Bounds(0.3, 0.4),

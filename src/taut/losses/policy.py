@@ -278,6 +278,10 @@ class Correction(NamedTuple):
                                                              MIS (J. Liu et al., When speed kills stability, 2025), of
                                                              samples; IcePop (Ring-1T, arXiv 2510.18855), of tokens
 
+    With a veto all weights of a sample are 0 where e^d of one of its tokens is below it: the engine drew a token that
+    the trainer all but excludes, and what follows it is an answer to a mistake (verl's rollout_token_veto_threshold,
+    1e-4). A mean over the sample does not see a single such token.
+
     The product over a sample fades with its length n: noise of s nats a token gives its logarithm a variance of n s^2
     around a mean of -n s^2 / 2. At s = 0.02 and n = 16,384 weights below a cap of 2 average 0.16, and an exact engine
     teaches next to nothing. The geometric mean has a spread of s / sqrt(n) and so judges answers of any length by the
@@ -292,11 +296,21 @@ class Correction(NamedTuple):
     level: CorrectionLevel = "token"
     cap: float = 2.0
     floor: float = 0.0
+    veto: float = 0.0
+    """0: none."""
 
 
 def weights(difference_N: Tensor, packed: Packed, how: Correction) -> Tensor:
     """The weight of each token, [N], a constant."""
-    return _acted(_raw(difference_N.detach(), packed, how), how)
+    difference_N = difference_N.detach()
+    weight_N = _acted(_raw(difference_N, packed, how), how)
+    return weight_N.masked_fill(vetoed(difference_N, packed, how), 0.0)
+
+
+def vetoed(difference_N: Tensor, packed: Packed, how: Correction) -> Tensor:
+    """bool [N]: the tokens of samples with a token below the veto."""
+    is_below_N = difference_N.nan_to_num(nan=0.0).exp() < how.veto
+    return (packed.by_sample(is_below_N.to(packed.weight_N)) > 0)[packed.row_N]
 
 
 def _raw(difference_N: Tensor, packed: Packed, how: Correction) -> Tensor:
@@ -331,7 +345,7 @@ def engine_metrics(difference_N: Tensor, packed: Packed, how: Correction) -> Met
     """
     is_known_N = ~difference_N.isnan()
     raw_N = _raw(difference_N.double(), packed, how)
-    used_N = _acted(raw_N, how) * is_known_N
+    used_N = weights(difference_N.double(), packed, how) * is_known_N
     d = difference_N.masked_fill(~is_known_N, 0.0).double()
     count = is_known_N.sum().double()
     sums = {
@@ -345,6 +359,8 @@ def engine_metrics(difference_N: Tensor, packed: Packed, how: Correction) -> Met
     }
     if how.kind != "none":
         sums["corrected"] = ((used_N != raw_N) & is_known_N).sum()
+    if how.veto:
+        sums["vetoed"] = (vetoed(difference_N, packed, how) & is_known_N).sum()
     return {f"engine/{name}": (total, count) for name, total in sums.items()}
 
 
@@ -455,6 +471,11 @@ class PolicyGradient(Loss):
     with weights known in advance; without other terms, correction and entropy metric its gradient is formed in the
     forward (``linear_weights``).
 
+    ``is_bypassed``: old is the engine: its log-probabilities are those of the ratio, and the trainer's own at the start
+    are neither computed nor read. Then a ratio is 1 where engine and trainer agree and the policy has not moved; the
+    surrogate's bounds hold both. The metrics of the difference compare the policy with the engine, so that the monitor
+    of that difference (rl/monitors.py) guards what is taken for granted. A weight for it would count it twice.
+
     Metrics are means over tokens. ``entropy_estimate`` is the mean of -log pi, which on a policy's own tokens estimates
     its entropy at no cost. Tokens that an earlier policy q drew are weighted by w = pi / q, or the mean would
     be the cross entropy of q and pi, which rises as the two part:
@@ -477,6 +498,7 @@ class PolicyGradient(Loss):
     """Divisor of average="constant"."""
     is_fresh: bool = True
     has_engine_logp: bool = False
+    is_bypassed: bool = False
     correction: Correction = Correction()  # noqa: RUF009 (a NamedTuple)
     kl: Kl | None = None
     entropy_coef: float = 0.0
@@ -514,6 +536,13 @@ class PolicyGradient(Loss):
                 "with loss_aggregation=constant and only there; set both, or neither"
             )
         how = self.correction
+        if self.is_bypassed:
+            assert self.has_engine_logp and not self.is_fresh, "the ratio is to the engine's"
+            if how.kind != "none":
+                raise ConfigError(
+                    f"found rollout_correction={how.kind} with old_logprobs=engine, whose ratios are of policy to "
+                    "engine already; expected one of the two; set rollout_correction=none, or take old_logprobs out"
+                )
         if how.kind != "none":
             if not self.has_engine_logp:
                 raise ConfigError(
@@ -548,7 +577,7 @@ class PolicyGradient(Loss):
     def needs(self) -> tuple[str, ...]:
         streams = {
             "advantage_N": True,
-            "old_logp_N": not self.is_fresh,
+            "old_logp_N": not self.is_fresh and not self.is_bypassed,
             "engine_logp_N": self.has_engine_logp,
             "ref_logp_N": self.kl is not None,
         }
@@ -569,7 +598,8 @@ class PolicyGradient(Loss):
     def _choices(self, scores: Scores, packed: Packed) -> tuple[Choices, Tensor]:
         """The sampled tokens, and the old policy's log-probabilities."""
         logp_N = scores.logp_N
-        old_N = logp_N.detach() if self.is_fresh else packed.streams["old_logp_N"].to(logp_N)
+        old = "engine_logp_N" if self.is_bypassed else "old_logp_N"
+        old_N = logp_N.detach() if self.is_fresh else packed.streams[old].to(logp_N)
         advantage_N = packed.streams["advantage_N"].to(logp_N)
         return Choices(logp_N, logp_N - old_N, advantage_N, packed, self.bounds), old_N
 
@@ -591,7 +621,8 @@ class PolicyGradient(Loss):
         chosen, old_N = self._choices(scores, packed)
         difference_N = None  # of the trainer's and the engine's log-probabilities
         if self.has_engine_logp:
-            difference_N = old_N - packed.streams["engine_logp_N"].to(logp_N)
+            trainer_N = logp_N.detach() if self.is_bypassed else old_N
+            difference_N = trainer_N - packed.streams["engine_logp_N"].to(logp_N)
         share_N = self._share(packed).to(logp_N)
         if difference_N is None or self.correction.kind == "none":
             cost = self._surrogate.cost(chosen)
@@ -665,7 +696,7 @@ class PolicyGradient(Loss):
         if self.is_fresh:
             return metrics | {"entropy_estimate": mean(-chosen.logp_N)}
         log_weight_N = chosen.log_ratio_N.double()
-        if difference_N is not None:
+        if difference_N is not None and not self.is_bypassed:
             log_weight_N = log_weight_N + difference_N.nan_to_num(nan=0.0)
         weight_N = ratio_of(log_weight_N)
         metrics["entropy_estimate"] = (-weight_N * chosen.logp_N).sum(), weight_N.sum()

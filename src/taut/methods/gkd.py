@@ -205,13 +205,14 @@ class Gkd(OnlineMethod):
         others = {
             "rollout.replay_from": self.is_replayed,
             "rollout.environment": self.rollout.environment.is_on,
+            "rollout.lag": self.rollout.lag > 0,
             "distill.privileged": self.distill.privileged is not None,
         }
         for other, is_set in others.items() if self.distill.lmbda < 1 else ():
             if is_set:
                 raise ConfigError(
-                    f"distill.lmbda={self.distill.lmbda:g} with {other}, which is for sampled answers to the prompt as "
-                    "it is; expected lmbda=1; take one of the two out"
+                    f"distill.lmbda={self.distill.lmbda:g} with {other}: the data's answers are neither sampled, nor "
+                    "given to another prompt; expected lmbda=1; take one of the two out"
                 )
         for key in ("dynamic_sampling_rounds", "replay_groups"):
             if getattr(self.rollout, key):

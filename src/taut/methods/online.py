@@ -294,11 +294,10 @@ class OnlineMethod(RunConfig):
     ) -> RolloutWorker:
         """Open engine, rewards and environment. Raises TautError if one of them cannot be used; every rank calls it."""
         config, credit, rows = self.rollout, source.credit, source.prompts.prompt_rows
-        require_judgeable(self.rewards, ranks.size, ahead=config.asynchronous)
+        require_judgeable(self.rewards, ranks.size, lag=config.lag)
         prompts = [row.as_prompt() for row in rows]
         if config.engine == "server":
             require_text(prompts)
-        ranks = ranks.on_cpu() if config.asynchronous else ranks
         panel: Panel | None = None
         if ranks.is_writer and self.rewards:
             panel = open_panel(self.rewards, self.grading, reserved=RESERVED, open_rater=open_rater)

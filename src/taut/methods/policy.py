@@ -40,7 +40,14 @@ PolicyLoss: TypeAlias = Literal["clip", "gspo", "gspo_token", "cispo", "sapo", "
 """The names of losses.policy.SURROGATES; a test holds them to it."""
 
 
-CORRECTING = ("rollout_correction_level", "rollout_correction_cap", "rollout_correction_floor")
+CORRECTING = (
+    "rollout_correction_level",
+    "rollout_correction_cap",
+    "rollout_correction_floor",
+    "rollout_correction_veto",
+)
+GUARD = 0.1
+"""Nats: the largest rollout_monitor.max_logprob_difference that guards old_logprobs=engine."""
 
 
 class _Defaults(NamedTuple):
@@ -133,6 +140,13 @@ class PolicyConfig:
     rollout_correction_floor: Share | None = None
     """Lower bound of the weight; with rollout_correction=masked smaller weights become 0. None: 0, or 0.9 for
     geometric."""
+    rollout_correction_veto: Share = 0.0
+    """Answers with a token whose ratio of trainer to engine is below this get the weight 0; 1e-4 is common. 0: none."""
+    old_logprobs: Literal["trainer", "engine"] = "trainer"
+    """The denominator of the ratio. trainer: the policy's logprobs at the start of the rollout, by a separate forward
+    where a rollout is trained on more than once. engine: those that the engine sampled by, without that forward
+    (bypass); it takes for granted that the two agree, and needs rollout_monitor.max_logprob_difference of at most 0.1
+    nats, which stops the run before an update where they do not."""
 
     def __post_init__(self) -> None:
         for key in self._keys():
@@ -170,7 +184,8 @@ class PolicyConfig:
             kl = Kl(self.kl_coef, self.kl_gradient or "k2", self.kl_estimator or "k3")
         kind, correction = self.rollout_correction, Correction()
         if kind == "auto":
-            kind = "truncated" if is_apart and has_engine_logp else "none"
+            is_corrected = is_apart and has_engine_logp and self.old_logprobs == "trainer"
+            kind = "truncated" if is_corrected else "none"
         if kind != "none":
             is_geometric = kind == "masked" or self.loss == "gmpo"
             level = self.rollout_correction_level or ("geometric" if is_geometric else "token")
@@ -179,7 +194,8 @@ class PolicyConfig:
                 cap = self.rollout_correction_cap
             if self.rollout_correction_floor is not None:
                 floor = self.rollout_correction_floor
-            correction = Correction(kind, level, cap, floor)
+            correction = Correction(kind, level, cap, floor, self.rollout_correction_veto)
+        is_bypassed = self.old_logprobs == "engine"
         return PolicyGradient(
             surrogate=self.loss,
             bounds=Bounds(
@@ -191,8 +207,9 @@ class PolicyConfig:
             ),
             average=average,
             constant_length=(self.constant_length or limit) if average == "constant" else None,
-            is_fresh=is_fresh,
+            is_fresh=is_fresh and not is_bypassed,
             has_engine_logp=has_engine_logp,
+            is_bypassed=is_bypassed,
             correction=correction,
             kl=kl,
             entropy_coef=self.entropy_coef,
@@ -286,8 +303,40 @@ class PolicyMethod(OnlineMethod):
                 "trained on as if the policy had sampled them; expected a correction; take "
                 f"{policy.section}.rollout_correction out, or rollout.dtype"
             )
+        if self.rollout.lag and policy.rollout_correction == "none":
+            raise ConfigError(
+                f"rollout.lag={self.rollout.lag} with {policy.section}.rollout_correction=none: answers of older "
+                "weights would be trained on as if those that train had sampled them; expected a correction by the "
+                f"engine's logprobs; take {policy.section}.rollout_correction out, or rollout.lag"
+            )
         if not self._is_apart:
             policy.require_no_auto()
+        if policy.old_logprobs == "engine":
+            self._require_guard()
+
+    def _require_guard(self) -> None:
+        """Raise ConfigError where nothing holds the engine's logprobs, as the old policy's, to the trainer's."""
+        key, rollout = f"{self.policy.section}.old_logprobs=engine", self.rollout
+        limit = self.rollout_monitor.max_logprob_difference
+        older = {
+            f"rollout.lag={rollout.lag}": bool(rollout.lag),
+            f"rollout.replay_groups={rollout.replay_groups}": bool(rollout.replay_groups),
+            f"rollout.replay_from={rollout.replay_from}": self.is_replayed,
+            f"rollout.dtype={rollout.dtype}": rollout.dtype is not None,
+        }
+        for other, is_set in older.items():
+            if is_set:
+                raise ConfigError(
+                    f"{key} with {other}: the engine's logprobs are of other weights or another precision than the "
+                    "trainer's, and nothing can tell that from an engine that is wrong; expected one of the two; take "
+                    "one out"
+                )
+        if limit > GUARD:
+            raise ConfigError(
+                f"{key} takes the engine's logprobs for the trainer's, and rollout_monitor.max_logprob_difference="
+                f"{limit:g} lets them differ by more than {GUARD:g} nats a token; expected at most {GUARD:g}; set "
+                f"rollout_monitor.max_logprob_difference={GUARD:g}"
+            )
 
     @property
     def policy(self) -> PolicyConfig:
@@ -312,11 +361,7 @@ class PolicyMethod(OnlineMethod):
     @property
     def _is_fresh(self) -> bool:
         """Whether a rollout is sampled from the current policy and trained on once."""
-        return (
-            self.rollout.updates == 1
-            and not self.rollout.asynchronous
-            and not self.rollout.replay_groups
-        )
+        return self.rollout.updates == 1 and not self.rollout.lag and not self.rollout.replay_groups
 
     def loss(self) -> PolicyGradient:
         return self.policy.make_loss(
@@ -346,6 +391,7 @@ class PolicyMethod(OnlineMethod):
             limit=self.rollout.grows,
             temperature=self.rollout.temperature,
             has_old=not self._is_fresh,
+            is_bypassed=policy.old_logprobs == "engine",
             penalty=penalty,
             reward_weights={spec.metric: spec.weight for spec in listed(self.rewards)},
             needs_turn_rewards=self.charges_turns,

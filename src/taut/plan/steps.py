@@ -199,7 +199,7 @@ def assumed_steps(
         num_trees, replayed = len(trees), rollout.replay_groups
         if rollout.max_staleness is not None:
             fresh_before = (rollout.max_staleness + 1) // rollout.updates
-            replayed = min(replayed, (fresh_before - 1 - rollout.asynchronous) * num_trees)
+            replayed = min(replayed, (fresh_before - 1) * num_trees)
         num_trees += replayed
         other = number
         while len(trees) < num_trees:  # later rollouts stand for the replayed ones

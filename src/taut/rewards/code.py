@@ -1,6 +1,10 @@
-"""The reward ``code``: whether the Python program in an answer passes the row's tests, run in ``taut.sandbox``.
+"""The reward ``code``: whether the program in an answer passes the row's tests, run in ``taut.sandbox``.
 
-The program is the last fenced block of the answer that is marked as Python or not at all; an answer without one gets 0.
+The program is the last fenced block of the answer that is marked as a language the row allows, or not at all; an answer
+without one gets 0. Its language is, in this order, the row's (``language_column``), the block's mark, the first of
+``languages``. C and C++ are compiled once for an answer, in a sandbox apart (``taut.sandbox.compiled``), and read
+standard input: calls and asserts are Python's. A program that does not compile is wrong.
+
 The tests come from the row; the reward does not apply to a row without tests. A row has its tests in one of the forms
 that data sets use, each possibly as JSON in a string:
 
@@ -14,17 +18,18 @@ that data sets use, each possibly as JSON in a string:
 
 Scripts are compared by what they print, calls by what they return, both outside the sandbox; checks are code that runs
 with the program. A program that fails, for whatever reason, has not passed, and ``judge`` gives the reason. A sandbox
-that fails is an error. Python only.
+that fails is an error.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -32,6 +37,14 @@ from taut.config import Decision, configclass
 from taut.errors import ConfigError, DataError, SandboxError
 from taut.rewards.verifier import Answered, Explained, Place, Verifier
 from taut.sandbox import Limits, MechanismName, Ran, Remote, open_remote, shared
+from taut.sandbox.compiled import (
+    Compilation,
+    CompiledLanguage,
+    Uncompiled,
+    compile_source,
+    find_compiler,
+    require_compiles,
+)
 from taut.sandbox.limits import Trial
 
 COLUMNS = ("tests", "input_output", "test_cases", "public_test_cases", "test_list", "test")
@@ -56,6 +69,11 @@ class Cases:
     cases: tuple[Case, ...]
     before: str = ""
     """Code that goes before the program."""
+
+    @property
+    def are_of_python(self) -> bool:
+        """Whether one of them calls a function, or is code itself."""
+        return any(case.trial.call or case.trial.check for case in self.cases)
 
 
 def read_cases(row: Mapping[str, Any], column: str | None) -> Cases | None:
@@ -139,7 +157,13 @@ def _text(value: Any) -> str:
 
 TOLERANCE = 1e-6
 """Relative and absolute, of numbers that are not whole."""
-_PYTHON = ("", "python", "python3", "py", "py3")
+ProgramLanguage: TypeAlias = Literal["python"] | CompiledLanguage
+_MARKS: dict[ProgramLanguage, str] = {
+    "python": r"(python|py)\d*",
+    "c": r"c(\d\d)?",
+    "cpp": r"(cpp|c\+\+|cc|cxx)(\d\d)?",
+}
+"""How a block, or a row, says its language."""
 _OVERHEAD = 30.0
 """Seconds that a sandbox may take in addition to the programs."""
 
@@ -151,10 +175,15 @@ class Code(Verifier):
     runs: ClassVar[Place] = "process"
     full_marks: ClassVar[float | None] = 1.0
     unjudged: ClassVar[float | None] = 0.0
-    trivial: ClassVar[str] = "```python\npass\n```"
+    trivial: ClassVar[str] = "```\n```"
 
     program: Literal["last_block", "text"] = "last_block"
-    """The part of the answer that is the program: its last fenced block of Python, or all of it."""
+    """The part of the answer that is the program: its last fenced block of an allowed language, or all of it."""
+    languages: Annotated[tuple[ProgramLanguage, ...], Field(min_length=1)] = ("python",)
+    """Languages in which answers may be: python, c, cpp. The first is that of a program that does not say its own."""
+    language_column: str | None = None
+    """The column with the language of a row's answers, such as cpp; it decides before the mark of a block. A row
+    without it allows all of languages."""
     column: str | None = None
     """The column with the tests. By default the first there is of tests, input_output, test_cases,
     public_test_cases, test_list, test."""
@@ -164,11 +193,12 @@ class Code(Verifier):
     """How output is compared. tokens: word by word; numbers with a decimal point only have to be close. lines: line by
     line; white space at the end of a line or of the output does not count."""
     before: str = ""
-    """Code to put before every program, such as ``from typing import *``."""
+    """Code to put before every program in Python, such as ``from typing import *``."""
     max_tests: Annotated[int, Field(gt=0)] | None = None
     """Run at most this many of the row's tests, from the first."""
     limits: Limits = Limits()
     """Limits on a program's resources."""
+    compile: Compilation = Compilation()
     mechanism: MechanismName | None = None
     """The sandbox's mechanism. By default the first that works of gvisor, bubblewrap, landlock."""
     packages: tuple[str, ...] = ()
@@ -178,32 +208,52 @@ class Code(Verifier):
 
     def __post_init__(self) -> None:
         """ConfigError where settings of this machine's sandbox meet a service."""
-        if self.remote.service is not None and (self.mechanism is not None or self.packages):
-            name = "packages" if self.packages else "mechanism"
+        if self.remote.service is None:
+            return
+        settings = {
+            "packages": bool(self.packages),
+            "mechanism": self.mechanism is not None,
+            f"languages={list(self.languages)}": bool(self._compiled),
+        }
+        for name in (name for name, is_set in settings.items() if is_set):
             raise ConfigError(
                 f"code has remote.service={self.remote.service} and {name}, which is of this machine's sandbox; "
                 "expected one of the two; take one out"
             )
 
     @property
+    def _compiled(self) -> list[CompiledLanguage]:
+        return [language for language in self.languages if language != "python"]
+
+    @property
     def seconds(self) -> float:  # type: ignore[override]  # of this verifier's options, so of the instance
         """Longer than a program's own limits, which end it before."""
         waiting = 0.0 if self.remote.service is None else self.remote.wait_seconds
-        return self.limits.total_seconds + waiting + _OVERHEAD
+        compiling = self.compile.limits.total_seconds if self._compiled else 0.0
+        return compiling + self.limits.total_seconds + waiting + _OVERHEAD
 
     def settled(self) -> tuple[Verifier, Decision | None]:
-        """With the mechanism that works here. Raises SandboxError if none does, or if the service does not run a known
-        program.
+        """With the mechanism that works here. Raises SandboxError if none does, if the service does not run a known
+        program, and for a language of which no known program can be compiled and run.
         """
         with _by_name():
             if self.remote.service is not None:
                 with closing(open_remote(self.remote, self.limits)) as proved:
                     where = proved.mechanism
                 return self, Decision("sandbox", where.name, where.reason)
-            mechanism = shared(self.mechanism, self.packages).mechanism
-        return replace(self, mechanism=mechanism.name), Decision(
-            "sandbox", mechanism.name, mechanism.reason
-        )
+            sandbox = shared(self.mechanism, self.packages)
+            name, reason = sandbox.mechanism
+            if self._compiled and name == "landlock":
+                raise SandboxError(
+                    f"{self._compiled[0]} is among languages, and the sandbox here is landlock, where a program can "
+                    "start no other, such as a compiler; expected bubblewrap or gvisor; see taut sandbox"
+                )
+            for language in self._compiled:
+                compiler = find_compiler(language, self.compile)
+                box = shared(name, files=compiler.files)
+                require_compiles(language, compiler, box, sandbox, self.compile.limits)
+                reason += f"; {language} is compiled by {compiler.name}"
+        return replace(self, mechanism=name), Decision("sandbox", name, reason)
 
     def prepare(self) -> None:
         """Open the sandbox; SandboxError if there is none here."""
@@ -212,8 +262,8 @@ class Code(Verifier):
 
     def dress(self, reference: str) -> str:
         """A bare program in a fenced block, if programs are read from blocks."""
-        is_bare = self.program == "last_block" and last_block(reference) is None
-        return f"```python\n{reference}\n```" if is_bare else reference
+        is_bare = self.program == "last_block" and not list(blocks(reference))
+        return f"```\n{reference}\n```" if is_bare else reference
 
     def __call__(self, answered: Answered) -> float | None:
         """None if the row has no tests."""
@@ -233,19 +283,48 @@ class Code(Verifier):
         if cases is None or not cases.cases:
             return None
         chosen = cases.cases[: self.max_tests]
-        program = answered.text if self.program == "text" else last_block(answered.text)
-        if program is None:
-            return ["the answer has no closed block of Python"] * len(chosen)
-        trials = [case.trial for case in chosen]
-        is_all = self.score == "all"
-        program = (
-            f"{self.before}\n{cases.before}{program}" if self.before else cases.before + program
+        allowed = self._allowed(answered.row, cases)
+        found = (
+            (allowed[0], answered.text)
+            if self.program == "text"
+            else last_program(answered.text, allowed)
         )
+        if found is None:
+            return [f"the answer has no closed block of {' or '.join(allowed)}"] * len(chosen)
+        language, program = found
         with _by_name():
+            if language == "python":
+                before = f"{self.before}\n{cases.before}" if self.before else cases.before
+                runnable: str | Uncompiled = before + program
+            else:
+                compiler = find_compiler(language, self.compile)
+                box = shared(self.mechanism, files=compiler.files)
+                runnable = compile_source(compiler, box, program, self.compile.limits)
+            if isinstance(runnable, Uncompiled):
+                return [runnable.reason] * len(chosen)
             sandbox = shared(self.mechanism, self.packages, self.remote)
-            results = sandbox.run(program, trials, self.limits, stop_early=is_all)
+            trials = [case.trial for case in chosen]
+            is_all = self.score == "all"
+            results = sandbox.run(runnable, trials, self.limits, stop_early=is_all)
         pairs = zip(chosen, results, strict=True)
         return [self._reason(case, ran) for case, ran in pairs]
+
+    def _allowed(self, row: Mapping[str, Any], cases: Cases) -> list[ProgramLanguage]:
+        """The languages that an answer to this row may be in. Raises DataError where there is none."""
+        column = self.language_column
+        stated = row.get(column) if column else None
+        allowed = [it for it in self.languages if stated is None or is_marked(it, str(stated))]
+        if not allowed:
+            raise DataError(
+                f"found {stated!r:.40} in the column {column}; expected one of {', '.join(self.languages)}; correct "
+                "the row, or add the language to languages"
+            )
+        if cases.are_of_python and "python" not in allowed:
+            raise DataError(
+                f"found tests that are calls or asserts, which are Python's, and answers in {' or '.join(allowed)}; "
+                "expected inputs and outputs; correct the row, or add python to languages"
+            )
+        return ["python"] if cases.are_of_python else allowed
 
     def _reason(self, case: Case, ran: Ran) -> str:
         """Why a test failed; empty if it passed."""
@@ -283,21 +362,35 @@ def _by_name() -> Iterator[None]:
         raise SandboxError(f"the reward code: {error}") from error
 
 
-def last_block(text: str) -> str | None:
-    """The last closed fenced block that is marked as Python or not at all."""
-    code: str | None = None
+def is_marked(language: ProgramLanguage, mark: str) -> bool:
+    """Whether this is a name of the language."""
+    return re.fullmatch(_MARKS[language], mark.strip().lower()) is not None
+
+
+def last_program(
+    text: str, allowed: Sequence[ProgramLanguage]
+) -> tuple[ProgramLanguage, str] | None:
+    """The last closed fenced block that is marked as one of the languages or not at all, which is the first of them."""
+    found: tuple[ProgramLanguage, str] | None = None
+    for mark, code in blocks(text):
+        language = next((it for it in allowed if is_marked(it, mark)), None) if mark else allowed[0]
+        found = found if language is None else (language, code)
+    return found
+
+
+def blocks(text: str) -> Iterator[tuple[str, str]]:
+    """The closed fenced blocks: the first word behind the fence, and what is inside."""
     block: list[str] | None = None
-    language = ""
+    mark = ""
     for line in text.splitlines(keepends=True):
         bare = line.strip()
         if block is None and bare.startswith("```"):
-            block, language = [], (bare[3:].split() or [""])[0].lower()
+            block, mark = [], (bare[3:].split() or [""])[0]
         elif block is not None and bare == "```":
-            code = "".join(block) if language in _PYTHON else code
+            yield mark, "".join(block)
             block = None
         elif block is not None:
             block.append(line)
-    return code
 
 
 def _difference(expected: Any, value: str | None) -> str:

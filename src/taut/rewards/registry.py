@@ -194,7 +194,7 @@ def files_read(rewards: str | Sequence[str | RewardSpec]) -> list[str]:
 
 
 def require_judgeable(
-    rewards: str | Sequence[str | RewardSpec], num_ranks: int, *, ahead: bool = False
+    rewards: str | Sequence[str | RewardSpec], num_ranks: int, *, lag: int = 0
 ) -> None:
     """Raise ConfigError, on every rank alike, for a model that would judge in this process where it cannot."""
     for label in models_of(rewards):
@@ -203,9 +203,9 @@ def require_judgeable(
                 f"found the reward {label}, a model in this process, and {num_ranks} ranks, which would wait while one "
                 "of them judges; expected it at a server; use `taut serve-reward` and the reward reward_server"
             )
-        if ahead:
+        if lag:
             raise ConfigError(
-                f"rollout.asynchronous=true and the reward {label}, a model in this process: it would judge while "
+                f"rollout.lag={lag} and the reward {label}, a model in this process: it would judge while "
                 "another model trains here; expected it at a server; use `taut serve-reward` and the reward "
                 "reward_server"
             )

@@ -207,24 +207,28 @@ class PolicyCredit(Credit):
         limit: int,
         temperature: float,
         has_old: bool,
+        is_bypassed: bool = False,
         penalty: KlPenalty | None = None,
         reward_weights: Mapping[str, float] = MappingProxyType({}),
         needs_turn_rewards: bool = False,
         distill_coef: float = 0.0,
     ) -> None:
         """``limit``: tokens that a trajectory may have beyond its prompt. ``has_old``: the trainer's own logprobs at
-        the start are a stream, because more than one step trains on a rollout. ``reward_weights``: of the rewards by
-        name. ``needs_turn_rewards``: the estimator charges turns with their rewards. ``distill_coef``: of what teachers
-        add to the advantages.
+        the start are a stream, because more than one step trains on a rollout. ``is_bypassed``: the engine's logprobs
+        take their place. ``reward_weights``: of the rewards by name. ``needs_turn_rewards``: the estimator charges turns
+        with their rewards. ``distill_coef``: of what teachers add to the advantages.
         """
         super().__init__(loss)
         self.estimate, self.shaping, self.limit = estimate, shaping, limit
-        self.has_old, self.penalty = has_old, penalty
+        self.has_old, self.penalty = has_old and not is_bypassed, penalty
+        self.is_bypassed = is_bypassed
         self.reward_weights, self.needs_turn_rewards = reward_weights, needs_turn_rewards
         self.distill_coef, self.is_taught = distill_coef, distill_coef > 0
         has_critic = isinstance(estimate, Gae)
         wants_logp = has_old or penalty is not None or self.is_taught
-        self.wants = Wants(wants_logp, scalar=has_critic, temperature=temperature)
+        self.wants = Wants(
+            wants_logp and not is_bypassed, scalar=has_critic, temperature=temperature
+        )
         self.bootstraps_cut = isinstance(estimate, Gae) and estimate.bootstraps_cut
         self.estimator = None if isinstance(estimate, Gae) else estimate
         self.is_plain = (
@@ -267,7 +271,14 @@ class PolicyCredit(Credit):
         return any(advantage_N.any() for advantage_N in estimate.assessed(outcomes))
 
     def require_usable(self, groups: Sequence[Group]) -> None:
-        has_any = any(t.turn_rewards for group in groups for t in group.trajectories)
+        trajectories = [t for group in groups for t in group.trajectories]
+        unknown = [t.name for t in trajectories if not np.isfinite(t.logp_N).all()]
+        if self.is_bypassed and unknown:
+            raise CheckFailed(
+                f"old_logprobs=engine, and the engine gave no logprobs for {len(unknown)} completions, such as "
+                f"{unknown[0]}; expected one of each sampled token; set old_logprobs=trainer"
+            )
+        has_any = any(t.turn_rewards for t in trajectories)
         if self.needs_turn_rewards and groups and not has_any:
             raise CheckFailed(
                 "advantage_level=turn, and the environment gave no reward for any turn of the rollout; expected a "
@@ -319,9 +330,8 @@ class PolicyCredit(Credit):
     ) -> tuple[list[TrainSample], dict[str, float]]:
         trajectories, group_S = _numbered(groups)
         scale, reward_S = self._shaped(trajectories)
-        scores_S = [
-            scores.get(trajectory.name, {POLICY: trajectory.logp_N}) for trajectory in trajectories
-        ]
+        # the engine's logprobs stand in where a group was not scored, and where they are taken for the old policy's
+        scores_S = [{POLICY: t.logp_N} | scores.get(t.name, {}) for t in trajectories]
         metrics: dict[str, float] = {}
         if self.shaping != ShapingConfig():
             metrics["reward_shaped"] = float(reward_S.mean())

@@ -95,17 +95,35 @@ class Feed:
             self._courses[path.number] = group, path, course
             self._go_on(path.number, None)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the server would begin with another prompt at once."""
+        return self._stream.has_room
+
     def next(self) -> Finished:
         """The next group that is finished. Raises the error of the server, of the user's code or of the judge."""
         while not self._finished:
-            try:
-                act = self._events.get(timeout=None if self._calls is None else self._calls.left)
-            except Empty:
-                assert self._calls is not None
-                self._take_call(*self._calls.overdue())
-            else:
-                act()
+            self.wait()
         return self._finished.popleft()
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether ``next`` returns at once."""
+        return bool(self._finished)
+
+    def wait(self) -> None:
+        """Wait until something happens. Raises as ``next`` does."""
+        try:
+            act = self._events.get(timeout=None if self._calls is None else self._calls.left)
+        except Empty:
+            assert self._calls is not None
+            self._take_call(*self._calls.overdue())
+        else:
+            act()
+
+    def wake(self) -> None:
+        """End ``wait``. Any thread may call it."""
+        self._events.put(lambda: None)
 
     def close(self) -> None:
         """Cancel what is in flight."""

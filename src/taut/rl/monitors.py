@@ -110,6 +110,8 @@ def rollout_event(
     staleness = [version - int(v) for trajectory in whole for v in trajectory.version_N[:1]]
     if staleness:
         event["staleness_mean"], event["staleness_max"] = fmean(staleness), max(staleness)
+    if config.lag:
+        event["draws"], event["stale_groups"] = list(rollout.draws), rollout.num_stale
     if config.environment.is_on and whole:
         event["turns_mean"] = fmean(trajectory.num_turns for trajectory in whole)
         event["calls"] = sum(trajectory.num_calls for trajectory in whole)
@@ -428,7 +430,7 @@ class RolloutMonitor:
                 f"step {report.step}: the engine's logprobs differ from the trainer's by {difference:.3g} nats a token "
                 f"on average; expected at most {self.config.max_logprob_difference:g} "
                 "(rollout_monitor.max_logprob_difference); nothing was updated; the engine runs another model, other "
-                "weights or another precision, or with rollout.asynchronous the policy moves too fast"
+                "weights or another precision, or with rollout.lag the policy moves too fast"
             )
         effective, weight = (report.metrics.get(name, 1.0) for name in (EFFECTIVE, WEIGHT))
         for name, is_bad, detail in (

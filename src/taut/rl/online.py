@@ -9,31 +9,21 @@ same phase. What a later step needs of an earlier one is state of the checkpoint
 be trained on, groups to be replayed, and the state of the credit's controllers. Trees are kept as JSON-able values, to
 the last bit: an array is its dtype, its shape and its bytes, compressed, as base64; no pickled object.
 
-With ``rollout.asynchronous`` the next phase is generated in a thread (``Ahead``) while this one is trained on, at most
-one phase ahead:
-
-    ahead.start(4, lambda: roll(4))        returns at once
-    ...                                    phase 3 is trained on
-    ahead.take(4)                          waits; raises what the call raised
-
-The thread asks a server and judges answers, makes its collective calls in a process group of its own
-(``Ranks.on_cpu``) and leaves torch's global state alone. ``close`` waits for nothing: the thread is a daemon, and
-closing the engine, which comes next, cancels what it waits for.
+With ``rollout.lag`` above 0 groups are generated while the model trains, and which prompts are open is state too
+(lag.py).
 """
 
 from __future__ import annotations
 
 import base64
 import math
-import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
 import numpy as np
 import pydantic
@@ -49,6 +39,7 @@ from taut.losses import Loss
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
 from taut.rl.advantages import Credit, TrainSample, as_tuple
+from taut.rl.lag import Draws, Lagging
 from taut.rl.monitors import RolloutMonitor, RolloutMonitorState, push_event, rollout_event
 from taut.rl.rollout import (
     POLICY,
@@ -57,6 +48,7 @@ from taut.rl.rollout import (
     Rollout,
     RolloutConfig,
     RolloutSource,
+    RolloutWorker,
     score_trees,
 )
 from taut.rl.sampler import Trajectory
@@ -69,44 +61,6 @@ from taut.types import IntArray, Media, Sample, Tree, Wants
 
 if TYPE_CHECKING:
     from taut.vision.image_store import ImageStore
-
-T = TypeVar("T")
-
-
-class Ahead(Generic[T]):
-    """A call that runs in a thread, or has returned and is not yet taken."""
-
-    def __init__(self) -> None:
-        self.started: int | None = None
-        """The phase that was started and not yet taken."""
-        self._future: Future[T] = Future()
-
-    def start(self, phase: int, call: Callable[[], T]) -> None:
-        """Begin a phase, once the one before is taken."""
-        assert self.started is None, f"phase {self.started} is not taken yet"
-        future: Future[T] = Future()
-        self.started, self._future = phase, future
-
-        def run() -> None:
-            try:
-                future.set_result(call())
-            except BaseException as error:  # noqa: BLE001 (raised again by take)
-                future.set_exception(error)
-
-        threading.Thread(target=run, name=f"phase {phase}", daemon=True).start()
-
-    def take(self, phase: int) -> T:
-        """Wait for a phase that was started, and return its result. Raises what the call raised."""
-        assert self.started == phase, f"phase {phase} is not under way"
-        try:
-            return self._future.result()
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Forget the call and its result."""
-        self.started, self._future = None, Future()
-
 
 # -- what a checkpoint keeps
 
@@ -153,6 +107,8 @@ class KeptState(TypedDict):
     replayed: list[Annotated[tuple[int, KeptTree], BeforeValidator(as_tuple)]]
     credit: Any
     guard: RolloutMonitorState
+    draws: NotRequired[Draws]
+    """Older checkpoints have none."""
 
 
 KeptPhase = Annotated[
@@ -300,7 +256,8 @@ class Online:
     """The number of a phase that is being made, and its rollout: a step that is repeated does not draw again."""
     _unlogged: Events = field(default=(), init=False)
     """Events of a phase that came from a checkpoint."""
-    _ahead: Ahead[Rollout] = field(default_factory=Ahead, init=False)
+    draws: Draws = field(default_factory=lambda: Draws(next=0, open=[]), init=False)
+    """With rollout.lag: which prompts are open."""
 
     @property
     def loss(self) -> Loss:
@@ -385,7 +342,8 @@ class Online:
 
     def close(self) -> None:
         """Close engine, rewards, environment and teachers, if they were opened."""
-        self._ahead.close()
+        if "_lagging" in vars(self):
+            self._lagging.close()
         if (teachers := vars(self).get("teachers")) is not None:
             teachers.close()
         if "worker" in vars(self):
@@ -444,6 +402,8 @@ class Online:
         trees = [sample.tree for sample in (*samples, *replayed)]
         samples = [sample for sample in samples if sample.has_gradient]
         self.replayed = [*samples, *replayed][: self.config.replay_groups]
+        if "_lagging" in vars(self):
+            self.draws = self._lagging.draws
         self._taken = None
         return Phase(number, trees, events, before)
 
@@ -459,36 +419,29 @@ class Online:
         return most is None or version + self.config.updates - 1 - drawn_at <= most
 
     def _generate(self, number: int, version: int) -> Rollout:
-        """The rollout of a phase with the current weights, or the one that was generated ahead; the next is started."""
-
+        """The rollout of a phase: recorded, or generated with the current weights, or with rollout.lag taken from what
+        is in flight.
+        """
         engine = self.worker.engine
-
-        def roll(phase: int) -> Rollout:
-            return self.worker.roll(phase, self.order.step(phase + 1))
-
-        def update_engine() -> None:
-            assert engine is not None
+        if engine is not None:
             with (
                 self.trainer.interrupts.held()
             ):  # an engine with half of the weights has no version
                 engine.update(version)
+        if engine is None or not self.config.lag:
+            return self.worker.roll(number, self.order.step(number + 1))
+        num_left = -(-self.trainer.num_steps // self.config.updates) - number
+        return self._lagging.take(number, version, num_left)
 
-        if engine is None:
-            return roll(number)
-        if not self.config.asynchronous:
-            update_engine()
-            return roll(number)
-        # Nothing was generated ahead at the start, and after a resume.
-        is_first = self._ahead.started != number
-        if is_first:
-            update_engine()
-            self._ahead.start(number, partial(roll, number))
-        rollout = self._ahead.take(number)
-        if not is_first:
-            update_engine()
-        if (number + 1) * self.config.updates < self.trainer.num_steps:
-            self._ahead.start(number + 1, partial(roll, number + 1))
-        return rollout
+    @cached_property
+    def _lagging(self) -> Lagging:
+        assert isinstance(self.worker, RolloutWorker)
+        size = self.order.samples_per_step
+
+        def prompt_of(draw: int) -> int:
+            return self.order.step(draw // size + 1)[draw % size]
+
+        return Lagging(self.worker, prompt_of, size, self.draws)
 
     # -- across a restart
 
@@ -550,12 +503,18 @@ class Online:
     def _state(self) -> dict[str, Any]:
         """The state that a phase changes."""
         credit, monitor = self.credit.remember(), self.monitor.remember()
-        return {"replayed": self.replayed, "credit": credit, "guard": monitor}
+        return {
+            "replayed": self.replayed,
+            "credit": credit,
+            "guard": monitor,
+            "draws": self.draws,
+        }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.replayed = state["replayed"]
         self.credit.recall(state["credit"])
         self.monitor.recall(state["guard"])
+        self.draws = state.get("draws", self.draws)
 
 
 def _encode_state(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from taut.vision.image_store import ImageStore
 
 KEY = "rollout.replay_from"
-SAME = ("n", "temperature", "engine", "dtype", "asynchronous")
+SAME = ("n", "temperature", "engine", "dtype", "lag")
 """Keys of rollout that say what the recorded logprobs and groups are."""
 GIB = 2**30
 

@@ -9,7 +9,7 @@ phase and the round, so a restart needs no memory of them.
 another run recorded.
 
 One rank judges for all, and asks the engine if it is a server: then each group is judged while others are generated
-(feed.py). ``RolloutWorker`` touches no tensor, so it may run in a thread while the model trains.
+(feed.py). With ``rollout.lag`` groups are generated while the model trains (lag.py).
 
 ``score_trees`` then runs the trainer's own models: logprobs of the current policy and of the reference, values of the
 critic. Trajectories are packed, shared and dealt out to ranks as in a training step, without gradient; every rank
@@ -82,12 +82,13 @@ class RolloutConfig:
     replay_groups: Annotated[int, Field(ge=0)] = 0
     """Number of groups of earlier rollouts that are trained on again with each new rollout, newest first. Only groups
     with a signal are kept."""
-    asynchronous: bool = False
-    """Generate the next rollout while training on the current one, with the weights before it. Requires engine=server.
-    Runs are then not reproducible bit for bit."""
+    lag: Annotated[int, Field(ge=0)] = 0
+    """Generate while training: groups are taken as they finish, at most this many updates after their oldest token was
+    sampled. 0: each rollout is generated with the weights that begin to train on it. Above 0 requires engine=server;
+    which groups are taken then depends on what is fast, and a resume is not bit for bit."""
     max_staleness: Annotated[int, Field(ge=1)] | None = None
-    """Maximum number of updates between the weights that sampled a completion and those that are trained; older
-    completions are not trained on. None: no limit."""
+    """With replay_groups: maximum number of updates between the weights that sampled a group and those that are
+    trained; older groups are not trained on again. None: no limit."""
     replay_from: str | None = None
     """The out directory of a run whose recorded rollouts are trained on instead of new ones: no engine is opened and
     nothing judged, and the keys for that, rewards among them, are not read. Advantages are computed anew."""
@@ -122,24 +123,30 @@ class RolloutConfig:
                     f"rollout.{section} is set with rollout.engine={self.engine}, where nothing reads it; expected the "
                     f"settings of the engine in use; take rollout.{section} out, or set rollout.engine={section}"
                 )
-        if self.asynchronous and self.engine == "local":
+        if self.lag and self.engine == "local":
             raise ConfigError(
-                "rollout.asynchronous=true with rollout.engine=local: the engine in this process has the weights "
-                "that train, and cannot generate while they change; expected rollout.engine=server; take "
-                "rollout.asynchronous out"
+                f"rollout.lag={self.lag} with rollout.engine=local: the engine in this process has the weights that "
+                "train, and cannot generate while they change; expected rollout.engine=server; take rollout.lag out"
             )
-        stalest = self.updates * (1 + self.asynchronous) - 1
+        if self.lag % self.updates:
+            raise ConfigError(
+                f"rollout.lag={self.lag} and a rollout that is trained on for {self.updates} updates: weights are sent "
+                f"before each rollout, so answers are 0, {self.updates}, {2 * self.updates}, ... updates old; expected "
+                f"a multiple of {self.updates}; set rollout.lag={-(-self.lag // self.updates) * self.updates}, or "
+                "another rollout.minibatches or rollout.epochs"
+            )
+        stalest = self.lag + self.updates - 1
+        if self.max_staleness is not None and not self.replay_groups:
+            raise ConfigError(
+                f"rollout.max_staleness={self.max_staleness} without rollout.replay_groups: no group is trained on "
+                "again; expected replay_groups, or rollout.lag for how old a group may be when it is first trained on; "
+                "set it, or take rollout.max_staleness out"
+            )
         if self.max_staleness is not None and self.max_staleness < stalest:
             raise ConfigError(
                 f"rollout.max_staleness={self.max_staleness} and a rollout that is trained on for {self.updates} "
-                f"updates{', generated as many before' if self.asynchronous else ''}: its last is {stalest} "
-                f"behind; expected {stalest} or more; raise it, or lower rollout.minibatches or rollout.epochs"
-            )
-        if self.max_staleness is not None and not (self.replay_groups or self.asynchronous):
-            raise ConfigError(
-                f"rollout.max_staleness={self.max_staleness} with neither rollout.replay_groups nor "
-                "rollout.asynchronous: nothing older than the newest rollout is trained on; expected one of them; "
-                "set it, or take rollout.max_staleness out"
+                f"updates{f', generated up to {self.lag} before' if self.lag else ''}: its last is {stalest} behind; "
+                f"expected {stalest} or more; raise it, or lower rollout.minibatches, rollout.epochs or rollout.lag"
             )
 
     @property
@@ -201,7 +208,13 @@ class Rollout:
     left_out: Sequence[Group] = ()
     """Without a signal, and replaced."""
     seconds_generating: float = 0.0
+    """With rollout.lag: that the training waited for them."""
     seconds_judging: float = 0.0
+    """After the last trajectory was finished."""
+    draws: Sequence[int] = ()
+    """With rollout.lag: the draws of ``all_groups`` (lag.py), in the order in which they were taken."""
+    num_stale: int = 0
+    """With rollout.lag: groups that were dropped as too old."""
     from_data: Sequence[Group] = ()
     """Answers of the data, which were not generated."""
 
@@ -263,15 +276,23 @@ class RolloutWorker:
     settled: Sequence[Decision] = ()
     """What was decided for the user when it was opened."""
 
+    @property
+    def must_choose(self) -> bool:
+        """Whether groups that are not useful are replaced by others."""
+        return self.config.dynamic_sampling_rounds > 0 or self.needs_one
+
+    @property
+    def num_tries(self) -> int:
+        """How often, at most."""
+        return max(self.config.dynamic_sampling_rounds, TRIES if self.needs_one else 0)
+
     def roll(self, phase: int, indices: Sequence[int]) -> Rollout:
         """The groups of these prompts, with their rewards. Every rank calls it, and all get the same."""
         wanted, seen = len(indices), set(indices)
         groups: list[Group] = []
         left_out: list[Group] = []
         generating = judging = 0.0
-        must_choose = self.config.dynamic_sampling_rounds > 0 or self.needs_one
-        rounds = max(self.config.dynamic_sampling_rounds, TRIES if self.needs_one else 0)
-        for number in range(rounds + 1):
+        for number in range(self.num_tries + 1):
             rows = distinct([self.prompts[index] for index in indices])
             sampling = self.config.sampling(seed_of(self.seed, phase, number))
             began = time.perf_counter()
@@ -282,7 +303,7 @@ class RolloutWorker:
             size = self.config.n
             for at in range(0, len(judged), size):
                 group = Group(tuple(judged[at : at + size]))
-                is_kept = not must_choose or self.is_useful(group)
+                is_kept = not self.must_choose or self.is_useful(group)
                 (groups if is_kept else left_out).append(group)
             missing = wanted - len(groups)
             if missing <= 0 or (number >= self.config.dynamic_sampling_rounds and groups):
@@ -316,7 +337,7 @@ class RolloutWorker:
         together: how its batches are made up changes last bits.
         """
         if isinstance(self.engine, ServerEngine):
-            judge = None if self.judges_together else self._judge
+            judge = None if self.judges_together else self.judge
             sample = partial(self._feed, self.engine, rows, sampling, judge)
             sampled, generated = self.engine.shared(sample, self.ranks)[0]
             if judge is not None:
@@ -324,7 +345,7 @@ class RolloutWorker:
         else:
             sampled = sample_trajectories(self.engine, rows, sampling, self.environments)
             generated = time.perf_counter()
-        verdicts = self._on_all_ranks(partial(self._judge, sampled))
+        verdicts = self._on_all_ranks(partial(self.judge, sampled))
         judged = [replace(t, verdict=v) for t, v in zip(sampled, verdicts, strict=True)]
         return judged, generated
 
@@ -348,7 +369,7 @@ class RolloutWorker:
         in_order = [trajectory for number in sorted(groups) for trajectory in groups[number]]
         return in_order, feed.generated_at
 
-    def _judge(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
+    def judge(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """A verdict for each trajectory; without a total where the engine or the environment failed."""
         whole = [trajectory for trajectory in trajectories if trajectory.error is None]
         if self.panel is not None:

@@ -63,7 +63,12 @@ _LOCK = threading.Lock()
 
 
 @overload
-def shared(wanted: MechanismName | None = None, packages: tuple[str, ...] = ()) -> Sandbox: ...
+def shared(
+    wanted: MechanismName | None = None,
+    packages: tuple[str, ...] = (),
+    *,
+    files: tuple[str, ...] = (),
+) -> Sandbox: ...
 
 
 @overload
@@ -78,13 +83,15 @@ def shared(
     wanted: MechanismName | None = None,
     packages: tuple[str, ...] = (),
     remote: Remote = HERE,
+    *,
+    files: tuple[str, ...] = (),
 ) -> Sandbox | RemoteSandbox:
     """The sandbox of this process, or its connection to a service, opened at the first call."""
     with _LOCK:
-        key = (wanted, packages, remote)
+        key = (wanted, packages, remote, files)
         if key not in _SHARED:
             _SHARED[key] = (
-                open_sandbox(wanted, packages)
+                open_sandbox(wanted, packages, files)
                 if remote.service is None
                 else open_remote(remote, None)
             )

@@ -45,9 +45,14 @@ class Mechanism(NamedTuple):
 class Sandbox:
     """Runs programs, any number of threads at a time. Made by ``open_sandbox``."""
 
-    def __init__(self, mechanism: Mechanism, packages: Sequence[str] = ()) -> None:
+    def __init__(
+        self, mechanism: Mechanism, packages: Sequence[str] = (), files: Sequence[str] = ()
+    ) -> None:
+        """``packages``: folders that programs may import from. ``files``: what else they may read."""
         self._packages = tuple(str(home_path(package).resolve()) for package in packages)
-        self._readable = walls.readable(self._packages)
+        readable = walls.readable(self._packages)
+        others = (file for file in files if not any(map(Path(file).is_relative_to, readable)))
+        self._readable = [*readable, *others]
         self._has_namespaces = mechanism.name != "landlock"
         is_root = os.getuid() == 0
         self._stays_root = not self._has_namespaces and not all(map(walls.is_open, self._readable))

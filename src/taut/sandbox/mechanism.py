@@ -160,14 +160,18 @@ def choose(wanted: MechanismName | None = None) -> Mechanism:
     )
 
 
-def open_sandbox(wanted: MechanismName | None = None, packages: Sequence[str] = ()) -> Sandbox:
-    """A sandbox whose mechanism was tried. ``packages``: folders that programs may also read and import from."""
+def open_sandbox(
+    wanted: MechanismName | None = None, packages: Sequence[str] = (), files: Sequence[str] = ()
+) -> Sandbox:
+    """A sandbox whose mechanism was tried. ``packages``: folders that programs may also read and import from.
+    ``files``: what else they may read.
+    """
     for folder in packages:
         if not home_path(folder).is_dir():
             raise SandboxError(
                 f"found no folder {folder} among the sandbox's packages; expected a folder to import from; correct it"
             )
-    return Sandbox(choose(wanted), packages)
+    return Sandbox(choose(wanted), packages, files)
 
 
 @contextlib.contextmanager

@@ -72,6 +72,46 @@ def test_metrics_are_of_what_is_known() -> None:
     assert effective_share({"engine/weight": 0.0, "engine/weight_square": 0.0}) == 0.0  # all masked
 
 
+def test_a_veto_takes_out_every_token_of_its_sample() -> None:
+    """The fourth token has a ratio of 1/4, below 0.3: it takes its whole answer out, also where the mean of the answer
+    is within the bounds and where a cap held another of its tokens.
+    """
+    veto = Correction("truncated", cap=2.0, veto=0.3)
+    assert weights(GAP, PACKED, veto)[3:].tolist() == [0.0] * 2
+    assert (
+        weights(GAP, PACKED, veto)[:3].tolist()
+        == weights(GAP, PACKED, veto._replace(veto=0))[:3].tolist()
+    )
+    geometric = Correction("masked", "geometric", cap=9.0, floor=0.1, veto=0.3)
+    assert weights(GAP, PACKED, geometric)[3:].tolist() == [0.0] * 2
+    lower = weights(GAP, PACKED, veto._replace(veto=0.2))
+    assert lower.tolist() == weights(GAP, PACKED, Correction("truncated")).tolist()
+    found = means(GAP, veto)
+    known = int((~GAP[3:].isnan()).sum())
+    assert found["engine/vetoed"] == pytest.approx(known / 4)
+    impossible = torch.tensor([0.0, float("-inf"), NAN, 0.0, 0.0], dtype=torch.float64)
+    assert weights(impossible, PACKED, veto).tolist() == [0.0] * 3 + [1.0] * 2
+
+
+def test_the_engine_as_the_old_policy() -> None:
+    """The ratio is of policy to engine, and so is the difference that the monitor reads; the trainer's own logprobs at
+    the start are not asked for."""
+    logp_N = torch.tensor([-1.0, -0.9, -2.0, -0.5, -1.5], dtype=torch.float64, requires_grad=True)
+    engine_N = logp_N.detach() - torch.tensor([0.1, -0.3, 0.0, 0.5, 0.0]).double()
+    bypassed = PolicyGradient(is_fresh=False, has_engine_logp=True, is_bypassed=True)
+    assert bypassed.needs == ("advantage_N", "engine_logp_N")
+    found = bypassed(Scores(logp_N), rolled_out(engine_logp_N=engine_N))
+    plain = PolicyGradient(is_fresh=False)(Scores(logp_N), rolled_out(old_logp_N=engine_N))
+    grads = [torch.autograd.grad(x.terms["policy"], logp_N)[0] for x in (found, plain)]
+    assert found.terms["policy"] == plain.terms["policy"] and torch.equal(*grads)
+    for name in ("ratio", "old/kl", "clip/high", "entropy_estimate"):
+        assert found.metrics[name][0] == plain.metrics[name][0], name
+    assert float(found.metrics["engine/difference"][0]) == pytest.approx(0.9)
+    assert found.largest["engine/largest"] == pytest.approx(0.5)
+    with pytest.raises(ConfigError, match=r"rollout_correction=masked with old_logprobs=engine"):
+        replace(bypassed, correction=Correction("masked", "geometric"))
+
+
 def test_an_engine_that_knows_nothing() -> None:
     unknown = torch.full_like(GAP, NAN)
     assert weights(unknown, PACKED, Correction("truncated")).tolist() == [1.0] * 5

@@ -107,7 +107,7 @@ def test_a_model_that_judges_here_cannot_while_another_trains(
     monkeypatch.setattr(online, "open_rater", lambda verifier: lambda answers: [])
     judged = [{"name": "reward_model", "options": {"model": str(model)}}]
     with FakeServer() as server, pytest.raises(ConfigError, match="a model in this process"):
-        opened(model, tmp_path, rewards=judged, **at(server, rollout__asynchronous=True))
+        opened(model, tmp_path, rewards=judged, **at(server, rollout__lag=1))
 
 
 def test_rewards_that_need_an_answer(model: Path, tmp_path: Path) -> None:

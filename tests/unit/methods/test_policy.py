@@ -106,6 +106,14 @@ GRPO: list[tuple[tuple[str, ...], dict[str, Any]]] = [
         {"correction": Correction("masked", "sequence", 2.0, 0.0)},
     ),
     (
+        ("rollout_correction_veto=1e-4",),
+        {"correction": Correction("truncated", "token", 2.0, 0.0, 1e-4)},
+    ),
+    (
+        ("old_logprobs=engine",),
+        {"is_bypassed": True, "is_fresh": False, "correction": Correction()},
+    ),
+    (
         ("rollout_correction=masked", "rollout_correction_level=token"),
         {"correction": Correction("masked", "token")},
     ),
@@ -186,6 +194,14 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (
         ("rollout_correction=none", "rollout_correction_cap=3.0"),
         r"grpo.rollout_correction_cap=3, which nothing reads",
+    ),
+    (
+        ("rollout_correction=none", "rollout_correction_veto=1e-4"),
+        r"grpo.rollout_correction_veto=0.0001, which nothing reads",
+    ),
+    (
+        ("old_logprobs=engine", "rollout_correction=truncated"),
+        r"grpo: found rollout_correction=truncated with old_logprobs=engine",
     ),
     (
         ("loss=gmpo", "rollout_correction_level=token"),

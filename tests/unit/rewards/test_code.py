@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +15,13 @@ from tests.fake_executors import serving
 
 from taut.errors import ConfigError, DataError, SandboxError
 from taut.rewards import PanelConfig, RewardSpec, open_panel
-from taut.rewards.code import Code, last_block, read_cases
+from taut.rewards.code import Code, last_program, read_cases
 from taut.rewards.length import LengthCosine
 from taut.rewards.registry import verifier_of
 from taut.rewards.verifier import Answered, Explained
 from taut.rewards.worker import judged
-from taut.sandbox import Limits, close_shared, kernel, shared, walls
+from taut.sandbox import Limits, Remote, close_shared, kernel, shared, walls
+from taut.sandbox.compiled import Compilation, compile_source
 
 ADD = "a, b = map(int, input().split())\nprint(a + b)"
 FUNCTION = "def add(a, b):\n    return a + b"
@@ -173,10 +178,11 @@ def test_how_output_is_compared() -> None:
 
 
 def test_the_program_is_the_last_closed_block_of_python() -> None:
-    assert last_block("```python\n1\n```\n```py\n2\n```\n```output\n3\n```") == "2\n"
-    assert last_block("```\n1\n```\nand ```python\n2") == "1\n"
-    assert last_block("```python\n1") is None
-    assert last_block("1") is None
+    last = partial(last_program, allowed=["python"])
+    assert last("```python\n1\n```\n```py\n2\n```\n```output\n3\n```") == ("python", "2\n")
+    assert last("```\n1\n```\nand ```python\n2") == ("python", "1\n")
+    assert last("```python\n1") is None
+    assert last("1") is None
     row = {"tests": APPS}
     assert Code()(Answered(text=ADD, row=row)) == 0
     assert Code(program="text")(Answered(text=ADD, row=row)) == 1
@@ -274,3 +280,131 @@ def test_where_nothing_holds_it_is_refused_by_name_with_the_line_that_installs_i
     for refused in (Code().prepare, Code().settled):
         with pytest.raises(SandboxError, match=r"^the reward code: .*pip install .*\[rl\]'"):
             refused()
+
+
+# -- C and C++
+
+CPP = "#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b; }"
+C = '#include <stdio.h>\nint main(void) { int a, b; scanf("%d %d", &a, &b); printf("%d", a + b); }'
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+def judged_text(text: str, row: dict[str, Any], **options: Any) -> Any:
+    return Code(limits=LIMITS, **options)(Answered(text=text, row=row))
+
+
+@needs_compiler
+@pytest.mark.parametrize(("mark", "program"), [("cpp", CPP), ("C++17", CPP), ("c", C)])
+def test_an_answer_is_compiled_and_held_to_the_tests(mark: str, program: str) -> None:
+    languages = ("python", "c", "cpp")
+    row = {"tests": APPS}
+    assert judged_text(f"```{mark}\n{program}\n```", row, languages=languages) == 1
+    wrong = program.replace("a + b", "a - b")
+    value = judged_text(f"```{mark}\n{wrong}\n```", row, languages=languages)
+    assert value == 0
+    assert value.reply == "test 1 of 2: printed '-1', expected '3'"
+
+
+@needs_compiler
+def test_the_language_is_the_rows_then_the_blocks_then_the_first() -> None:
+    both = ("python", "cpp")
+    row = {"tests": APPS}
+    marked = f"```cpp\n{CPP}\n```\n```python\nprint(0)\n```"
+    assert judged_text(marked, row, languages=both) == 0  # the last block
+    by_row = {"languages": both, "language_column": "lang"}
+    assert judged_text(marked, {**row, "lang": "C++"}, **by_row) == 1
+    assert judged_text(f"```\n{ADD}\n```", row, **by_row) == 1
+    assert judged_text(f"```\n{CPP}\n```", row, languages=("cpp", "python")) == 1
+    assert judged_text(CPP, {**row, "lang": "cpp"}, program="text", **by_row) == 1
+    found = Code(languages=both, language_column="lang")
+    assert last_program("```java\n1\n```", ["python", "cpp"]) is None
+    with pytest.raises(
+        DataError, match="found 'java' in the column lang; expected one of python, cpp"
+    ):
+        found(Answered(text=marked, row={**row, "lang": "java"}))
+    with pytest.raises(DataError, match="calls or asserts, which are Python's"):
+        found(Answered(text=marked, row={"test_list": ["assert True"], "lang": "cpp"}))
+
+
+def test_calls_and_asserts_are_answered_in_python() -> None:
+    row = {"tests": {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}}
+    text = f"```python\n{FUNCTION}\n```\n```cpp\n{CPP}\n```"
+    assert judged_text(text, row, languages=("cpp", "python")) == 1
+    with pytest.raises(DataError, match="add python to languages"):
+        judged_text(text, row, languages=("cpp",))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (
+            "int main() { return x; }",
+            "it does not compile: program.cpp:1:21: error: .x. was not declared",
+        ),
+        (
+            "int f();\nint main() { return f(); }",
+            "it does not compile: collect2: error: ld returned 1",
+        ),
+        ("", "it does not compile: collect2: error"),
+        ("int main() { for (;;); }", "cpu"),
+        ("int main() { *(volatile int*)0 = 1; }", "crash"),
+        (
+            "#include <vector>\nint main() { std::vector<char>(1 << 30); }",
+            "crash: .*what\\(\\):  std::bad_alloc",
+        ),
+        ("int main() { return 3; }", "error"),
+    ],
+)
+def test_a_program_that_fails_is_wrong_for_a_reason(program: str, reason: str) -> None:
+    limits = Limits(cpu_seconds=1, wall_seconds=5.0, memory_mb=256)
+    code = Code(limits=limits, languages=("cpp",))
+    value = code(Answered(text=f"```cpp\n{program}\n```", row={"tests": APPS}))
+    assert value == 0
+    assert isinstance(value, Explained)
+    assert re.match(f"test 1 of 2: {reason}", value.reply), value.reply
+
+
+@needs_compiler
+def test_a_program_is_compiled_once_and_no_test_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = []
+
+    def counted(*arguments: Any) -> Any:
+        sources.append(arguments[2])
+        return compile_source(*arguments)
+
+    monkeypatch.setattr("taut.rewards.code.compile_source", counted)
+    program = """
+    #include <fstream>
+    #include <iostream>
+    #include <unistd.h>
+    int main() { int a, b; std::cin >> a >> b; std::cout << a + b; unlink("program"); symlink("/dev/null", "program"); }
+    """
+    assert judged_text(f"```cpp\n{program}\n```", {"tests": APPS}, languages=("cpp",)) == 1
+    assert len(sources) == 1
+
+
+@needs_compiler
+def test_what_compiles_is_proved_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settled, decision = Code(languages=("python", "cpp", "c")).settled()
+    assert isinstance(settled, Code)
+    assert decision is not None
+    assert re.search(
+        r"; cpp is compiled by g\+\+ [\d.]+; c is compiled by gcc [\d.]+$", decision.reason
+    )
+    unknown = Compilation(cpp_flags=("--unknown-flag",))
+    with pytest.raises(SandboxError, match=r"made nothing of a known program .*unknown-flag"):
+        Code(languages=("cpp",), compile=unknown).settled()
+    if kernel.landlock_version() >= kernel.LANDLOCK_OLDEST:
+        with pytest.raises(SandboxError, match="a program can start no other, such as a compiler"):
+            Code(languages=("cpp",), mechanism="landlock").settled()
+    with pytest.raises(ValueError, match=r"remote.service=piston and languages=.*cpp"):
+        Code(languages=("cpp",), remote=Remote(service="piston", addresses=("http://a",)))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    without = Code(languages=("cpp",), compile=Compilation(compiler="clang"))
+    with pytest.raises(
+        SandboxError, match=r"found no compiler for cpp .*\(clang\+\+\).* apt install"
+    ):
+        without.settled()

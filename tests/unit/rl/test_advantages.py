@@ -262,6 +262,21 @@ def test_credit_by_turns_needs_rewards_of_turns() -> None:
     policy().require_usable(every)
 
 
+def test_where_the_engine_is_the_old_policy_nothing_is_scored_and_nothing_may_be_missing() -> None:
+    """Nor for a penalty in the reward, which takes the engine's logprobs for the policy's: -1, -2, ... less -1.5."""
+    every = paths([[1.0, 1.0]])
+    made = policy(has_old=True, is_bypassed=True, penalty=KlPenalty(0.5))
+    assert not made.wants.logp and policy(has_old=True).wants.logp
+    given = assign(made, every, said(every, ref_logp_N=-1.5))
+    assert "old_logp_N" not in given.trees[0].samples[0].streams
+    assert given.metrics["kl"] == pytest.approx((0.5 - 0.5 + 0.5 - 0.5 - 1.5) / 5)
+    made.require_usable(groups_of(every))
+    every[1].logp_N[1] = np.nan
+    with pytest.raises(CheckFailed, match=r"gave no logprobs for 1 completions, such as a#1"):
+        made.require_usable(groups_of(every))
+    policy(has_old=True).require_usable(groups_of(every))
+
+
 def test_several_rewards_have_the_weights_of_the_configuration() -> None:
     """Two rewards that say the opposite, of weights 1 and 3: the second outweighs the first; the sums are equal."""
     verdicts = [Verdict({"a": Score(3.0 * a), "b": Score(1.0 - a)}, 3.0) for a in (1.0, 0.0)]

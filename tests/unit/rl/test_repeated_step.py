@@ -22,13 +22,11 @@ from taut.train.distributed import Ranks
 from taut.train.recorder import Recorder
 
 
-@pytest.mark.parametrize("is_ahead", [False, True])
 def test_a_step_begun_again_for_want_of_memory_finds_its_roll_out(
-    is_ahead: bool, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drawn, _, _ = worker(lambda name, index: f"{name} {index}", lambda one: len(one.text))
-    server = {"engine": "server", "url": "http://127.0.0.1:9/v1"}
-    config = RolloutConfig(n=2, asynchronous=is_ahead, **(server if is_ahead else {}))  # type: ignore[arg-type]
+    config = RolloutConfig(n=2)
     interrupts = SimpleNamespace(at_once=lambda ranks: nullcontext(), held=nullcontext)
     ranks = Ranks(0, 1, torch.device("cpu"))
     trainer: Any = SimpleNamespace(
@@ -64,34 +62,3 @@ def test_a_step_begun_again_for_want_of_memory_finds_its_roll_out(
     assert names == [f"p:{row}#{index} of rollout 1" for row in (1, 2) for index in (0, 1)]
     names = [sample.id for tree in made.prepare(2) for sample in tree.samples]
     assert names == [f"p:{row}#{index} of rollout 2" for row in (2, 3) for index in (0, 1)]
-
-
-def test_weights_that_an_engine_has_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ahead of time the first rollout is of the weights there are: one push for it, and one for each after it."""
-    drawn, engine, _ = worker(lambda name, index: f"{name} {index}", lambda one: len(one.text))
-    config = RolloutConfig(n=2, asynchronous=True, engine="server", url="http://127.0.0.1:9/v1")
-    interrupts = SimpleNamespace(at_once=lambda ranks: nullcontext(), held=nullcontext)
-    trainer: Any = SimpleNamespace(
-        recorder=Recorder(),
-        interrupts=interrupts,
-        ranks=None,
-        num_steps=3,
-        emit=lambda *_, **__: None,
-    )
-    pushed: list[int] = []
-    monkeypatch.setattr(Order, "step", lambda self, step: [step, step + 1])
-    monkeypatch.setattr(type(engine), "update", lambda self, version: pushed.append(version))
-    order = Order((), (), 3, 2, False, None)
-    made = Online(
-        config,
-        None,  # type: ignore[arg-type]
-        order,
-        All(CrossEntropy()),
-        RolloutMonitor(RolloutMonitorConfig()),
-        3,
-        get_trainer=lambda: trainer,
-        open_worker=lambda: drawn,
-    )
-    for step in (1, 2, 3):
-        made.prepare(step)
-    assert pushed == [0, 1, 2]

@@ -1,0 +1,219 @@
+"""Rollouts whose groups are generated while the model trains: ``rollout.lag`` above 0, against a server.
+
+    Background     a thread with a feed (feed.py): begins a group where the server has room for it
+    Lagging        asks prompts in their order, and takes groups as they finish
+
+A draw is a place in the endless order of prompts (``Order``), so each is asked once, epoch by epoch. It is open from
+when it is drawn until its group is trained on, or left out for want of a signal.
+
+    push       the weights go to the server before each rollout; trajectories in flight go on with them
+    take       the first ``samples_per_step * minibatches`` groups that finish, in that order. A group whose oldest
+               token was sampled more than ``lag`` updates ago is dropped, and its draw is asked again
+    open       at most 1 + lag / updates rollouts, this one included: more would be too old when its turn comes
+
+The state is what was drawn and is open after the last rollout was taken. A checkpoint keeps it; what was in flight, or
+finished and not taken, is asked again on resume, before new draws. So no prompt is lost, and none comes twice.
+
+The writer asks and judges. Every rank gets the same groups, in the same order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from threading import Condition, Thread
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+from typing_extensions import TypedDict
+
+from taut.data.prompts import PromptRow
+from taut.inference.vllm import ServerEngine
+from taut.rl.advantages import as_tuple
+from taut.rl.feed import Feed, Finished
+from taut.rl.rollout import Group, Rollout, RolloutWorker, distinct, seed_of
+from taut.rl.sampler import Trajectory
+
+PATIENCE = 5.0
+"""Seconds that ``close`` waits for the thread."""
+Natural = Annotated[int, Field(ge=0)]
+
+
+class Draws(TypedDict):
+    """The state of ``Lagging``."""
+
+    next: Natural
+    """The first draw that was never made."""
+    open: list[Annotated[tuple[Natural, Natural], BeforeValidator(as_tuple)]]
+    """Draws that are open, with the index of the prompt of each."""
+
+
+class Background:
+    """A feed in a thread. All other methods are for one thread, another than that."""
+
+    def __init__(self, make_feed: Callable[[], Feed]) -> None:
+        """``make_feed``: called in the thread."""
+        self._make_feed = make_feed
+        self._changed = Condition()
+        self._waiting: deque[tuple[int, PromptRow]] = deque()
+        """What is asked and not yet begun."""
+        self._finished: deque[Finished] = deque()
+        self._feed: Feed | None = None
+        self._error: BaseException | None = None
+        self._is_closing = False
+        self._thread = Thread(target=self._run, name="feed", daemon=True)
+        self._thread.start()
+
+    def ask(self, number: int, row: PromptRow) -> None:
+        """Begin a group as soon as the server has room."""
+        with self._changed:
+            self._waiting.append((number, row))
+            self._wake()
+
+    def next(self) -> Finished:
+        """The next group that is finished. Raises the error that ended the thread."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._finished or self._error is not None)
+            if self._error is not None:
+                raise self._error
+            return self._finished.popleft()
+
+    def close(self) -> None:
+        """Cancel what is in flight."""
+        with self._changed:
+            self._is_closing = True
+            self._wake()
+        self._thread.join(PATIENCE)
+
+    def _wake(self) -> None:
+        if self._feed is not None:
+            self._feed.wake()
+
+    def _run(self) -> None:
+        try:
+            with closing(self._make_feed()) as feed:
+                with self._changed:
+                    self._feed = feed
+                while self._begin(feed):
+                    feed.wait()
+                    while feed.has_finished:
+                        with self._changed:
+                            self._finished.append(feed.next())
+                            self._changed.notify()
+        except BaseException as error:  # noqa: BLE001 (raised again by next)
+            with self._changed:
+                self._error = error
+                self._changed.notify()
+
+    def _begin(self, feed: Feed) -> bool:
+        """Begin groups where there is room for them. False: it is to end."""
+        while True:
+            with self._changed:
+                if self._is_closing:
+                    return False
+                if not self._waiting or not feed.has_room:
+                    return True
+                number, row = self._waiting.popleft()
+            feed.ask(number, row)
+
+
+@dataclass(eq=False)
+class Lagging:
+    """Takes rollouts of groups that were generated in the background. Every rank has one; the writer's has the thread.
+    ``close`` ends it.
+    """
+
+    worker: RolloutWorker
+    prompt_of: Callable[[int], int]
+    """The index of the prompt of a draw."""
+    num_groups: int
+    """Groups of a rollout."""
+    draws: Draws
+    """The state after the last rollout that was taken. Replaced as a whole."""
+
+    def take(self, phase: int, version: int, num_left: int) -> Rollout:
+        """The rollout of a phase. ``version``: of the weights that begin to train on it, which the server has.
+        ``num_left``: rollouts that are still to be taken, this one included.
+        """
+        engine, ranks = self.worker.engine, self.worker.ranks
+        assert isinstance(engine, ServerEngine)
+
+        def work() -> tuple[Rollout, Draws] | None:
+            return self._take(phase, version, num_left) if ranks.is_writer else None
+
+        taken = engine.shared(work, ranks)[0]
+        assert taken is not None
+        rollout, self.draws = taken
+        return rollout
+
+    def close(self) -> None:
+        """Cancel what is in flight; the state stays."""
+        if "_background" in vars(self):
+            self._background.close()
+
+    @cached_property
+    def _background(self) -> Background:
+        """The thread. Draws that are open are asked first."""
+        worker = self.worker
+        engine = worker.engine
+        assert isinstance(engine, ServerEngine)
+        sampling = worker.config.sampling(seed_of(worker.seed, 0, 0))
+        environments, judge = worker.environments, worker.judge
+        background = Background(partial(Feed, engine, sampling, environments, judge))
+        for number, index in self.draws["open"]:
+            background.ask(number, self._row(number, index))
+        return background
+
+    def _row(self, number: int, index: int) -> PromptRow:
+        """The prompt of a draw, with an id that no other draw has: it keys the random streams."""
+        row = self.worker.prompts[index]
+        return replace(row, id=f"{row.id} drawn {number}")
+
+    def _take(self, phase: int, version: int, num_left: int) -> tuple[Rollout, Draws]:
+        worker, background, began = self.worker, self._background, time.perf_counter()
+        config, wanted = worker.config, self.num_groups
+        open_draws, next_draw = dict(self.draws["open"]), self.draws["next"]
+        most_open = wanted * min(1 + config.lag // config.updates, num_left)
+        most_asked = wanted * (1 + config.dynamic_sampling_rounds)
+        most_tried = wanted * (1 + max(config.dynamic_sampling_rounds, worker.num_tries))
+        kept: dict[int, list[Trajectory]] = {}
+        left_out: dict[int, list[Trajectory]] = {}
+        num_stale = 0
+        while True:
+            while len(open_draws) < most_open + len(left_out):
+                open_draws[next_draw] = index = self.prompt_of(next_draw)
+                background.ask(next_draw, self._row(next_draw, index))
+                next_draw += 1
+            number, trajectories = background.next()
+            versions = [int(t.version_N.min()) for t in trajectories if t.version_N.size]
+            if version - min(versions, default=version) > config.lag:
+                num_stale += 1
+                background.ask(number, self._row(number, open_draws[number]))
+                continue
+            is_kept = not worker.must_choose or worker.is_useful(Group(tuple(trajectories)))
+            (kept if is_kept else left_out)[number] = trajectories
+            num_tried = len(kept) + len(left_out)
+            has_some = bool(kept) and num_tried >= most_asked
+            if len(kept) == wanted or has_some or num_tried >= most_tried:
+                break
+        if not kept:  # a step has to have something
+            kept, left_out = left_out, {}
+        order = [*kept, *left_out]
+        rows = distinct([worker.prompts[open_draws[number]] for number in order])
+        groups = [
+            Group(tuple(replace(t, row=row, rollout=phase) for t in trajectories))
+            for row, trajectories in zip(rows, (kept | left_out).values(), strict=True)
+        ]
+        still_open = [pair for pair in sorted(open_draws.items()) if pair[0] not in order]
+        rollout = Rollout(
+            groups[: len(kept)],
+            groups[len(kept) :],
+            seconds_generating=time.perf_counter() - began,
+            draws=order,
+            num_stale=num_stale,
+        )
+        return rollout, {"next": next_draw, "open": still_open}
