@@ -227,8 +227,8 @@ def _rollout_trees(source: Online, config: PreTrainedConfig, number: int) -> lis
         ]
         groups.append(Group(tuple(trajectories)))
         for trajectory in trajectories:
-            each = (POLICY, REFERENCE, VALUE, TEACHER_LOGP)
-            listed = np.zeros((size, source.credit.num_listed))
-            scores[trajectory.name] = dict.fromkeys(each, np.zeros(size))
-            scores[trajectory.name] |= dict.fromkeys((TOP_IDS, TOP_LOGP), listed)
+            shapes = dict.fromkeys((POLICY, REFERENCE, VALUE, TEACHER_LOGP), (size,))
+            listed = dict.fromkeys((TOP_IDS, TOP_LOGP), (size, source.credit.num_listed))
+            shape_of: dict[str, tuple[int, ...]] = {**shapes, **listed}
+            scores[trajectory.name] = {name: np.zeros(shape) for name, shape in shape_of.items()}
     return [sample.tree for sample in source.credit.assign(groups, scores)[0]]

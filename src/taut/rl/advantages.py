@@ -215,8 +215,8 @@ class PolicyCredit(Credit):
     ) -> None:
         """``limit``: tokens that a trajectory may have beyond its prompt. ``has_old``: the trainer's own logprobs at
         the start are a stream, because more than one step trains on a rollout. ``is_bypassed``: the engine's logprobs
-        take their place. ``reward_weights``: of the rewards by name. ``needs_turn_rewards``: the estimator charges turns
-        with their rewards. ``distill_coef``: of what teachers add to the advantages.
+        take their place. ``reward_weights``: of the rewards by name. ``needs_turn_rewards``: the estimator charges
+        turns with their rewards. ``distill_coef``: of what teachers add to the advantages.
         """
         super().__init__(loss)
         self.estimate, self.shaping, self.limit = estimate, shaping, limit
