@@ -248,7 +248,10 @@ def test_answers_of_the_data_are_learned_as_by_taut_distill(policy: Path, tmp_pa
 def test_without_answers_of_the_data_there_is_no_share_of_them(
     keys: dict[str, Any], says: str, policy: Path, tmp_path: Path
 ) -> None:
-    given = keys_of("gkd", policy, tmp_path, distill__lmbda=0.5, **keys)
+    rows = questions(3)
+    rows[1]["messages"].append({"role": "assistant", "content": "2"})
+    data = str(write_rows(tmp_path / "rows.jsonl", rows))
+    given = keys_of("gkd", policy, tmp_path, distill__lmbda=0.5, data__train=data, **keys)
     with pytest.raises(TautError, match=says):
         train(given)
     assert not Path(given["out"]).exists()

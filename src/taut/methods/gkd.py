@@ -250,7 +250,8 @@ class Gkd(OnlineMethod):
             return prompts
         assert isinstance(prompts, PromptSet)
         longest = self.longest_sample(language.config) + self.rollout.max_new_tokens
-        data = load_dataset(self.data, split, renderer, longest, looks_again=looks_again)
+        answered = replace(self.data, without_targets="drop")
+        data = load_dataset(answered, split, renderer, longest, looks_again=looks_again)
         prompts.answers = {sample.id: sample for sample in (data[i] for i in range(len(data)))}
         for row in prompts.prompt_rows:
             if row.place not in prompts.answers:

@@ -173,8 +173,12 @@ def open_teachers(
     """
     assert isinstance(inputs.train, PromptSet)
     rows = inputs.train.prompt_rows
-    num_ids = 1 + max(inputs.tokenizer.get_vocab().values())
-    local = partial(ModelTeacher, top=top, num_ids=num_ids, temperature=temperature)
+    num_rows = inputs.num_rows
+    if top > num_rows:
+        raise ConfigError(
+            f"distill.top={top}; expected at most the {num_rows:,} tokens of the vocabulary; lower it"
+        )
+    local = partial(ModelTeacher, top=top, num_rows=num_rows, temperature=temperature)
     by_name: dict[str, RolloutTeacher] = {}
     decisions: list[Decision] = []
     if config.teachers:
@@ -194,7 +198,7 @@ def open_teachers(
                 source.server,
                 inputs.tokenizer,
                 top=top,
-                num_rows=inputs.num_rows,
+                num_rows=num_rows,
                 longest=inputs.longest,
                 section=section,
             )

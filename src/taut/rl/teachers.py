@@ -78,8 +78,8 @@ class ModelTeacher:
     scorer: Scorer
     top: int
     """Likeliest tokens of each target; 0: none."""
-    num_ids: int
-    """Ids of the tokenizer: what is listed is among them."""
+    num_rows: int
+    """Rows of the student's vocabulary: what is listed is among them."""
     temperature: float = 1.0
     """Divides the logits of the logprob; the list is at temperature 1."""
     active: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -93,7 +93,7 @@ class ModelTeacher:
         return score_trees(trainer, trees, Wants(logp=False), [self], step)
 
     def streams(self, packed: Packed) -> dict[str, Tensor]:
-        return teacher_streams(self.scorer, packed, self.top, self.num_ids, self.temperature)
+        return teacher_streams(self.scorer, packed, self.top, self.num_rows, self.temperature)
 
     def tensors(self) -> list[Tensor]:
         return list(self.scorer.parameters())
