@@ -33,6 +33,7 @@ def answer(name: str, prompt: list[int], reply: list[int], group: int, **values:
     random = np.random.default_rng([group, len(reply)])
     at_N = np.arange(len(prompt), len(prompt) + len(reply))
     every = {"preference": 0.0, "margin": 0.0, "label": 0.0, "score": 0.0} | values
+    every["entropy_coef"] = 0.01 + 0.02 * group
     streams = {"ref_logp_N": random.uniform(-6.0, -1.0, at_N.size)}
     weight_N = random.uniform(0.5, 1.5, at_N.size)
     streams |= {name: random.uniform(-4.0, -2.0, at_N.size) for name in ROLLED_OUT}

@@ -196,6 +196,7 @@ ELSEWHERE = {
         "*.rollout_correction_veto": "rollout_token_veto_threshold",
         "grpo.advantage": "adv_estimator advantage_estimator scale_rewards",
         "*.entropy_coef": "entropy_coeff",
+        "*.entropy_target": "target_ent target_entropy",
         "ppo.gae_lambda": "gae_lambda lambd",
         "ppo.value_clip": "cliprange_value value_clip_range",
         "ppo.value_coef": "vf_coef",

@@ -26,6 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "grpo.kl_coef": 0.1,
         "grpo.kl_in": "reward",
         "grpo.kl_target": 0.01,
+        "grpo.entropy_target": 20.0,
         "shaping.scale": "running",
         "checkpoint.every": 2,
         "checkpoint.keep": 9,

@@ -52,6 +52,7 @@ LOSSES: dict[str, Loss] = {
     "policy_kl": PolicyGradient(kl=Kl(0.1), is_fresh=False),
     "policy_kl_k3": PolicyGradient(kl=Kl(0.1, "k3", "k1")),
     "policy_entropy": PolicyGradient(entropy_coef=0.01, temperature=0.7),
+    "policy_entropy_target": PolicyGradient(adapts_entropy=True, is_fresh=False),
     "policy_truncated": PolicyGradient(
         has_engine_logp=True, correction=Correction("truncated", floor=0.5), is_fresh=False
     ),

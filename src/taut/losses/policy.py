@@ -252,6 +252,20 @@ def adapted(coef: float, *, observed: float, target: float) -> float:
     return coef * (1.0 + error / 10.0)
 
 
+def entropy_coefs(
+    coef: float, *, observed: float, target: float, step: float
+) -> tuple[float, float]:
+    """(the entropy coefficient of a rollout of which ``observed`` nats a token were sampled, the state after it), from
+    the state c before it: Skywork-OR1, arXiv 2505.22312, 3.2.3:
+
+        coefficient = c where observed <= target, else 0
+        c afterwards = c + step where observed < target, else c - step, at least 0
+    """
+    return coef if observed <= target else 0.0, max(
+        0.0, coef + (step if observed < target else -step)
+    )
+
+
 # -- difference between engine and trainer ---------------------------------------------------------
 
 CorrectionKind: TypeAlias = Literal["none", "truncated", "masked"]
@@ -444,7 +458,8 @@ class PolicyGradient(Loss):
 
         sum over targets of  share * c * cost                    cost: a surrogate
             + kl_coef * sum of share * divergence estimate
-            - entropy_coef * sum of weight_N * entropy           divided by the step's sum of weight_N
+            - entropy_coef * sum of weight_N * entropy           divided by the step's sum of weight_N; with
+                                                                 ``adapts_entropy`` each sample's value entropy_coef
             + the value term
 
     c is the correction's weight, 1 without a correction. It multiplies the value of a token's
@@ -502,6 +517,7 @@ class PolicyGradient(Loss):
     correction: Correction = Correction()  # noqa: RUF009 (a NamedTuple)
     kl: Kl | None = None
     entropy_coef: float = 0.0
+    adapts_entropy: bool = False
     entropy: bool = False
     """Report the entropy as a metric; always on where it has a coefficient."""
     critic: Critic | None = None
@@ -567,7 +583,7 @@ class PolicyGradient(Loss):
         units: dict[str, Unit] = {"policy": averaged}
         if self.kl:
             units["kl"] = averaged
-        if self.entropy_coef:
+        if self.entropy_coef or self.adapts_entropy:
             units["entropy"] = "token"
         if self.critic:
             units["value"] = "read"
@@ -584,9 +600,13 @@ class PolicyGradient(Loss):
         return tuple(name for name, is_read in streams.items() if is_read)
 
     @property
+    def needs_values(self) -> tuple[str, ...]:
+        return ("entropy_coef",) if self.adapts_entropy else ()
+
+    @property
     def wants(self) -> Wants:
         return Wants(
-            entropy=self.entropy or self.entropy_coef != 0,
+            entropy=self.entropy or self.adapts_entropy or self.entropy_coef != 0,
             scalar=self.critic is not None,
             temperature=self.temperature,
         )
@@ -646,8 +666,11 @@ class PolicyGradient(Loss):
         if self.wants.entropy:
             assert scores.entropy_N is not None, "the loss needs the entropy"
             metrics["entropy"] = mean(scores.entropy_N)
-            if self.entropy_coef:
-                entropy_N = (packed.weight_N * scores.entropy_N).to(logp_N)
+            entropy_N = (packed.weight_N * scores.entropy_N).to(logp_N)
+            if self.adapts_entropy:
+                coef_N = packed.values["entropy_coef"].to(logp_N)[packed.row_N]
+                terms["entropy"] = -(coef_N * entropy_N).sum()
+            elif self.entropy_coef:
                 terms["entropy"] = -self.entropy_coef * entropy_N.sum()
         if self.critic:
             terms["value"], value_metrics = value_cost(scores, packed, self.critic)

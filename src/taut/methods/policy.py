@@ -34,7 +34,7 @@ from taut.methods.online import OnlineMethod, require_live_reference
 from taut.methods.preference import require_valid_loss
 from taut.methods.reference import ReferenceConfig
 from taut.rewards.registry import listed
-from taut.rl.advantages import Gae, KlPenalty, PolicyCredit, ShapingConfig
+from taut.rl.advantages import EntropyTarget, Gae, KlPenalty, PolicyCredit, ShapingConfig
 
 PolicyLoss: TypeAlias = Literal["clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "reinforce"]
 """The names of losses.policy.SURROGATES; a test holds them to it."""
@@ -122,7 +122,12 @@ class PolicyConfig:
     kl_target: Positive | None = None
     """For kl_in=reward: adapt kl_coef after each rollout to reach this KL per token, in nats (arXiv 1909.08593)."""
     entropy_coef: NotNegative = 0.0
-    """Entropy bonus coefficient."""
+    """Entropy bonus coefficient; with entropy_target the one at first."""
+    entropy_target: Positive | None = None
+    """Adapt the entropy coefficient after each rollout so that the entropy does not fall below this, in nats per token
+    (arXiv 2505.22312). The bonus is on in rollouts at or below the target."""
+    entropy_step: Positive = 0.005
+    """For entropy_target: how much the coefficient rises after a rollout below the target, and falls after others."""
     log_entropy: bool = False
     """Log the entropy, which costs one more pass over the logits; entropy_estimate is always logged."""
     rollout_correction: Literal["auto"] | CorrectionKind = "auto"
@@ -212,7 +217,8 @@ class PolicyConfig:
             is_bypassed=is_bypassed,
             correction=correction,
             kl=kl,
-            entropy_coef=self.entropy_coef,
+            entropy_coef=0.0 if self.entropy_target is not None else self.entropy_coef,
+            adapts_entropy=self.entropy_target is not None,
             entropy=self.log_entropy,
             critic=self.critic_term,
             temperature=temperature,
@@ -275,6 +281,7 @@ class PolicyConfig:
         yield Key("kl_estimator", in_loss, "kl_coef above 0 and kl_in=loss")
         yield Key("kl_gradient", in_loss, "kl_coef above 0 and kl_in=loss")
         yield Key("kl_target", has_kl and not in_loss, "kl_coef above 0 and kl_in=reward")
+        yield Key("entropy_step", self.entropy_target is not None, "entropy_target")
         for name in CORRECTING:
             yield Key(
                 name, self.rollout_correction != "none", "rollout_correction=truncated or masked"
@@ -381,7 +388,9 @@ class PolicyMethod(OnlineMethod):
         return AuxModels(self.reference if self.policy.kl_coef > 0 else None)
 
     def make_credit(self) -> PolicyCredit:
-        policy, penalty = self.policy, None
+        policy, penalty, entropy = self.policy, None, None
+        if policy.entropy_target is not None:
+            entropy = EntropyTarget(policy.entropy_target, policy.entropy_step, policy.entropy_coef)
         if policy.penalty_coef > 0:
             penalty = KlPenalty(policy.penalty_coef, policy.kl_target)
         return PolicyCredit(
@@ -393,6 +402,7 @@ class PolicyMethod(OnlineMethod):
             has_old=not self._is_fresh,
             is_bypassed=policy.old_logprobs == "engine",
             penalty=penalty,
+            entropy=entropy,
             reward_weights={spec.metric: spec.weight for spec in listed(self.rewards)},
             needs_turn_rewards=self.charges_turns,
             distill_coef=self.distill_coef,

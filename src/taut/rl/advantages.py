@@ -31,7 +31,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NotRequired
 
 import numpy as np
 import torch
@@ -188,11 +188,22 @@ class KlPenalty(NamedTuple):
     """The KL that an adaptive coefficient aims at, in nats a token; None: the coefficient is constant."""
 
 
+class EntropyTarget(NamedTuple):
+    """The entropy that an adaptive entropy coefficient keeps, in nats a token."""
+
+    target: float
+    step: float
+    """How much a rollout changes the coefficient."""
+    initial: float = 0.0
+    """The coefficient at first."""
+
+
 class PolicyCreditState(TypedDict):
-    """The state of PolicyCredit."""
+    """The state of PolicyCredit; older checkpoints lack some keys."""
 
     scale: Annotated[tuple[int, float, float], BeforeValidator(as_tuple)]
     coef: float
+    entropy_coef: NotRequired[float]
 
 
 class PolicyCredit(Credit):
@@ -209,6 +220,7 @@ class PolicyCredit(Credit):
         has_old: bool,
         is_bypassed: bool = False,
         penalty: KlPenalty | None = None,
+        entropy: EntropyTarget | None = None,
         reward_weights: Mapping[str, float] = MappingProxyType({}),
         needs_turn_rewards: bool = False,
         distill_coef: float = 0.0,
@@ -221,7 +233,7 @@ class PolicyCredit(Credit):
         super().__init__(loss)
         self.estimate, self.shaping, self.limit = estimate, shaping, limit
         self.has_old, self.penalty = has_old and not is_bypassed, penalty
-        self.is_bypassed = is_bypassed
+        self.is_bypassed, self.entropy = is_bypassed, entropy
         self.reward_weights, self.needs_turn_rewards = reward_weights, needs_turn_rewards
         self.distill_coef, self.is_taught = distill_coef, distill_coef > 0
         has_critic = isinstance(estimate, Gae)
@@ -240,6 +252,7 @@ class PolicyCredit(Credit):
         )
         self._scale = Scale()
         self._coef = 0.0 if penalty is None else penalty.coef
+        self._entropy_coef = 0.0 if entropy is None else entropy.initial
 
     def scored(self, groups: Sequence[Group]) -> Sequence[Group]:
         """Not those whose advantages are 0 whatever the scores, where the loss leaves such samples out. The engine's
@@ -343,11 +356,16 @@ class PolicyCredit(Credit):
             metrics["kl"] = float(policy.estimate(gap_N, "k1").mean())
             metrics["kl_k3"] = float(policy.estimate(gap_N, "k3").mean())
             metrics["kl_coef"] = self._coef
+        values: dict[str, float] = {}
+        if self.entropy is not None:
+            metrics["entropy_sampled"] = _entropy_of(trajectories)
+            values["entropy_coef"] = self._entropy_coefs(metrics["entropy_sampled"])[0]
+            metrics["entropy_coef"] = values["entropy_coef"]
         returns: Sequence[FloatArray | None] = [None] * len(trajectories)
         if isinstance(self.estimate, Gae):
-            values = [_tensor(own[VALUE]) for own in scores_S]
+            of_critic = [_tensor(own[VALUE]) for own in scores_S]
             advantages, returns, ranges = _by_critic(
-                self.estimate, trajectories, reward_S, scale, penalties, values
+                self.estimate, trajectories, reward_S, scale, penalties, of_critic
             )
             metrics |= ranges
             # All trajectories are compared with each other, one alone with what the critic expects.
@@ -376,7 +394,7 @@ class PolicyCredit(Credit):
                 streams[POLICY] = own[POLICY]
             if REFERENCE in own and self.penalty is None:
                 streams[REFERENCE] = own[REFERENCE]
-            sample = replace(sample_of(trajectory), streams=streams)
+            sample = replace(sample_of(trajectory), streams=streams, values=values)
             if return_N is not None:
                 values_of = {"return": return_N, "value": own[VALUE][: return_N.size]}
                 sample = replace(sample, read_at_R=sample.target_at_N - 1, read_values=values_of)
@@ -406,15 +424,28 @@ class PolicyCredit(Credit):
         if self.penalty is not None and self.penalty.target is not None:
             target = self.penalty.target
             self._coef = policy.adapted(self._coef, observed=metrics["kl"], target=target)
+        if self.entropy is not None:
+            self._entropy_coef = self._entropy_coefs(metrics["entropy_sampled"])[1]
+
+    def _entropy_coefs(self, observed: float) -> tuple[float, float]:
+        """The entropy coefficient of a rollout, and the state after it."""
+        assert self.entropy is not None
+        target, step, _ = self.entropy
+        return policy.entropy_coefs(self._entropy_coef, observed=observed, target=target, step=step)
 
     remembered: ClassVar[Any] = PolicyCreditState
 
     def remember(self) -> dict[str, Any]:
         scale = self._scale
-        return {"scale": [scale.count, scale.mean, scale.square], "coef": self._coef}
+        return {
+            "scale": [scale.count, scale.mean, scale.square],
+            "coef": self._coef,
+            "entropy_coef": self._entropy_coef,
+        }
 
     def recall(self, remembered: Mapping[str, Any]) -> None:
         self._scale, self._coef = Scale(*remembered["scale"]), remembered["coef"]
+        self._entropy_coef = remembered.get("entropy_coef", self._entropy_coef)
 
     def _shaped(self, trajectories: Sequence[Trajectory]) -> tuple[Scale, Tensor]:
         """The rewards as they are compared, and the scale that they were divided by."""
@@ -446,6 +477,11 @@ def _numbered(groups: Sequence[Group]) -> tuple[list[Trajectory], Tensor]:
     trajectories = [t for group in groups for t in group.trajectories]
     numbers = [number for number, group in enumerate(groups) for _ in group.trajectories]
     return trajectories, torch.tensor(numbers)
+
+
+def _entropy_of(trajectories: Sequence[Trajectory]) -> float:
+    """The mean of -logp of what the engine sampled, in nats a token: an unbiased estimate of its entropy."""
+    return float(-np.nanmean(np.concatenate([t.logp_N for t in trajectories])))
 
 
 def turns_of(trajectory: Trajectory) -> tuple[Tensor, Tensor]:

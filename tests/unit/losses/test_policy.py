@@ -19,6 +19,7 @@ from taut.losses.policy import (
     adapted,
     effective_share,
     engine_metrics,
+    entropy_coefs,
     explained_variance,
     largest_difference,
     value_cost,
@@ -320,3 +321,24 @@ def test_the_controller() -> None:
     for _ in range(200):  # a divergence that answers to the coefficient settles at the target
         coef = adapted(coef, observed=exp(-coef), target=exp(-1.0))
     assert coef == pytest.approx(1.0, abs=1e-3)
+
+
+def test_an_adaptive_entropy_coefficient_is_that_of_each_sample() -> None:
+    """0.1 of the first answer, 0.3 of the second: the sum of both bonuses, each as of a constant coefficient."""
+    logp_N = torch.tensor([-1.0, -0.9, -2.0, -0.5, -1.5], dtype=torch.float64)
+    entropy_N = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
+    packed = rolled_out()
+    packed = replace(packed, values={"entropy_coef": torch.tensor([0.1, 0.3]).double()})
+    loss = PolicyGradient(adapts_entropy=True)
+    assert loss.needs_values == ("entropy_coef",) and loss.units["entropy"] == "token"
+    found = loss(Scores(logp_N, entropy_N), packed)
+    assert float(found.terms["entropy"]) == pytest.approx(-(0.1 * 6 + 0.3 * 9), rel=1e-7)
+    assert found.metrics["entropy"][0] == 15.0
+
+
+def test_the_entropy_coefficient_by_hand() -> None:
+    """On at and below the target, off above; the state rises below the target only, and is never negative."""
+    for observed, wanted in ((0.1, (0.01, 0.015)), (0.2, (0.01, 0.005)), (0.3, (0.0, 0.005))):
+        found = entropy_coefs(0.01, observed=observed, target=0.2, step=0.005)
+        assert found == pytest.approx(wanted)
+    assert entropy_coefs(0.001, observed=0.3, target=0.2, step=0.005) == (0.0, 0.0)

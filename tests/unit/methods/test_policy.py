@@ -94,6 +94,7 @@ GRPO: list[tuple[tuple[str, ...], dict[str, Any]]] = [
     ),
     (("kl_coef=0.1", "kl_in=reward", "kl_target=0.01"), {}),
     (("entropy_coef=0.01",), {"entropy_coef": 0.01}),
+    (("entropy_target=0.2", "entropy_coef=0.01"), {"adapts_entropy": True, "entropy_coef": 0.0}),
     (("log_entropy=true",), {"entropy": True}),
     (("rollout_correction=none",), {"correction": Correction()}),
     (
@@ -208,6 +209,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
         r"grpo: found rollout_correction_level=token with loss=gmpo, .*; expected geometric or sequence",
     ),
     (("pass_k=3",), r"grpo.pass_k=3, which nothing reads; expected advantage=pass_at_k"),
+    (("entropy_step=0.1",), r"grpo.entropy_step=0.1, which nothing reads; expected entropy_target"),
     (("turn_discount=0.5",), r"grpo.turn_discount=0.5, .*; expected advantage_level=turn"),
     (
         ("advantage_level=turn", "advantage=tree"),

@@ -23,6 +23,7 @@ from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
 from taut.rl.advantages import (
     Credit,
+    EntropyTarget,
     Gae,
     KlPenalty,
     PolicyCredit,
@@ -166,6 +167,29 @@ def test_an_adaptive_penalty_learns_when_it_is_told_to_and_is_remembered() -> No
     other = policy(penalty=KlPenalty(0.5, target=0.1))
     other.recall(state)
     assert other.remember() == state
+
+
+def test_the_entropy_coefficient_follows_what_was_sampled_and_is_remembered() -> None:
+    """Paths of logprobs -1, -2 and -1, -2, -3 have an entropy of 9/5. Of a target of 2 the bonus is on, and rises; of
+    one of 1.5 it is off, and falls to 0 at last.
+    """
+    every = paths([[1.0, 0.0]])
+    for target, first, states in ((2.0, 0.02, [0.05, 0.08]), (1.5, 0.0, [0.0, 0.0])):
+        made = policy(entropy=EntropyTarget(target, 0.03, 0.02))
+        given = assign(made, every, said(every))
+        assert given.metrics["entropy_sampled"] == pytest.approx(9 / 5)
+        assert {s.values["entropy_coef"] for s in given.trees[0].samples} == {first}
+        assert given.metrics["entropy_coef"] == first
+        assert made.remember()["entropy_coef"] == 0.02
+        for state in states:
+            made.learn(groups_of(every), given.metrics)
+            assert made.remember()["entropy_coef"] == pytest.approx(state)
+        other = policy(entropy=EntropyTarget(target, 0.03, 0.02))
+        other.recall(json.loads(json.dumps(made.remember())))
+        assert other.remember() == made.remember()
+        other.recall({"scale": [0, 0.0, 0.0], "coef": 0.0})  # of a checkpoint that has none
+        assert other.remember()["entropy_coef"] == made.remember()["entropy_coef"]
+    assert not assign(policy(), every, said(every)).trees[0].samples[0].values
 
 
 def test_a_critic_charges_each_token_and_a_cut_path_gets_its_reward_alone() -> None:
