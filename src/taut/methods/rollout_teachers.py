@@ -71,7 +71,7 @@ class RolloutTeachersConfig:
     privileged: str | None = None
     """Instead of a teacher: the column with what the model itself sees as its own teacher, and as the student does not:
     a right answer, a hint, feedback."""
-    privileged_template: str = "{prompt}\n\nFor your information: {privileged}"
+    privileged_template: str = "{prompt} For your information: {privileged}"
     """For privileged: the text of the teacher's last user message, or of its prompt. {prompt} is that of the student,
     {privileged} the column's."""
     weights: Literal["start", "now"] = "start"

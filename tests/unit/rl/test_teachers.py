@@ -118,7 +118,7 @@ def test_privileged_information_is_seen_by_the_teacher_alone(weights: str, place
     for group in asked:
         row = group.row
         question = row.prompt[-1]["content"]  # type: ignore[index]
-        text = f"{question}\n\nFor your information: {row.columns['hint']}"
+        text = f"{question} For your information: {row.columns['hint']}"
         said_to = [{"role": "user", "content": text}]
         prompt = tokenizer.apply_chat_template(
             said_to, add_generation_prompt=True, return_dict=False
