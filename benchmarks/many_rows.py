@@ -1,8 +1,8 @@
 """The first step from a warm cache, by the number of rows: seconds, memory, and a step's planning.
 
 The rows are made, not tokenised: a source's arrays are written as they are cached. Each size is measured in a process
-of its own, after its files were written (the page cache is warm): to load the data; to look at all ids as a run does
-at its start, for which shards are opened and verified; to make the order; to plan the first step; then the median of
+of its own, after its files were written (the page cache is warm): to load the data; to ask of all ids what a run does
+at its start; to make the order; to plan the first step, for which shards are opened and verified; then the median of
 later steps. ``data_mb`` is memory that belongs to files; ``own_mb`` is the rest.
 
     python many_rows.py --rows 100000 1000000 3000000
@@ -68,7 +68,7 @@ def write(folder: Path, num_rows: int) -> None:
                 "line": np.arange(first + 1, first + count + 1),
                 "part": np.zeros(count, dtype=np.int32),
             }
-            yield cache.Entry(arrays, count, ())
+            yield cache.Entry(arrays, count, (), ends=(END,))
 
     cache.save(folder, KEY, entries)
 
@@ -86,7 +86,7 @@ def measured(folder: Path) -> dict[str, float]:
     data.described("train")
     loaded = time.perf_counter()
     data.first_beyond(VOCAB)
-    data.num_with_target([END])
+    assert data.num_ended == len(data)
     looked_at = time.perf_counter()
     rows = Rows(data)
     order = rows.order(BatchConfig(samples_per_step=SAMPLES), 0, SAMPLES)

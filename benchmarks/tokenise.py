@@ -2,6 +2,7 @@
 
     python benchmarks/tokenise.py --rows 20000 --rounds 3
     python benchmarks/tokenise.py --memory 100000 3000000    # peak memory, and a warm start, of taut alone
+    python benchmarks/tokenise.py --memory 100000 600000 --shard-mib 16      # the same, with more shards of less
 
 Rows are chats of two messages in syllables, the tokenizer a byte-level BPE that is trained on them. Contenders take
 turns, each in a process of its own with one thread; the best of the rounds counts. What two processes gain is stated
@@ -126,6 +127,7 @@ def compare(folder: Path, texts: Texts, num_rows: int, rounds: int) -> None:
     with rows.open("w") as file:
         file.writelines(texts.chats(num_rows, 160))
     rates: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    costs: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     gains = []
     for _ in range(rounds):
         gains.append(arithmetic_gain())
@@ -133,25 +135,30 @@ def compare(folder: Path, texts: Texts, num_rows: int, rounds: int) -> None:
             for processes in (1, 2):
                 found = run(contender, processes, rows)
                 rates[contender, processes].append(found["rows"] / found["seconds"])
-    print(f"{num_rows:,} rows, {rows.stat().st_size / 2**20:.0f} MiB; rows/s")
+                costs[contender, processes].append(found["cpu_seconds"])
+    print(f"{num_rows:,} rows, {rows.stat().st_size / 2**20:.0f} MiB; rows/s, processor seconds")
     for contender in CONTENDERS:
         one, two = (max(rates[contender, processes]) for processes in (1, 2))
+        cost, costs_two = (min(costs[contender, processes]) for processes in (1, 2))
         print(
-            f"  {contender:13} 1 process {one:8,.0f}   2 processes {two:8,.0f}   gain {two / one:.2f}"
+            f"  {contender:13} 1 process {one:8,.0f} {cost:6.1f} s   2 processes {two:8,.0f} {costs_two:6.1f} s   "
+            f"gain {two / one:.2f}"
         )
     print(f"  arithmetic    gain {max(gains):.2f}")
 
 
-def measure_memory(folder: Path, texts: Texts, num_rows: int) -> None:
+def measure_memory(folder: Path, texts: Texts, num_rows: int, shard_mib: int) -> None:
     """Tokenise short rows, then load them again from the cache."""
     rows = folder / f"short-{num_rows}.jsonl"
     with rows.open("w") as file:
         file.writelines(texts.chats(num_rows, 8))
     cache = str(folder / "cache")
     for name in ("tokenised", "from the cache"):
-        found = run("taut", 1, rows, cache=cache)
+        found = run("taut", 1, rows, cache=cache, shard_mib=shard_mib)
         print(
-            f"{num_rows:,} short rows {name}: {found['seconds']:,.1f} s, peak {found['peak_mib']:,.0f} MiB"
+            f"{num_rows:,} short rows {name}: {found['seconds']:,.1f} s, peak {found['peak_mib']:,.0f} MiB, "
+            f"{len(list(Path(cache).glob('*/0*')))} shards so far",
+            flush=True,
         )
 
 
@@ -160,13 +167,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--memory", type=int, nargs="+", default=[], metavar="ROWS")
+    parser.add_argument("--shard-mib", type=int, default=256)
     options = parser.parse_args()
     texts = Texts()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         save_tokenizer(texts, folder / "tokenizer")
         for num_rows in options.memory:
-            measure_memory(folder, texts, num_rows)
+            measure_memory(folder, texts, num_rows, options.shard_mib)
         if not options.memory:
             compare(folder, texts, options.rows, options.rounds)
 

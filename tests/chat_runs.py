@@ -85,7 +85,7 @@ def words_of(keys: Mapping[str, Any]) -> list[str]:
     return [f"{key}={value}" for key, value in plain.items()]
 
 
-def sft(model: Path, train: Path, out: Path, **keys: Any) -> taut.Result:
+def sft(model: Path, train: Path | str, out: Path, **keys: Any) -> taut.Result:
     """A quiet run in float64 on the CPU; a key with ``__`` stands for one with a dot."""
     dotted = {key.replace("__", "."): value for key, value in keys.items()}
     return taut.sft(

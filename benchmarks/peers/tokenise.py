@@ -67,9 +67,11 @@ def mapped(job: Job, tokenizer: Any) -> int:
 
 
 def taut(job: Job, tokenizer: Any) -> int:
+    from taut.data import blocks
     from taut.data.dataset import DataConfig, load_dataset
     from taut.data.render import Renderer
 
+    blocks.SHARD_BYTES = job.get("shard_mib", 256) * 2**20
     config = DataConfig(train=job["rows"], cache=job["cache"], workers=job["processes"])
     return len(load_dataset(config, "train", Renderer(tokenizer), 4096))
 
@@ -77,15 +79,20 @@ def taut(job: Job, tokenizer: Any) -> int:
 def main() -> None:
     from transformers import AutoTokenizer
 
+    from taut.io import processes
+
     job = json.loads(sys.argv[1])
     tokenizer = AutoTokenizer.from_pretrained(job["tokenizer"])
     with tempfile.TemporaryDirectory(dir=Path(job["rows"]).parent) as cache:
         job = {"cache": cache, **job}
-        began = time.perf_counter()
+        began, before = time.perf_counter(), time.process_time()
         num_rows = (taut if job["contender"] == "taut" else mapped)(job, tokenizer)
         seconds = time.perf_counter() - began
-    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps({"seconds": seconds, "rows": num_rows, "peak_mib": peak_mib}))
+        processes._helper.end()  # the template's process: its processor time counts too
+    own, children = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    cpu = sum(used.ru_utime + used.ru_stime for used in (own, children)) - before
+    found = {"seconds": seconds, "rows": num_rows, "peak_mib": own.ru_maxrss / 1024}
+    print(json.dumps({**found, "cpu_seconds": cpu}))
 
 
 if __name__ == "__main__":

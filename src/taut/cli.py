@@ -81,10 +81,11 @@ OTHERS = {
         has_method=True,
     ),
     "tokenise": Command(
-        "[RUN.toml | RUN.yaml] [key=value ...]",
-        "tokenise the data of a run before it, into the cache",
-        "taut.commands.tokenise:tokenise",
+        "[RUN.toml | RUN.yaml] [out=DIR] [key=value ...]",
+        "tokenise the data of a run before it, into the cache or a directory that runs take as data.train",
+        "taut.commands.tokenise:main",
         "taut.methods.method:RunConfig",
+        is_raw=True,
         has_method=True,
     ),
     "check": Command(

@@ -92,6 +92,22 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
         {"rollout.lag": 1},
         r"rollout\.lag=1 with rollout\.engine=local",
     ),
+    ("grpo", {"rollout.oversample": 2}, r"rollout\.oversample=2 with rollout\.engine=local"),
+    (
+        "grpo",
+        {**AT_SERVER, "rollout.oversample": 2, "rollout.lag": 1},
+        r"rollout\.oversample=2 with rollout\.lag=1",
+    ),
+    (
+        "grpo",
+        {"rollout.difficulty_filter": 0.5, "rollout.n": 1},
+        r"rollout\.difficulty_filter=0\.5 with rollout\.n=1",
+    ),
+    (
+        "gkd",
+        {"rollout.difficulty_filter": 0.5},
+        r"rollout\.difficulty_filter=0\.5: taut gkd has no rewards",
+    ),
     (
         "grpo",
         {**AT_SERVER, "rollout.lag": 3, "rollout.minibatches": 2},

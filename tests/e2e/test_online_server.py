@@ -140,6 +140,32 @@ def test_a_group_that_takes_too_long_is_asked_again(
     assert sorted(draws) == list(range(10))
 
 
+def test_of_more_prompts_than_are_taken_the_first_that_finish_are(
+    server: SamplingServer, model: Path, tmp_path: Path
+) -> None:
+    """The first prompt of each rollout is not answered before the rollout is done."""
+    keys = keys_for(server, model, tmp_path, rollout__oversample=2, steps=2)
+    late: list[Any] = []
+
+    def fault(body: Body, count: int) -> Fault | None:
+        if "prompt_logprobs" in body or body["logprobs"] == 1:
+            return None
+        if len(late) < len(pushes(server)):
+            late.append(body["prompt"])
+        return Fault(slow=3.0) if body["prompt"] == late[-1] else None
+
+    server.faults = fault
+    train(keys)
+    out = Path(keys["out"])
+    for event in events(out, "rollout"):
+        assert (event["groups"], event["oversample_dropped"]) == (2, 2)
+        assert event["oversample_tokens_mean"] > 0
+    assert [len(prompts) for _, prompts in trained_on(out)] == [2, 2]
+    (start,) = events(out, "start")
+    (reason,) = [why for name, _, why in start["decisions"] if name == "oversampling"]
+    assert "favours short answers" in reason
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 def test_ctrl_c_ends_with_a_saved_state_and_no_thread(
     lag: int, server: SamplingServer, model: Path, tmp_path: Path

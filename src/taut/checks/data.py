@@ -30,13 +30,12 @@ from taut.checks.registry import (
 )
 from taut.checks.session import GENERATED, Session, Unavailable, once, owned_by
 from taut.data.batching import Budget, StepPlan, lay_out, samples_of, step_plan
-from taut.data.dataset import Dataset, sources
+from taut.data.dataset import Dataset, open_sources
 from taut.data.messages import PICTURES, Completion, Conversation, Document, Row, images_of, text_of
 from taut.data.order import START
 from taut.data.prompts import PromptSet
 from taut.data.render import Limits
 from taut.data.schema import REQUIRED, Columns, Recognised, best_row, read_any, recognise, renamed
-from taut.data.sources import open_source
 from taut.data.tokenise import attempt_rows
 from taut.errors import DataError, PictureError, TautError
 from taut.methods.method import Offline
@@ -72,9 +71,8 @@ def records(session: Session) -> list[Record]:
     """The first records of each source of both splits; lines that are no records are left to data.rows."""
     first = []
     for split in _splits(session):
-        named = sources(session.run.data, split, session.run.row_kind)
-        for source, columns in named:
-            opened = open_source(source)
+        named = open_sources(session.run.data, split, session.run.row_kind)
+        for _, columns, opened, _ in named:
             for line, value in islice(opened.attempts(), 2000 // len(named) + 1):
                 if not isinstance(value, DataError):
                     place = opened.place(line)
@@ -318,8 +316,8 @@ def every_row_becomes_a_sample(session: Session) -> Finding:
     times: Counter[str] = Counter()
     try:
         for split in _splits(session):
-            for source, columns in sources(config, split, session.run.row_kind):
-                attempts = attempt_rows(open_source(source), columns, renderer, limits)
+            for _, columns, opened, _ in open_sources(config, split, session.run.row_kind):
+                attempts = attempt_rows(opened, columns, renderer, limits)
                 for attempt in islice(attempts, 200_000):
                     number += 1
                     if attempt.error:
@@ -460,10 +458,10 @@ def texts(session: Session) -> dict[str, Texts]:
     by_split = {}
     for split in _splits(session):
         places, exact, normal, broken = list[str](), list[int](), list[int](), list[BrokenText]()
-        named = sources(session.run.data, split, session.run.row_kind)
+        named = open_sources(session.run.data, split, session.run.row_kind)
         room, is_whole = 400_000_000, True  # characters, beyond which no further row is read
-        for source, columns in named:
-            opened, number = open_source(source), 0
+        for _, columns, opened, _ in named:
+            number, is_whole = 0, is_whole and not opened.is_part
             read_columns: dict[tuple[str, ...], list[str]] = {}
             for line, record in opened.attempts():
                 try:
@@ -587,15 +585,16 @@ def flat_train(session: Session) -> Flat:
 
 
 def flat(data: Dataset, tokens: int = TOKENS, samples: int = SAMPLES) -> Flat:
-    """Samples spread evenly, at most so many, and about so many tokens."""
-    share = tokens / data.report.num_tokens
-    most = min(len(data), samples, max(1, int(share * len(data))))
-    index_S = np.unique(np.linspace(0, len(data) - 1, most).astype(np.int64))
-    first, ids, seen, targets, sizes = 0, [], [], [], []
-    for entry in (entry for part in data.parts for entry in part.shards):
-        arrays, num_samples = entry.arrays, entry.counts.num_samples
-        chosen = index_S[(index_S >= first) & (index_S < first + num_samples)] - first
-        first += num_samples
+    """Samples spread evenly over those at hand, at most so many, and about so many tokens."""
+    looked = list(data.at_hand())
+    own_S = np.concatenate([np.arange(own.start, own.stop) for own, _ in looked])
+    share = tokens / sum(entry.counts.num_tokens for _, entry in looked)
+    most = min(own_S.size, samples, max(1, int(share * own_S.size)))
+    index_S = own_S[np.unique(np.linspace(0, own_S.size - 1, most).astype(np.int64))]
+    ids, seen, targets, sizes = [], [], [], []
+    for own, entry in looked:
+        arrays = entry.arrays
+        chosen = index_S[(index_S >= own.start) & (index_S < own.stop)] - own.start
         places, lengths = _ranges(arrays["offsets"], chosen)
         sizes.append(lengths)
         ids.append(np.asarray(arrays["ids"][places]))

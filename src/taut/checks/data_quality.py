@@ -233,10 +233,11 @@ def eval_is_not_trained_on(session: Session) -> Finding:
         )
     is_similar = is_equal | similar_samples(flat_train(session), look)
     num_similar = int(is_similar.sum())
-    says = f"{num_equal:,} equal, {num_similar:,} mostly in data.train{look.looked_at}"
+    some = "; of data.train the shards at hand looked at" if session.train.is_elsewhere else ""
+    says = f"{num_equal:,} equal, {num_similar:,} mostly in data.train{look.looked_at}{some}"
     if num_equal > 0.01 * look.num_samples:
         return warned(
-            f"{equal}{look.looked_at}",
+            f"{equal}{look.looked_at}{some}",
             measured=(num_equal, unit),
             evidence=names,
             remedy="hold out rows that are not trained on: what is measured on these says nothing of new ones",
@@ -259,14 +260,12 @@ def equal_samples(train: Dataset, look: Flat) -> NDArray[np.bool_]:
     for number, (start, stop) in enumerate(zip(look.start_S, look.start_S[1:], strict=False)):
         wanted.setdefault(look.seen_T[start:stop].tobytes(), []).append(number)
     candidates: list[int] = []  # training samples of the same lengths, equal in a few tokens
-    first = 0
-    for entry in (entry for part in train.parts for entry in part.shards):
+    for own, entry in train.at_hand():
         offsets = np.asarray(entry.arrays["offsets"])
         shard_lengths = np.diff(offsets)
         chosen = np.flatnonzero(np.isin(shard_lengths, np.unique(lengths_S)))
         keys = _sample_keys(entry.arrays["ids"], offsets[:-1][chosen], shard_lengths[chosen])
-        candidates += (chosen[np.isin(keys, np.unique(keys_S))] + first).tolist()
-        first += shard_lengths.size
+        candidates += (chosen[np.isin(keys, np.unique(keys_S))] + own.start).tolist()
     is_equal = np.zeros(lengths_S.size, dtype=bool)
     for index in candidates[:20_000]:
         sample = train[index]
@@ -350,6 +349,7 @@ def pair_report(session: Session) -> PairReport:
 
 def _values(session: Session, name: str) -> FloatArray:
     """A value of every training sample, in their order."""
+    skip_if(session.train.is_elsewhere, "it would fetch every shard")
     shards = [entry for part in session.train.parts for entry in part.shards]
     return np.concatenate([entry.arrays[VALUE + name] for entry in shards]).astype(np.float64)
 

@@ -296,14 +296,12 @@ class Session:
     def with_pictures(self) -> list[int]:
         """The first NUM_ROWS training samples that have pictures, the shortest first."""
         indices: list[int] = []
-        first = 0
-        for entry in (entry for part in self.train.parts for entry in part.shards):
+        for own, entry in self.train.at_hand():
             arrays = entry.arrays
             if "media.offsets" in arrays:
                 has_picture = np.diff(arrays["media.offsets"]) > 0
                 room = NUM_ROWS - len(indices)
-                indices += (np.flatnonzero(has_picture)[:room] + first).tolist()
-            first += len(arrays["line"])
+                indices += (np.flatnonzero(has_picture)[:room] + own.start).tolist()
         return sorted(indices, key=self.train.length)
 
     @property

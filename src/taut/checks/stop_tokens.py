@@ -61,7 +61,7 @@ def the_end_of_answers_is_a_target(session: Session) -> Finding:
     skip_if(session.is_generated, GENERATED)
     skip_if(session.is_scalar, "a reward model is not taught to stop")
     train, stops = session.train, session.stops
-    report, number, total = train.report, train.num_with_target(stops.ids), len(train)
+    report, number, total = train.report, train.num_ended, len(train)
     unit = f"of {total:,} samples"
     num_whole = report.num_rows - len(report.dropped) - len(report.cut)
     if session.run.row_kind != "sft":  # each answer of a row is a sample of its own

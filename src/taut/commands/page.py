@@ -25,7 +25,9 @@ from urllib.parse import parse_qs, urlencode
 
 from pydantic import Field
 
-from taut.commands.http_server import (
+from taut.config import configclass, user_path
+from taut.errors import OutputError, TautError
+from taut.inference.http_server import (
     App,
     Guard,
     HttpLimits,
@@ -37,8 +39,6 @@ from taut.commands.http_server import (
     listen,
     serve,
 )
-from taut.config import configclass, user_path
-from taut.errors import OutputError, TautError
 from taut.io import files
 from taut.io.console import counted
 from taut.io.terminal import Terminal

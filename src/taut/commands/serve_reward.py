@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from taut.commands.http_server import App, Guard, HttpLimits, Refused, is_loopback, listen, serve
 from taut.commands.reading import print_decisions
 from taut.config import configclass, home_path, read_secret
 from taut.data.json_io import shown
@@ -42,6 +41,7 @@ from taut.data.messages import (
 )
 from taut.data.schema import AnyRow
 from taut.errors import ConfigError, DataError, EngineError, OutOfMemory, TautError
+from taut.inference.http_server import App, Guard, HttpLimits, Refused, is_loopback, listen, serve
 from taut.inference.reward_model import Batcher, JudgeUse, Rendered, open_judge
 from taut.io import files
 from taut.io.temporary import TemporaryFolder

@@ -629,6 +629,7 @@ def _run(
         model=str(model),
         stop=stops.as_fields() if stops is not None else None,
         divergence=divergence,
+        fetched=[fetched.as_fields() for fetched in built.inputs.train.fetched],
     )
     return Result(out, model, trainer.done, trainer.loss, metrics, stops, divergence)
 

@@ -12,7 +12,7 @@ Does not say which samples a step has (``order.py``), and does not lay out token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Annotated, NamedTuple
@@ -271,6 +271,10 @@ class Rows:
         groups = self.prefix_groups(batch.group_min_tokens) if batch.group_prefixes else None
         weights = tuple(part.weight for part in parts)
         return Order(counts, weights, seed, samples_per_step, batch.shuffle, groups)
+
+    def expect(self, steps: Iterable[Sequence[int]]) -> None:
+        """The next steps have these trees (``Dataset.expect``)."""
+        self.data.expect(steps, rows=self.are_answers)
 
     def trees(self, indices: Sequence[int]) -> list[Tree]:
         """The trees of a step. Their groups are numbered in this order."""

@@ -31,7 +31,7 @@ LENGTHS = "length."
 class Block:
     """The samples of rows that follow each other, on their way into a shard."""
 
-    arrays: Mapping[str, NDArray[Any]]
+    arrays: dict[str, NDArray[Any]]
     """As in an entry, with the length of each sample's part (``LENGTHS``) in place of offsets, without images."""
     media: Sequence[tuple[Media, ...]]
     """The images of each sample."""
@@ -91,11 +91,14 @@ class BlockBuilder:
         )
 
 
-def joined(blocks: Sequence[Block]) -> Entry:
-    """The entry of blocks that follow each other; one of them has samples."""
+def joined(blocks: Sequence[Block], ends: Sequence[int] = ()) -> Entry:
+    """The entry of blocks that follow each other; one of them has samples. ``ends``: the tokens that end an answer.
+
+    The arrays are taken out of the blocks, one after another, so that a shard is not held twice.
+    """
     names = dict.fromkeys(name for block in blocks for name in block.arrays)
     found = {
-        name: np.concatenate([block.arrays[name] for block in blocks if name in block.arrays])
+        name: np.concatenate([block.arrays.pop(name) for block in blocks if name in block.arrays])
         for name in names
     }
     arrays = {name: array for name, array in found.items() if not name.startswith(LENGTHS)}
@@ -114,23 +117,24 @@ def joined(blocks: Sequence[Block]) -> Entry:
         tuple(incident for block in blocks for incident in block.incidents),
         any(block.is_fleeting for block in blocks),
         sum((Counter(block.forms) for block in blocks), Counter[RowForm]()),
+        ends=tuple(sorted(ends)),
     )
 
 
-def in_shards(blocks: Iterable[Block]) -> Iterator[Entry]:
+def in_shards(blocks: Iterable[Block], ends: Sequence[int] = ()) -> Iterator[Entry]:
     """The entries of all blocks. One ends before the first block with samples after ``SHARD_BYTES``; what has none goes
-    with the samples before it.
+    with the samples before it. ``ends``: the tokens that end an answer.
     """
     pending: list[Block] = []
     size = 0
     for block in blocks:
         if size >= SHARD_BYTES and block.media:
-            yield joined(pending)
+            yield joined(pending, ends)
             pending, size = [], 0
         pending.append(block)
         size += block.num_bytes
     if pending:
-        yield joined(pending)
+        yield joined(pending, ends)
 
 
 def media_arrays(

@@ -9,7 +9,8 @@
                   target_offsets.npy  int64 [S+1]
                   line.npy            int64 [S]     the line or record each sample comes from
                   part.npy            int32 [S]     number of the sample in its row; 0: the only one
-                  meta.json           rows read, their forms, incidents, and the SHA-256 of each array
+                  meta.json           rows read, their forms, incidents, the largest id, how many samples end, and the
+                                      SHA-256 of each array
 
 and, where a row has several samples,
 
@@ -121,6 +122,8 @@ META_LIMIT = 2**29
 MANIFEST_LIMIT = 2**28
 """Largest manifest.json, in bytes."""
 MANIFEST = "manifest.json"
+FORMAT = 2
+"""Of manifest.json and meta.json. Raise it when they say more, or other things: older entries are made again."""
 PARTIAL, LOCK = ".partial", "lock"
 """End of the name of a directory of finished shards whose source is not; the file in it that its process has locked."""
 KEPT_SECONDS = 7 * 24 * 3600
@@ -142,6 +145,19 @@ class Counts:
     """Distinct images."""
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What a run asks of all samples of a shard before it begins, noted when the shard is written: so no shard is
+    opened for it.
+    """
+
+    largest_id: int
+    num_ended: int
+    """Samples with a token that ends an answer among their targets."""
+    values: tuple[str, ...]
+    """The arrays of values of samples in which one is not 0."""
+
+
 @dataclass(frozen=True, eq=False)
 class Entry:
     """A shard of a tokenised source."""
@@ -156,6 +172,8 @@ class Entry:
     """Number of rows of each form."""
     digest: str = ""
     """Digest of the arrays on disk: equal where the samples are, wherever their images lie."""
+    ends: tuple[int, ...] = ()
+    """The tokens that end an answer, ascending."""
 
     @cached_property
     def counts(self) -> Counts:
@@ -228,6 +246,33 @@ class Entry:
         """How many samples have each number of tokens."""
         return LengthCounts.of(np.diff(self.arrays["offsets"]))
 
+    @cached_property
+    def facts(self) -> Facts:
+        """What a run asks of all samples before it begins."""
+        ids, arrays = self.arrays["ids"], self.arrays
+        values = (name for name in arrays if name.startswith(VALUE) and arrays[name].any())
+        return Facts(int(ids.max()), self._num_ended(), tuple(sorted(values)))
+
+    def _num_ended(self) -> int:
+        """How many samples have one of ``ends`` among their targets."""
+        arrays, num = self.arrays, 0
+        offsets, bounds = arrays["offsets"], arrays["target_offsets"]
+        for first in range(0, len(offsets) - 1, BLOCK):
+            last = min(first + BLOCK, len(offsets) - 1)
+            starts_S, bounds_S = offsets[first:last], bounds[first : last + 1]
+            left_S = np.flatnonzero(np.diff(bounds_S))
+            # most answers end with such a token: the last target is looked at first
+            last_at = arrays["target_at"][bounds_S[left_S + 1] - 1]
+            is_hit_S = np.isin(arrays["ids"][starts_S[left_S] + last_at], self.ends)
+            num += int(is_hit_S.sum())
+            left_S = left_S[~is_hit_S]
+            counts = np.diff(bounds_S)[left_S]
+            places = np.repeat(bounds_S[left_S] - np.cumsum(counts) + counts, counts)
+            at = arrays["target_at"][places + np.arange(places.size)]
+            is_hit = np.isin(arrays["ids"][at + np.repeat(starts_S[left_S], counts)], self.ends)
+            num += np.unique(np.repeat(left_S, counts)[is_hit]).size
+        return num
+
     def row(self, index: int) -> range:
         """The samples of a row, which are neighbours. Rows without samples are not counted."""
         offsets = self.arrays.get("row_offsets")
@@ -272,8 +317,13 @@ class Shards(Sequence[Entry]):
         forms: Mapping[RowForm, int],
         digests: Sequence[str],
         lengths: LengthCounts,
+        facts: Sequence[Facts],
+        is_remote: bool = False,
     ) -> None:
         self.counts = tuple(counts)
+        self.facts = tuple(facts)
+        self.is_remote = is_remote
+        """Whether a shard is fetched when it is asked for; then it may be removed again, and does not stay open."""
         self.incidents = tuple(incidents)
         """Of all shards."""
         self.is_fleeting = is_fleeting
@@ -302,6 +352,7 @@ class Shards(Sequence[Entry]):
             forms=sum((Counter(entry.forms) for entry in entries), Counter[RowForm]()),
             digests=[entry.digest for entry in entries],
             lengths=LengthCounts.joined(entry.lengths for entry in entries),
+            facts=[entry.facts for entry in entries],
         )
 
     def __len__(self) -> int:
@@ -316,6 +367,8 @@ class Shards(Sequence[Entry]):
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         number = range(len(self))[index]
+        if self.is_remote:
+            return self._open_shard(number)
         if number not in self.opened:
             self.opened[number] = self._open_shard(number)
         return self.opened[number]
@@ -339,6 +392,14 @@ class Shards(Sequence[Entry]):
         number = self._shard_of(index)
         own = self[number].row_of(index - int(self.starts_K[number]))
         return int(self.groups_K[number]) + own
+
+    def holding(self, indices: IntArray, *, rows: bool) -> IntArray:
+        """The numbers of the shards that hold these samples, or rows, each once and in the order of first use."""
+        starts_K = self.groups_K if rows else self.starts_K
+        number_S, first_S = np.unique(
+            np.searchsorted(starts_K, indices, side="right") - 1, return_index=True
+        )
+        return number_S[np.argsort(first_S)]
 
     def _shard_of(self, index: int) -> int:
         return int(np.searchsorted(self.starts_K, index, side="right")) - 1
@@ -415,7 +476,7 @@ class _Counts(TypedDict):
     num_pictures: Annotated[int, Field(ge=0)]
 
 
-class _Meta(_Counts):
+class Meta(_Counts):
     """``meta.json`` of a shard."""
 
     lengths: list[tuple[int, Annotated[int, Field(ge=1)]]]
@@ -423,11 +484,16 @@ class _Meta(_Counts):
     incidents: list[_Incident]
     is_fleeting: bool
     forms: dict[RowForm, Annotated[int, Field(ge=0)]]
+    ends: list[int]
+    largest_id: Annotated[int, Field(ge=0)]
+    num_ended: Annotated[int, Field(ge=0)]
+    values: list[str]
+    """``Facts``, and the tokens that end an answer."""
     sha256: dict[Annotated[str, Field(pattern=r"^\w+(\.\w+)*$")], str]
     """Array -> the digest of its file."""
 
 
-class _Listed(_Counts):
+class Listed(_Counts):
     """A shard in ``manifest.json``."""
 
     meta: str
@@ -436,10 +502,25 @@ class _Listed(_Counts):
     """Array -> bytes of its file."""
 
 
+class ListedShard(TypedDict):
+    """All that is noted of a shard."""
+
+    name: str
+    """The SHA-256 of its meta.json."""
+    meta: Meta
+    sizes: dict[str, int]
+    """Array -> bytes of its file."""
+
+
 class _Manifest(TypedDict):
     """``manifest.json`` of a source."""
 
-    shards: Annotated[list[_Listed], Field(min_length=1)]
+    format: int
+    shards: Annotated[list[Listed], Field(min_length=1)]
+
+
+class _OtherFormat(ValueError):
+    """An entry is whole, and says other things than this version needs."""
 
 
 FAILURES = (OSError, ValueError, LookupError, TypeError, ArithmeticError, EOFError)
@@ -472,22 +553,49 @@ def load(directory: Path, key: str) -> tuple[Shards | None, str]:
     if not (folder / MANIFEST).exists() and (folder / "meta.json").exists():
         return None, "the cached entry is of an older version"
     try:
-        raw = files.read_json(folder / MANIFEST, MANIFEST_LIMIT)
-        listed = pydantic.TypeAdapter(_Manifest).validate_python(raw, strict=True)["shards"]
-        metas = [_require_files(folder / shard_name(i), shard) for i, shard in enumerate(listed)]
+        metas = [shard["meta"] for shard in listed(directory, key)]
+    except _OtherFormat as error:
+        return None, str(error)
     except FAILURES as error:
-        return None, f"the cached entry is damaged ({_reason(error)})"
+        return None, f"the cached entry is damaged ({reason_of(error)})"
 
     def open_shard(number: int) -> Entry:
         try:
-            return _open(folder / shard_name(number), metas[number])
+            return open_entry(folder / shard_name(number), metas[number])
         except FAILURES as error:
             raise DataError(
-                f"{folder / shard_name(number)}: the tokenised data are damaged ({_reason(error)}); expected them as "
+                f"{folder / shard_name(number)}: the tokenised data are damaged ({reason_of(error)}); expected them as "
                 f"they were written; remove {folder} and run again, and the data are tokenised again"
             ) from None
 
-    shards = Shards(
+    shards = shards_of(metas, open_shard)
+    if len(shards) == 1 or shards.num_pictures:  # pictures are looked at when data are loaded
+        try:
+            for number, meta in enumerate(metas):
+                shards.opened[number] = open_entry(folder / shard_name(number), meta)
+        except FAILURES as error:
+            return None, f"the cached entry is damaged ({reason_of(error)})"
+    return shards, ""
+
+
+def listed(directory: Path, key: str) -> list[ListedShard]:
+    """All that is noted of the shards of a source. Raises one of FAILURES."""
+    raw = files.read_json(directory / key / MANIFEST, MANIFEST_LIMIT)
+    if isinstance(raw, dict) and "shards" in raw and raw.get("format", 1) != FORMAT:
+        raise _OtherFormat("the cached entry is of another version")
+    shards = pydantic.TypeAdapter(_Manifest).validate_python(raw, strict=True)["shards"]
+    found: list[ListedShard] = []
+    for number, shard in enumerate(shards):
+        meta = _require_files(directory / key / shard_name(number), shard)
+        found.append({"name": shard["meta"], "meta": meta, "sizes": shard["sizes"]})
+    return found
+
+
+def shards_of(
+    metas: Sequence[Meta], open_shard: Callable[[int], Entry], *, is_remote: bool = False
+) -> Shards:
+    """The shards of a source, from what is noted of each."""
+    return Shards(
         [_counts(meta) for meta in metas],
         open_shard,
         incidents=[Incident(**incident) for meta in metas for incident in meta["incidents"]],
@@ -495,23 +603,18 @@ def load(directory: Path, key: str) -> tuple[Shards | None, str]:
         forms=sum((Counter(meta["forms"]) for meta in metas), Counter[RowForm]()),
         digests=[_digest_of_arrays(meta) for meta in metas],
         lengths=LengthCounts.joined(map(_lengths, metas)),
+        facts=[_facts(meta) for meta in metas],
+        is_remote=is_remote,
     )
-    if len(shards) == 1 or shards.num_pictures:  # pictures are looked at when data are loaded
-        try:
-            for number, meta in enumerate(metas):
-                shards.opened[number] = _open(folder / shard_name(number), meta)
-        except FAILURES as error:
-            return None, f"the cached entry is damaged ({_reason(error)})"
-    return shards, ""
 
 
-def _require_files(folder: Path, listed: _Listed) -> _Meta:
+def _require_files(folder: Path, listed: Listed) -> Meta:
     """The meta.json of a shard whose files are there, in their sizes."""
     path = folder / "meta.json"
     content = files.read_regular(path, META_LIMIT)
     if hashlib.sha256(content).hexdigest() != listed["meta"]:
         raise ValueError(f"{folder.name}/meta.json is not as it was written")
-    meta = pydantic.TypeAdapter(_Meta).validate_json(content, strict=True)
+    meta = pydantic.TypeAdapter(Meta).validate_json(content, strict=True)
     if not set(REQUIRED) <= set(meta["sha256"]) or set(meta["sha256"]) != set(listed["sizes"]):
         raise ValueError(f"{folder.name}/meta.json does not list the arrays of a shard")
     for name, size in listed["sizes"].items():
@@ -523,7 +626,7 @@ def _require_files(folder: Path, listed: _Listed) -> _Meta:
     return meta
 
 
-def _open(folder: Path, meta: _Meta) -> Entry:
+def open_entry(folder: Path, meta: Meta) -> Entry:
     """The shard, memory-mapped, after a look at each of its bytes. Raises one of FAILURES."""
     for name, expected in meta["sha256"].items():
         if files.digest(folder / f"{name}.npy") != expected:
@@ -533,13 +636,20 @@ def _open(folder: Path, meta: _Meta) -> Entry:
     require_sound(arrays)
     incidents = tuple(Incident(**incident) for incident in meta["incidents"])
     digest = _digest_of_arrays(meta)
-    entry = Entry(arrays, meta["num_rows"], incidents, meta["is_fleeting"], meta["forms"], digest)
-    if entry.counts != _counts(meta) or entry.lengths != _lengths(meta):
+    num_rows, is_fleeting, forms = meta["num_rows"], meta["is_fleeting"], meta["forms"]
+    ends = tuple(meta["ends"])
+    entry = Entry(arrays, num_rows, incidents, is_fleeting, forms, digest, ends)
+    noted = _counts(meta), _lengths(meta), _facts(meta)
+    if (entry.counts, entry.lengths, entry.facts) != noted:
         raise ValueError(f"{folder.name}/meta.json has other counts than the arrays")
     return entry
 
 
-def _lengths(meta: _Meta) -> LengthCounts:
+def _facts(meta: Meta) -> Facts:
+    return Facts(meta["largest_id"], meta["num_ended"], tuple(meta["values"]))
+
+
+def _lengths(meta: Meta) -> LengthCounts:
     return LengthCounts(tuple(meta["lengths"]))
 
 
@@ -554,12 +664,12 @@ def _counts(of: _Counts) -> Counts:
     )
 
 
-def _names(meta: _Meta) -> list[str]:
+def _names(meta: Meta) -> list[str]:
     """The arrays of a shard, in the order of its digest."""
     return [*REQUIRED, *sorted(set(meta["sha256"]) - set(REQUIRED))]
 
 
-def _digest_of_arrays(meta: _Meta) -> str:
+def _digest_of_arrays(meta: Meta) -> str:
     return _digest_of([meta["sha256"][name] for name in _names(meta) if name not in PLACES])
 
 
@@ -567,7 +677,7 @@ def _digest_of(digests: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(list(digests)).encode()).hexdigest()
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     if isinstance(error, pydantic.ValidationError):
         return first_problem(error)
     text = getattr(error, "strerror", None) or str(error)
@@ -590,6 +700,7 @@ def save(directory: Path, key: str, entries_from: Callable[[int], Iterator[Entry
         num_finished = writer.num_rows
         for entry in entries_from(num_finished):
             writer.add(entry)
+            del entry  # while the next one is made
         writer.finish()
         return num_finished
     except (DataError, ModelError):
@@ -607,7 +718,7 @@ class _Writer:
     def __init__(self, directory: Path, key: str) -> None:
         self.directory, self.target = directory, directory / key
         self.partial = directory / f"{key}{PARTIAL}"
-        self.listed: list[_Listed] = []
+        self.listed: list[Listed] = []
         self.temporary: TemporaryFolder | None = None
         self.lock: int | None = None
         """The descriptor of the locked file in ``partial``, if this process writes there."""
@@ -638,7 +749,7 @@ class _Writer:
     def finish(self) -> None:
         with self._as_output_error():
             fresh = self.partial if self.lock is not None else self._fresh()
-            manifest: _Manifest = {"shards": self.listed}
+            manifest: _Manifest = {"format": FORMAT, "shards": self.listed}
             files.write_text(fresh / MANIFEST, json.dumps(manifest))
             if self.lock is not None:
                 (self.partial / LOCK).unlink()
@@ -686,7 +797,7 @@ class _Writer:
             folder = self.partial / shard_name(number)
             try:
                 listed = _listed(folder)
-                entry = _open(folder, _require_files(folder, listed))
+                entry = open_entry(folder, _require_files(folder, listed))
             except FAILURES:
                 break
             if entry.stale_reason():
@@ -713,7 +824,7 @@ class _Writer:
             ) from None
 
 
-def _write(folder: Path, entry: Entry) -> _Listed:
+def _write(folder: Path, entry: Entry) -> Listed:
     """Write a shard's files."""
     folder.mkdir()
     digests = {}
@@ -730,16 +841,18 @@ def _write(folder: Path, entry: Entry) -> _Listed:
         "incidents": [asdict(incident) for incident in entry.incidents],
         "is_fleeting": entry.is_fleeting,
         "forms": dict(entry.forms),
+        "ends": entry.ends,
+        **asdict(entry.facts),
         "sha256": digests,
     }
     files.write_text(folder / "meta.json", json.dumps(meta))
     return _listed(folder)
 
 
-def _listed(folder: Path) -> _Listed:
+def _listed(folder: Path) -> Listed:
     """A shard on disk as its manifest lists it."""
     content = files.read_regular(folder / "meta.json", META_LIMIT)
-    meta = pydantic.TypeAdapter(_Meta).validate_json(content, strict=True)
+    meta = pydantic.TypeAdapter(Meta).validate_json(content, strict=True)
     sizes = {name: (folder / f"{name}.npy").stat().st_size for name in meta["sha256"]}
     return {
         "num_rows": meta["num_rows"],

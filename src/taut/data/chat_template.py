@@ -52,6 +52,9 @@ SET_DAY = (
 """Beginning of a chat template that sets its date."""
 CODES = [f"%{flag}{letter}" for flag in ("-", "") for letter in "aAbBcdjmyYHIMSpUuVwWxXZ"] + ["%%"]
 """The codes of strftime formats."""
+NEAR = 100
+"""Characters at the end of a text in which its last special token is looked for."""
+RENDER = "taut.data.chat_text:render"
 GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 """Variables of a template that are not settings: each rendering has its own."""
 PROBE: tuple[Message, ...] = (
@@ -70,6 +73,53 @@ class Text:
     is_rendering: bool
     pictures: tuple[Placed, ...] = field(default=(), compare=False)
     """The images that words in it stand for, in order. They do not change the ids."""
+
+
+class _Cut(NamedTuple):
+    """The ids of a text, cut from those of a longer one that begins with it: up to its last special token they are the
+    same, whatever follows.
+    """
+
+    mark: int
+    """The id of that token."""
+    number: int
+    """How many of it the text has."""
+    rest: Ids
+    """The ids after it."""
+
+    def of(self, ids: Ids) -> Ids:
+        at = -1
+        for _ in range(self.number):
+            at = ids.index(self.mark, at + 1)
+        return [*ids[: at + 1], *self.rest]
+
+
+def _overlap(text: str, other: str) -> bool:
+    """Whether one of two texts is in the other, or begins with an end of it. A text does not overlap with itself as a
+    whole.
+    """
+    if text == other:
+        return any(text.startswith(text[at:]) for at in range(1, len(text)))
+    if text in other or other in text:
+        return True
+    sizes = range(1, min(len(text), len(other)))
+    return any(text.endswith(other[:n]) or other.endswith(text[:n]) for n in sizes)
+
+
+Wanted: TypeAlias = tuple[Sequence[Message], Sequence[Tool], Mapping[str, Any], bool]
+"""Messages, tools and variables of a text, and whether it ends with the generation prompt."""
+_Key: TypeAlias = tuple[tuple[int, ...], int, int, bool]
+
+
+def _key_of(
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    variables: Mapping[str, Any],
+    *,
+    is_prompt: bool,
+) -> _Key:
+    """What a text is written from, by identity: it is held as long as the texts are."""
+    return tuple(map(id, messages)), id(tools), id(variables), is_prompt
 
 
 class Probe(NamedTuple):
@@ -120,6 +170,10 @@ class Template:
         if variables:
             self.require_variables(variables, self._key_of_variables)
             self.template = with_defaults(str(self.template), variables)
+        self._ends: dict[str, Ids] = {}
+        """Special tokens with the text after them that ends a prompt -> their ids."""
+        self._ahead: dict[_Key, str] = {}
+        """Texts that ``writing_ahead`` had written."""
         self.day: datetime.date | None = None
         """The date for templates that write it; None: today."""
 
@@ -203,11 +257,13 @@ class Template:
             )
         if placed is None:
             placed = self.pictures.place(messages, tools, place)
-        variables = variables or {}
+        variables = {} if variables is None else variables
         self.require_variables(variables, place)
-        adapted = [self._adapted(message, self.takes_strings) for message in messages]
+        text = self._ahead.get(_key_of(messages, tools, variables, is_prompt=is_prompt))
         try:
-            text = self.write(adapted, tools, is_prompt=is_prompt, place=place, **variables)
+            if text is None:
+                adapted = self._all_adapted(messages)
+                text = self.write(adapted, tools, is_prompt=is_prompt, place=place, **variables)
         except processes.FunctionFailed as error:
             roles = " ".join(message["role"] for message in messages)
             raise RenderError(
@@ -237,6 +293,38 @@ class Template:
             variables=row.template_variables,
         )
 
+    @contextmanager
+    def writing_ahead(self, wanted: Iterable[Wanted]) -> Iterator[None]:
+        """Have these texts written on one way to the template's process and back, for ``apply`` to take in the block.
+        The text of what has an error, or of a template that renders elsewhere, ``apply`` has written by itself.
+        """
+        named = {
+            _key_of(messages, tools, variables, is_prompt=is_prompt): (
+                messages,
+                tools,
+                variables,
+                is_prompt,
+            )
+            for messages, tools, variables, is_prompt in wanted
+        }
+        if self.template is None or self._renders_itself or not named:
+            yield
+            return
+        try:
+            requests = [
+                self._request(self._all_adapted(messages), tools, variables, is_prompt=is_prompt)
+                for messages, tools, variables, is_prompt in named.values()
+            ]
+            outcomes = processes.call_each(RENDER, requests)
+        except (processes.FunctionFailed, processes.LimitExceeded):
+            outcomes = []
+        texts = zip(named, outcomes, strict=False)
+        self._ahead = {key: text for key, (outcome, text) in texts if outcome == "value"}
+        try:
+            yield
+        finally:
+            self._ahead = {}
+
     def plain(self, text: str, place: str) -> Text:
         """Plain text, without a template."""
         self.pictures.require_plain(text, f"{place}: the text")
@@ -256,6 +344,9 @@ class Template:
             return ASKED in text and ANSWERED in text
 
         return writes(probe) or not writes([self._adapted(message, False) for message in probe])
+
+    def _all_adapted(self, messages: Sequence[Message]) -> list[Message]:
+        return [self._adapted(message, self.takes_strings) for message in messages]
 
     def _adapted(self, message: Message, takes_strings: bool) -> Message:
         """A message in the form that the template takes."""
@@ -280,23 +371,15 @@ class Template:
 
         Raises processes.FunctionFailed with the template's error.
         """
-        named = self._dated() if isinstance(self.template, str) else None
-        try:
-            template = self.tokenizer.get_chat_template(named, list(tools) or None)
-        except ValueError as error:  # several templates, none of which is the default
-            raise processes.FunctionFailed(str(error)) from None
-        present = [
-            {key: value for key, value in message.items() if value is not None}
-            for message in messages
-        ]
+        request = self._request(messages, tools, switches, is_prompt=is_prompt)
         if self._renders_itself:  # trust_remote_code allows its code to run here
             try:
                 render: Any = self.tokenizer.apply_chat_template
                 return str(
                     render(
-                        present,
+                        request[1],
                         tools=list(tools) or None,
-                        chat_template=named,
+                        chat_template=self._named,
                         tokenize=False,
                         add_generation_prompt=is_prompt,
                         **switches,
@@ -305,22 +388,39 @@ class Template:
             except CODE_FAILURES as error:
                 reason = (str(error).splitlines() or [""])[0] or type(error).__name__
                 raise processes.FunctionFailed(reason) from None
-        variables = {**self.tokenizer.special_tokens_map, **switches}
         try:
-            text: str = processes.call(
-                "taut.data.chat_text:render",
-                template,
-                present,
-                list(tools) or None,
-                is_prompt,
-                variables,
-            )
+            text: str = processes.call(RENDER, *request)
         except processes.LimitExceeded as error:
             raise ModelError(
                 f"{place}: the chat template ({self._source}) {error}; expected one that renders a row at once; "
                 f"give another template with {self.key}=FILE"
             ) from None
         return text
+
+    @property
+    def _named(self) -> str | None:
+        """The template, where there is one alone."""
+        return self._dated() if isinstance(self.template, str) else None
+
+    def _request(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        switches: Mapping[str, Any],
+        *,
+        is_prompt: bool,
+    ) -> tuple[Any, ...]:
+        """The arguments of RENDER. Raises processes.FunctionFailed where no template fits."""
+        try:
+            template = self.tokenizer.get_chat_template(self._named, list(tools) or None)
+        except ValueError as error:  # several templates, none of which is the default
+            raise processes.FunctionFailed(str(error)) from None
+        present = [
+            {key: value for key, value in message.items() if value is not None}
+            for message in messages
+        ]
+        special = self.tokenizer.special_tokens_map
+        return template, present, list(tools) or None, is_prompt, {**special, **switches}
 
     @property
     def _source(self) -> str:
@@ -333,23 +433,100 @@ class Template:
         return str(directory / file) if file else f"of {directory}"
 
     def encode(self, texts: Iterable[Text]) -> dict[Text, Ids]:
-        """The ids of each text; one call of the tokenizer for each kind of text."""
+        """The ids of each text; one call of the tokenizer for each kind of text.
+
+        A rendering with which the one before it begins, as a prompt with which its row does, is cut from that where it
+        can be (``_Cut``).
+        """
         unique = list(dict.fromkeys(texts))
         ids_of: dict[Text, Ids] = {}
+        cuts: dict[Text, tuple[Text, _Cut]] = {}
         for is_rendering in (True, False):
-            group = [text for text in unique if text.is_rendering == is_rendering]
+            group, whole = list[Text](), None
+            for text in (text for text in unique if text.is_rendering == is_rendering):
+                if whole and whole.text.startswith(text.text) and (cut := self._cut(text.text)):
+                    cuts[text] = whole, cut
+                    continue
+                group.append(text)
+                whole = text if is_rendering else None
             if not group:
                 continue
             with self._panics_as_model_errors():
-                encoded = self.tokenizer(
-                    [text.text for text in group],
-                    add_special_tokens=not is_rendering,
-                    return_attention_mask=False,
-                    return_token_type_ids=False,
-                    verbose=False,
-                )
-            ids_of.update(zip(group, encoded["input_ids"], strict=True))
+                encoded = self._encoded([text.text for text in group], specials=not is_rendering)
+            ids_of.update(zip(group, encoded, strict=True))
+        ids_of |= {text: cut.of(ids_of[whole]) for text, (whole, cut) in cuts.items()}
         return ids_of
+
+    def _cut(self, text: str) -> _Cut | None:
+        """Where the ids of a longer text are cut for those of ``text``, with which it begins; None: it cannot be said.
+
+        The backend takes special tokens out of a text before anything else, and encodes what is between them apart.
+        """
+        if not self._is_backend_alone or self.tokenizer.split_special_tokens:
+            return None
+        near, first = text[-NEAR:], max(len(text) - NEAR, 0)
+        at, mark = max(((near.rfind(mark), mark) for mark in self._marks), default=(-1, ""))
+        if at < 0:
+            return None
+        end = text[first + at :]
+        if end not in self._ends:
+            self._ends = {} if len(self._ends) > 1000 else self._ends
+            (self._ends[end],) = self._encoded([end], specials=False)
+        index, *rest = self._ends[end]
+        assert index == self._marks[mark], "a special token is taken whole"
+        return _Cut(index, text.count(mark), rest)
+
+    @cached_property
+    def _marks(self) -> dict[str, int]:
+        """Special tokens that the template writes at which every text is taken apart, and their ids: those that take no
+        white space around them along, and overlap with no other token that was added.
+        """
+        try:
+            probe = self.apply(PROBE, (), "the chat template").text
+        except RenderError:
+            return {}
+        added = self.tokenizer.added_tokens_decoder
+        contents = [token.content for token in added.values()]
+        return {
+            token.content: index
+            for index, token in added.items()
+            if token.special
+            and token.content in probe
+            and not (token.normalized or token.single_word or token.lstrip or token.rstrip)
+            and not any(_overlap(token.content, other) for other in contents)
+        }
+
+    def _encoded(self, texts: list[str], *, specials: bool) -> list[Ids]:
+        """The ids of texts of one kind: of the library's tokenizers those of its backend, without the offsets and masks
+        that the library has it make.
+        """
+        if self._is_backend_alone:
+            backend = self.tokenizer.backend_tokenizer
+            backend.no_truncation()
+            backend.no_padding()
+            backend.encode_special_tokens = bool(self.tokenizer.split_special_tokens)
+            encodings = backend.encode_batch_fast(texts, add_special_tokens=specials)
+            return [encoding.ids for encoding in encodings]
+        encoded = self.tokenizer(
+            texts,
+            add_special_tokens=specials,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        ids: list[Ids] = encoded["input_ids"]
+        return ids
+
+    @cached_property
+    def _is_backend_alone(self) -> bool:
+        """Whether the tokenizer's class does nothing to texts and ids but what its backend does."""
+        from transformers import PreTrainedTokenizerBase, TokenizersBackend
+
+        own: Any = type(self.tokenizer)
+        return (
+            own.__call__ is PreTrainedTokenizerBase.__call__
+            and own._encode_plus is TokenizersBackend._encode_plus
+        )
 
     def spans(self, text: Text) -> list[tuple[int, int]]:
         """The span [start, stop) of each token in the text; empty for added tokens."""

@@ -16,17 +16,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, overload
 
 import numpy as np
 from pydantic import Field
 
 from taut.config import configclass, user_path
 from taut.data import cache
+from taut.data.ahead import Remote, TokenisedSource, require_same, settings_of, tokenised_sources
+from taut.data.fetched import FetchedShards, RemoteShard
 from taut.data.lengths import LengthCounts
 from taut.data.messages import Row, RowForm
 from taut.data.render import (
@@ -64,8 +66,6 @@ if TYPE_CHECKING:
 Split: TypeAlias = Literal["train", "eval"]
 CACHE_VERSION = 6
 """Raise it whenever the same row could give other ids or targets, or be refused: it is part of every cache key."""
-BLOCK = 4096
-"""Samples that are searched at a time."""
 BINS, LISTED = 40, 200
 """In the run log's description of a set: bins of the histogram of lengths; rows and sources that are named."""
 
@@ -114,6 +114,9 @@ class DataConfig:
     MiB or more, else 1."""
     cache: str | None = None
     """Directory for tokenised data; by default $TAUT_CACHE or the user's cache directory."""
+    fetched_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Gigabytes (10^9 bytes) of tokenised shards from an address that are kept in the cache directory at a time; by
+    default all that are fetched."""
 
     def __post_init__(self) -> None:
         require_apart(_sources_of(self, "train"), _sources_of(self, "eval"))
@@ -156,6 +159,41 @@ def sources(config: DataConfig, split: Split, kind: Kind = "sft") -> list[tuple[
     ]
 
 
+class OpenSource(NamedTuple):
+    """A source that exists."""
+
+    source: Source
+    columns: Columns
+    opened: Opened
+    """Its rows; of a source that was tokenised ahead the first."""
+    tokenised: TokenisedSource | None = None
+
+
+def open_sources(config: DataConfig, split: Split, kind: Kind = "sft") -> list[OpenSource]:
+    """The sources that ``config.train`` or ``config.eval`` names, opened. A directory that was tokenised ahead is the
+    sources that were tokenised.
+    """
+    found = []
+    for source, columns in sources(config, split, kind):
+        ahead = tokenised_sources(source, split)
+        if ahead is None:
+            found.append(OpenSource(source, columns, open_source(source)))
+        else:
+            if split == "eval" and ahead[0].split == "train":
+                _require_own_data(config, source)
+            found += [OpenSource(it.source, it.columns(kind), it.opened, it) for it in ahead]
+    return found
+
+
+def _require_own_data(config: DataConfig, held_out: Source) -> None:
+    """Raise ConfigError where held-out samples would be those that are trained on."""
+    if held_out.path in [source.path for source in _sources_of(config, "train")]:
+        raise ConfigError(
+            f"data.eval={held_out.path} was tokenised without data.eval, and data.train is the same; expected held-out "
+            "data; tokenise with data.eval too, or name another directory"
+        )
+
+
 def _sources_of(config: DataConfig, split: str) -> list[Source]:
     value = (config.train if split == "train" else config.eval) or []
     items = [value] if isinstance(value, str) else value
@@ -196,11 +234,12 @@ def read_rows(config: DataConfig, split: Split, kind: Literal["sft"] = "sft") ->
 @overload
 def read_rows(config: DataConfig, split: Split, kind: Kind) -> Iterator[AnyRow]: ...
 def read_rows(config: DataConfig, split: Split, kind: Kind = "sft") -> Iterator[AnyRow]:
-    """The rows of ``config.train`` or ``config.eval`` themselves, in the order of sources and rows."""
-    for source, columns in sources(config, split, kind):
-        opened = open_source(source)
-        for number, record in opened.records():
-            yield read_any(record, opened.place(number), columns)
+    """The rows of ``config.train`` or ``config.eval`` themselves, in the order of sources and rows; of what was
+    tokenised ahead the first.
+    """
+    for source in open_sources(config, split, kind):
+        for number, record in source.opened.records():
+            yield read_any(record, source.opened.place(number), source.columns)
 
 
 # -- samples
@@ -266,6 +305,8 @@ class SourcePart:
     """Of its files, as they are read."""
     image_store: ImageStore | None = None
     """The store of its images."""
+    remote: Remote | None = None
+    """What fetches its shards; None: they are here."""
 
     def sample(self, index: int) -> Sample:
         entry, inside = self.shards.locate(index)
@@ -291,35 +332,12 @@ class SourcePart:
         start, stop = entry.arrays["offsets"][inside : inside + 2]
         return int(stop - start)
 
-    def num_with_target(self, ids: Collection[int]) -> int:
-        """How many samples have one of ``ids`` among their targets."""
-        num = 0
-        for entry in self.shards:
-            arrays = entry.arrays
-            offsets, bounds = arrays["offsets"], arrays["target_offsets"]
-            for first in range(0, len(offsets) - 1, BLOCK):
-                last = min(first + BLOCK, len(offsets) - 1)
-                starts_S, bounds_S = offsets[first:last], bounds[first : last + 1]
-                left_S = np.flatnonzero(np.diff(bounds_S))
-                # most answers end with such a token: the last target is looked at first
-                is_hit_S = np.isin(
-                    arrays["ids"][starts_S[left_S] + arrays["target_at"][bounds_S[left_S + 1] - 1]],
-                    list(ids),
-                )
-                num += int(is_hit_S.sum())
-                left_S = left_S[~is_hit_S]
-                counts = np.diff(bounds_S)[left_S]
-                places = np.repeat(bounds_S[left_S] - np.cumsum(counts) + counts, counts)
-                at = arrays["target_at"][places + np.arange(places.size)]
-                is_hit = np.isin(arrays["ids"][at + np.repeat(starts_S[left_S], counts)], list(ids))
-                num += np.unique(np.repeat(left_S, counts)[is_hit]).size
-        return num
-
     def first_beyond(self, size: int) -> tuple[str, int] | None:
         """The first sample with an id of ``size`` or more, and the id."""
-        for entry in self.shards:
-            ids = entry.arrays["ids"]
-            if ids.max() >= size:
+        for number, facts in enumerate(self.shards.facts):
+            if facts.largest_id >= size:
+                entry = self.shards[number]
+                ids = entry.arrays["ids"]
                 at = int((ids >= size).argmax())
                 inside = int(np.searchsorted(entry.arrays["offsets"], at, side="right")) - 1
                 return self._name(entry, inside), int(ids[at])
@@ -393,6 +411,41 @@ class Dataset(Samples):
         part, offset = self._locate(index)
         return int(self._row_starts[self.parts.index(part)]) + part.shards.row_of(offset)
 
+    def expect(self, steps: Iterable[Sequence[int]], *, rows: bool) -> None:
+        """The next steps read these samples, or rows: shards at an address are fetched ahead. Of data that are here
+        nothing is looked at.
+        """
+        there = [(number, part) for number, part in enumerate(self.parts) if part.remote]
+        if not there:
+            return
+        starts, upcoming = self._row_starts if rows else self._starts, list[RemoteShard]()
+        for indices in steps:
+            number_S = np.searchsorted(starts, indices, side="right") - 1
+            for number, part in there:
+                own = np.asarray(indices)[number_S == number] - starts[number]
+                assert part.remote is not None
+                upcoming += [part.remote.shards[n] for n in part.shards.holding(own, rows=rows)]
+        self.fetched[0].expect(upcoming)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether shards would have to be fetched to look at all samples."""
+        return any(part.remote and len(part.shards) > 1 for part in self.parts)
+
+    def at_hand(self) -> Iterator[tuple[range, cache.Entry]]:
+        """The shards that may be opened for a look, each with its samples: all that are here, and the first of a source
+        at an address.
+        """
+        for first, part in zip(self._starts.tolist(), self.parts, strict=False):
+            starts = (first + part.shards.starts_K).tolist()
+            for number in range(1 if part.remote else len(part.shards)):
+                yield range(starts[number], starts[number + 1]), part.shards[number]
+
+    @property
+    def fetched(self) -> list[FetchedShards]:
+        """What fetches shards, if any source is at an address."""
+        return list(dict.fromkeys(part.remote.fetched for part in self.parts if part.remote))
+
     def length(self, index: int) -> int:
         """The number of tokens of a sample, without building it."""
         part, offset = self._locate(index)
@@ -413,6 +466,8 @@ class Dataset(Samples):
         """The first samples with more tokens, at most so many."""
         found: list[int] = []
         first = 0
+        if not self.lengths.num_over(size):
+            return found
         for length_S in self.sizes("tokens"):
             found += (first + np.flatnonzero(length_S > size)[: most - len(found)]).tolist()
             if len(found) == most:
@@ -435,9 +490,10 @@ class Dataset(Samples):
         part, offset = self._locate(index)
         return place_of(part.file_names, part.line(offset))
 
-    def num_with_target(self, ids: Collection[int]) -> int:
-        """How many samples have one of ``ids`` among their targets."""
-        return sum(part.num_with_target(ids) for part in self.parts)
+    @property
+    def num_ended(self) -> int:
+        """How many samples have a token that ends an answer among their targets."""
+        return sum(facts.num_ended for part in self.parts for facts in part.shards.facts)
 
     def first_beyond(self, size: int) -> tuple[str, int] | None:
         """The first sample with an id of ``size`` or more, and the id; None: there is none."""
@@ -445,9 +501,8 @@ class Dataset(Samples):
 
     def has_value(self, name: str) -> bool:
         """Whether any sample has a value of this name that is not 0."""
-        return any(
-            entry.arrays[cache.VALUE + name].any() for part in self.parts for entry in part.shards
-        )
+        array = cache.VALUE + name
+        return any(array in facts.values for part in self.parts for facts in part.shards.facts)
 
     @property
     def forms(self) -> Counter[RowForm]:
@@ -532,34 +587,44 @@ def load_dataset(
     done so.
     """
     _require_fitting(config, kind)
-    named = sources(config, split, kind)
+    named = open_sources(config, split, kind)
     directory = cache_dir or cache.directory_of(config.cache)
-    limits = Limits(max_length, config.too_long, config.min_length, config.without_targets)
-    opened_sources = [open_source(source) for source, _ in named]
-    identity = renderer.identity()
+    limits = limits_of(config, max_length)
+    identity, settings = renderer.identity(), settings_of(config, kind, renderer, limits)
+    most_fetched = None if config.fetched_gb is None else int(config.fetched_gb * 1e9)
     parts, decisions, is_cached = [], [], True
     seen_paths, seen_names = Counter[str](), Counter[str]()
-    for (source, columns), opened in zip(named, opened_sources, strict=True):
-        key = _key(opened, columns, limits, identity, has_images=renderer.image_store is not None)
-        shards, reason = cache.load(directory, key)
-        if shards is not None and looks_again and (reason := shards.stale_reason()):
-            cache.forget(directory, key)
-            shards = None
-        if shards is None:
-            is_cached = False
-            num_workers, how = workers_for(opened, renderer, config.workers)
-            reason += how
-            num_finished = cache.save(
-                directory, key, partial(entries, opened, columns, limits, renderer, num_workers)
+    for source, columns, opened, tokenised in named:
+        remote = None
+        if tokenised is not None:
+            require_same(tokenised, settings, split)
+            key = tokenised.content["key"]
+            shards, remote = tokenised.shards(directory, most_fetched)
+            decisions.append(f"{source.path}: {tokenised.told}")
+        else:
+            key = _key(
+                opened, columns, limits, identity, has_images=renderer.image_store is not None
             )
-            if num_finished:
-                reason += f"; the first {num_finished:,} rows by a run that was interrupted"
-            shards, trouble = cache.load(directory, key)
-            assert shards is not None, f"a fresh cache entry cannot be read: {trouble}"
-        decisions.append(
-            f"{source.path}: {f'tokenised ({reason})' if reason else 'from the cache'}"
-            + (f"; {opened.taken}" if opened.taken else "")
-        )
+            cached, reason = cache.load(directory, key)
+            if cached is not None and looks_again and (reason := cached.stale_reason()):
+                cache.forget(directory, key)
+                cached = None
+            if cached is None:
+                is_cached = False
+                num_workers, how = workers_for(opened, renderer, config.workers)
+                reason += how
+                num_finished = cache.save(
+                    directory, key, partial(entries, opened, columns, limits, renderer, num_workers)
+                )
+                if num_finished:
+                    reason += f"; the first {num_finished:,} rows by a run that was interrupted"
+                cached, trouble = cache.load(directory, key)
+                assert cached is not None, f"a fresh cache entry cannot be read: {trouble}"
+            shards = cached
+            decisions.append(
+                f"{source.path}: {f'tokenised ({reason})' if reason else 'from the cache'}"
+                + (f"; {opened.taken}" if opened.taken else "")
+            )
         (label,), names = numbered([source.path], seen_paths), numbered(opened.names, seen_names)
         weight = source.weight
         if split == "eval" and weight != 1:
@@ -578,10 +643,24 @@ def load_dataset(
         stamps, image_store = opened.stamps, renderer.image_store
         parts.append(
             SourcePart(
-                label, names, weight, key, shards, opened.path, stamps, opened.names, image_store
+                label,
+                names,
+                weight,
+                key,
+                shards,
+                opened.path,
+                stamps,
+                opened.names,
+                image_store,
+                remote,
             )
         )
     return Dataset(parts, decisions, is_cached)
+
+
+def limits_of(config: DataConfig, max_length: int) -> Limits:
+    """The length policy of a configuration."""
+    return Limits(max_length, config.too_long, config.min_length, config.without_targets)
 
 
 def _require_fitting(config: DataConfig, kind: Kind) -> None:

@@ -41,14 +41,14 @@ Does not read files (``sources.py``).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from taut.data.chat_template import Ids, Template, Text, common_length
+from taut.data.chat_template import Ids, Template, Text, Wanted, common_length
 from taut.data.images import Placed, is_same_input, uncut, within
 from taut.data.json_io import shown
 from taut.data.messages import Completion, Conversation, Document, Message, Row, Tool, text_of
@@ -196,9 +196,21 @@ class Renderer:
     def render_all(self, rows: Sequence[Row]) -> list[list[Sample]]:
         """The samples of each row; the tokenizer is called at most twice for all of them."""
         self.look(rows)
-        drafts = [self._draft(row) for row in rows]
+        with self.template.writing_ahead(text for row in rows for text in self._texts_of(row)):
+            drafts = [self._draft(row) for row in rows]
         ids_of = self.template.encode(text for texts, _ in drafts for text in texts)
         return [finish(ids_of) for _, finish in drafts]
+
+    def _texts_of(self, row: Row) -> Iterator[Wanted]:
+        """What the template is asked to write of a row."""
+        if not isinstance(row, Conversation):
+            return
+        messages, tools, variables = row.messages, row.tools, row.template_variables
+        yield messages, tools, variables, False
+        for index in self._turns_to_render(row):
+            yield messages[:index], tools, variables, True
+            if index + 1 < len(messages):
+                yield messages[: index + 1], tools, variables, False
 
     def _draft(self, row: Row) -> _Draft:
         if isinstance(row, Conversation):

@@ -50,6 +50,8 @@ GIVEN = "rows:"
 GIVEN_FOLDER = "rows"
 REMOTE_FOLDER = "files"
 """Folders of the cache: rows that were given, and files that were fetched."""
+TOKENISED = "taut-shards.json"
+"""The table of contents of a directory that was tokenised ahead (ahead.py)."""
 HUB_FILE = re.compile(r"hf://datasets/[^/]+/[^/]+/.")
 IS_PATTERN = re.compile(r"[*?\[]")
 SPLIT_WORD = re.compile(
@@ -171,6 +173,8 @@ class Opened:
     """The lines of JSONL files; None: of another format."""
     share: tuple[float, float] | None = None
     limit: int | None = None
+    is_part: bool = False
+    """Whether these are the first rows of more, which are elsewhere."""
     left_out: list[int] = field(default_factory=lambda: [0], compare=False)
     """How many rows the share left out when they were last read."""
 
@@ -288,10 +292,9 @@ def require_apart(train: Iterable[Source], held_out: Iterable[Source]) -> None:
 def open_source(source: Source) -> Opened:
     """Find a source and hash its content. Nothing is parsed yet. What is at an address is fetched first."""
     scheme = remote.scheme_of(source.path)
-    is_name = scheme == "hf" and HUB_FILE.match(source.path) is None
     if scheme == "ms":
         opened = _open_data_set(source, Path(source.path))
-    elif scheme is not None and not is_name:
+    elif is_address(source.path):
         _require_no_split(source)
         folder = directory_of(None) / REMOTE_FOLDER
         opened = _open_files(source, remote.fetch(source.path, folder, SUFFIXES))
@@ -307,8 +310,18 @@ def open_source(source: Source) -> Opened:
     return replace(opened, digest=digest, share=share, limit=source.limit)
 
 
+def is_address(path: str) -> bool:
+    """Whether a source is files at an address, and no path, pattern or name of a data set."""
+    scheme = remote.scheme_of(path)
+    return scheme not in (None, "ms") and (scheme != "hf" or HUB_FILE.match(path) is not None)
+
+
 def _open_local(source: Source) -> Opened:
     path = user_path(source.path, "data")
+    if (path / TOKENISED).is_file():
+        raise DataError(
+            f"data: {source.path} was tokenised ahead; expected rows here; name the file or directory that has them"
+        )
     if path.is_file():
         _require_no_split(source)
         return _open_files(source, [(source.path, path)])

@@ -153,7 +153,8 @@ def entries(
         blocks = _by_workers(how, _records_in_blocks(opened, start), num_workers)
     else:
         blocks = _blocks(how, islice(opened.records(), start, None))
-    return in_shards(blocks if start else _require_samples(blocks, opened))
+    samples = blocks if start else _require_samples(blocks, opened)
+    return in_shards(samples, sorted(renderer.stop_set))
 
 
 def _require_samples(blocks: Iterable[Block], opened: Opened) -> Iterator[Block]:

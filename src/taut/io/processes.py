@@ -87,6 +87,25 @@ def call(
 ) -> Any:
     """The result of ``function`` ("module:name") in the helper process. ``arguments`` are pickled, the result is
     JSON."""
+    ((outcome, value),) = call_each(function, [arguments], seconds=seconds, memory_mb=memory_mb)
+    if outcome == "limit":
+        raise LimitExceeded(value)
+    if outcome == "failed":
+        raise FunctionFailed(value)
+    return value
+
+
+def call_each(
+    function: str,
+    arguments: Sequence[tuple[Any, ...]],
+    *,
+    seconds: float = SECONDS,
+    memory_mb: int = MEMORY_MB,
+) -> list[tuple[str, Any]]:
+    """``call`` for each of several arguments, on one way there and back. Each has the limits for itself, and its
+    outcome: ``value``, ``limit`` or ``failed``, and the value or the reason. Raises LimitExceeded where one of them
+    ended the process; which, is not known.
+    """
     request = pickle.dumps((function, seconds, memory_mb, arguments))
     with _lock:
         _start()
@@ -105,12 +124,9 @@ def call(
         except BaseException:  # its answer would be taken for the next call's
             _helper.end()
             raise
-    outcome, value = json.loads(answer.decode("utf-8", "surrogatepass"))
-    if outcome == "limit":
-        raise LimitExceeded(value)
-    if outcome == "failed":
-        raise FunctionFailed(value)
-    return value
+    return [
+        (outcome, value) for outcome, value in json.loads(answer.decode("utf-8", "surrogatepass"))
+    ]
 
 
 def serve(descriptor: int, leash: int) -> None:
@@ -120,7 +136,7 @@ def serve(descriptor: int, leash: int) -> None:
     held: int | None = None
     while True:
         try:
-            name, seconds, memory_mb, arguments = pickle.loads(pipe.recv_bytes())
+            name, seconds, memory_mb, each = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         if name not in known:
@@ -133,9 +149,12 @@ def serve(descriptor: int, leash: int) -> None:
                 held = None
         if held is not None:
             _limit_address_space(held + memory_mb * 2**20)
-        signal.setitimer(signal.ITIMER_PROF, seconds)
+        answers = []
         try:
-            pipe.send_bytes(_answer(known[name], arguments))
+            for arguments in each:
+                signal.setitimer(signal.ITIMER_PROF, seconds)
+                answers.append(_answer(known[name], arguments))
+            pipe.send_bytes(f"[{','.join(answers)}]".encode("utf-8", "surrogatepass"))
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -143,7 +162,7 @@ def serve(descriptor: int, leash: int) -> None:
             _limit_address_space(resource.RLIM_INFINITY)
 
 
-def _answer(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
+def _answer(function: Callable[..., Any], arguments: Sequence[Any]) -> str:
     try:
         answer = ["value", function(*arguments)]
     except MemoryError:
@@ -152,7 +171,7 @@ def _answer(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
         answer = ["limit", str(error)]
     except Exception as error:  # noqa: BLE001 - raised again in the process that called
         answer = ["failed", (str(error).splitlines() or [""])[0] or type(error).__name__]
-    return json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return json.dumps(answer, ensure_ascii=False)
 
 
 def _limit_address_space(number: int) -> None:

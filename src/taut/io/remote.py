@@ -9,13 +9,17 @@ http and https go through ``taut.io.http``; s3, gs and hf (hf://datasets/owner/n
 of s3 and gs are extras. A broken transfer goes on at the byte it had reached; after ATTEMPTS without a new byte
 nothing of it is left, and RemoteError names address and byte. A file that changes meanwhile is a RemoteError too.
 
+    find("s3://bucket/shards/manifest.json", folder)         its Path, or None
+    copy(url, path, size)                                    one file whose size is known, to a path
+
 With HF_HUB_OFFLINE=1 nothing is asked: the newest version in the folder is used, or RemoteError raised. Credentials are
-the libraries' own (environment, profiles); none is in a message.
+the libraries' own (environment, profiles); none is in a message. A disk that is full is an OutputError.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import random
@@ -29,7 +33,7 @@ from typing import IO, Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from taut import extras
-from taut.errors import DataError
+from taut.errors import DataError, OutputError, TautError
 from taut.io import files, hub
 
 SCHEMES = ("http", "https", "s3", "gs", "hf", "ms")
@@ -118,25 +122,58 @@ def fetch(url: str, folder: Path, suffixes: Sequence[str]) -> list[tuple[str, Pa
     return fetched
 
 
+def find(url: str, folder: Path) -> Path | None:
+    """The file at an address, fetched where ``folder`` does not have it; None: there is none."""
+    if hub.is_offline():
+        try:
+            return _newest(url, folder)
+        except (OSError, ValueError):
+            return None
+    store = _open_store(url)
+    with _explained(url):
+        try:
+            version = store.look(url)
+        except FileNotFoundError:
+            return None
+    return _fetch_version(store, url, version, folder)
+
+
+def copy(url: str, place: Path, size: int) -> None:
+    """Fetch the file at an address, of so many bytes, to ``place``: whole, or not at all."""
+    if hub.is_offline():
+        raise RemoteError(
+            f"data: {_shown(url)} was not fetched before, and HF_HUB_OFFLINE is set; expected it in {place.parent}; "
+            "run once with a network"
+        )
+    store = _open_store(url)
+    with _explained(url):
+        _write(place, lambda file: _transfer(store, url, Version("", size), file))
+
+
+def _newest(url: str, folder: Path) -> Path:
+    """The version of a file that was fetched last. Raises OSError or ValueError where there is none."""
+    versions = [path for path in (folder / _hash(url)).iterdir() if path.name != LISTING]
+    return max(versions, key=lambda path: path.stat().st_mtime_ns)
+
+
 def _kept(url: str, folder: Path, listing: Path) -> list[tuple[str, Path]]:
     """What was fetched before."""
-    kept = []
     try:
-        for one in files.read_json(listing):
-            versions = [path for path in (folder / _hash(one)).iterdir() if path.name != LISTING]
-            newest = max(versions, key=lambda path: path.stat().st_mtime_ns)
-            kept.append((_shown(one), newest))
+        return [(_shown(one), _newest(one, folder)) for one in files.read_json(listing)]
     except (OSError, ValueError):
         raise RemoteError(
             f"data: {_shown(url)} was not fetched before, and HF_HUB_OFFLINE is set; expected it in {folder}; run once "
             "with a network"
         ) from None
-    return kept
 
 
 def _fetch_one(store: _Store, url: str, folder: Path) -> Path:
     with _explained(url):
         version = store.look(url)
+    return _fetch_version(store, url, version, folder)
+
+
+def _fetch_version(store: _Store, url: str, version: Version, folder: Path) -> Path:
     suffix = "".join(Path(_name(url)).suffixes[-2:])
     place = folder / _hash(url) / f"{_hash(version.tag)}{suffix}"
     if place.is_file():
@@ -145,6 +182,11 @@ def _fetch_one(store: _Store, url: str, folder: Path) -> Path:
     place.parent.mkdir(parents=True, exist_ok=True)
     with _explained(url):
         _write(place, lambda file: _transfer(store, url, version, file))
+        if store.look(url) != version:
+            place.unlink()
+            raise RemoteError(
+                f"data: {_shown(url)} changed while it was fetched; expected it to stay as it is; run again"
+            )
     return place
 
 
@@ -167,10 +209,6 @@ def _transfer(store: _Store, url: str, version: Version, file: IO[bytes]) -> Non
                 "of it was kept; run again"
             )
         time.sleep(PAUSE * 2**num_idle * random.uniform(0.5, 1.0))
-    if store.look(url) != version:
-        raise RemoteError(
-            f"data: {_shown(url)} changed while it was fetched; expected it to stay as it is; run again"
-        )
 
 
 def _write(place: Path, fill: Any) -> None:
@@ -178,12 +216,31 @@ def _write(place: Path, fill: Any) -> None:
     number, name = tempfile.mkstemp(prefix=".", suffix=".partial", dir=place.parent)
     partial = Path(name)
     try:
-        with os.fdopen(number, "wb") as file:
+        with _Sink(number, "wb") as file:
+            file.folder = place.parent
             fill(file)
         files.sync(partial)
         partial.replace(place)
     finally:
         partial.unlink(missing_ok=True)
+
+
+class _Sink(io.FileIO):
+    """A file that is written without a buffer. Where the disk takes no more, OutputError: no attempt would help."""
+
+    folder: Path
+
+    def write(self, content: Any) -> int:
+        left = memoryview(content)
+        try:
+            while left:
+                left = left[super().write(left) :]
+        except OSError as error:
+            raise OutputError(
+                f"{self.folder}: what is fetched cannot be written there: {error.strerror or error}; expected a "
+                "directory with room; free some, or set data.cache or TAUT_CACHE"
+            ) from None
+        return len(content)
 
 
 def _open_store(url: str) -> _Store:
@@ -268,7 +325,7 @@ def _explained(url: str) -> Iterator[None]:
     """The errors of the libraries in one line."""
     try:
         yield
-    except RemoteError:
+    except TautError:
         raise
     except Exception as error:  # noqa: BLE001 (each store has its own errors, of libraries that may not be installed)
         scheme = urlsplit(url).scheme.lower()

@@ -99,6 +99,10 @@ class ChecksConfig:
     """Names of checks (docs/check.md) to leave out, as ["rewards.gold"]; the report and the run's log say so."""
 
 
+STEPS_AHEAD = 32
+"""Steps whose samples are known to what fetches them (``Dataset.expect``)."""
+
+
 @dataclass(frozen=True)
 class Offline:
     """The source of steps of a method that trains on fixed data: the rows of each step, and the trees they make."""
@@ -114,6 +118,8 @@ class Offline:
 
     def prepare(self, step: int) -> list[Tree]:
         """The trees of a step (counted from 1)."""
+        known = (self.order.step(step + ahead, self.epochs) for ahead in range(STEPS_AHEAD))
+        self.rows.expect(known)
         return self.rows.trees(self.order.step(step, self.epochs))
 
     def is_known(self, step: int) -> bool:

@@ -107,6 +107,11 @@ class OnlineMethod(RunConfig):
                 "single answer has none that its reward could differ from; expected rollout.n of 2 or more; raise it, "
                 "or take rollout.dynamic_sampling_rounds out"
             )
+        if self.rollout.difficulty_filter and not self.is_judged:
+            raise ConfigError(
+                f"rollout.difficulty_filter={self.rollout.difficulty_filter:g}: {self.command()} has no rewards that "
+                "could say which prompts teach nothing; expected a method with rewards; take it out"
+            )
         for name in self.unread_monitor_keys:
             if getattr(self.rollout_monitor, name) != getattr(RolloutMonitorConfig, name):
                 raise ConfigError(
@@ -319,6 +324,12 @@ class OnlineMethod(RunConfig):
                 rows=rows,
                 stop=config.stop,
             )
+            if config.environment.is_agent and not credit.takes_branches:
+                raise ConfigError(
+                    f"rollout.environment.name is {config.environment.name}, and what an agent asks may branch: all "
+                    "tokens of a trajectory have one advantage then; expected taut grpo with advantages of whole "
+                    "trajectories, not whitened, and no KL penalty in the reward; set those, or take an environment"
+                )
             # An environment that rewards a cut path itself: that reward would be replaced.
             if (
                 credit.bootstraps_cut
@@ -415,6 +426,13 @@ class OnlineMethod(RunConfig):
             decisions += engine.decisions
         if panel is not None:
             decisions += panel.decisions
+        if self.rollout.oversample:
+            value = f"{self.rollout.oversample} more prompts asked than taken"
+            reason = (
+                "rollout.oversample; it favours short answers: compare oversample_tokens_mean, of those dropped, with "
+                "tokens_mean in the event rollout"
+            )
+            decisions.append(Decision("oversampling", value, reason))
         environment = self.rollout.environment
         if "python" in environment.tools:
             chosen = shared(remote=environment.remote).mechanism

@@ -90,6 +90,8 @@ class Credit:
     """Whether teachers have a part in the advantages."""
     needs_one = False
     """Whether there is nothing to train on without a group that is useful."""
+    takes_branches = False
+    """Whether trajectories may have branches: all their tokens then have one advantage."""
 
     def __init__(self, loss: Loss) -> None:
         self.loss = loss
@@ -97,7 +99,10 @@ class Credit:
     def bare(self, groups: Sequence[Group]) -> list[Tree]:
         """The groups as trees without advantages, as the models that score them see them."""
         reads = {"has_reads": self.wants.scalar, "has_bootstrap": self.bootstraps_cut}
-        return [Tree(tuple(sample_of(t, **reads) for t in group.trajectories)) for group in groups]
+        return [
+            Tree(tuple(sample_of(p, **reads) for t in group.trajectories for p in t.parts))
+            for group in groups
+        ]
 
     def scored(self, groups: Sequence[Group]) -> Sequence[Group]:
         """The groups whose scores ``assign`` needs: all, unless a part of them is not computed by the loss."""
@@ -250,6 +255,12 @@ class PolicyCredit(Credit):
             and penalty is None
             and not self.is_taught
         )
+        self.takes_branches = (
+            isinstance(estimate, Estimator)
+            and estimate.assess is by_sample
+            and not estimate.is_whitened
+            and penalty is None
+        )
         self._scale = Scale()
         self._coef = 0.0 if penalty is None else penalty.coef
         self._entropy_coef = 0.0 if entropy is None else entropy.initial
@@ -268,7 +279,8 @@ class PolicyCredit(Credit):
         return [
             group
             for number, group in enumerate(groups)
-            if number in loud or not all(map(self._is_silent, group.trajectories))
+            if number in loud
+            or not all(self._is_silent(part) for t in group.trajectories for part in t.parts)
         ]
 
     def is_useful(self, group: Group) -> bool:
@@ -343,8 +355,12 @@ class PolicyCredit(Credit):
     ) -> tuple[list[TrainSample], dict[str, float]]:
         trajectories, group_S = _numbered(groups)
         scale, reward_S = self._shaped(trajectories)
-        # the engine's logprobs stand in where a group was not scored, and where they are taken for the old policy's
-        scores_S = [{POLICY: t.logp_N} | scores.get(t.name, {}) for t in trajectories]
+
+        def scores_of(part: Trajectory) -> dict[str, FloatArray]:
+            # the engine's logprobs stand in where a group was not scored, and where they are taken for the old policy's
+            return {POLICY: part.logp_N} | scores.get(part.name, {})
+
+        scores_S = [scores_of(trajectory) for trajectory in trajectories]
         metrics: dict[str, float] = {}
         if self.shaping != ShapingConfig():
             metrics["reward_shaped"] = float(reward_S.mean())
@@ -384,22 +400,29 @@ class PolicyCredit(Credit):
             advantages = [own + more for own, more in zip(advantages, taught, strict=True)]
             has_signal = [True] * len(groups)
         samples_of: list[list[tuple[Trajectory, Sample]]] = [[] for _ in groups]
-        for number, trajectory, advantage_N, return_N, own in zip(
-            group_S.tolist(), trajectories, advantages, returns, scores_S, strict=True
+        num_learned = 0
+        for number, trajectory, advantage_N, return_N in zip(
+            group_S.tolist(), trajectories, advantages, returns, strict=True
         ):
             if trajectory.is_cut and self.shaping.overlong == "drop":
                 continue
-            streams = {"advantage_N": advantage_N, "engine_logp_N": trajectory.logp_N}
-            if self.has_old:
-                streams[POLICY] = own[POLICY]
-            if REFERENCE in own and self.penalty is None:
-                streams[REFERENCE] = own[REFERENCE]
-            sample = replace(sample_of(trajectory), streams=streams, values=values)
-            if return_N is not None:
-                values_of = {"return": return_N, "value": own[VALUE][: return_N.size]}
-                sample = replace(sample, read_at_R=sample.target_at_N - 1, read_values=values_of)
-            samples_of[number].append((trajectory, sample))
-        num_learned = sum(map(len, samples_of))
+            num_learned += 1
+            for part in trajectory.parts:
+                own = scores_of(part)
+                if part.part:  # the tokens of a trajectory with branches have one advantage
+                    advantage_N = np.full(part.sampled_at_N.size, advantage_N[0])
+                streams = {"advantage_N": advantage_N, "engine_logp_N": part.logp_N}
+                if self.has_old:
+                    streams[POLICY] = own[POLICY]
+                if REFERENCE in own and self.penalty is None:
+                    streams[REFERENCE] = own[REFERENCE]
+                sample = replace(sample_of(part), streams=streams, values=values)
+                if return_N is not None:
+                    values_of = {"return": return_N, "value": own[VALUE][: return_N.size]}
+                    sample = replace(
+                        sample, read_at_R=sample.target_at_N - 1, read_values=values_of
+                    )
+                samples_of[number].append((part, sample))
         if not num_learned:
             raise CheckFailed(
                 f"all {len(trajectories)} completions of a rollout were cut, and shaping.overlong=drop leaves those "

@@ -7,10 +7,11 @@
         def cut(self) -> float | dict | None        the reward of a trajectory that a limit ended; optional: none
         follows_prompt = True                       the messages of reset come after the row's prompt; optional: False
 
-``rollout.environment.name`` is ``FILE.py:Game``, ``tools`` for the built-in one, or ``gym:ENV_ID``. Each trajectory has
-an instance of its own, made without arguments, which holds its state. Steps of different trajectories run side by side
-in threads, each with a time limit. An exception or a timeout makes the trajectory an error with the reason, never a
-reward of 0. A result of the wrong type (no Step, a text as the reward) stops the run at the first trajectory.
+``rollout.environment.name`` is ``FILE.py:Game``, ``tools`` for the built-in one, ``gym:ENV_ID``, or an agent, which is
+another thing (``environments/agent.py``). Each trajectory has an instance of its own, made without arguments, which
+holds its state. Steps of different trajectories run side by side in threads, each with a time limit. An exception or a
+timeout makes the trajectory an error with the reason, never a reward of 0. A result of the wrong type (no Step, a text
+as the reward) stops the run at the first trajectory.
 
 A reward is a number (True and False are 1 and 0), or numbers by name; the rewards of all steps are added. Where an
 environment gives none, the run's rewards judge the trajectory.
@@ -49,6 +50,8 @@ from taut.data.tool_calls import CallFormat, ToolCall, derive_call_format
 from taut.errors import CheckFailed, ConfigError, DataError, RenderError, UserCodeError
 from taut.extras import require
 from taut.rewards.verifier import read_number
+from taut.rl.environments.agent import GRACE, Agents, is_function
+from taut.rl.environments.chat_endpoint import IGNORED
 from taut.rl.environments.tools import (
     LIMITS,
     MCP,
@@ -64,6 +67,8 @@ from taut.train.distributed import Ranks
 
 GYM = "gym:"
 """Before the id of an environment of Gymnasium."""
+AGENT = "agent:"
+"""Before the command or function of an agent."""
 
 Reward: TypeAlias = float | bool | Mapping[str, float | bool] | None
 """The reward of a step, a number or numbers by name; None: the step has no reward."""
@@ -86,19 +91,21 @@ class EnvironmentConfig:
     """The environment that answers the policy between its turns."""
 
     name: str | None = None
-    """tools: the tools named below. FILE.py:Class: your own environment. gym:ENV_ID: one of Gymnasium's. None: each
-    completion is judged as it is."""
+    """tools: the tools named below. FILE.py:Class: your own environment. gym:ENV_ID: one of Gymnasium's. agent:COMMAND
+    or agent:FILE.py:function: an agent that asks the policy by itself. None: each completion is judged as it is."""
     tools: list[str] = field(default_factory=list)
     """With name=tools: calculator, python, FILE.py:function with type hints and a docstring, or mcp:COMMAND or mcp:URL,
     the tools of an MCP server."""
     options: dict[str, Any] = field(default_factory=dict)
     """With name=gym:ENV_ID: the keywords of gymnasium.make."""
     max_turns: Annotated[int, Field(ge=1)] = 8
-    """Maximum number of turns of the policy; then the trajectory is cut."""
+    """Maximum number of turns of the policy; then the trajectory is cut. Of an agent: of answers that it gets."""
     max_tokens: Annotated[int, Field(ge=1)] = 4096
-    """Maximum number of tokens after the prompt; then the trajectory is cut."""
+    """Maximum number of tokens after the prompt; then the trajectory is cut. Of an agent: of each conversation after
+    its first request; what is longer is refused."""
     timeout: Annotated[float, Field(gt=0)] = 30.0
-    """Time limit of reset and of each step, in seconds."""
+    """Time limit of reset and of each step, in seconds. Of an agent: of its own time, all that it takes between answers
+    and requests together."""
     workers: Annotated[int, Field(ge=1)] = 16
     """Number of steps that run in parallel."""
     remote: Remote = Remote()
@@ -148,9 +155,16 @@ class EnvironmentConfig:
     @property
     def code(self) -> list[str]:
         """What is named of the user's own: FILE.py:NAME."""
-        others = (GYM, MCP)
-        names = [self.name or "", *self.tools]
-        return [name for name in names if ":" in name and not name.startswith(others)]
+        name = self.name or ""
+        if self.is_agent:
+            name = name.removeprefix(AGENT)
+            name = name if is_function(name) else ""
+        names = [name, *self.tools]
+        return [name for name in names if ":" in name and not name.startswith((GYM, MCP))]
+
+    @property
+    def is_agent(self) -> bool:
+        return (self.name or "").startswith(AGENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,13 +195,18 @@ class EnvironmentPool:
     decisions: tuple[Decision, ...] = ()
     late: list[Thread] = field(default_factory=list)
     """Threads of abandoned calls that still run."""
-    kit: Kit | None = None
-    """The tools, where the environment is made of some."""
+    source: Kit | Agents | None = None
+    """What it is made of where that has to be closed."""
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether it asks the policy by itself."""
+        return isinstance(self.source, Agents)
 
     def close(self) -> None:
-        """End the servers of its tools."""
-        if self.kit is not None:
-            self.kit.close()
+        """End the servers of its tools, or its agents."""
+        if self.source is not None:
+            self.source.close()
 
     def each(self, jobs: Mapping[int, Callable[[], Any]]) -> dict[int, Outcome]:
         """The outcome of each call: ``config.workers`` at a time, ``config.timeout`` seconds each. A key is the number
@@ -306,18 +325,23 @@ def open_environments(
     """
     if config.name is None:
         return None
-    kit = open_tools(config.tools, config.remote, config.timeout / 2) if config.tools else None
+    source: Kit | Agents | None = None
+    if config.tools:
+        source = open_tools(config.tools, config.remote, config.timeout / 2)
+    elif config.is_agent:
+        assert config.name is not None
+        source = Agents(config.name.removeprefix(AGENT), config.timeout)
     try:
-        return _opened(config, kit, renderer, stop_ids, context, ranks, rows, stop)
+        return _opened(config, source, renderer, stop_ids, context, ranks, rows, stop)
     except BaseException:
-        if kit is not None:
-            kit.close()
+        if source is not None:
+            source.close()
         raise
 
 
 def _opened(
     config: EnvironmentConfig,
-    kit: Kit | None,
+    source: Kit | Agents | None,
     renderer: Renderer,
     stop_ids: Collection[int],
     context: int | None,
@@ -325,7 +349,7 @@ def _opened(
     rows: Sequence[PromptRow],
     stop: Sequence[str],
 ) -> EnvironmentPool:
-    make, offered = _load_environment(config, kit)
+    make, offered = _load_environment(config, source)
     bridge, template = Bridge(renderer, stop_ids), renderer.template
     place, tools = next(((f"{row.place}: ", row.tools) for row in rows if row.tools), ("", ()))
     if offered:
@@ -354,8 +378,15 @@ def _opened(
                 f"the chat template does not write the tool {shown(name)}; expected one that shows the policy what it "
                 f"may call; give another with {template.key}=FILE"
             )
-    decisions = decision, _history(bridge, calls, tools)
-    return EnvironmentPool(config, make, bridge, calls, offered, context, ranks, decisions, kit=kit)
+    decisions = [decision, _history(bridge, calls, tools)]
+    if isinstance(source, Agents):
+        ignored = ", ".join(IGNORED[:5])
+        reason = f"what is trained on is its distribution; {ignored}, ... of a request are not read"
+        decisions.append(Decision("the agent's sampling", "the rollout's", reason))
+        config = replace(config, timeout=config.timeout + GRACE)  # the agent keeps to its own
+    return EnvironmentPool(
+        config, make, bridge, calls, offered, context, ranks, tuple(decisions), source=source
+    )
 
 
 def _history(bridge: Bridge, calls: CallFormat | None, tools: Sequence[Tool]) -> Decision:
@@ -468,12 +499,14 @@ class ToolEnvironment:
 
 
 def _load_environment(
-    config: EnvironmentConfig, kit: Kit | None
+    config: EnvironmentConfig, source: Kit | Agents | None
 ) -> tuple[Callable[[], Any], tuple[Tool, ...]]:
     """The constructor of instances, and their tools."""
-    if kit is not None:
-        schemas = tuple(tool.schema for tool in kit.functions.values())
-        return partial(ToolEnvironment, kit.functions, config.timeout / 2), schemas
+    if isinstance(source, Agents):
+        return source.start, ()
+    if source is not None:
+        schemas = tuple(tool.schema for tool in source.functions.values())
+        return partial(ToolEnvironment, source.functions, config.timeout / 2), schemas
     assert config.name is not None
     if config.name.startswith(GYM):
         require("gym", f"rollout.environment.name={config.name}")

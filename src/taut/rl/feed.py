@@ -75,6 +75,10 @@ class Feed:
         self._courses: dict[int, tuple[_Group, PartialTrajectory, Course]] = {}
         self._finished: deque[Finished] = deque()
         self._num_begun = 0
+        self._asked_at: dict[int, float] = {}
+        """When the turn of a trajectory that is in flight was asked for."""
+        self._sampled, self._seconds = 0, 0.0
+        """Tokens of the turns that came, and the seconds that they took."""
 
     @property
     def is_busy(self) -> bool:
@@ -121,6 +125,17 @@ class Feed:
         else:
             act()
 
+    def sizes(self) -> list[float]:
+        """How many tokens the trajectories of the groups that are not finished have been given so far. Those of a turn
+        in flight are estimated by its time, at the mean pace of the turns that came.
+        """
+        now, pace = time.perf_counter(), self._sampled / max(self._seconds, 1e-9)
+        return [
+            len(path.sampled_at) + pace * (now - self._asked_at.get(path.number, now))
+            for group in self._groups.values()
+            for path in group.paths
+        ]
+
     def wake(self) -> None:
         """End ``wait``. Any thread may call it."""
         self._events.put(lambda: None)
@@ -141,7 +156,10 @@ class Feed:
     # -- the thread of the feed
 
     def _take_completion(self, number: int) -> None:
-        self._go_on(number, self._stream.take(number))
+        completion = self._stream.take(number)
+        self._sampled += completion.ids_N.size
+        self._seconds += time.perf_counter() - self._asked_at.pop(number)
+        self._go_on(number, completion)
 
     def _take_call(self, number: int, outcome: Outcome) -> None:
         assert self._calls is not None
@@ -157,6 +175,7 @@ class Feed:
         match resume(course, result):
             case Prompt() as prompt:
                 index = path.index if self._environments is None else 0
+                self._asked_at[number] = time.perf_counter()
                 self._stream.ask(number, prompt, index, priority=path.num_turns)
             case None:
                 del self._courses[number]

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -128,8 +128,8 @@ class Lagging:
     """
 
     worker: RolloutWorker
-    prompt_of: Callable[[int], int]
-    """The index of the prompt of a draw."""
+    prompt_of: Callable[[int, Collection[int]], tuple[int, bool]]
+    """The index of the prompt to ask for a draw, given those that are open, and whether it replaces another."""
     num_groups: int
     """Groups of a rollout."""
     draws: Draws
@@ -182,10 +182,12 @@ class Lagging:
         most_tried = wanted * (1 + max(config.dynamic_sampling_rounds, worker.num_tries))
         kept: dict[int, list[Trajectory]] = {}
         left_out: dict[int, list[Trajectory]] = {}
-        num_stale = 0
+        num_stale = num_replaced = 0
         while True:
             while len(open_draws) < most_open + len(left_out):
-                open_draws[next_draw] = index = self.prompt_of(next_draw)
+                index, is_replaced = self.prompt_of(next_draw, open_draws.values())
+                open_draws[next_draw] = index
+                num_replaced += is_replaced
                 background.ask(next_draw, self._row(next_draw, index))
                 next_draw += 1
             number, trajectories = background.next()
@@ -215,5 +217,6 @@ class Lagging:
             seconds_generating=time.perf_counter() - began,
             draws=order,
             num_stale=num_stale,
+            num_replaced=num_replaced,
         )
         return rollout, {"next": next_draw, "open": still_open}

@@ -104,18 +104,27 @@ def rollout_event(
     event["seconds_judging"] = rollout.seconds_judging
     event |= metrics
     if whole:
-        lengths = [int(trajectory.sampled_at_N.size) for trajectory in whole]
+        lengths = [trajectory.num_sampled for trajectory in whole]
         event["stopped"] = fmean(trajectory.finish_reason == "stop" for trajectory in whole)
         event["tokens_mean"], event["tokens_max"] = fmean(lengths), max(lengths)
     staleness = [version - int(v) for trajectory in whole for v in trajectory.version_N[:1]]
     if staleness:
         event["staleness_mean"], event["staleness_max"] = fmean(staleness), max(staleness)
+    if rollout.oversampled is not None:
+        event["oversample_dropped"] = rollout.oversampled.num_groups
+        event["oversample_tokens_mean"] = rollout.oversampled.num_tokens
+    if config.difficulty_filter:
+        event["difficulty_replaced"] = rollout.num_replaced
     if config.lag:
         event["draws"], event["stale_groups"] = list(rollout.draws), rollout.num_stale
     if config.environment.is_on and whole:
         event["turns_mean"] = fmean(trajectory.num_turns for trajectory in whole)
         event["calls"] = sum(trajectory.num_calls for trajectory in whole)
         event["malformed_calls"] = sum(trajectory.num_malformed_calls for trajectory in whole)
+    if config.environment.is_agent and whole:
+        event["paths_mean"] = fmean(1 + len(trajectory.branches) for trajectory in whole)
+        event["conversations"] = sum(trajectory.num_conversations for trajectory in whole)
+        event["edited_histories"] = sum(trajectory.num_edited for trajectory in whole)
     if failures:
         event["first_error"] = failures[0]
     event["samples"] = [logged(trajectory, samples) for trajectory in best_and_worst(rollout)]

@@ -19,7 +19,7 @@ import base64
 import math
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -39,6 +39,7 @@ from taut.losses import Loss
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
 from taut.rl.advantages import Credit, TrainSample, as_tuple
+from taut.rl.difficulty import Difficulty, KeptRecord, Record
 from taut.rl.lag import Draws, Lagging
 from taut.rl.monitors import RolloutMonitor, RolloutMonitorState, push_event, rollout_event
 from taut.rl.rollout import (
@@ -108,6 +109,8 @@ class KeptState(TypedDict):
     credit: Any
     guard: RolloutMonitorState
     draws: NotRequired[Draws]
+    """Older checkpoints have none."""
+    difficulty: NotRequired[list[KeptRecord]]
     """Older checkpoints have none."""
 
 
@@ -404,6 +407,8 @@ class Online:
         self.replayed = [*samples, *replayed][: self.config.replay_groups]
         if "_lagging" in vars(self):
             self.draws = self._lagging.draws
+        if self.config.difficulty_filter:
+            self.difficulty.record(rollout.all_groups)
         self._taken = None
         return Phase(number, trees, events, before)
 
@@ -428,18 +433,41 @@ class Online:
                 self.trainer.interrupts.held()
             ):  # an engine with half of the weights has no version
                 engine.update(version)
-        if engine is None or not self.config.lag:
+        if engine is None:
             return self.worker.roll(number, self.order.step(number + 1))
+        if not self.config.lag:
+            indices, num_replaced = self._prompts_of(number)
+            return replace(self.worker.roll(number, indices), num_replaced=num_replaced)
         num_left = -(-self.trainer.num_steps // self.config.updates) - number
         return self._lagging.take(number, version, num_left)
+
+    def _prompts_of(self, number: int) -> tuple[list[int], int]:
+        """The prompts of a phase, and how many of them replace others."""
+        indices, first = self.order.step(number + 1), number * self.order.samples_per_step
+        if not self.config.difficulty_filter:
+            return indices, 0
+        taken, chosen = set(indices), []
+        for place, index in enumerate(indices, first):
+            chosen.append(self.difficulty.choose(place, index, taken))
+            taken.add(chosen[-1])
+        return chosen, sum(a != b for a, b in zip(indices, chosen, strict=True))
+
+    @cached_property
+    def difficulty(self) -> Difficulty:
+        """What is known of the difficulty of prompts."""
+        return Difficulty(self.config.difficulty_filter, self.seed, self.prompts.prompt_rows)
 
     @cached_property
     def _lagging(self) -> Lagging:
         assert isinstance(self.worker, RolloutWorker)
         size = self.order.samples_per_step
 
-        def prompt_of(draw: int) -> int:
-            return self.order.step(draw // size + 1)[draw % size]
+        def prompt_of(draw: int, taken: Collection[int]) -> tuple[int, bool]:
+            index = self.order.step(draw // size + 1)[draw % size]
+            if not self.config.difficulty_filter:
+                return index, False
+            chosen = self.difficulty.choose(draw, index, taken)
+            return chosen, chosen != index
 
         return Lagging(self.worker, prompt_of, size, self.draws)
 
@@ -482,7 +510,8 @@ class Online:
             replayed = [
                 TrainSample(version, decode_tree(tree, image_store)) for version, tree in pairs
             ]
-            return {**kept, "replayed": replayed}
+            records = {index: Record(*rest) for index, *rest in kept.get("difficulty", ())}
+            return {**kept, "replayed": replayed, "difficulty": records}
 
         if remembered["phase"] is not None:
             number, trees, self._unlogged, before = remembered["phase"]
@@ -508,6 +537,7 @@ class Online:
             "credit": credit,
             "guard": monitor,
             "draws": self.draws,
+            "difficulty": dict(self.difficulty.records) if self.config.difficulty_filter else {},
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
@@ -515,12 +545,15 @@ class Online:
         self.credit.recall(state["credit"])
         self.monitor.recall(state["guard"])
         self.draws = state.get("draws", self.draws)
+        if self.config.difficulty_filter:
+            self.difficulty.records = dict(state["difficulty"])
 
 
 def _encode_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """The state that a phase changes, as JSON-able values."""
     replayed = [[sample.version, encode_tree(sample.tree)] for sample in state["replayed"]]
-    return {**state, "replayed": replayed}
+    difficulty = [[index, *record] for index, record in sorted(state["difficulty"].items())]
+    return {**state, "replayed": replayed, "difficulty": difficulty}
 
 
 def numbered(trees: Sequence[Tree]) -> list[Tree]:

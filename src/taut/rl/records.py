@@ -20,6 +20,7 @@ from taut.errors import DataError
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
 from taut.rl.advantages import TrainSample
+from taut.rl.conversations import Path
 from taut.rl.rollout import Group, Rollout
 from taut.rl.sampler import Trajectory
 from taut.types import FloatArray, Media, Picture
@@ -69,10 +70,23 @@ SCHEMA = pa.schema(
         "rewards": pa.list_(PART),
         # what an environment's steps gave: (n of the last token of the turn, their sum)
         "turn_rewards": pa.list_(pa.struct({"n": pa.int32(), "reward": pa.float64()})),
+        # other paths of an agent's conversations, with the sampled tokens that no earlier path has
+        "branches": pa.list_(
+            pa.struct(
+                {
+                    "ids_T": PLACES,
+                    "sampled_at_N": PLACES,
+                    "logp_N": pa.list_(pa.float64()),
+                    "version_N": PLACES,
+                }
+            )
+        ),
         "media": pa.list_(PICTURE),
         "num_turns": pa.int32(),
         "num_calls": pa.int32(),
         "num_malformed_calls": pa.int32(),
+        "num_conversations": pa.int32(),
+        "num_edited": pa.int32(),
         "seconds_generating": pa.float32(),  # of the whole rollout
         "seconds_judging": pa.float32(),
     }
@@ -135,6 +149,9 @@ def _row(trajectory: Trajectory, advantages: Mapping[str, FloatArray]) -> dict[s
             for name, score in verdict.parts.items()
         ],
         "turn_rewards": [{"n": n, "reward": reward} for n, reward in trajectory.turn_rewards],
+        "branches": [
+            {name: getattr(branch, name) for name in ARRAYS} for branch in trajectory.branches
+        ],
         "media": [
             {
                 "source": media.picture.source,
@@ -150,6 +167,8 @@ def _row(trajectory: Trajectory, advantages: Mapping[str, FloatArray]) -> dict[s
         "num_turns": trajectory.num_turns,
         "num_calls": trajectory.num_calls,
         "num_malformed_calls": trajectory.num_malformed_calls,
+        "num_conversations": trajectory.num_conversations,
+        "num_edited": trajectory.num_edited,
     }
 
 
@@ -165,6 +184,7 @@ READ = (
     *("group", "prompt_id", "place", "index", "is_kept", "prompt", "references", "messages"),
     *("text", *ARRAYS, "finish_reason", "error", "reward", "rewards", "turn_rewards", "media"),
     *("num_turns", "num_calls", "num_malformed_calls"),
+    *("branches", "num_conversations", "num_edited"),
 )
 """The columns that ``read_rollout`` reads."""
 
@@ -206,16 +226,17 @@ def _trajectory(
     )
     logp_N = _array(arrays["logp_N"]).astype(np.float64)
     name = f"{row['prompt_id']}#{row['index']}"
-    is_whole = (
-        at_N.size == logp_N.size == version_N.size
-        and bool((np.diff(at_N, prepend=0) > 0).all())
-        and (at_N.size == 0 or at_N[-1] < ids_T.size)
-    )
-    if not is_whole:
-        raise DataError(
-            f"{name}: {ids_T.size} tokens, of which {at_N.size} sampled, with {logp_N.size} logprobs and "
-            f"{version_N.size} versions; expected one of each for every sampled token, at ascending places"
+    branches = tuple(
+        Path(
+            np.array(branch["ids_T"], np.int64),
+            np.array(branch["sampled_at_N"], np.int64),
+            np.array(branch["logp_N"], np.float64),
+            np.array(branch["version_N"], np.int64) + lag,
         )
+        for branch in row["branches"]
+    )
+    for path in (Path(ids_T, at_N, logp_N, version_N), *branches):
+        _require_whole(path, name)
     media = tuple(
         Media(
             picture(part["source"], part["content"], part["num_pictures"], name),
@@ -257,10 +278,27 @@ def _trajectory(
         turn_rewards=tuple((part["n"], part["reward"]) for part in row["turn_rewards"]),
         num_calls=row["num_calls"],
         num_malformed_calls=row["num_malformed_calls"],
+        branches=branches,
+        num_conversations=row["num_conversations"],
+        num_edited=row["num_edited"],
         media=media,
         rollout=number,
         verdict=Verdict(parts, row["reward"]),
     )
+
+
+def _require_whole(path: Path, name: str) -> None:
+    at_N, logp_N, version_N = path.sampled_at_N, path.logp_N, path.version_N
+    is_whole = (
+        at_N.size == logp_N.size == version_N.size
+        and bool((np.diff(at_N, prepend=0) > 0).all())
+        and (at_N.size == 0 or at_N[-1] < path.ids_T.size)
+    )
+    if not is_whole:
+        raise DataError(
+            f"{name}: {path.ids_T.size} tokens, of which {at_N.size} sampled, with {logp_N.size} logprobs and "
+            f"{version_N.size} versions; expected one of each for every sampled token, at ascending places"
+        )
 
 
 def _array(values: pa.Array | None) -> NDArray[Any]:

@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Literal, Protocol, TypeAlias, TypeVar, cast
+from typing import Annotated, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -86,6 +86,13 @@ class RolloutConfig:
     """Generate while training: groups are taken as they finish, at most this many updates after their oldest token was
     sampled. 0: each rollout is generated with the weights that begin to train on it. Above 0 requires engine=server;
     which groups are taken then depends on what is fast, and a resume is not bit for bit."""
+    oversample: Annotated[int, Field(ge=0)] = 0
+    """Number of further prompts that are asked with each rollout: the first groups that finish are taken, the others
+    cancelled. Favours short answers: how long those are that it drops is in the event rollout. Requires engine=server
+    and lag=0, as with a lag the first groups that finish are taken anyway."""
+    difficulty_filter: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Difficulty filtering: the probability that another prompt is asked in place of one whose last group taught
+    nothing, all of its answers being right or all wrong (equal rewards). 0: prompts are asked alike."""
     max_staleness: Annotated[int, Field(ge=1)] | None = None
     """With replay_groups: maximum number of updates between the weights that sampled a group and those that are
     trained; older groups are not trained on again. None: no limit."""
@@ -134,6 +141,22 @@ class RolloutConfig:
                 f"before each rollout, so answers are 0, {self.updates}, {2 * self.updates}, ... updates old; expected "
                 f"a multiple of {self.updates}; set rollout.lag={-(-self.lag // self.updates) * self.updates}, or "
                 "another rollout.minibatches or rollout.epochs"
+            )
+        if self.oversample and self.engine == "local":
+            raise ConfigError(
+                f"rollout.oversample={self.oversample} with rollout.engine=local, which computes all completions as "
+                "one batch; expected rollout.engine=server; take rollout.oversample out"
+            )
+        if self.oversample and self.lag:
+            raise ConfigError(
+                f"rollout.oversample={self.oversample} with rollout.lag={self.lag}, where the first groups that finish "
+                "are taken anyway, and the others go on; expected one of the two; take one out"
+            )
+        if self.difficulty_filter and self.n == 1:
+            raise ConfigError(
+                f"rollout.difficulty_filter={self.difficulty_filter:g} with rollout.n=1: a single answer has none that "
+                "its reward could differ from; expected rollout.n of 2 or more; raise it, or take "
+                "rollout.difficulty_filter out"
             )
         stalest = self.lag + self.updates - 1
         if self.max_staleness is not None and not self.replay_groups:
@@ -200,6 +223,14 @@ class Group:
         return not are_alike([trajectory.reward for trajectory in self.rewarded])
 
 
+class Oversampled(NamedTuple):
+    """What ``rollout.oversample`` has cancelled."""
+
+    num_groups: int
+    num_tokens: float
+    """An estimate of the mean number of tokens that their answers had by then (``Feed.sizes``)."""
+
+
 @dataclass(frozen=True)
 class Rollout:
     """The groups of a rollout, and the seconds that they took."""
@@ -215,6 +246,9 @@ class Rollout:
     """With rollout.lag: the draws of ``all_groups`` (lag.py), in the order in which they were taken."""
     num_stale: int = 0
     """With rollout.lag: groups that were dropped as too old."""
+    oversampled: Oversampled | None = None
+    num_replaced: int = 0
+    """Prompts that rollout.difficulty_filter has replaced."""
     from_data: Sequence[Group] = ()
     """Answers of the data, which were not generated."""
 
@@ -292,11 +326,17 @@ class RolloutWorker:
         groups: list[Group] = []
         left_out: list[Group] = []
         generating = judging = 0.0
+        oversampled = None
         for number in range(self.num_tries + 1):
+            if number == 0 and self.config.oversample:
+                random = np.random.default_rng([self.seed, phase, 3])
+                indices = [*indices, *self._others(random, seen)[: self.config.oversample]]
+                seen.update(indices)
             rows = distinct([self.prompts[index] for index in indices])
             sampling = self.config.sampling(seed_of(self.seed, phase, number))
             began = time.perf_counter()
-            trajectories, generated = self._sample(rows, sampling)
+            trajectories, generated, cancelled = self._sample(rows, sampling, wanted - len(groups))
+            oversampled = oversampled or cancelled
             generating += generated - began
             judging += time.perf_counter() - generated
             judged = [replace(trajectory, rollout=phase) for trajectory in trajectories]
@@ -310,14 +350,13 @@ class RolloutWorker:
                 break
             # prompts that this phase has not asked yet
             random = np.random.default_rng([self.seed, phase, number, 1])
-            order = random.permutation(len(self.prompts)).tolist()
-            indices = [index for index in order if index not in seen][:missing]
+            indices = self._others(random, seen)[:missing]
             if not indices:
                 break
             seen.update(indices)
         if not groups:  # a step has to have something
             groups, left_out = left_out, []
-        return Rollout(groups, left_out, generating, judging)
+        return Rollout(groups, left_out, generating, judging, oversampled=oversampled)
 
     def close(self) -> None:
         """Close rewards, environments and engine."""
@@ -328,26 +367,32 @@ class RolloutWorker:
         if isinstance(self.engine, ServerEngine):
             self.engine.close()
 
+    def _others(self, random: np.random.Generator, seen: Collection[int]) -> list[int]:
+        """The indices of the prompts that are not in ``seen``, shuffled."""
+        order = random.permutation(len(self.prompts)).tolist()
+        return [index for index in order if index not in seen]
+
     def _sample(
-        self, rows: Sequence[PromptRow], sampling: Sampling
-    ) -> tuple[list[Trajectory], float]:
-        """The trajectories of these rows in their order, judged, and when the last of them was finished.
+        self, rows: Sequence[PromptRow], sampling: Sampling, wanted: int
+    ) -> tuple[list[Trajectory], float, Oversampled | None]:
+        """The trajectories of these rows in their order, judged; when the last of them was finished; and what was
+        cancelled, where a server had finished the ``wanted`` groups before.
 
         The writer asks a server, and judges each group as soon as it is finished. A model in this process judges all
         together: how its batches are made up changes last bits.
         """
         if isinstance(self.engine, ServerEngine):
             judge = None if self.judges_together else self.judge
-            sample = partial(self._feed, self.engine, rows, sampling, judge)
-            sampled, generated = self.engine.shared(sample, self.ranks)[0]
+            sample = partial(self._feed, self.engine, rows, sampling, judge, wanted)
+            sampled, generated, cancelled = self.engine.shared(sample, self.ranks)[0]
             if judge is not None:
-                return sampled, generated
+                return sampled, generated, cancelled
         else:
             sampled = sample_trajectories(self.engine, rows, sampling, self.environments)
-            generated = time.perf_counter()
+            generated, cancelled = time.perf_counter(), None
         verdicts = self._on_all_ranks(partial(self.judge, sampled))
         judged = [replace(t, verdict=v) for t, v in zip(sampled, verdicts, strict=True)]
-        return judged, generated
+        return judged, generated, cancelled
 
     def _feed(
         self,
@@ -355,19 +400,26 @@ class RolloutWorker:
         rows: Sequence[PromptRow],
         sampling: Sampling,
         judge: Judge | None,
-    ) -> tuple[list[Trajectory], float]:
-        """The trajectories of these rows in their order, on the writer, and when the last of them was finished."""
+        wanted: int,
+    ) -> tuple[list[Trajectory], float, Oversampled | None]:
+        """What ``_sample`` returns, on the writer. Without a judge any group counts as wanted."""
         if not self.ranks.is_writer:
-            return [], 0.0
+            return [], 0.0, None
         with closing(Feed(engine, sampling, self.environments, judge)) as feed:
             for number, row in enumerate(rows):
                 feed.ask(number, row)
             groups: dict[int, list[Trajectory]] = {}
-            while feed.is_busy:
+            while feed.is_busy and wanted:
                 number, trajectories = feed.next()
                 groups[number] = trajectories
+                is_any = judge is None or not self.must_choose
+                wanted -= is_any or self.is_useful(Group(tuple(trajectories)))
+            sizes, cancelled = feed.sizes(), None
+            if self.config.oversample and sizes:
+                num_groups = len(sizes) // self.config.n
+                cancelled = Oversampled(num_groups, sum(sizes) / len(sizes))
         in_order = [trajectory for number in sorted(groups) for trajectory in groups[number]]
-        return in_order, feed.generated_at
+        return in_order, feed.generated_at, cancelled
 
     def judge(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """A verdict for each trajectory; without a total where the engine or the environment failed."""
@@ -422,7 +474,7 @@ def answered(trajectory: Trajectory) -> Answered:
         text=trajectory.text,
         references=row.references,
         row=row.columns,
-        num_tokens=int(trajectory.sampled_at_N.size),
+        num_tokens=trajectory.num_sampled,
         finish_reason=trajectory.finish_reason,
         prompt=row.prompt if trajectory.first_messages is None else trajectory.first_messages,
         messages=trajectory.messages[: len(roles) - num_after],

@@ -9,6 +9,10 @@ the environment's answer, with the tokens that the template writes between two t
 environment is done, where a completion was cut (a half answer gets no reply), at the limits of turns, tokens or
 context, or with an error: then it is not trained on.
 
+With an agent (``environments/agent.py``) a trajectory is all that the agent asks until it ends: conversations, which
+may branch and begin anew (``conversations.py``). Its path is the one with the newest answer; what was sampled elsewhere
+is in ``branches``.
+
 The engine in this process computes the next turns of all trajectories as one batch, once all environments have
 answered (``sample_trajectories``). A server gets each turn as soon as its trajectory has come to it (feed.py). For both
 a trajectory is a coroutine: ``begin`` makes it, and ``resume`` gives it what it waited for.
@@ -25,6 +29,7 @@ import hashlib
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -35,6 +40,7 @@ from taut.data.tool_calls import ToolCall
 from taut.errors import DataError, PictureError, RenderError
 from taut.inference.engine import Engine, Sampling
 from taut.rewards.panel import Verdict
+from taut.rl.conversations import Conversations, Path
 from taut.rl.environment import (
     EnvironmentPool,
     Outcome,
@@ -43,6 +49,8 @@ from taut.rl.environment import (
     read_reward,
     read_step,
 )
+from taut.rl.environments.agent import Ended, Next, Refusal
+from taut.rl.environments.chat_endpoint import Asked, ChatAnswer
 from taut.rl.turns import Rendered, moved
 from taut.types import Completion, FinishReason, FloatArray, IntArray, Media, Prompt
 from taut.vision.content import ImageRef
@@ -88,6 +96,14 @@ class Trajectory:
     """The messages that an environment began with; None: the row's prompt."""
     media: tuple[Media, ...] = ()
     """The pictures among the ids, ascending."""
+    branches: tuple[Path, ...] = ()
+    """The other paths of an agent's conversations, each with the sampled tokens that no earlier one has."""
+    num_conversations: int = 1
+    """Conversations that an agent began."""
+    num_edited: int = 0
+    """Those that begin as an earlier one, whose history the agent has edited."""
+    part: int = 0
+    """Which of ``parts`` it is; 0: it is whole."""
     rollout: int = 0
     """The number of its rollout, from 0."""
     verdict: Verdict = NO_VERDICT
@@ -96,7 +112,26 @@ class Trajectory:
     @property
     def name(self) -> str:
         """Unique in a run."""
-        return f"{self.row.id}#{self.index} of rollout {self.rollout + 1}"
+        part = f", branch {self.part}" if self.part else ""
+        return f"{self.row.id}#{self.index} of rollout {self.rollout + 1}{part}"
+
+    @property
+    def parts(self) -> list[Trajectory]:
+        """It and its branches, as trajectories of one path each: what is trained on."""
+        branches = [
+            replace(
+                self,
+                part=number,
+                branches=(),
+                media=(),
+                ids_T=branch.ids_T,
+                sampled_at_N=branch.sampled_at_N,
+                logp_N=branch.logp_N,
+                version_N=branch.version_N,
+            )
+            for number, branch in enumerate(self.branches, 1)
+        ]
+        return [self, *branches]
 
     @property
     def has_reward(self) -> bool:
@@ -123,7 +158,13 @@ class Trajectory:
     @property
     def version(self) -> int:
         """The version of the oldest weights that sampled it."""
-        return int(self.version_N.min())
+        versions = [self.version_N, *(branch.version_N for branch in self.branches)]
+        return min(int(version_N.min()) for version_N in versions)
+
+    @property
+    def num_sampled(self) -> int:
+        """Sampled tokens, those of its branches included."""
+        return self.sampled_at_N.size + sum(b.sampled_at_N.size for b in self.branches)
 
 
 @dataclass(eq=False, slots=True)
@@ -155,6 +196,9 @@ class PartialTrajectory:
     num_turns: int = 0
     num_calls: int = 0
     num_malformed: int = 0
+    branches: tuple[Path, ...] = ()
+    num_conversations: int = 1
+    num_edited: int = 0
     text: str = ""
     finish: FinishReason | None = None
     error: str | None = None
@@ -181,6 +225,23 @@ class PartialTrajectory:
             self.fail(completion.error or "the engine gives no reason")
         elif completion.finish_reason == "length":
             self.finish = "length"
+
+    def adopt(self, conversations: Conversations) -> None:
+        """Take what an agent has asked as its paths."""
+        first, *others = conversations.paths()
+        newest = conversations.answers[-1]
+        root = newest.question.root
+        self.ids, self.sampled_at = first.ids_T.tolist(), first.sampled_at_N.tolist()
+        self.sampled = [first.ids_T[first.sampled_at_N]]
+        self.logp, self.version = first.logp_N.tolist(), first.version_N.tolist()
+        self.first_messages, self.tools = root.messages, root.tools
+        said = (*newest.question.messages, newest.message)
+        self.messages = list(said[len(root.messages) :])
+        self.text = newest.completion.text
+        self.branches = tuple(others)
+        self.num_turns, self.num_calls = len(conversations.answers), conversations.num_calls
+        self.num_malformed, self.num_edited = conversations.num_malformed, conversations.num_edited
+        self.num_conversations = conversations.num_roots
 
     def fail(self, reason: str) -> None:
         """End it as an error: nothing is learned from it."""
@@ -215,6 +276,9 @@ class PartialTrajectory:
             num_malformed_calls=self.num_malformed,
             first_messages=self.first_messages or None,
             media=self.media,
+            branches=self.branches,
+            num_conversations=self.num_conversations,
+            num_edited=self.num_edited,
         )
 
 
@@ -282,6 +346,8 @@ def begin(
     """
     if environments is None:
         return _alone(path)
+    if environments.is_agent:
+        return _with_agent(path, environments)
     return _with_environment(path, environments, rendered)
 
 
@@ -335,6 +401,78 @@ def _with_environment(
             follow("step", (yield step), lambda said: _continue(path, said, environments))
     if path.finish == "length":
         follow("cut", (yield cut), path.earn)
+
+
+def _with_agent(path: PartialTrajectory, environments: EnvironmentPool) -> Course:
+    """What the agent asks, one request after another, until it ends or has had its turns."""
+    conversations = Conversations(environments.bridge, environments.calls)
+    config = environments.config
+
+    def start() -> Next:
+        path.environment = environments.make()
+        return read_next(path.environment.begin(copy.deepcopy(dict(path.row.columns))))
+
+    def reply(answer: ChatAnswer | Refusal) -> Next:
+        return read_next(path.environment.reply(answer))
+
+    def read_next(found: Next) -> Next:
+        if isinstance(found.event, Asked):
+            return found
+        reward = read_reward(found.event.reward, f"{path.row.place}: the agent")
+        return Next(Ended(reward, found.event.error), found.was_read)
+
+    def end() -> None:
+        path.environment.end()
+
+    outcome: Outcome = yield start
+    while path.finish is None:
+        if outcome.error is not None:
+            path.fail(f"the agent {outcome.error}")
+            break
+        event, was_read = outcome.value
+        if not was_read:
+            conversations.forget()
+        if isinstance(event, Ended):
+            path.earn(event.reward)
+            path.finish = "stop"
+            if event.error is not None:
+                path.fail(f"the agent {event.error}")
+            elif not conversations.answers:
+                path.fail("the agent ended and had no answer of the policy")
+        elif len(conversations.answers) == config.max_turns:
+            path.finish = "length"
+        else:
+            path.num_turns += 1
+            answer: ChatAnswer | Refusal
+            try:
+                question = conversations.ask(event.messages, event.tools)
+            except (RenderError, DataError) as error:
+                answer = Refusal(str(error))
+            else:
+                limit = len(question.root.ids) + config.max_tokens
+                limit = min(limit, environments.context or limit)
+                room = limit - len(question.ids)
+                if room > 0:
+                    ids_T = np.array(question.ids, np.int64)
+                    name = f"{path.row.id}#{path.index}@{path.num_turns - 1}"
+                    completion = yield Prompt(name, ids_T, min(room, event.max_tokens or room))
+                    if completion.finish_reason == "error":
+                        path.fail(completion.error or "the engine gives no reason")
+                        break
+                    given = conversations.answer(question, completion)
+                    size, is_cut = completion.ids_N.size, completion.finish_reason == "length"
+                    answer = ChatAnswer(given.message, is_cut, len(question.ids), size)
+                else:
+                    answer = Refusal(
+                        f"messages: found {len(question.ids):,} tokens; expected less than {limit:,}, by the model's "
+                        "context and rollout.environment.max_tokens; send a shorter history"
+                    )
+            outcome = yield partial(reply, answer)
+    yield end
+    if conversations.answers:
+        path.adopt(conversations)
+        is_cut = conversations.answers[-1].completion.finish_reason == "length"
+        path.finish = "length" if path.finish == "stop" and is_cut else path.finish
 
 
 def _open(

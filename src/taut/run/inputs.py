@@ -86,7 +86,7 @@ def load_inputs(run: RunConfig, ranks: Ranks, day: date | None = None) -> Inputs
             f"data.columns, or take {key} out"
         )
     if not run.has_scalar_head and not run.generates:
-        inputs.decisions.extend(_taught_ends(train, stops))
+        inputs.decisions.extend(_taught_ends(train))
     return inputs
 
 
@@ -142,9 +142,9 @@ def inputs_of(
     )
 
 
-def _taught_ends(train: Dataset, stops: StopSet) -> list[Decision]:
+def _taught_ends(train: Dataset) -> list[Decision]:
     """The number of samples that teach the model to stop, unless all do. Raises DataError where none does."""
-    num_ends, num_samples = train.num_with_target(stops.ids), len(train)
+    num_ends, num_samples = train.num_ended, len(train)
     cut = f"{len(train.report.cut):,} were cut before their end"
     if not num_ends:
         raise DataError(

@@ -18,10 +18,10 @@ from starlette.testclient import TestClient
 from tests.unit.commands.test_score import END, chat, messages, save_reward, theirs
 
 from taut.commands import serve_reward as command
-from taut.commands.http_server import listen
 from taut.commands.serve_reward import ServeReward, build_app
 from taut.config import from_mapping
 from taut.errors import ConfigError, EngineError, NonFiniteError, OutOfMemory
+from taut.inference.http_server import listen
 from taut.inference.reward_model import Batcher, Busy, Judge, Rendered, open_judge
 from taut.models.reward_model import NewHead
 from taut.types import FloatArray, Sample

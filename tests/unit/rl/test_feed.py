@@ -52,6 +52,7 @@ class Place:
     make: Callable[[], Any] = Talk
     timeout: float = PATIENCE
     concurrency: int = 16
+    feeds: list[Feed] = field(default_factory=list)
     firsts: dict[str, list[int]] = field(default_factory=dict)
     """The ids that each row begins with."""
 
@@ -101,6 +102,7 @@ class Place:
                 closing(engine),
                 closing(Feed(engine, Sampling(n=n), pool, judge)) as feed,
             ):
+                self.feeds.append(feed)
                 for number, row in enumerate(rows):
                     feed.ask(number, row)
                 finished = []
@@ -224,6 +226,29 @@ def test_a_judge_that_fails_ends_all() -> None:
 
     with pytest.raises(UserCodeError, match="what it should not"):
         Place().play({"a": 1, "b": 2}, judge=judge)
+
+
+def test_the_tokens_of_what_is_in_flight() -> None:
+    """Two turns of four tokens have come, and a third is awaited."""
+    came, over = Event(), Event()
+    place, sizes = Place(), []
+
+    def faults(name: str, count: int) -> Fault | None:
+        if name == "b" and count == 2:
+            came.set()
+            over.wait(PATIENCE)
+        return None
+
+    def judge(trajectories: Sequence[Trajectory]) -> list[Verdict]:
+        if trajectories[0].row.id == "a":
+            assert came.wait(PATIENCE)
+            sizes.extend(place.feeds[0].sizes())
+            over.set()
+        return worth(trajectories)
+
+    place.play({"a": 1, "b": 3}, faults=faults, judge=judge)
+    first, second = sizes
+    assert first == 4 and second > 8
 
 
 def test_turns_of_trajectories_with_the_fewest_turns_come_first() -> None:

@@ -127,7 +127,9 @@ def lagging(
     config = from_mapping(RolloutConfig, keys)
     ranks = Ranks(0, 1, torch.device("cpu"))
     worker = RolloutWorker(config, rows(5), Engine(), None, None, 3, ranks)
-    made = Lagging(worker, lambda draw: draw % 5, num_groups, draws or Draws(next=0, open=[]))
+    made = Lagging(
+        worker, lambda draw, taken: (draw % 5, False), num_groups, draws or Draws(next=0, open=[])
+    )
     try:
         yield made
     finally:

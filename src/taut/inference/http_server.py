@@ -1,6 +1,7 @@
 """An HTTP/1.1 server with limits: on requests, before any work is done, and on connections, in time and number.
 
     serve(Guard(app, limits, host, key), limits, listener)          app: any ASGI application
+    stop = serve_aside(Guard(...), limits, listener)                the same in a thread, until stop()
 
 ``Guard`` checks for each request, in this order: the request target, the headers' size, room for it (at
 ``max_connections`` requests only ``GET /health``), Host, Origin, the key, the announced size of the body. Only then is
@@ -33,6 +34,7 @@ import socket
 import sys
 import threading
 from collections.abc import Awaitable, Callable, MutableMapping
+from functools import partial
 from types import FrameType
 from typing import Annotated, Any, TypeAlias
 from urllib.parse import urlsplit
@@ -351,6 +353,34 @@ def serve(
     Uvicorn handles SIGTERM and SIGINT. Other signals must not raise an exception here: inside a request it would end
     the request only, and the server would continue.
     """
+    server = _server(app, limits)
+    server.ending = ending
+    others = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, server.handle_exit) for number in others if is_main}
+    try:
+        server.run(sockets=[listener])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def serve_aside(app: App, limits: HttpLimits, listener: socket.socket) -> Callable[[], None]:
+    """Serve in a thread. The function that is returned ends it, and the requests that are being answered."""
+    server = _server(app, limits)
+    run = partial(server.run, sockets=[listener])
+    thread = threading.Thread(target=run, name="http server", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        server.force_exit = server.should_exit = True
+        thread.join(SHUTDOWN_SECONDS)
+        listener.close()
+
+    return stop
+
+
+def _server(app: App, limits: HttpLimits) -> _Server:
     config = Config(
         app,
         http=type("Protocol", (_LimitedProtocol,), {"limits": limits}),
@@ -364,16 +394,7 @@ def serve(
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         h11_max_incomplete_event_size=limits.max_header_bytes,
     )
-    server = _Server(config)
-    server.ending = ending
-    others = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, server.handle_exit) for number in others if is_main}
-    try:
-        server.run(sockets=[listener])
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return _Server(config)
 
 
 class _Server(uvicorn.Server):
