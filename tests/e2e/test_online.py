@@ -16,7 +16,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from tests.chat_runs import column, decisions, events, largest_difference, sft, weights, write_rows
+from tests.chat_runs import (
+    QUIET,
+    column,
+    decisions,
+    events,
+    largest_difference,
+    sft,
+    weights,
+    write_rows,
+)
 from tests.online_runs import METHODS_KEYS, TWICE, keys_of, questions, save_models, train
 from tests.run_directories import differences, left
 from tests.tiny_models import save_tiny
@@ -256,6 +265,58 @@ def test_turns_are_charged_and_several_rewards_are_normalised(model: Path, tmp_p
     ):
         train(keys)
     assert not Path(keys["out"]).exists()
+
+
+def test_a_process_model_that_was_trained_here_charges_the_steps_of_answers(
+    model: Path, tmp_path: Path
+) -> None:
+    """Words are the steps. What they are charged adds up to the reward, and a step's tokens have one advantage."""
+    labelled = [
+        {
+            "prompt": [{"role": "user", "content": "What is 2 and 3?"}],
+            "completions": ["It", "is", f"{number}"],
+            "labels": [True, True, number == 5],
+        }
+        for number in range(8)
+    ]
+    keys = {
+        **QUIET,
+        "data.train": str(write_rows(tmp_path / "steps.jsonl", labelled)),
+        "data.step_separator": " ",
+        "reward.loss": "process",
+        "steps": 2,
+    }
+    taut.reward(**keys, model=str(model), out=str(tmp_path / "prm"))
+    steps = {"separator": " ", "aggregate": "product", "charge": True}
+    options = {"model": str(tmp_path / "prm" / "model"), "dtype": "float64", "steps": steps}
+    rewards = [{"name": "reward_model", "weight": 2.0, "options": options}]
+    more = {"rewards": rewards, "steps": 1}
+    for method, own in (
+        ("grpo", {"grpo.advantage_level": "turn"}),
+        ("ppo", {"ppo.gae_lambda": 0.0}),
+    ):
+        keys = keys_of(method, model, tmp_path, **more, **own)
+        train(keys)
+        rows = Recorded(Path(keys["out"])).rollouts(1)
+        several = [row for row in rows if len(row["turn_rewards"]) > 1]
+        assert several
+        for row in rows:
+            charges = [part["reward"] for part in row["turn_rewards"]]
+            assert sum(charges) == pytest.approx(row["reward"], abs=1e-9)
+            assert row["rewards"][0]["reply"].startswith("steps 0." if charges else "no step")
+        for row in several:
+            ends = [part["n"] for part in row["turn_rewards"]]
+            assert ends[-1] == len(row["sampled_at_N"]) - 1
+            if method == "grpo":
+                advantages = np.split(row["advantage_N"], np.array(ends[:-1]) + 1)
+                assert all(len(set(part)) == 1 for part in advantages)
+    for method, own in (("grpo", {}), ("online_dpo", {})):
+        keys = keys_of(method, model, tmp_path / "no", **more, **own)
+        with pytest.raises(
+            ConfigError, match=r"steps.charge=true, and taut .* charges whole answers"
+        ):
+            train(keys)
+        assert not Path(keys["out"]).exists()
 
 
 def test_a_tool_is_called_and_its_answer_read(tmp_path: Path) -> None:

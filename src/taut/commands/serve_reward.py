@@ -1,6 +1,7 @@
 """``taut serve-reward MODEL [port=5000]``: a reward model over HTTP.
 
     POST /score        {"prompts": [...], "completions": [...]}                  -> {"scores": [...]}
+                       with "step_separator": "...", for a process model         -> {"scores": [[...], ...]}
                        a prompt is a text or messages, a completion the text or messages that answer it; a picture
                        is in a message, as a data URL or in base64
     POST /get_reward   {"query": [...], "prompts": [...], "labels": [...]}       -> {"rewards", "scores", "extra_logs"}
@@ -8,10 +9,11 @@
     GET  /schema       the JSON schemas of both requests
     GET  /health       {"status": "ok", "model", "waiting"}, or 503 with the reason
 
-A score is the scalar head's output at the last token. Waiting requests are scored together (inference/reward_model.py).
-A refused request is answered with {"error": {"message", "field"}}: 400 for its content, 413 for its size, 503 where
-nothing can be scored now; http_server.py refuses others before their body is read. Files and addresses that a client
-names are never opened. JSON is parsed and rows are read in a thread, so that GET /health is answered meanwhile.
+A score is the scalar head's output at the last token, or at that of each step. Waiting requests are scored together
+(inference/reward_model.py). A refused request is answered with {"error": {"message", "field"}}: 400 for its content,
+413 for its size, 503 where nothing can be scored now; http_server.py refuses others before their body is read. Files
+and addresses that a client names are never opened. JSON is parsed and rows are read in a thread, so that GET /health is
+answered meanwhile.
 
 It listens on the loopback. With ``key`` or ``key_file`` every POST must have that token (Authorization: Bearer); a host
 that others can reach requires one, unless ``without_key`` is set. SIGTERM and SIGINT end it after the current requests.
@@ -38,11 +40,12 @@ from taut.data.messages import (
     images_of,
     read_conversation,
     read_text,
+    text_of,
 )
-from taut.data.schema import AnyRow
+from taut.data.schema import AnyRow, Stepwise
 from taut.errors import ConfigError, DataError, EngineError, OutOfMemory, TautError
 from taut.inference.http_server import App, Guard, HttpLimits, Refused, is_loopback, listen, serve
-from taut.inference.reward_model import Batcher, JudgeUse, Rendered, open_judge
+from taut.inference.reward_model import Batcher, JudgeUse, Rendered, as_steps, open_judge
 from taut.io import files
 from taut.io.temporary import TemporaryFolder
 from taut.io.terminal import Terminal
@@ -109,6 +112,7 @@ class PlainRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     prompts: Annotated[list[Any], Field(min_length=1)]
     completions: Annotated[list[Any], Field(min_length=1)]
+    step_separator: Annotated[str, Field(min_length=1)] | None = None
 
     def rows(self) -> list[AnyRow | Rendered]:
         if len(self.prompts) != len(self.completions):
@@ -116,7 +120,7 @@ class PlainRequest(BaseModel):
                 f"completions: found {len(self.completions)} and {len(self.prompts)} prompts; expected as many of both"
             )
         pairs = zip(self.prompts, self.completions, strict=True)
-        return [_answer(number, *pair) for number, pair in enumerate(pairs)]
+        return [_answer(number, *pair, self.step_separator) for number, pair in enumerate(pairs)]
 
 
 class RemoteRequest(BaseModel):
@@ -167,10 +171,18 @@ def build_app(batcher: Batcher, config: ServeReward, key: bytes | None = None) -
 
     reader = ThreadPoolExecutor(1, thread_name_prefix="requests")
 
-    async def scores_of(request: Request, form: type[RequestT]) -> list[float]:
+    async def scores_of(request: Request, form: type[RequestT]) -> list[float] | list[list[float]]:
         loop = asyncio.get_running_loop()
         rows = await loop.run_in_executor(reader, _read, form, await request.body(), config)
-        return await asyncio.wrap_future(batcher.submit(rows))
+        if isinstance(rows[0], Stepwise) and not batcher.judge.is_process:
+            raise DataError(
+                f"step_separator: {config.model} gives one number for a whole answer; expected a process model, read "
+                "at each step; take it out"
+            )
+        scores = await asyncio.wrap_future(batcher.submit(rows))
+        if isinstance(rows[0], Stepwise):
+            return [score_R.tolist() for score_R in scores]
+        return [float(score_R[-1]) for score_R in scores]
 
     async def score(request: Request) -> Response:
         return JSONResponse({"scores": await scores_of(request, PlainRequest)})
@@ -241,7 +253,7 @@ def _read(form: type[RequestT], body: bytes, config: ServeReward) -> Sequence[An
     rows = parsed.rows()
     pictures = [
         picture
-        for row in rows
+        for row in (row.answer if isinstance(row, Stepwise) else row for row in rows)
         if isinstance(row, Conversation)
         for picture in images_of(row.messages)
     ]
@@ -278,16 +290,25 @@ def _num_characters(value: Any) -> int:
     return 0
 
 
-def _answer(number: int, prompt: Any, completion: Any) -> AnyRow:
-    """A prompt and its completion as a row."""
+def _answer(number: int, prompt: Any, completion: Any, separator: str | None) -> AnyRow:
+    """A prompt and its completion as a row; with ``separator`` one that is read at the end of each step."""
     where = f"completions[{number}]"
+    row = _as_row(where, f"prompts[{number}]", prompt, completion)
+    if separator is None:
+        return row
+    answer = row.completion if isinstance(row, Completion) else text_of(row.messages[-1]["content"])
+    stepwise = as_steps(row, answer, separator)
+    if not stepwise.steps:
+        raise DataError(f"{where}: found no step; expected text")
+    return stepwise
+
+
+def _as_row(where: str, place: str, prompt: Any, completion: Any) -> Completion | Conversation:
     if isinstance(prompt, str):
-        text = read_text(prompt, f"prompts[{number}]")
+        text = read_text(prompt, place)
         return Completion(where, text, read_text(completion, where))
     if not isinstance(prompt, list):
-        raise DataError(
-            f"prompts[{number}]: found {shown(prompt)}; expected a text or a list of messages"
-        )
+        raise DataError(f"{place}: found {shown(prompt)}; expected a text or a list of messages")
     if isinstance(completion, str):
         completion = {"role": "assistant", "content": completion}
     answer = completion if isinstance(completion, list) else [completion]

@@ -53,6 +53,14 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     return table
 
 
+def pieces_of(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
+    """The bytes that each id adds to a text without special tokens."""
+    table = token_bytes(tokenizer)
+    for index in tokenizer.all_special_ids:
+        table[index] = b""
+    return table
+
+
 def _decoders(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """The types of the steps by which a tokenizer decodes; none for one that is not a fast one."""
     backend = getattr(tokenizer, "backend_tokenizer", None)

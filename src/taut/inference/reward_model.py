@@ -36,11 +36,18 @@ from pydantic import Field
 from taut.config import ComputeDtype, Decision, configclass, from_mapping, to_dict
 from taut.data.cache import default_directory
 from taut.data.chat_template import checked
-from taut.data.messages import Completion, Conversation, images_of, read_conversation, text_of
+from taut.data.messages import (
+    Completion,
+    Conversation,
+    Row,
+    images_of,
+    read_conversation,
+    text_of,
+)
 from taut.data.packing import ALONE, PackPolicy, common_prefix, pack, prefix_order
 from taut.data.render import Renderer, render_any
 from taut.data.schema import Answers, AnyRow, Stepwise
-from taut.errors import DataError, EngineError, NonFiniteError, OutOfMemory, TautError
+from taut.errors import ConfigError, DataError, EngineError, NonFiniteError, OutOfMemory, TautError
 from taut.inference.open import (
     PROVED,
     exact_context,
@@ -56,13 +63,16 @@ from taut.models.reward_model import load_reward_model, reward_skeleton
 from taut.models.scorer import Scorer
 from taut.models.self_test import run_self_test
 from taut.rewards import Answered, Score, Verifier
+from taut.rewards.judge import RewardModel, conversed
 from taut.rewards.panel import Rater
-from taut.rewards.verifier import reason
+from taut.rewards.steps import Stepped, StepsConfig, probability, split_steps
+from taut.rewards.verifier import reason, scored
 from taut.types import FloatArray, Sample, Wants
 from taut.vision.content import ImagesConfig
 from taut.vision.image_store import open_image_store
 
 SCALAR = Wants(logp=False, scalar=True)
+WHOLE = StepsConfig()
 NONE_T, NONE_N = np.empty(0, dtype=np.int64), np.empty(0)
 
 
@@ -101,6 +111,8 @@ class Rendered:
 class Judge:
     """A loaded reward model."""
 
+    model: str
+    """Its directory or hub name."""
     scorer: Scorer
     renderer: Renderer
     context: int | None
@@ -133,6 +145,14 @@ class Judge:
         for sample in chain.from_iterable(samples):
             self.require_fits(sample)
         return samples
+
+    def require_process(self, place: str) -> None:
+        """Raise ConfigError for a model that is read once for a sequence."""
+        if not self.is_process:
+            raise ConfigError(
+                f"{place} is set, and {self.model} gives one number for a whole answer; expected a process model, read "
+                f"at each step; train one (taut reward, reward.loss=process), or take {place} out"
+            )
 
     def require_fits(self, sample: Sample) -> None:
         """Raise DataError for a sample longer than the model's context."""
@@ -239,6 +259,7 @@ def open_judge(use: JudgeUse, directory: Path | None = None) -> Judge:
     if proof.one_sample is not None:
         decisions.append(Decision("packing", "one sample at a time", proof.one_sample))
     return Judge(
+        model=use.model,
         scorer=scorer,
         renderer=renderer,
         context=context,
@@ -275,7 +296,7 @@ class Busy(EngineError):
 @dataclass(frozen=True, eq=False, slots=True)
 class _Job:
     rows: tuple[AnyRow | Rendered, ...]
-    future: Future[list[float]] = field(default_factory=Future)
+    future: Future[list[FloatArray]] = field(default_factory=Future)
 
 
 class Batcher:
@@ -306,8 +327,8 @@ class Batcher:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def submit(self, rows: Sequence[AnyRow | Rendered]) -> Future[list[float]]:
-        """The future scores of the rows, in their order. The future fails with a TautError.
+    def submit(self, rows: Sequence[AnyRow | Rendered]) -> Future[list[FloatArray]]:
+        """The future scores of the rows, in their order, at each read of a row. The future fails with a TautError.
 
         Raises Busy, or EngineError where the thread has ended.
         """
@@ -369,7 +390,7 @@ class Batcher:
                 self._score([pair])
             return
         for job, samples in pairs:
-            job.future.set_result([float(next(scores)[-1]) for _ in samples])
+            job.future.set_result([next(scores) for _ in samples])
 
     def _end(self, ended: Future[None]) -> None:
         """Fail the waiting requests with the reason why the thread ended."""
@@ -388,6 +409,8 @@ class Batcher:
 
 def _guess(row: AnyRow | Rendered) -> int:
     """A row's estimated number of tokens: a third of its characters, and ``PICTURE`` for each picture."""
+    if isinstance(row, Stepwise):
+        return _guess(row.answer)
     if isinstance(row, Conversation):
         size = sum(len(text_of(message["content"])) for message in row.messages)
         return size // 3 + PICTURE * len(images_of(row.messages))
@@ -396,36 +419,62 @@ def _guess(row: AnyRow | Rendered) -> int:
 
 def open_rater(verifier: Verifier) -> Rater:
     """Load and test the model of a ``reward_model``."""
-    return rater(open_judge(from_mapping(JudgeUse, to_dict(verifier))))
+    assert isinstance(verifier, RewardModel)
+    settings = to_dict(verifier)
+    del settings["steps"]
+    judge = open_judge(from_mapping(JudgeUse, settings))
+    if verifier.steps.separator is not None:
+        judge.require_process("steps.separator")
+    return rater(judge, verifier.steps)
 
 
-def rater(judge: Judge) -> Rater:
-    """A function that scores answers with a loaded model."""
+def rater(judge: Judge, steps: StepsConfig = WHOLE) -> Rater:
+    """A function that scores answers with a loaded model, or with ``steps`` their steps."""
 
     def rate(answers: Sequence[Answered]) -> list[Score]:
         samples: list[Sample] = []
-        errors: dict[int, Score] = {}
+        found: dict[int, Score] = {}
         for number, answered in enumerate(answers):
-            prompt, place = answered.prompt, f"answer {number}"
-            turns = answered.messages or ({"role": "assistant", "content": answered.text},)
+            if steps.separator and not split_steps(answered.text, steps.separator):
+                found[number] = scored("", Stepped.of(answered.text, [], steps))
+                continue
             try:
-                row: AnyRow
-                if isinstance(prompt, str):
-                    row = Completion(place, prompt, answered.text)
-                else:
-                    messages = [dict(message) for message in (*prompt, *turns)]
-                    row = read_conversation(
-                        messages, place, first_learned=len(prompt), column="prompt+completion"
-                    )
+                row = _row(answered, f"answer {number}", steps.separator)
                 ((sample,),) = judge.render([row])
             except DataError as error:
-                errors[number] = Score(error=reason(error))
+                found[number] = Score(error=reason(error))
             else:
                 samples.append(sample)
         scores = iter(judge.scores(samples) if samples else ())
-        return [
-            errors[number] if number in errors else Score(float(next(scores)[-1]))
-            for number in range(len(answers))
-        ]
+        for number, answered in enumerate(answers):
+            if number in found:
+                continue
+            score_R = next(scores)
+            if steps.separator is None:
+                found[number] = Score(float(score_R[-1]))
+            else:
+                values = [probability(logit) for logit in score_R.tolist()]
+                found[number] = scored("", Stepped.of(answered.text, values, steps))
+        return [found[number] for number in range(len(answers))]
 
     return rate
+
+
+def _row(answered: Answered, place: str, separator: str | None) -> AnyRow:
+    """An answer as a row to score; with ``separator`` one that is read at the end of each step."""
+    prompt = answered.prompt
+    row: Row
+    if isinstance(prompt, str):
+        row = Completion(place, prompt, answered.text)
+    else:
+        messages = [dict(message) for message in (*prompt, *conversed(answered, separator))]
+        row = read_conversation(
+            messages, place, first_learned=len(prompt), column="prompt+completion"
+        )
+    return row if separator is None else as_steps(row, answered.text, separator)
+
+
+def as_steps(row: Row, text: str, separator: str) -> Stepwise:
+    """A row whose answer ``text`` is read at the end of each step."""
+    spans = tuple(split_steps(text, separator))
+    return Stepwise(row.place, row, spans, (0.0,) * len(spans))

@@ -20,6 +20,7 @@ from taut.methods.method import MethodName
 from taut.methods.online import REWARD_ENDS
 from taut.methods.policy import Key, PolicyConfig, PolicyMethod
 from taut.methods.rollout_teachers import RolloutTeachersConfig, open_teachers
+from taut.rewards.registry import charges_steps
 from taut.rl.monitors import RolloutMonitorConfig
 from taut.rl.teachers import Teachers
 from taut.train.optim import DefaultRates
@@ -52,8 +53,9 @@ class GrpoConfig(PolicyConfig):
     segments in which they differ)."""
     advantage_level: Literal["trajectory", "turn"] = "trajectory"
     """What a reward is charged to. trajectory: all tokens of an answer have the advantage of its whole reward. turn: a
-    reward of an environment's step is charged to the turn that earned it and those before it, compared with the same
-    turn of the group's other answers; what judges the whole path is charged to all tokens."""
+    reward of an environment's step, or of a step of the answer (a reward with steps.charge), is charged to the turn or
+    step that earned it and those before it, compared with the same one of the group's other answers; what judges the
+    whole path is charged to all tokens."""
     turn_discount: Share = 1.0
     """For advantage_level=turn: discount factor of a reward per turn that lies between it and a turn before. 0: each
     turn has its own reward alone."""
@@ -116,7 +118,8 @@ class Grpo(PolicyMethod):
             )
         if self.grpo.advantage == "gdpo":
             self._require_rewards_apart()
-        if self.grpo.advantage_level == "turn" and not self.is_replayed:
+        has_steps = self.is_replayed or charges_steps(self.rewards)
+        if self.grpo.advantage_level == "turn" and not has_steps:
             name = self.rollout.environment.name
             if name is None or name == "tools":
                 has = (
@@ -126,7 +129,8 @@ class Grpo(PolicyMethod):
                 )
                 raise ConfigError(
                     f"grpo.advantage_level=turn charges the rewards of an environment's steps, and {has}; expected an "
-                    "environment of your own whose steps have rewards; name it, or take grpo.advantage_level out"
+                    "environment of your own whose steps have rewards, or a process reward model with "
+                    "steps.charge=true; name it, or take grpo.advantage_level out"
                 )
         if self.rollout_monitor.warn_values != RolloutMonitorConfig.warn_values:
             raise ConfigError(
@@ -205,6 +209,10 @@ class Grpo(PolicyMethod):
     @property
     def charges_turns(self) -> bool:
         return self.grpo.advantage_level == "turn"
+
+    @property
+    def reads_turn_rewards(self) -> bool:
+        return self.charges_turns
 
     @property
     def ends_remedy(self) -> str:

@@ -18,7 +18,7 @@ from taut.data.order import START, Cursor
 from taut.data.prompts import PromptRow, PromptSet, load_prompt_set
 from taut.data.render import Renderer
 from taut.data.schema import Kind
-from taut.data.token_bytes import token_bytes
+from taut.data.token_bytes import pieces_of, token_bytes
 from taut.errors import ConfigError, DataError, EngineError
 from taut.evals.answers import EvalSampling
 from taut.evals.during import AnswersConfig
@@ -34,7 +34,14 @@ from taut.methods.rollout_teachers import RolloutTeachersConfig
 from taut.models.load import context_length
 from taut.models.precision import DTYPES, compute_context, resolve_dtype
 from taut.rewards.panel import Panel, PanelConfig, open_panel
-from taut.rewards.registry import RewardSpec, files_of, files_read, models_of, require_judgeable
+from taut.rewards.registry import (
+    RewardSpec,
+    charges_steps,
+    files_of,
+    files_read,
+    models_of,
+    require_judgeable,
+)
 from taut.rl.advantages import Credit
 from taut.rl.environment import EnvironmentPool, open_environments
 from taut.rl.monitors import RolloutMonitor, RolloutMonitorConfig
@@ -147,6 +154,12 @@ class OnlineMethod(RunConfig):
                 "reward, or an environment that gives one; set rewards=exact_match"
             )
 
+        if charges_steps(self.rewards) and not (self.reads_turn_rewards or self.is_replayed):
+            raise ConfigError(
+                f"a reward has steps.charge=true, and {self.command()} charges whole answers; expected a method that "
+                "charges turns; use taut ppo, or taut grpo with grpo.advantage_level=turn, or take steps.charge out"
+            )
+
     # -- members of such a method
 
     @property
@@ -169,6 +182,11 @@ class OnlineMethod(RunConfig):
     def teachers_opener(self, inputs: Inputs, models: Models) -> Callable[[], Teachers] | None:
         """What opens the teachers that score rollouts before they are trained on; None: there are none."""
         return None
+
+    @property
+    def reads_turn_rewards(self) -> bool:
+        """Whether turns, and steps of an answer, are charged with their own rewards."""
+        return False
 
     def loss_decisions(self) -> list[Decision]:
         """The settings of the loss that were chosen automatically, with reasons."""
@@ -361,6 +379,7 @@ class OnlineMethod(RunConfig):
             judges_together=bool(models_of(self.rewards)),
             is_useful=credit.is_useful,
             needs_one=credit.needs_one,
+            pieces=pieces_of(inputs.renderer.tokenizer) if charges_steps(self.rewards) else None,
             settled=[*without, *self.rollout_decisions(panel, engine, environments)],
         )
 

@@ -109,6 +109,10 @@ class Ppo(PolicyMethod):
         rate = f"{self.critic.rate(self.optim):g}"
         return [*super().decisions, Decision("critic.learning_rate", rate, reason)]
 
+    @property
+    def reads_turn_rewards(self) -> bool:
+        return True
+
     def estimate(self) -> Gae:
         config = self.ppo
         return Gae(

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from taut.config import ComputeDtype, configclass, read_secret, read_url
 from taut.errors import ConfigError, DataError, EngineError, PictureError
+from taut.rewards.steps import Stepped, StepsConfig, probability, split_steps
 from taut.rewards.verifier import Answered, Client, Explained, Place, Verifier, compile_pattern
 from taut.vision.content import ImageRef, ImagesConfig, encoded, mime_type
 
@@ -201,8 +202,9 @@ UNREAD = ("folder", "bad", "fps", "max_frames", "limit_video_pixels", "limit_vid
 
 @configclass
 class RewardModel(Verifier):
-    """The number of a reward model's scalar head. The model is loaded in this process and scores batches of answers
-    (``taut.inference.reward_model``, which may load models; here are only its settings).
+    """The number of a reward model's scalar head, or of each step of a process model's. The model is loaded in this
+    process and scores batches of answers (``taut.inference.reward_model``, which may load models; here are only its
+    settings).
     """
 
     runs: ClassVar[Place] = "model"
@@ -223,6 +225,7 @@ class RewardModel(Verifier):
     """Pictures in the prompts and answers."""
     tokens_per_batch: Annotated[int, Field(ge=1)] = 16384
     """Tokens of a forward pass; a longer answer is computed alone."""
+    steps: StepsConfig = StepsConfig()
 
     def __post_init__(self) -> None:
         from taut.vision.image_store import require_unset  # with it come the processors
@@ -232,7 +235,9 @@ class RewardModel(Verifier):
 
 @configclass
 class RewardServer(Verifier):
-    """The number of a reward model at ``taut serve-reward``. Each answer is a request; the server batches them."""
+    """The number of a reward model at ``taut serve-reward``, or of each step of a process model's. Each answer is a
+    request; the server batches them.
+    """
 
     runs: ClassVar[Place] = "remote"
     seconds: ClassVar[float] = 60.0
@@ -241,6 +246,7 @@ class RewardServer(Verifier):
     """URL of taut serve-reward, as in http://127.0.0.1:5000."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the server's key; none is sent by default."""
+    steps: StepsConfig = StepsConfig()
 
     def __post_init__(self) -> None:
         read_url(self.url, "reward_server.url", "options.api_key_env")
@@ -250,17 +256,36 @@ class RewardServer(Verifier):
         read_secret(self.api_key_env, "api_key_env")
 
     async def ask(self, client: Client, answered: Answered) -> float:
-        """Raises EngineError if the server answers anything but one number."""
+        """Raises EngineError if the server answers anything but one number, or one for each step."""
         url = f"{self.url.rstrip('/')}/score"
         prompt: Any = answered.prompt
         completion: Any = answered.text
+        separator, body = self.steps.separator, dict[str, Any]()
+        if separator is not None:
+            if not split_steps(answered.text, separator):
+                return Stepped.of(answered.text, [], self.steps)
+            body["step_separator"] = separator
         if not isinstance(prompt, str):
-            prompt, completion = sent(prompt), sent(answered.messages) or answered.text
-        reply = await client.post(
-            url, {"prompts": [prompt], "completions": [completion]}, self.api_key_env
-        )
+            prompt, completion = sent(prompt), sent(conversed(answered, separator))
+        body |= {"prompts": [prompt], "completions": [completion]}
+        reply = await client.post(url, body, self.api_key_env)
         scores = reply.get("scores") if isinstance(reply, dict) else None
         if not isinstance(scores, list) or len(scores) != 1 or scores[0] is None:
             raise EngineError(f"{url} answered {reply!r:.120}; expected one score")
-        score: float = scores[0]
-        return score
+        if separator is None:
+            score: float = scores[0]
+            return score
+        num_steps = len(split_steps(answered.text, separator))
+        if not isinstance(scores[0], list) or len(scores[0]) != num_steps:
+            raise EngineError(
+                f"{url} answered {reply!r:.120}; expected {num_steps} scores, one for each step"
+            )
+        return Stepped.of(answered.text, [probability(float(it)) for it in scores[0]], self.steps)
+
+
+def conversed(answered: Answered, separator: str | None) -> Sequence[Mapping[str, Any]]:
+    """The turns after the prompt. Where steps are scored, the last is what was written, without calls apart from it."""
+    turns = answered.messages or ({"role": "assistant", "content": answered.text},)
+    if separator is None:
+        return turns
+    return (*turns[:-1], {"role": "assistant", "content": answered.text})

@@ -14,6 +14,7 @@ process judges.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -55,6 +56,11 @@ class Verdict:
     """By label."""
     total: float | None
     """The weighted sum; None: one of them is an error, or none applies."""
+    steps: tuple[tuple[int, float], ...] = ()
+    """(character of the answer, the part of the total that the step which ends there is charged with), where rewards
+    charge steps."""
+    turn_rewards: tuple[tuple[int, float], ...] = ()
+    """The same by sampled token, as of a trajectory, which knows its tokens (``rl/steps.py``)."""
 
     @property
     def error(self) -> str | None:
@@ -94,6 +100,7 @@ class Panel:
         self.judges: dict[str, Judged] = {}
         """What each reward judges, by label; known once they are loaded (``require_loadable``)."""
         self._raters = raters
+        self._rating = threading.Lock()
         computed = [part for part in parts if part.verifier.runs == "process"]
         self._numbers = {part.label: number for number, part in enumerate(computed)}
         self._workers = Workers(computed, config.workers) if computed else None
@@ -145,7 +152,13 @@ class Panel:
                 if (value := scores[part.label].value) is not None
             ]
             is_complete = bool(counted) and all(score.error is None for score in scores.values())
-            verdicts.append(Verdict(scores, sum(counted) if is_complete else None))
+            steps = [
+                (end, part.weight * charge)
+                for part in parts
+                for end, charge in scores[part.label].steps
+            ]
+            total = sum(counted) if is_complete else None
+            verdicts.append(Verdict(scores, total, tuple(sorted(steps))))
         for answered, verdict in zip(answers, verdicts, strict=True):
             for score in verdict.parts.values():
                 if score.is_wrong_type:
@@ -202,7 +215,8 @@ class Panel:
 
     def _at_once(self, part: Part, answers: Sequence[Answered]) -> list[Score]:
         if part.verifier.runs == "model":
-            return self._raters[part.label](answers)
+            with self._rating:
+                return self._raters[part.label](answers)
         return [judged(part.label, part.verifier, answered) for answered in answers]
 
 

@@ -151,6 +151,11 @@ def read_parts(
                 "leave it out, or give it a label of its own"
             )
         verifier = verifier_of(spec.name, spec.options)
+        if _charges(verifier) and (spec.inside or spec.after):
+            raise ConfigError(
+                f"the reward {label} has steps.charge=true and judges a part of the answer (inside, after); expected "
+                "the whole answer, whose tokens are charged; take one of them out"
+            )
         timeout = verifier.seconds if spec.timeout is None else spec.timeout
         parts.append(
             Part(label, verifier, spec.weight, timeout, spec.inside, spec.after, spec.judges)
@@ -172,6 +177,16 @@ def verifier_of(name: str, options: Mapping[str, Any]) -> Verifier:
             f"found the reward {name!r}; expected one of {', '.join(REWARDS)}, or FILE.py:function; {hint}"
         )
     return restore(REWARDS[name], options, f"in the options of the reward {name}")
+
+
+def charges_steps(rewards: str | Sequence[str | RewardSpec]) -> bool:
+    """Whether one of the rewards charges the steps of an answer apart."""
+    specs = [spec for spec in listed(rewards) if spec.name in ("reward_model", "reward_server")]
+    return any(_charges(verifier_of(spec.name, spec.options)) for spec in specs)
+
+
+def _charges(verifier: Verifier) -> bool:
+    return isinstance(verifier, RewardModel | RewardServer) and verifier.steps.charge
 
 
 # -- models that judge in this process

@@ -75,6 +75,8 @@ class Explained(float):
     """
 
     reply: str
+    steps: tuple[tuple[int, float], ...] = ()
+    """As of a Score."""
 
     def __new__(cls, value: float, reply: str) -> Self:
         """``reply`` is shortened to REPLY_SHOWN characters: its beginning, and its end, where a judge's number is."""
@@ -98,6 +100,9 @@ class Score(NamedTuple):
     """Why the answer could not be judged. It counts as wrong, and ``value`` is what a wrong answer gets."""
     reply: str | None = None
     """The words that came with the value (``Explained``)."""
+    steps: tuple[tuple[int, float], ...] = ()
+    """(character of the answer at which a step ends, the part of the value that it is charged with), where steps are
+    charged apart (``steps.py``); the parts add up to the value."""
 
 
 LIMITS = http.Limits(seconds=math.inf, max_bytes=2**24)
@@ -206,8 +211,9 @@ def read_number(value: object, name: str) -> float:
 def scored(name: str, value: object) -> Score:
     """The score of what a verifier returned."""
     try:
-        reply = value.reply if isinstance(value, Explained) else None
-        return Score() if value is None else Score(read_number(value, name), reply=reply)
+        if isinstance(value, Explained):
+            return Score(read_number(value, name), reply=value.reply, steps=value.steps)
+        return Score() if value is None else Score(read_number(value, name))
     except UserCodeError as error:
         return Score(error=str(error), is_wrong_type=True)
     except DataError as error:

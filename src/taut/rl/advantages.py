@@ -306,9 +306,9 @@ class PolicyCredit(Credit):
         has_any = any(t.turn_rewards for t in trajectories)
         if self.needs_turn_rewards and groups and not has_any:
             raise CheckFailed(
-                "advantage_level=turn, and the environment gave no reward for any turn of the rollout; expected a "
-                "reward of steps, 0 where a step is worth nothing; let step return Step(reward=...), or set "
-                "advantage_level=trajectory"
+                "advantage_level=turn, and no turn of the rollout has a reward of its own; expected a reward of steps, "
+                "0 where a step is worth nothing; let an environment's step return Step(reward=...), name a reward "
+                "with steps.charge=true, or set advantage_level=trajectory"
             )
 
     def _outcomes(

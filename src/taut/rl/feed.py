@@ -201,7 +201,7 @@ class Feed:
                 self._events.put(partial(_fail, error))
                 return
             judged = [
-                replace(trajectory, verdict=verdict)
+                trajectory.judged(verdict)
                 for trajectory, verdict in zip(trajectories, verdicts, strict=True)
             ]
             self._events.put(partial(self._end, group.number, judged))

@@ -44,6 +44,7 @@ from taut.rewards.verifier import Answered, Score
 from taut.rl.environment import EnvironmentConfig, EnvironmentPool
 from taut.rl.feed import Feed, Judge
 from taut.rl.sampler import NO_VERDICT, Trajectory, sample_trajectories
+from taut.rl.steps import charged
 from taut.train.distributed import Ranks
 from taut.train.trainer import Role, Trainer, on_device, plan_microbatches
 from taut.types import FloatArray, Packed, Sample, Scores, Tree, Wants, to_host
@@ -307,6 +308,8 @@ class RolloutWorker:
     needs_one: bool = False
     """Whether a rollout without a useful group cannot be trained on: then other prompts are sampled, whatever
     dynamic_sampling_rounds is."""
+    pieces: Sequence[bytes] | None = None
+    """The bytes of each token id, where rewards charge steps of an answer."""
     settled: Sequence[Decision] = ()
     """What was decided for the user when it was opened."""
 
@@ -391,7 +394,7 @@ class RolloutWorker:
             sampled = sample_trajectories(self.engine, rows, sampling, self.environments)
             generated, cancelled = time.perf_counter(), None
         verdicts = self._on_all_ranks(partial(self.judge, sampled))
-        judged = [replace(t, verdict=v) for t, v in zip(sampled, verdicts, strict=True)]
+        judged = [t.judged(v) for t, v in zip(sampled, verdicts, strict=True)]
         return judged, generated, cancelled
 
     def _feed(
@@ -428,6 +431,9 @@ class RolloutWorker:
             verdicts = self.panel.grade([answered(trajectory) for trajectory in whole])
         else:  # without rewards all trajectories are worth the same
             verdicts = [Verdict({}, None if self.is_judged else 0.0)] * len(whole)
+        if self.pieces is not None:
+            pairs = zip(verdicts, whole, strict=True)
+            verdicts = [charged(verdict, trajectory, self.pieces) for verdict, trajectory in pairs]
         graded = iter([with_own(*pair) for pair in zip(verdicts, whole, strict=True)])
         return [
             next(graded) if trajectory.error is None else NO_VERDICT for trajectory in trajectories
@@ -462,7 +468,8 @@ def with_own(said: Verdict, trajectory: Trajectory) -> Verdict:
     parts = {name: Score(value) for name, value in trajectory.rewards.items()} | dict(said.parts)
     total = sum(trajectory.rewards.values())
     if said.parts:
-        return Verdict(parts, None if said.error is not None else total + (said.total or 0.0))
+        whole = None if said.error is not None else total + (said.total or 0.0)
+        return replace(said, parts=parts, total=whole)
     return Verdict(parts, total)
 
 

@@ -86,8 +86,9 @@ class Trajectory:
     rewards: Mapping[str, float] = field(default_factory=dict)
     """The environment's rewards, by name; empty: it gives none."""
     turn_rewards: tuple[tuple[int, float], ...] = ()
-    """The part of ``rewards`` that steps gave: (n, sum of the step's rewards), where sampled token n is the last of the
-    turn that the step answered. What ``cut`` gave belongs to the whole path and is left out."""
+    """The part of its rewards that turns are charged with: (n, reward), where sampled token n is the last of the turn
+    that an environment's step answered, or of a step of the answer that a reward charges (``steps.py``). What ``cut``
+    gave belongs to the whole path and is left out."""
     num_calls: int = 0
     """Tool calls of the policy."""
     num_malformed_calls: int = 0
@@ -149,6 +150,11 @@ class Trajectory:
         """Where it has no reward because of an error: the first error, with the place of its row."""
         reason = self.error or self.verdict.error
         return None if reason is None else f"{self.row.place}#{self.index}: {reason}"
+
+    def judged(self, verdict: Verdict) -> Trajectory:
+        """The same with its verdict; steps that the rewards charge count as turns."""
+        turn_rewards = (*self.turn_rewards, *verdict.turn_rewards)
+        return replace(self, verdict=verdict, turn_rewards=turn_rewards)
 
     @property
     def is_cut(self) -> bool:

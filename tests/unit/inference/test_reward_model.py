@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvicorn
+from tests.tiny_tokenizers import tiny_tokenizer
 from tests.unit.commands.test_score import chat, messages, save_reward, theirs
+from transformers import AutoModelForTokenClassification
 
-from taut.config import fields_of
-from taut.inference.reward_model import JudgeUse, open_rater
+from taut.commands.serve_reward import ServeReward, build_app
+from taut.config import fields_of, from_mapping
+from taut.errors import ConfigError
+from taut.inference.http_server import listen
+from taut.inference.reward_model import Batcher, JudgeUse, open_judge, open_rater
 from taut.models.reward_model import NewHead
 from taut.rewards import Answered, RewardSpec, open_panel
 from taut.rewards.judge import RewardModel
@@ -17,6 +29,11 @@ from taut.rewards.judge import RewardModel
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_reward(tmp_path_factory.mktemp("sequence"), NewHead(seed=3))
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_reward(tmp_path_factory.mktemp("process"), NewHead("process", seed=3))
 
 
 def test_answers_get_the_library_s_numbers_and_those_that_cannot_be_read_are_errors(
@@ -47,9 +64,109 @@ def test_answers_get_the_library_s_numbers_and_those_that_cannot_be_read_are_err
 
 def test_its_options_are_those_of_a_model_that_scores() -> None:
     mine, theirs = fields_of(RewardModel), fields_of(JudgeUse)
-    assert list(mine) == list(theirs)
-    for name in mine:
+    assert list(mine) == [*theirs, "steps"]
+    for name in theirs:
         assert (mine[name].annotation, mine[name].default) == (
             theirs[name].annotation,
             theirs[name].default,
         )
+
+
+def at_ends(model: Path, text: str, answer: str, ends: list[int]) -> list[float]:
+    """The library's numbers at the tokens that hold these characters of the answer, as probabilities."""
+    (logits,) = theirs(model, [text], AutoModelForTokenClassification)
+    offsets = tiny_tokenizer()(text, add_special_tokens=False, return_offsets_mapping=True)
+    start = text.rindex(answer)
+    tokens = [
+        next(k for k, (_, stop) in enumerate(offsets["offset_mapping"]) if stop >= start + end)
+        for end in ends
+    ]
+    return [1 / (1 + math.exp(-float(logits[k]))) for k in tokens]
+
+
+def test_each_step_gets_the_library_s_number_at_its_last_token(steps: Path) -> None:
+    options: dict[str, Any] = {"model": str(steps), "dtype": "float64"}
+    options["steps"] = {"separator": "\n\n", "aggregate": "product", "charge": True}
+    spec = RewardSpec(name="reward_model", weight=2.0, options=options)
+    question = tuple(messages("Who sat?", "")[:1])
+    text = "the cat sat\n\non the mat\n\n"
+    answers = [
+        Answered(text=text, prompt=question),
+        Answered(text=" the cat sat\n\non the mat", prompt="Who sat?"),
+        Answered(text="\n\n", prompt=question),
+    ]
+    with open_panel([spec], open_rater=open_rater) as panel:
+        chatted, plain, nothing = panel.grade(answers)
+    first, second = at_ends(steps, chat("Who sat?", text), text.strip(), [11, 23])
+    assert chatted.total == pytest.approx(2 * first * second, abs=1e-9)
+    assert [end for end, _ in chatted.steps] == [11, 23]
+    charges = [2 * first, 2 * first * second - 2 * first]
+    assert [charge for _, charge in chatted.steps] == pytest.approx(charges, abs=1e-9)
+    assert chatted.parts["reward_model"].reply == f"steps {first:.3f} {second:.3f}"
+    whole = f"Who sat? the cat sat\n\non the mat{tiny_tokenizer().eos_token}"
+    product = math.prod(at_ends(steps, whole, "the cat sat\n\non the mat", [11, 23]))
+    assert plain.total == pytest.approx(2 * product, abs=1e-9)
+    assert (nothing.total, nothing.steps) == (0.0, ())
+
+
+def test_steps_ask_for_a_process_model(model: Path) -> None:
+    options = {"model": str(model), "steps": {"separator": ";"}}
+    with pytest.raises(ConfigError, match=r"steps.separator is set, and .* gives one number for a"):
+        open_panel([RewardSpec(name="reward_model", options=options)], open_rater=open_rater)
+
+
+def test_a_server_gives_the_steps_the_same_numbers(steps: Path, model: Path) -> None:
+    options = {"separator": "\n\n", "aggregate": "mean", "charge": True}
+    text, question = "the cat sat\n\non the mat", tuple(messages("Who sat?", "")[:1])
+    answers = [
+        Answered(text=text, prompt=question),
+        Answered(text="", prompt=question),
+        Answered(text=f" {text}", prompt="Who sat?"),
+    ]
+    here = RewardSpec(
+        name="reward_model", options={"model": str(steps), "dtype": "float64", "steps": options}
+    )
+    with open_panel([here], open_rater=open_rater) as panel:
+        wanted = panel.grade(answers)
+    with served(steps) as url:
+        there = RewardSpec(name="reward_server", options={"url": url, "steps": options})
+        with open_panel([there]) as panel:
+            found = panel.grade(answers)
+    for mine, theirs_ in zip(found, wanted, strict=True):
+        assert mine.total == pytest.approx(theirs_.total, abs=1e-9)
+        assert mine.steps == pytest.approx(theirs_.steps, abs=1e-9)
+    with served(model) as url:
+        there = RewardSpec(name="reward_server", options={"url": url, "steps": options})
+        with open_panel([there]) as panel:
+            (verdict,) = panel.grade(answers[:1])
+    assert "step_separator: " in str(verdict.error)
+    assert "gives one number for a whole answer; expected a process model" in str(verdict.error)
+
+
+@contextlib.contextmanager
+def served(model: Path) -> Iterator[str]:
+    """The URL of a reward server of this model."""
+    config = from_mapping(ServeReward, {"model": str(model), "dtype": "float64", "port": 0})
+    batcher = Batcher(open_judge(config))
+    server = uvicorn.Server(uvicorn.Config(build_app(batcher, config), log_level="error"))
+    with contextlib.closing(listen("127.0.0.1", 0, backlog=8)) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server.should_exit = True
+        thread.join()
+    batcher.close()
+
+
+def test_several_threads_may_ask_at_a_time(model: Path) -> None:
+    """A model judges for one after another; each gets its own numbers."""
+    question = tuple(messages("Who sat?", "")[:1])
+    spec = RewardSpec(name="reward_model", options={"model": str(model), "dtype": "float64"})
+    groups = [[Answered(text="the cat " * k, prompt=question)] * 2 for k in range(1, 9)]
+    with open_panel([spec, "stop"], open_rater=open_rater) as panel:
+        alone = [panel.grade(group) for group in groups]
+        with ThreadPoolExecutor(8) as threads:
+            together = list(threads.map(panel.grade, groups))
+    assert [[v.total for v in group] for group in together] == [
+        pytest.approx([v.total for v in group], abs=1e-9) for group in alone
+    ]

@@ -278,7 +278,8 @@ def test_a_turns_reward_is_charged_to_its_turn_and_those_before_it() -> None:
 def test_credit_by_turns_needs_rewards_of_turns() -> None:
     every = groups_of(paths())
     with pytest.raises(
-        CheckFailed, match=r"advantage_level=turn.*no reward for any turn.*Step\(reward"
+        CheckFailed,
+        match=r"advantage_level=turn.*no turn of the rollout has a reward.*Step\(reward",
     ):
         by_turns().require_usable(every)
     by_turns().require_usable([Group((of_turns(every[0].trajectories[0], (1, 0.0)),))])
