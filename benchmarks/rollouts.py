@@ -1,18 +1,23 @@
-"""What a rollout with several turns takes against a simulated server: ``python benchmarks/rollouts.py [--quick]``.
+"""What rollouts take against a simulated server: ``python benchmarks/rollouts.py [--quick]``.
 
-The server answers each turn after a time drawn from a log-normal distribution (median 1, sigma 1 of its logarithm), and
-the environment after one a tenth as long; a unit of time is ``--unit`` seconds. Nothing is computed while they wait, so
-what is measured is who waits for whom. Requests, texts, templates and environments are the real ones of a run; only
-the way to the server is not there.
+The server answers each turn after a time drawn from a log-normal distribution (median 1, sigma 1 of its logarithm), the
+environment after one a tenth as long, and the judge each answer after one as long as a turn; a unit of time is
+``--unit`` seconds. Nothing is computed while they wait, so what is measured is who waits for whom. Texts, templates,
+environments, feeds and rollouts are the real ones of a run; only the server, the judge and the training are not there.
 
     64 x 8      64 trajectories of 8 turns, all under way at a time
     256 x 16    256 trajectories of 16 turns, 128 requests under way at most
+    judged      6 rollouts of 16 groups of 4 trajectories of 4 turns, 64 requests and 16 judgements under way at most,
+                and a training of 10 units after each; a tenth of the unit
 
-Compared in one run, with the same times for the same turns:
+Compared in one run, with the same times for the same turns and answers:
 
+    together    the next turns of all trajectories are asked for at once, and the slowest is waited for; judged after
+                the last trajectory
     apart       each trajectory goes on as soon as its answer is there
-    together    the next turns of all trajectories are asked for at once, and the slowest is waited for
-    bound       what no order can be faster than: the longest trajectory alone, or all times by the places there are
+    lag=k       that, each group judged as soon as it is finished, and with k above 0 while the training goes on
+    bound       what no order can be faster than: the longest trajectory alone, or all times by the places there are; of
+                several rollouts the server's, the judge's or the training's times, whichever are the most
 
 Results go to a JSON file and a table. Exit status 1 if a target was missed.
 """
@@ -24,15 +29,17 @@ import heapq
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from threading import Condition, Thread
 from typing import Any
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -41,12 +48,15 @@ from taut.config import from_mapping
 from taut.data.prompts import PromptRow
 from taut.data.render import Renderer
 from taut.data.stop_tokens import derive_stop_set
-from taut.inference.engine import Sampling, Texts
-from taut.inference.vllm import ServerConfig, ServerEngine
+from taut.inference.vllm import ServerEngine
+from taut.rewards.panel import Verdict
 from taut.rl.environment import EnvironmentConfig, EnvironmentPool, Step
-from taut.rl.feed import Feed
+from taut.rl.lag import Draws, Lagging
+from taut.rl.rollout import RolloutConfig, RolloutWorker
 from taut.rl.sampler import sample_trajectories
 from taut.rl.turns import Bridge
+from taut.train.distributed import Ranks
+from taut.types import Completion, Prompt
 
 RESULTS = Path(".cache/benchmarks/rollouts.json")
 SIGMA = 1.0
@@ -67,37 +77,54 @@ NEAR = 0.9
 
 @dataclass(frozen=True)
 class Case:
-    """So many trajectories, and how many times as fast they shall be apart."""
+    """Rollouts, and how many times as fast as together they shall be."""
 
-    trajectories: int
+    name: str
+    groups: int
     turns: int
-    concurrency: int
+    places: int
     target: float
+    size: int = 1
+    """Trajectories of a group."""
+    rollouts: int = 1
 
-    @property
-    def name(self) -> str:
-        return f"{self.trajectories} x {self.turns}"
 
-
-CASES = (Case(64, 8, 64, 2.5), Case(256, 16, 128, 4.0))
+CASES = (Case("64 x 8", 64, 8, 64, 2.5), Case("256 x 16", 256, 16, 128, 4.0))
+JUDGED = Case("judged", 16, 4, 64, 1.0, size=4, rollouts=6)
+JUDGE_PLACES = 16
+TRAINING = 10.0
+"""Units of a training."""
+TARGETS = {0: 1.5, 1: 2.0, 4: 2.0}
+"""How many times as fast as together judged rollouts shall be, by their lag."""
 
 
 class Clock:
-    """Sets the results of futures when it is time."""
+    """Sets the results of futures when it is time, for at most so many at once: those of the lowest priority number
+    first, then those that came first.
+    """
 
-    def __init__(self) -> None:
-        self._due: list[tuple[float, int, Future[Any], Any]] = []
+    def __init__(self, places: int) -> None:
+        self._free = places
+        self._waiting: list[tuple[int, int, float, Future[None]]] = []
+        self._due: list[tuple[float, int, Future[None]]] = []
         self._changed = Condition()
         self._count = 0
         Thread(target=self._run, daemon=True).start()
 
-    def after(self, seconds: float, value: Any) -> Future[Any]:
-        future: Future[Any] = Future()
+    def start(self, seconds: float, priority: int = 0) -> Future[None]:
+        future: Future[None] = Future()
         with self._changed:
             self._count += 1
-            heapq.heappush(self._due, (time.monotonic() + seconds, self._count, future, value))
+            heapq.heappush(self._waiting, (priority, self._count, seconds, future))
+            self._fill()
             self._changed.notify()
         return future
+
+    def _fill(self) -> None:
+        while self._free and self._waiting:
+            _, count, seconds, future = heapq.heappop(self._waiting)
+            self._free -= 1
+            heapq.heappush(self._due, (time.monotonic() + seconds, count, future))
 
     def _run(self) -> None:
         while True:
@@ -106,57 +133,104 @@ class Clock:
                 while not self._due or self._due[0][0] > now:
                     self._changed.wait(self._due[0][0] - now if self._due else None)
                     now = time.monotonic()
-                _, _, future, value = heapq.heappop(self._due)
-            future.set_result(value)
+                *_, future = heapq.heappop(self._due)
+                self._free += 1
+                self._fill()
+            future.set_result(None)
 
 
 @dataclass
 class Times:
-    """The times of a case, in seconds, by trajectory and turn: of the server and of the environment."""
+    """The times of a case, in seconds, by prompt, trajectory of its group and turn."""
 
     server: Any
     environment: Any
+    judge: Any
+    """By prompt and trajectory."""
+    training: float
 
     @classmethod
     def draw(cls, case: Case, unit: float, seed: int) -> Times:
-        random = np.random.default_rng([case.trajectories, case.turns, seed])
-        shape = case.trajectories, case.turns
+        random = np.random.default_rng([case.groups * case.size, case.turns, seed])
+        shape = case.groups * case.rollouts, case.size, case.turns
         own, others = (unit * np.exp(SIGMA * random.standard_normal(shape)) for _ in range(2))
-        return cls(own, ENVIRONMENT * others)
+        judge = unit * np.exp(SIGMA * random.standard_normal(shape[:2]))
+        return cls(own, ENVIRONMENT * others, judge, TRAINING * unit)
 
     def bound(self, case: Case) -> float:
-        """No order is faster: the longest trajectory, or the server's times by its places."""
-        longest = float((self.server + self.environment).sum(1).max())
-        return max(longest, float(self.server.sum()) / case.concurrency)
+        """No order is faster."""
+        longest = float((self.server + self.environment).sum(2).max())
+        least = max(longest, float(self.server.sum()) / case.places)
+        if case.rollouts == 1:
+            return least
+        judged = float(self.judge.sum()) / JUDGE_PLACES
+        return max(least, judged, case.rollouts * self.training)
 
 
-@dataclass
-class Endpoint:
+class Server(ServerEngine):
     """Answers when it is time, with tokens that end at a stop."""
 
-    clock: Clock
-    times: Times
-    size: int
-    """Tokens of a row's prompt, the last of which is its number."""
-    stop: int
-    url: str = "http://127.0.0.1/v1"
-    section: str = "rollout."
-    asked: dict[int, int] = field(default_factory=dict)
+    def __init__(self, case: Case, times: Times, stop: int) -> None:
+        self.clock, self.times, self.stop, self.case = Clock(case.places), times, stop, case
+        self.version = 0
 
-    def start(self, path: str, body: dict[str, Any]) -> Future[Any]:
-        number = body["prompt"][self.size - 1] - len(SPECIALS)
-        turn = self.asked[number] = self.asked.get(number, -1) + 1
-        ids = [len(SPECIALS)] * (TOKENS - 1) + [self.stop]
-        choice = {
-            "finish_reason": "stop",
-            "token_ids": ids,
-            "prompt_token_ids": body["prompt"],
-            "logprobs": {"token_logprobs": [-1.0] * len(ids)},
-        }
-        return self.clock.after(float(self.times.server[number, turn]), {"choices": [choice]})
+    @property
+    def places(self) -> int:
+        return self.case.places
 
-    def close(self) -> None:
-        """Nothing is open."""
+    def require_possible(self, prompts: Any, sampling: Any) -> None:
+        """All are."""
+
+    def shared(self, work: Callable[[], Any], ranks: Any) -> list[Any]:
+        return [work()]
+
+    def update(self, version: int) -> None:
+        self.version = version
+
+    def start(self, prompt: Prompt, index: int, sampling: Any, *rest: Any) -> Any:
+        """As ``ServerEngine.start``, whose last argument is the priority."""
+        path, turn = prompt.id.split("@")
+        row, sample = path.split("#")
+        seconds = self.times.server[int(row.split()[0]), int(sample), int(turn)]
+        self.started[prompt.id] = self.version
+        return self.clock.start(float(seconds), int(rest[-1]) if rest else 0)
+
+    @cached_property
+    def started(self) -> dict[str, int]:
+        """The version of the weights when a prompt was asked."""
+        return {}
+
+    def completion(self, prompt: Prompt, index: int, sampling: Any, answer: Any) -> Completion:
+        answer.result()
+        ids_N = np.array([len(SPECIALS)] * (TOKENS - 1) + [self.stop])
+        version = self.started.pop(prompt.id)
+        return Completion(
+            prompt.id, index, ids_N, np.zeros(TOKENS), None, "stop", "", version=version
+        )
+
+    def generate(self, prompts: Any, sampling: Any, on_done: Any = None) -> list[Completion]:
+        answers = [self.start(prompt, 0, sampling) for prompt in prompts]
+        pairs = zip(prompts, answers, strict=True)
+        return [self.completion(prompt, 0, sampling, answer) for prompt, answer in pairs]
+
+
+class Judge:
+    """A panel that takes its time for each answer."""
+
+    def __init__(self, times: Times) -> None:
+        self.clock, self.times = Clock(JUDGE_PLACES), times
+
+    def grade(self, answers: Any) -> list[Verdict]:
+        """The answers of a group, or of several, in their order."""
+        seen: Counter[int] = Counter()
+        waited = []
+        for answered in answers:
+            number = answered.row["number"]
+            waited.append(self.clock.start(float(self.times.judge[number, seen[number]])))
+            seen[number] += 1
+        for future in waited:
+            future.result()
+        return [Verdict({}, float(number % 2)) for number, _ in enumerate(waited)]
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -176,53 +250,86 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def environment_of(case: Case, times: Times) -> Callable[[], Any]:
     """An environment that takes its time and asks for the next turn."""
+    begun: Counter[int] = Counter()
 
     class Asking:
         def reset(self, row: dict[str, Any]) -> None:
             self.number, self.turn = row["number"], 0
+            self.sample = begun[self.number] % case.size
+            begun[self.number] += 1
 
         def step(self, text: str, calls: list[Any]) -> Step:
-            time.sleep(float(times.environment[self.number, self.turn]))
+            time.sleep(float(times.environment[self.number, self.sample, self.turn]))
             self.turn += 1
             if self.turn == case.turns:
-                return Step(done=True, reward=1.0)
+                return Step(done=True)
             return Step([{"role": "user", "content": "Go on."}])
 
     return Asking
 
 
-def roll(case: Case, times: Times, renderer: Renderer, *, is_apart: bool) -> float:
-    """Seconds of a rollout."""
+def worker_of(case: Case, times: Times, renderer: Renderer, lag: int) -> RolloutWorker:
+    """What a run has to generate and judge, with this server, environment and judge."""
     stops = derive_stop_set(renderer).ids
     config = EnvironmentConfig(
-        name="tools", tools=["calculator"], max_turns=case.turns + 1, workers=case.trajectories
+        name="tools",
+        tools=["calculator"],
+        max_turns=case.turns + 1,
+        workers=case.groups * case.size * 2,
     )
     environment, bridge = environment_of(case, times), Bridge(renderer, stops)
     pool = EnvironmentPool(config, environment, bridge, None, (), CONTEXT, None)
     messages = ({"role": "user", "content": "Begin."},)
-    ids = renderer.prompt_ids(messages)
-    rows = [  # a row's number is the last id of its prompt
-        PromptRow(
-            f"{n}", f"{n}", np.append(ids, n + len(SPECIALS)), messages, (), None, {"number": n}
-        )
-        for n in range(case.trajectories)
+    ids_T = renderer.prompt_ids(messages)
+    rows = [
+        PromptRow(f"{n}", f"{n}", ids_T, messages, (), None, {"number": n})
+        for n in range(case.groups * case.rollouts)
     ]
-    endpoint: Any = Endpoint(Clock(), times, len(rows[0].ids_T), min(stops))
-    keys = from_mapping(ServerConfig, {"concurrency": case.concurrency})
-    texts = Texts(renderer.tokenizer, stops)
-    engine = ServerEngine(endpoint, texts, keys, "model", "processed", CONTEXT, CONTEXT)
-    began = time.perf_counter()
-    if is_apart:
-        with closing(Feed(engine, Sampling(), pool, None)) as feed:
-            for number, row in enumerate(rows):
-                feed.ask(number, row)
-            found = []
-            while feed.is_busy:
-                found += feed.next().trajectories
-    else:
-        found = sample_trajectories(engine, rows, Sampling(), pool)
+    keys = {"n": case.size, "lag": lag, "engine": "server", "url": "http://127.0.0.1/v1"}
+    panel: Any = Judge(times) if case.rollouts > 1 else None
+    return RolloutWorker(
+        config=from_mapping(RolloutConfig, keys),
+        prompts=rows,
+        engine=Server(case, times, min(stops)),
+        panel=panel,
+        environments=pool,
+        seed=0,
+        ranks=Ranks(0, 1, torch.device("cpu")),
+        is_judged=panel is not None,
+    )
+
+
+def train(
+    case: Case, times: Times, renderer: Renderer, *, lag: int = 0, is_together: bool = False
+) -> float:
+    """Seconds of the rollouts, and of the training after each of several."""
+    worker = worker_of(case, times, renderer, lag)
+    lagging = Lagging(
+        worker, lambda draw, taken: (draw, False), case.groups, Draws(next=0, open=[])
+    )
+    began, seen = time.perf_counter(), []
+    for number in range(case.rollouts):
+        worker.engine.update(number)
+        first = number * case.groups
+        if is_together:
+            rows = worker.prompts[first : first + case.groups]
+            sampling = worker.config.sampling(number)
+            sampled = sample_trajectories(worker.engine, rows, sampling, worker.environments)
+            worker.judge(sampled)
+        elif lag:
+            rollout = lagging.take(number, number, case.rollouts - number)
+            sampled = [t for group in rollout.all_groups for t in group.trajectories]
+        else:
+            rollout = worker.roll(number, range(first, first + case.groups))
+            sampled = [t for group in rollout.all_groups for t in group.trajectories]
+        assert all(t.error is None and t.num_turns == case.turns for t in sampled)
+        assert all(number - t.version <= lag for t in sampled)
+        seen += [t.row.id for t in sampled]
+        if case.rollouts > 1:
+            time.sleep(times.training)
     seconds = time.perf_counter() - began
-    assert all(t.error is None and t.num_turns == case.turns for t in found), found[0].error
+    lagging.close()
+    assert sorted(seen) == sorted(row.id for row in worker.prompts for _ in range(case.size))
     return seconds
 
 
@@ -232,26 +339,34 @@ def main() -> None:
     parser.add_argument("--unit", type=float, default=0.5, help="median seconds of a turn")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    rounds = 1 if arguments.quick else arguments.rounds
     machine = describe(1)
     print_machine(machine)
     renderer = Renderer(make_tokenizer())
-    results, is_met = [], True
-    print(f"{'':10}{'together':>10}{'apart':>8}{'bound':>8}{'faster':>8}{'of the bound':>14}")
+    results: list[dict[str, Any]] = []
+    is_met = True
+    print(f"{'':18}{'together':>10}{'seconds':>9}{'bound':>8}{'faster':>8}{'of the bound':>14}")
+
+    def show(case: Case, how: str, unit: float, target: float, found: dict[str, float]) -> bool:
+        faster, near = found["together"] / found["seconds"], found["bound"] / found["seconds"]
+        results.append({"case": asdict(case), "how": how, "unit": unit, **found})
+        numbers = f"{found['together']:10.2f}{found['seconds']:9.2f}{found['bound']:8.2f}"
+        print(f"{case.name + ' ' + how:18}{numbers}{faster:7.2f}x{near:14.0%}", flush=True)
+        return faster >= target and (near >= NEAR or case.rollouts > 1)
+
     for case in CASES[:1] if arguments.quick else CASES:
-        for number in range(rounds):
+        for number in range(1 if arguments.quick else arguments.rounds):
             times = Times.draw(case, arguments.unit, number)
-            bound = times.bound(case)
-            apart = roll(case, times, renderer, is_apart=True)
-            other = roll(case, times, renderer, is_apart=False)
-            faster, near = other / apart, bound / apart
-            results.append({"case": asdict(case), "round": number, "unit": arguments.unit,
-                            "apart": apart, "together": other, "bound": bound})  # fmt: skip
-            is_met &= faster >= case.target and near >= NEAR
-            print(
-                f"{case.name:10}{other:10.2f}{apart:8.2f}{bound:8.2f}{faster:7.2f}x{near:14.0%}",
-                flush=True,
-            )
+            found = {"bound": times.bound(case), "seconds": train(case, times, renderer)}
+            found["together"] = train(case, times, renderer, is_together=True)
+            is_met &= show(case, "apart", arguments.unit, case.target, found)
+    for number in range(0 if arguments.quick else arguments.rounds):
+        unit = arguments.unit / 10
+        times = Times.draw(JUDGED, unit, number)
+        together = train(JUDGED, times, renderer, is_together=True)
+        for lag, target in TARGETS.items():
+            seconds = train(JUDGED, times, renderer, lag=lag)
+            found = {"bound": times.bound(JUDGED), "seconds": seconds, "together": together}
+            is_met &= show(JUDGED, f"lag={lag}", unit, target, found)
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps({"machine": machine, "results": results}, indent=1))
     print(f"\n{RESULTS}")

@@ -215,11 +215,12 @@ _FAMILIES["qwen3_vl_moe"] = _FAMILIES["qwen3_vl"].with_text(
 """Between them: windows, untied heads, deepstack, tiles, an own row at a line's end, blocks that see both ways."""
 
 
-def tiny_vlm(kind: str, directory: Path, seed: int = 0) -> Path:
-    """Write a model of a family to ``directory``, complete, in float32."""
+def tiny_vlm(kind: str, directory: Path, seed: int = 0, **text: int) -> Path:
+    """Write a model of a family to ``directory``, complete, in float32. ``text``: keys of its language model."""
     tokenizer = vision_tokenizer(kind)
     with quiet_library():
-        vision_model(kind, seed=seed, dtype=torch.float32).save_pretrained(directory)
+        model = vision_model(kind, seed=seed, dtype=torch.float32, **text)
+        model.save_pretrained(directory)
         save_tokenizer(tokenizer, directory)
         eos = tokenizer.eos_token_id
         GenerationConfig(eos_token_id=eos).save_pretrained(directory)
@@ -228,29 +229,30 @@ def tiny_vlm(kind: str, directory: Path, seed: int = 0) -> Path:
 
 
 def vision_model(
-    kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float64
+    kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, **text: int
 ) -> PreTrainedModel:
     """The model by itself, in train mode, with the library's own attention."""
     with torch.random.fork_rng(devices=[]), quiet_library():
         torch.manual_seed(seed)
         build: Any = AutoModelForImageTextToText.from_config
         model: PreTrainedModel = build(
-            vision_config(kind), dtype=torch.float32, experts_implementation="eager"
+            vision_config(kind, **text), dtype=torch.float32, experts_implementation="eager"
         )
         _sharpen(model)
     return model.to(dtype).train()
 
 
-def vision_config(kind: str) -> PreTrainedConfig:
-    """The configuration, the ids of the tokenizer's words in it."""
+def vision_config(kind: str, **text: int) -> PreTrainedConfig:
+    """The configuration, the ids of the tokenizer's words in it. ``text``: keys of its language model."""
     family, tokenizer = _FAMILIES[kind], vision_tokenizer(kind)
-    text = {
+    language_model = {
         **family.config["text_config"],
         "vocab_size": len(tokenizer) + 5,
         "eos_token_id": tokenizer.eos_token_id,
+        **text,
     }
     ids = {name: tokenizer.convert_tokens_to_ids(word) for name, word in family.words.items()}
-    return AutoConfig.for_model(kind, **{**family.config, "text_config": text, **ids})
+    return AutoConfig.for_model(kind, **{**family.config, "text_config": language_model, **ids})
 
 
 def vision_tokenizer(kind: str) -> PreTrainedTokenizerBase:

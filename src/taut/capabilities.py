@@ -45,6 +45,9 @@ CAPABILITIES = {
     "an adapter of quantised experts": Capability(
         "peft", "0.21", "gives the factors of an expert's adapter without its weights"
     ),
+    "tensor parallelism": Capability(
+        "transformers", "5.23", "divides a layer's weights before they are read"
+    ),
     "a model read from GGUF": Capability(
         "transformers", "5.18", "reads the special tokens of its tokenizer as they are"
     ),

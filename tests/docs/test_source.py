@@ -26,6 +26,7 @@ DISTRIBUTED = (
     "train/watch.py",
     "inference",
     "models/quantised.py",
+    "models/tensor_parallel.py",
 )
 """Where torch.distributed may be imported."""
 

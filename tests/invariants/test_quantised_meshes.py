@@ -63,7 +63,7 @@ def counting(quantise):
 
 functional.quantize_4bit = counting(functional.quantize_4bit)
 functional.int8_vectorwise_quant = counting(functional.int8_vectorwise_quant)
-ranks = distributed.start("cpu", int(sys.argv[4]))
+ranks = distributed.start("cpu", distributed.ParallelConfig(replicas=int(sys.argv[4])))
 share = ranks.mesh.size(ranks.mesh.ndim - 1)
 model = load_model(sys.argv[1], dtype=torch.float32, device=ranks.device, attention="taut_reference",
                    storage=Storage(torch.bfloat16, torch.bfloat16, sys.argv[2]),

@@ -23,6 +23,7 @@ from taut.models.frozen import Storage
 from taut.models.load import load_config, load_model, load_tokenizer
 from taut.models.lora import LoraConfig, apply_lora
 from taut.models.reward_model import NewHead, load_reward_model
+from taut.models.tensor_parallel import divide_layers
 from taut.vision.content import ImagesConfig
 from taut.vision.image_store import open_image_store
 
@@ -31,6 +32,7 @@ BEFORE = {
     "5.18": "5.17.0",
     "5.19": "5.18.2",
     "5.21": "5.20.0",
+    "5.23": "5.22.1",
     "0.21": "0.20.0",
     "2.12": "2.11.0+cpu",
 }
@@ -84,11 +86,19 @@ def _quantised_experts(place: Path, patch: Patch) -> str:
     return str(caught.value)
 
 
+def _tensor_parallel(place: Path, patch: Patch) -> str:
+    model, mesh = tiny_model("llama"), None
+    with pytest.raises(ModelError) as caught:
+        divide_layers(model, mesh)  # type: ignore[arg-type]  # nothing is asked of it
+    return str(caught.value)
+
+
 USES: dict[str, Callable[[Path, Patch], str]] = {
     "a model with pictures": _pictures,
     "a scalar head on a model with pictures": _scalar_head,
     "a base that comes quantised": _comes_quantised,
     "an adapter of quantised experts": _quantised_experts,
+    "tensor parallelism": _tensor_parallel,
     "a model read from GGUF": _gguf,
 }
 """Capability -> what needs it; returns the words that the user reads."""

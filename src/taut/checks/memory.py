@@ -59,7 +59,7 @@ def the_first_steps_fit_into_memory(session: Session) -> Finding:
         says = f"at most {bound / GIB:.2g} of {there / GIB:.2f} GiB, by a coarse bound"
         return passed(says, bound / GIB, "GiB at most")
     try:
-        work = workload(run, inputs, ranks.size)
+        work = workload(run, inputs, ranks.num_shares)
         kernels = _kernels(session)
         prediction = predict_steps(run, inputs.config, kernels, work, num_ranks=ranks.size)
     except ModelError as error:
@@ -67,8 +67,7 @@ def the_first_steps_fit_into_memory(session: Session) -> Finding:
     needed = footprint(
         prediction.traced,
         ranks.size,
-        run.parallel.replicas,
-        offloads=run.parallel.cpu_offload,
+        run.parallel,
         stages=stages(run.checkpoint, session.trainer.num_steps),
         is_host=ranks.device.type == "cpu",
         merges=run.save.merged,

@@ -138,7 +138,8 @@ def _computation(session: Session) -> Iterator[Setting]:
     yield Setting("batch.tokens_per_microbatch", str(batch.tokens_per_microbatch), str(tokens))
     packed = "one at a time" if "packing" in decided else "packed"
     yield Setting("samples", packed, "one at a time" if budget.one_sample else "packed")
-    yield Setting("ranks", str(session.ranks.size), str(budget.num_ranks))
+    num_shares = session.ranks.size // session.run.parallel.tensor
+    yield Setting("ranks", str(num_shares), str(budget.num_ranks))
     noise = trainer.noise
     alpha = noise.alpha if noise is not None and noise.is_on else 0.0
     yield Setting(
@@ -190,6 +191,8 @@ def _trained(session: Session) -> Iterator[Setting]:
         every = (*session.trainer.trained, *session.scorer.parameters())
         places = _listed(p.device.type for p in every if hasattr(p, "full_tensor"))
         yield Setting("parallel.cpu_offload", session.ranks.weights_device.type, places)
+        divided = _listed({distributed.num_together(p) for p in session.scorer.parameters()})
+        yield Setting("parallel.tensor", _listed({1, session.run.parallel.tensor}), divided)
     each = "each once" if len(in_optimizer) == len(members) else "some twice"
     requested = f"{len(trained(session))} tensors, each once"
     yield Setting("optimizer", requested, f"{len(members)} tensors, {each}")

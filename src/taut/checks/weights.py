@@ -55,11 +55,13 @@ def each_rank_holds_the_checkpoints_numbers(session: Session) -> Finding:
                 elsewhere.setdefault(parameter.shape, []).append((name, parameter))
             elif stored in files:
                 compared += 1
+                parameter = distributed.whole_of_twice_divided(parameter)
                 made = session.inputs.new_ids if name in _tables(session) else []
                 if not _is_stored(parameter, files[stored].get_slice(stored), name, made):
                     wrong.append(name)
         for alike in elsewhere.values():
-            for name, parameter in dict([alike[0], alike[-1]]).items():
+            for name, divided in dict([alike[0], alike[-1]]).items():
+                parameter = distributed.whole_of_twice_divided(divided)
                 for stored, part, own in _converted(skeleton, name, parameter):
                     source = files[stored].get_tensor(stored) if stored in files else None
                     if source is None or source.shape != part.shape or not own.any():

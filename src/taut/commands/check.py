@@ -14,6 +14,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,6 @@ def session_of(config: RunConfig) -> Session:
             "taut check was started on several ranks; expected one process; start it without torchrun (each training "
             "asks the quick part on all of its ranks)"
         )
-    ranks = distributed.start(config.device, offloads=config.parallel.cpu_offload)
+    ranks = distributed.start(config.device, replace(config.parallel, replicas=1, tensor=1))
     use_products(config, ranks)
     return Session(config, ranks)

@@ -54,7 +54,7 @@ from taut.plan.rollouts import rollout_of, seconds_of
 from taut.plan.steps import Workload, without_data, workload
 from taut.run.inputs import load_inputs
 from taut.train import distributed
-from taut.train.distributed import Ranks
+from taut.train.distributed import ParallelConfig, Ranks
 from taut.types import Packed
 
 GIB = 2**30
@@ -200,7 +200,7 @@ def run(config: Any) -> int:
 
 def plan(config: Plan) -> Planned:
     """The plan. Raises TautError for a run that cannot be planned."""
-    distributed.require_replicas(config.gpus, config.parallel.replicas)
+    distributed.require_divisors(config.gpus, config.parallel)
     model = load_config(config.model, config.trust_remote_code, needs_weights=False)
     scorers = config.models().completions
     loaded = [] if scorers is None else [key for _, key, _ in scorers.directories]
@@ -220,12 +220,13 @@ def plan(config: Plan) -> Planned:
     )
     if config.parallel.cpu_offload:
         distributed.require_offloadable(machine.device or torch.device("cuda"))
+    num_shares = config.gpus // config.parallel.tensor
     if config.data.train is not None:
         with told_when_slow("reading the data and laying out the first steps"):
             inputs = load_inputs(config, Ranks(0, 1, torch.device("cpu")))
-            model, work = inputs.config, workload(config, inputs, config.gpus)
+            model, work = inputs.config, workload(config, inputs, num_shares)
     else:
-        work = without_data(config, model, config.gpus)
+        work = without_data(config, model, num_shares)
     limit = int(machine.memory * (1 - config.headroom))
     with told_when_slow("timing a few layers on this machine (measure=false leaves that out)"):
         rates = _rates(config, model, machine, work)
@@ -345,7 +346,7 @@ class _Planner:
         max_tokens = self._max_tokens(configured.gpus)
         counts = [
             n
-            for n in _counts(configured.gpus, configured.parallel.replicas)
+            for n in _counts(configured.gpus, configured.parallel)
             if self._full_on(n).peak <= self.limit
         ]
         keys = []
@@ -400,15 +401,13 @@ class _Planner:
         if rates is not None:
             total = rates.seconds(traced, works, recomputes=recomputes)
         elif self.machine.name in GPUS and self.machine.kernels.dtype == torch.bfloat16:
-            parallel = self.run.parallel
             total = from_data_sheet(
                 self.machine.name,
                 traced,
                 works,
                 num_ranks,
-                parallel.replicas,
+                self.run.parallel,
                 recomputes=recomputes,
-                offloads=parallel.cpu_offload,
             )
         else:
             return None
@@ -428,10 +427,11 @@ class _Planner:
         )
 
 
-def _counts(num_ranks: int, replicas: int) -> list[int]:
-    """Numbers of GPUs that are tried, for so many replicas of the weights."""
+def _counts(num_ranks: int, parallel: ParallelConfig) -> list[int]:
+    """Numbers of GPUs that are tried."""
+    each = parallel.replicas * parallel.tensor
     counts = {1 << power for power in range(num_ranks.bit_length())} | {num_ranks}
-    return sorted(count for count in counts if count % replicas == 0)
+    return sorted(count for count in counts if count % each == 0)
 
 
 def show(planned: Planned, console: Console) -> None:

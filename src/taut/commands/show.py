@@ -59,7 +59,7 @@ LONGEST_TARGET = 2_000
 
 def show(run: RunConfig, console: Console | None = None) -> None:
     """Print the decisions of ``run``, its first samples with the learned tokens marked, and its first steps."""
-    ranks = distributed.start(run.device, run.parallel.replicas, offloads=run.parallel.cpu_offload)
+    ranks = distributed.start(run.device, run.parallel)
     inputs = load_inputs(run, ranks)
     use_products(run, ranks)
     if ranks.is_writer:
@@ -97,7 +97,7 @@ def _print(run: RunConfig, inputs: Inputs, ranks: Ranks, console: Console) -> No
     for step in range(1, 1 + min(num_steps, NUM_STEPS)):
         trees = method.prepare(step)
         plans.append(step_plan(step, trees, lay_out(trees, budget, policy)))
-    _section(console, "plan", *_plan(plans, num_steps, ranks.size, policy))
+    _section(console, "plan", *_plan(plans, num_steps, ranks.num_shares, policy))
     marks = marks_for(console)
     legend = Text.assemble(
         (f"{marks.left}a target, to be learned{marks.right}", "green"),

@@ -150,9 +150,7 @@ def train(run: RunConfig) -> Result:
     out = user_path(run.out, "out")
     with Interrupts.watching() as interrupts, ExitStack() as preparation:
         preparation.enter_context(interrupts.before_training())
-        ranks = distributed.start(
-            run.device, run.parallel.replicas, offloads=run.parallel.cpu_offload
-        )
+        ranks = distributed.start(run.device, run.parallel)
         require_usable(out, resume=run.resume, overwrite=run.overwrite, inputs=run.input_files())
         with Lock(out) as lock:
             if ranks.is_writer and (out / MARK).is_file():

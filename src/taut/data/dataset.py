@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 from pydantic import Field
 
-from taut.config import configclass, user_path
+from taut.config import configclass
 from taut.data import cache
 from taut.data.ahead import Remote, TokenisedSource, require_same, settings_of, tokenised_sources
 from taut.data.fetched import FetchedShards, RemoteShard
@@ -51,9 +51,9 @@ from taut.data.sources import (
     place_of,
     require_apart,
 )
+from taut.data.template_files import SHIPPED, read_template
 from taut.data.tokenise import entries, workers_for
 from taut.errors import ConfigError
-from taut.io import files
 from taut.io.console import counted
 from taut.types import IntArray, Sample
 from taut.vision.content import ImagesConfig
@@ -87,7 +87,8 @@ class DataConfig:
     targets: Targets = "assistant"
     """Which tokens of a conversation are learned: all assistant turns, the last one, or all tokens."""
     template: str | None = None
-    """A file with a chat template to use in place of the tokenizer's own."""
+    """A file with a chat template to use in place of the tokenizer's own; or hermes, which comes with taut: ChatML that
+    writes tools and calls as Hermes does."""
     apply_chat_template: bool | None = None
     """Render prompts and completions that are plain text with the chat template, as a user message and an assistant
     message. By default they are used as they are, and taut check warns if the tokenizer has a chat template. Documents
@@ -203,23 +204,15 @@ def _sources_of(config: DataConfig, split: str) -> list[Source]:
 def input_paths(config: DataConfig) -> list[str]:
     """Every file, directory or name that a data config reads."""
     paths = [source.path for split in ("train", "eval") for source in _sources_of(config, split)]
-    return [*paths, *(path for path in (config.template, config.cache) if path)]
+    template = None if config.template in SHIPPED else config.template
+    return [*paths, *(path for path in (template, config.cache) if path)]
 
 
 def build_renderer(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, image_store: ImageStore | None = None
 ) -> Renderer:
     """The renderer that a data configuration describes. ``image_store``: for a model that takes images."""
-    template = None
-    if config.template is not None:
-        path = user_path(config.template, "data.template")
-        try:
-            template = files.read_text(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"data.template: cannot read {config.template}: {getattr(error, 'strerror', None) or error}; "
-                "expected a file with a chat template"
-            ) from None
+    template = read_template(config.template, tokenizer, "data.template")
     variables = config.chat_template_kwargs
     return Renderer(
         tokenizer, template, config.targets, image_store=image_store, variables=variables

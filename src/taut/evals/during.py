@@ -99,13 +99,13 @@ class HeldOut:
                 if predicted is not None:
                     predictions.append(predicted)
         metrics = {"loss": sum(terms.means(ranks).values()), **sums_of_metrics.means(ranks)}
-        fields: dict[str, Any] = {"num_tokens": int(ranks.sum([num_tokens])[0])}
+        fields: dict[str, Any] = {"num_tokens": int(ranks.sum_of_shares([num_tokens])[0])}
         read = to_host([value for some in predictions for value in some[:2]])
         probabilities, outcomes = (
             [number for value in read[kind::2] for number in value.tolist()] for kind in (0, 1)
         )
         lowest = predictions[-1].lowest if predictions else 0.0
-        gathered = ranks.gather((probabilities, outcomes, lowest))
+        gathered = ranks.of_shares(ranks.gather((probabilities, outcomes, lowest)))
         if any(rank[0] for rank in gathered):
             probability = np.array([value for rank in gathered for value in rank[0]])
             outcome = np.array([value for rank in gathered for value in rank[1]])

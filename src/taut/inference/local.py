@@ -243,7 +243,7 @@ class LocalEngine:
         Under several ranks ``on_done`` gets this rank's completions only; all ranks get the whole list.
         """
         require_usable(prompts, self.context)
-        mine = prompts[self._ranks.rank :: self._ranks.size]
+        mine = prompts[self._ranks.share :: self._ranks.num_shares]
         done: list[Completion] = []
         packed = self._packed()
         with self._forward(packed):
@@ -252,7 +252,11 @@ class LocalEngine:
                     done.append(self._completion(row, sampling))
                     if on_done is not None:
                         on_done(done[-1])
-        every = [completion for some in self._ranks.gather(done) for completion in some]
+        every = [
+            completion
+            for some in self._ranks.of_shares(self._ranks.gather(done))
+            for completion in some
+        ]
         order = {prompt.id: number for number, prompt in enumerate(prompts)}
         return sorted(every, key=lambda c: (order[c.prompt_id], c.index))
 

@@ -24,12 +24,12 @@ from taut.config import ComputeDtype, Decision, configclass, home_path
 from taut.data.cache import default_directory
 from taut.data.render import Renderer
 from taut.data.stop_tokens import StopSet, derive_stop_set, described
+from taut.data.template_files import read_template
 from taut.errors import ConfigError, ModelError
 from taut.inference.engine import Engine
 from taut.inference.local import LocalConfig, LocalEngine
 from taut.inference.vllm import ServerConfig, ServerEngine
 from taut.inference.weight_sync import SyncConfig
-from taut.io import files
 from taut.models import architecture, products
 from taut.models.attention_backends import select
 from taut.models.flash_attention import activate
@@ -69,7 +69,7 @@ class ModelUse:
     adapter: str | None = None
     """Directory of a LoRA adapter to put on the model, for the local engine; its tokenizer is used if it has one."""
     template: str | None = None
-    """A file with a chat template to use in place of the tokenizer's own."""
+    """A file with a chat template to use in place of the tokenizer's own; or hermes, which comes with taut."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Values of the chat template's own variables, as in { enable_thinking = false }."""
     dtype: ComputeDtype | None = None
@@ -177,7 +177,7 @@ def open_renderer(use: ModelUse) -> Rendering:
     )
     renderer = Renderer(
         tokenizer,
-        read_template(use.template),
+        read_template(use.template, tokenizer, "template", is_of_run=False),
         key="template",
         image_store=image_store,
         variables=use.chat_template_kwargs,
@@ -244,19 +244,6 @@ def open_engine(use: ModelUse, rendering: Rendering | None = None) -> Opened:
         *products.active().decisions,
     ]
     return Opened(engine, renderer, stops, context, decisions)
-
-
-def read_template(path: str | None) -> str | None:
-    """The chat template in a file; None without a path."""
-    if path is None:
-        return None
-    try:
-        return files.read_text(home_path(path))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise ConfigError(
-            f"template: cannot read {path}: {reason}; expected a file with a chat template"
-        ) from None
 
 
 def exact_context(

@@ -47,6 +47,7 @@ from taut.data.messages import (
 from taut.data.packing import ALONE, PackPolicy, common_prefix, pack, prefix_order
 from taut.data.render import Renderer, render_any
 from taut.data.schema import Answers, AnyRow, Stepwise
+from taut.data.template_files import read_template
 from taut.errors import ConfigError, DataError, EngineError, NonFiniteError, OutOfMemory, TautError
 from taut.inference.open import (
     PROVED,
@@ -54,7 +55,6 @@ from taut.inference.open import (
     inference_context,
     inference_dtype,
     one_device,
-    read_template,
 )
 from taut.models.attention_backends import select
 from taut.models.flash_attention import activate
@@ -233,7 +233,11 @@ def open_judge(use: JudgeUse, directory: Path | None = None) -> Judge:
         key="images",
     )
     renderer = Renderer(
-        tokenizer, read_template(use.template), "last", key="template", image_store=image_store
+        tokenizer,
+        read_template(use.template, tokenizer, "template", is_of_run=False),
+        "last",
+        key="template",
+        image_store=image_store,
     )
     context, decisions = exact_context(config, skeleton, "the batch's longest sample")
     device = one_device(use.device)

@@ -209,6 +209,7 @@ class RunConfig:
             "deterministic",
             "compile",
             "parallel.replicas",
+            "parallel.tensor",
             "parallel.cpu_offload",
             "activation_checkpointing",
             "batch.tokens_per_microbatch",
@@ -312,6 +313,8 @@ class RunConfig:
                 "save.merged=false without adapters (lora.rank=0, no lora.adapter): there would be nothing to save; "
                 "expected a LoRA run; set lora.rank, or remove save.merged"
             )
+        if self.parallel.tensor > 1:
+            self._require_divisible_layers()
         if self.frozen_dtype == "checkpoint" and not self.stores_frozen:
             why = (
                 "lora.dora=true reads them" if self.lora.dora else "without adapters there are none"
@@ -348,6 +351,35 @@ class RunConfig:
                     f"expected {key}=0; take the key out"
                 )
 
+    def _require_divisible_layers(self) -> None:
+        """Raise ConfigError for settings that need whole layers, or whole rows of their weights."""
+        for is_set, key, why in (
+            (self.quantise is not None, f"quantise={self.quantise}", "codes are divided by rows"),
+            (
+                self.frozen_dtype == "checkpoint",
+                "frozen_dtype=checkpoint",
+                "layers compute with what they store",
+            ),
+            (self.optim.name == "muon", "optim.name=muon", "its update needs whole matrices"),
+            (
+                self.optim.state != "float32",
+                f"optim.state={self.optim.state}",
+                "moments are scaled by rows",
+            ),
+            (
+                self.parallel.cpu_offload,
+                "parallel.cpu_offload=true",
+                "parts of layers stay on their device",
+            ),
+            (self.compile, "compile=true", "layers wait for other ranks between their products"),
+            (self.lora.dora, "lora.dora=true", "it reads whole weights"),
+            (self.lora.dropout > 0, "lora.dropout", "its noise belongs to whole inputs"),
+        ):
+            if is_set:
+                raise ConfigError(
+                    f"parallel.tensor={self.parallel.tensor} with {key}: {why}; expected one of the two; take one out"
+                )
+
     @classmethod
     def command(cls) -> str:
         """The command that trains such a run, as it is typed."""
@@ -357,7 +389,8 @@ class RunConfig:
     def stores_frozen(self) -> bool:
         """Whether frozen weights may be stored in another dtype than those that train."""
         is_narrow = self.frozen_dtype != "float32" or self.quantise is not None
-        return self.lora.is_on and not self.lora.dora and is_narrow
+        is_whole = self.parallel.tensor == 1
+        return self.lora.is_on and not self.lora.dora and is_narrow and is_whole
 
     # -- data and loss
 

@@ -42,7 +42,7 @@ from transformers.utils import logging
 
 from taut import capabilities
 from taut.config import user_path
-from taut.errors import ModelError
+from taut.errors import ModelError, TautError
 from taut.io import files, hub
 from taut.io.allocator import return_freed_memory
 from taut.models import architecture, faster_layers, quantised
@@ -409,6 +409,8 @@ def explain_load_errors(path: str, wanted: str) -> Iterator[None]:
     try:
         with quiet_library():
             yield
+    except TautError:
+        raise
     except _LIBRARY_ERRORS as error:
         if not Path(path).exists() and (reason := hub.explain(path, error)):
             raise ModelError(f"model={path}: {reason}") from error

@@ -39,7 +39,7 @@ from taut import capabilities
 from taut.config import Decision, configclass, fields_of
 from taut.errors import ConfigError, ModelError
 from taut.io import files
-from taut.models import architecture, products
+from taut.models import architecture, products, tensor_parallel
 from taut.models.adapter_patterns import require_bounded_patterns
 from taut.models.frozen import looking_wide, wide_state, widen_trained
 from taut.models.heads import scalar_head
@@ -200,6 +200,7 @@ def apply_lora(
     _adapt_quantised_experts(wrapped)
     _compute_in_base_dtype(wrapped)
     products.install(wrapped)
+    tensor_parallel.divide_adapters(wrapped)
     _prepare_tables(wrapped)
     for parameter in wrapped.parameters():
         is_wide = parameter.dtype in (torch.float32, torch.float64)

@@ -47,13 +47,23 @@ from taut.methods.reference import STREAM
 from taut.models import architecture
 from taut.models.frozen import host_memory
 from taut.plan.ledger import Ledger, Parts
-from taut.plan.models import CRITIC, POLICY, REFERENCE, TEACHER, Held, Kernels, Sizes, rank_of
+from taut.plan.models import (
+    CRITIC,
+    POLICY,
+    REFERENCE,
+    TEACHER,
+    Held,
+    Kernels,
+    Sizes,
+    computed_together,
+    rank_of,
+)
 from taut.plan.rollouts import Rollout, rollout_of
 from taut.plan.steps import Workload
 from taut.plan.tracing import Traced, known_parts, trace
 from taut.run.setup import Built
 from taut.train.checkpoint import CheckpointConfig
-from taut.train.distributed import local
+from taut.train.distributed import UNDIVIDED, ParallelConfig, local
 from taut.train.trainer import backward
 from taut.types import Packed, Scores
 
@@ -98,24 +108,25 @@ class Footprint:
 def footprint(
     traced: Traced,
     num_ranks: int,
-    replicas: int = 1,
+    parallel: ParallelConfig = UNDIVIDED,
     *,
-    offloads: bool = False,
     stages: bool = False,
     is_host: bool = False,
     merges: bool = True,
     rollout: Rollout | None = None,
 ) -> Footprint:
-    """The bytes of each rank. ``offloads``: whether its parts of what ranks divide are on the host; ``stages``: whether
+    """The bytes of each rank; of ranks that compute together, with the activations of whole layers. ``stages``: whether
     checkpoints are written in the background; ``is_host``: whether the device is the host itself; ``merges``: whether
     the whole model is saved, and not its adapter alone.
     """
-    models, num_shards = traced.models, num_ranks // replicas
+    num_shards, offloads = num_ranks // parallel.replicas, parallel.cpu_offload
+    models = [computed_together(model, parallel.tensor) for model in traced.models]
     every = _own(models, num_shards)
     own = _own(models, None) if offloads else every
     # what of a part is on one rank, by what the trace has of it
-    full = {m.part: sum(o.counted for o in models if o.part == m.part) for m in models}
-    full["gradients"] = sum(m.gradients.all + m.whole.trained for m in models)
+    traced_models = traced.models
+    full = {m.part: sum(o.counted for o in traced_models if o.part == m.part) for m in models}
+    full["gradients"] = sum(m.gradients.all + m.whole.trained for m in traced_models)
     shares = {part: own[part] / max(1, full[part]) for part in full}
     parts = traced.parts(shares)
     for part, share in shares.items():
@@ -123,7 +134,7 @@ def footprint(
     parts["optimizer"] = own["optimizer"]
     gathered = 0
     if num_ranks > 1 or offloads:
-        gathered = _at_a_time(traced.policy.gathered)
+        gathered = _at_a_time(models[0].gathered)
         for model in models:
             if model.is_divided:
                 parts[model.part] += _at_a_time(model.gathered)
@@ -275,8 +286,7 @@ def footprint_of(
     return footprint(
         traced,
         num_ranks,
-        run.parallel.replicas,
-        offloads=run.parallel.cpu_offload,
+        run.parallel,
         stages=stages(run.checkpoint, run.steps),
         is_host=kernels.device.type == "cpu",
         merges=run.save.merged,
@@ -300,7 +310,7 @@ def predict(
     offloads = run.parallel.cpu_offload
     kernels = kernels._replace(is_sharded=num_ranks > 1 or offloads)
     traced = trace(run, config, kernels, packed, is_first=is_first)
-    needed = footprint(traced, num_ranks, run.parallel.replicas, offloads=offloads)
+    needed = footprint(traced, num_ranks, run.parallel)
     return Prediction(packed.num_tokens, traced, needed)
 
 

@@ -111,6 +111,8 @@ class Held:
     num_outside: int = 0
     """Numbers outside the layers."""
     num_trained: int = 0
+    num_hidden: int = 0
+    """Numbers of a token that its layers pass on, all together."""
     flops: architecture.Flops | None = None
     """What a token and a pair take of it, forward and backward; None: it runs in no micro-batch."""
 
@@ -125,6 +127,32 @@ class Held:
         if self.part in (REFERENCE, REWARDS):  # they are added
             return self.weights.all
         return self.gathered.all + self.whole.weights
+
+
+def computed_together(model: Held, tensor: int) -> Held:
+    """The model where so many ranks compute a layer together: of what is divided, that outside the layers is in as many
+    more copies, and of a layer each gathers its part.
+    """
+    if tensor == 1 or not model.is_divided or not model.weights.all:
+        return model
+
+    def copied(sizes: Sizes) -> Sizes:
+        return sizes._replace(all=sizes.all + (tensor - 1) * sizes.rest)
+
+    def parted(sizes: Sizes) -> Sizes:
+        inside = sizes.all - sizes.rest
+        return Sizes(sizes.rest + inside // tensor, sizes.layer // tensor, sizes.rest)
+
+    more = (tensor - 1) * model.trained.rest / max(1, model.trained.all)
+    moments = model.optimizer - model.whole.optimizer
+    return replace(
+        model,
+        weights=copied(model.weights),
+        trained=copied(model.trained),
+        optimizer=model.optimizer + int(more * moments),
+        gathered=parted(model.gathered),
+        gradients=parted(model.gradients),
+    )
 
 
 def rank_of(size: int, whole: int, num_shards: int | None) -> int:
@@ -328,6 +356,7 @@ def _held(
         num_outside=architecture.num_weights(model)
         - sum(architecture.num_weights(layer) for layer in architecture.layers(model)),
         num_trained=sum(p.numel() for p in trained),
+        num_hidden=len(architecture.layers(model)) * architecture.text_config(model).hidden_size,
         flops=architecture.flops(model),
     )
 

@@ -44,12 +44,14 @@ from taut.plan.models import (
     Held,
     Kernels,
     adapted,
+    computed_together,
     period,
     planned_model,
     rank_of,
     with_layers,
 )
 from taut.plan.tracing import Traced
+from taut.train.distributed import UNDIVIDED, ParallelConfig
 from taut.train.optim import build_optimizer
 from taut.types import Packed
 
@@ -169,39 +171,38 @@ def from_data_sheet(
     traced: Traced,
     works: Sequence[Work],
     num_ranks: int,
-    replicas: int = 1,
+    parallel: ParallelConfig = UNDIVIDED,
     *,
     recomputes: float,
-    offloads: bool = False,
 ) -> Seconds:
-    """The seconds of a step on a GPU of ``GPUS``; ``works``: one rank's micro-batches; ``offloads``: whether weights
-    are on the host, which updates them.
-    """
-    gpu, models = GPUS[name], traced.models
+    """The seconds of a step on a GPU of ``GPUS``; ``works``: one rank's micro-batches."""
+    gpu, models, together = GPUS[name], traced.models, parallel.tensor
+    num_shards = num_ranks // parallel.replicas
     speed, bandwidth = UTILISATION * gpu.tflops * 1e12, gpu.gb_per_second * 1e9
     weights = sum(moved(model) for model in models)
     activations = 2 * traced.parts()["activations"] / traced.num_tokens
     launches = LAUNCH * traced.operators * (1 + traced.passes / 3)
     compute = sum(
         max(
-            operations(traced, work, recomputes=recomputes) / speed,
-            (weights + activations * work.tokens) / bandwidth,
+            operations(traced, work, recomputes=recomputes, together=together) / speed,
+            (weights / together + activations * work.tokens) / bandwidth,
             launches,
         )
         for work in works
     )
     written = sum(12 * model.num_trained + 2 * model.optimizer for model in models)
-    share = sum(rank_of(m.trained.all, m.whole.trained, num_ranks // replicas) for m in models)
+    share = sum(rank_of(m.trained.all, m.whole.trained, num_shards) for m in models)
     update = written * share / max(1, sum(m.trained.all for m in models))
     tokens = sum(work.tokens for work in works)
     over_bus = 2 * traced.offloaded * tokens / traced.num_tokens  # there and back
-    if offloads:
+    if parallel.cpu_offload:
         bandwidth = HOST
-        over_bus += len(works) * sum(map(fetched, models)) / (num_ranks // replicas)
+        over_bus += len(works) * sum(map(fetched, models)) / num_shards
     return Seconds(
         compute=compute,
         update=update / bandwidth,
-        communication=communication(gpu, models, len(works), num_ranks, replicas),
+        communication=communication(gpu, models, len(works), num_ranks, parallel)
+        + summed(gpu, traced, tokens, together),
         transfer=over_bus / (gpu.bus_gb_per_second * 1e9),
         source=(
             f"{name}: {UTILISATION:.0%} of its peak and {LAUNCH * 1e6:g} us an operator are assumed, not measured"
@@ -221,10 +222,16 @@ def fetched(model: Held) -> float:
 
 
 def communication(
-    gpu: Gpu, models: Sequence[Held], num_microbatches: int, num_ranks: int, replicas: int
+    gpu: Gpu,
+    models: Sequence[Held],
+    num_microbatches: int,
+    num_ranks: int,
+    parallel: ParallelConfig,
 ) -> float:
     """The seconds in which a rank sends what a step needs of it."""
-    shards = num_ranks // replicas
+    replicas = parallel.replicas
+    models = [computed_together(model, parallel.tensor) for model in models]
+    shards = num_ranks // replicas // parallel.tensor
     link = gpu.link_gb_per_second * 1e9
     inside = link if shards <= PER_NODE else min(link, NETWORK)
     outside = link if num_ranks <= PER_NODE else min(link, NETWORK)
@@ -232,13 +239,21 @@ def communication(
     for model in models:
         if not model.is_divided:
             continue
-        gradients = model.trained.all - model.whole.trained
+        gradients = (model.trained.all - model.whole.trained) / parallel.tensor
         gathers = 2 if model.num_trained else 1
         each = (gathers * model.gathered.all + gradients) * (shards - 1) / shards / inside
         each += 2 * gradients / shards * (replicas - 1) / replicas / outside
         seconds += num_microbatches * each
         seconds += 2 * model.whole.trained * (num_ranks - 1) / num_ranks / outside
     return seconds
+
+
+def summed(gpu: Gpu, traced: Traced, tokens: int, together: int) -> float:
+    """The seconds in which ranks that compute together sum what passes between layers: twice a layer forward, twice
+    backward.
+    """
+    sent = 4 * NARROW * tokens * traced.policy.num_hidden
+    return 2 * sent * (together - 1) / together / (gpu.link_gb_per_second * 1e9)
 
 
 def moved(model: Held) -> float:
@@ -260,13 +275,15 @@ def recomputed(how: ActivationCheckpointing) -> float:
     return SELECTIVE if how == "selective" else float(bool(how))
 
 
-def operations(traced: Traced, work: Work, *, recomputes: float) -> float:
-    """Floating-point operations of a micro-batch: of the layers and the heads of all models."""
+def operations(traced: Traced, work: Work, *, recomputes: float, together: int = 1) -> float:
+    """Floating-point operations of a rank for a micro-batch: of the layers, which so many ranks compute together, and
+    of the heads of all models.
+    """
     heads = traced.head_flops * work.targets
     for model in traced.models[1:]:
         if model.flops is not None and not model.num_trained:
             heads += model.flops.per_target / 2 * work.targets
-    return _layers(traced, work, recomputes=recomputes) + heads
+    return _layers(traced, work, recomputes=recomputes) / together + heads
 
 
 def _layers(traced: Traced, work: Work, *, recomputes: float) -> float:

@@ -90,7 +90,7 @@ def memory_of(run: RunConfig, inputs: Inputs, ranks: Ranks, num_tokens: int | No
     """The memory of a run on this device. ``num_tokens``: of the micro-batch that did not fit; None: the largest of the
     first steps.
     """
-    work, size = workload(run, inputs, ranks.size), device_memory(ranks.device)
+    work, size = workload(run, inputs, ranks.num_shares), device_memory(ranks.device)
     dtype = resolve_dtype(run.dtype, ranks.device).dtype
     kernels = Kernels(dtype, FUSED, size)
     if ranks.device.type == "cpu":

@@ -266,7 +266,9 @@ class RewardServer(Verifier):
                 return Stepped.of(answered.text, [], self.steps)
             body["step_separator"] = separator
         if not isinstance(prompt, str):
-            prompt, completion = sent(prompt), sent(conversed(answered, separator))
+            prompt = sent(prompt)
+            if answered.messages:
+                completion = sent(conversed(answered, separator))
         body |= {"prompts": [prompt], "completions": [completion]}
         reply = await client.post(url, body, self.api_key_env)
         scores = reply.get("scores") if isinstance(reply, dict) else None

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from taut.config import configclass, home_path, restore
+from taut.data.template_files import SHIPPED
 from taut.errors import ConfigError
 from taut.io.user_code import read_user_code
 from taut.rewards.code import Code
@@ -205,7 +206,8 @@ def models_of(rewards: str | Sequence[str | RewardSpec]) -> dict[str, RewardMode
 def files_read(rewards: str | Sequence[str | RewardSpec]) -> list[str]:
     """Model directories and templates that the models in this process are read from."""
     models = models_of(rewards).values()
-    return [path for model in models for path in (model.model, model.template) if path]
+    paths = [path for model in models for path in (model.model, model.template) if path]
+    return [path for path in paths if path not in SHIPPED]
 
 
 def require_judgeable(

@@ -376,7 +376,7 @@ def _opened(
         if name not in prompt:
             raise RenderError(
                 f"the chat template does not write the tool {shown(name)}; expected one that shows the policy what it "
-                f"may call; give another with {template.key}=FILE"
+                f"may call; give another with {template.key}=FILE, or {template.key}=hermes"
             )
     decisions = [decision, _history(bridge, calls, tools)]
     if isinstance(source, Agents):

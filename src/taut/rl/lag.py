@@ -191,7 +191,8 @@ class Lagging:
                 background.ask(next_draw, self._row(next_draw, index))
                 next_draw += 1
             number, trajectories = background.next()
-            versions = [int(t.version_N.min()) for t in trajectories if t.version_N.size]
+            paths = [path for trajectory in trajectories for path in trajectory.parts]
+            versions = [int(path.version_N.min()) for path in paths if path.version_N.size]
             if version - min(versions, default=version) > config.lag:
                 num_stale += 1
                 background.ask(number, self._row(number, open_draws[number]))

@@ -153,6 +153,11 @@ class RolloutConfig:
                 f"rollout.oversample={self.oversample} with rollout.lag={self.lag}, where the first groups that finish "
                 "are taken anyway, and the others go on; expected one of the two; take one out"
             )
+        if self.oversample and self.environment.is_agent:
+            raise ConfigError(
+                f"rollout.oversample={self.oversample} with an agent (rollout.environment.name), which goes on when "
+                "its trajectory is cancelled; expected one of the two; take one out"
+            )
         if self.difficulty_filter and self.n == 1:
             raise ConfigError(
                 f"rollout.difficulty_filter={self.difficulty_filter:g} with rollout.n=1: a single answer has none that "

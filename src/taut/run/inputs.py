@@ -15,6 +15,7 @@ from taut.data.dataset import Dataset, build_renderer
 from taut.data.json_io import shown
 from taut.data.schema import OtherKindError
 from taut.data.stop_tokens import StopSet, derive_stop_set, described
+from taut.data.template_files import template_decision
 from taut.errors import ConfigError, DataError
 from taut.io import hub
 from taut.io.console import counted
@@ -105,6 +106,7 @@ def inputs_of(
     max_length = run.longest_sample(config)
     if run.data.max_length is None:
         decisions.append(Decision("data.max_length", str(max_length), "the model's context"))
+    decisions += template_decision(run.data.template)
     decisions.append(Decision("stop", *described(stops, template)))
     key, is_templated = "data.apply_chat_template", run.data.apply_chat_template
     num_plain = sum(data.forms["completion"] for data in (train, held_out) if data is not None)

@@ -345,7 +345,7 @@ def build_budget(run: RunConfig, model: nn.Module, ranks: Ranks, *, one_sample: 
     rates = architecture.flops(model)
     return Budget(
         tokens_per_microbatch=run.batch.tokens_per_microbatch,
-        num_ranks=ranks.size,
+        num_ranks=ranks.num_shares,
         cost=CostModel(rates.per_token, rates.per_pair + rates.per_window_pair, rates.per_target),
         min_saved_tokens=run.batch.min_saved_tokens,
         one_sample=one_sample,

@@ -16,7 +16,7 @@ A sharded model that computes in bfloat16 does so by its weights (``precision.co
     adapters            float32 masters, cast where they are multiplied (``products.linear``)
 
 Ranks watch each other (watch.py). torch.distributed is imported here, there and in sharded.py only; for the parts of
-quantised weights also in models/quantised.py.
+quantised weights also in models/quantised.py, and for layers that ranks compute together in models/tensor_parallel.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,13 +38,18 @@ from taut.config import Decision, configclass
 from taut.errors import ConfigError, Interrupted, RankFailed
 from taut.io import threads
 from taut.io.console import is_first_on_host
-from taut.models import architecture
+from taut.models import architecture, tensor_parallel
 from taut.train.watch import RECORDED, TIMEOUT, Watch
 from taut.types import to_device
 
 if TYPE_CHECKING:  # they take long to import
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
+
+T = TypeVar("T")
+
+TENSOR = "tensor"
+"""The name of a mesh's axis along which ranks compute one micro-batch together."""
 
 _watch: Watch | None = None
 """Of this process, from ``start`` to ``stop``."""
@@ -57,9 +62,17 @@ class ParallelConfig:
     replicas: Annotated[int, Field(ge=1)] = 1
     """Copies of the sharded weights: each is divided among ranks / replicas ranks, which exchange weights only with
     each other (hybrid sharding, HSDP): as many as nodes, where nodes are connected slowly. A divisor of the ranks."""
+    tensor: Annotated[int, Field(ge=1)] = 1
+    """Ranks that compute one micro-batch together (tensor parallelism): each has a part of the heads and of the MLP of
+    every layer, by the library's plan for the architecture; the rest is sharded as usual. As many as fit on one node. A
+    divisor of the ranks of a replica."""
     cpu_offload: bool = False
     """Keep weights, gradients and moments in the host's memory (FSDP's CPU offload), on one GPU too: a layer's weights
     go to the GPU where it runs, and the host's processor updates them."""
+
+
+UNDIVIDED = ParallelConfig()
+"""Nothing is divided but among all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +89,27 @@ class Ranks:
     rank."""
     offloads: bool = False
     """Whether shards, their gradients and moments are in the host's memory."""
+    tensor_mesh: DeviceMesh | None = None
+    """The ranks that compute one micro-batch together; None: each computes its own."""
+
+    @property
+    def num_shares(self) -> int:
+        """Into how many shares the micro-batches of a step are divided."""
+        return self.size // self._num_together
+
+    @property
+    def share(self) -> int:
+        """The number of this rank's share. Ranks that compute together have the same one."""
+        return self.rank // self._num_together
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether what this rank computes counts: of ranks that compute together that of the first."""
+        return self.rank % self._num_together == 0
+
+    @property
+    def _num_together(self) -> int:
+        return 1 if self.tensor_mesh is None else self.tensor_mesh.size()
 
     @property
     def is_sharded(self) -> bool:
@@ -95,6 +129,10 @@ class Ranks:
     def sum(self, values: Sequence[float]) -> list[float]:
         """Element-wise sum over ranks, in float64."""
         return self._reduce(values, dist.ReduceOp.SUM)
+
+    def sum_of_shares(self, values: Sequence[float]) -> list[float]:
+        """The same over the shares of a step."""
+        return self.sum(values if self.is_counted else [0.0] * len(values))
 
     def max(self, values: Sequence[float]) -> list[float]:
         """Element-wise maximum over ranks."""
@@ -123,6 +161,10 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def of_shares(self, values: Sequence[T]) -> Sequence[T]:
+        """Of values of all ranks, such as ``gather`` returns, those of the shares of a step."""
+        return values[:: self._num_together]
+
     def barrier(self) -> None:
         """Wait for every rank, however long one has worked for the others."""
         if self.size > 1:
@@ -147,12 +189,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def start(device: str = "auto", replicas: int = 1, *, offloads: bool = False) -> Ranks:
-    """Join torchrun's process group, if there is one. ``device``: auto, cpu, cuda or cuda:N; ``replicas``: of the
-    weights; ``offloads``: whether these are in the host's memory.
-    """
+def start(device: str = "auto", parallel: ParallelConfig = UNDIVIDED) -> Ranks:
+    """Join torchrun's process group, if there is one. ``device``: auto, cpu, cuda or cuda:N."""
     size = world_size()
-    require_replicas(size, replicas)
+    require_divisors(size, parallel)
+    offloads = parallel.cpu_offload
     rank = int(os.environ.get("RANK", "0"))
     has_cuda = torch.cuda.is_available()
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
@@ -184,8 +225,10 @@ def start(device: str = "auto", replicas: int = 1, *, offloads: bool = False) ->
         require_offloadable(chosen)
     if (size > 1 or offloads) and not dist.is_initialized():
         _join(rank, size, chosen)
-    mesh = _mesh(chosen, size, replicas) if size > 1 or offloads else None
-    return Ranks(rank, size, chosen, mesh=mesh, offloads=offloads)
+    if size == 1 and not offloads:
+        return Ranks(rank, size, chosen)
+    mesh, together = _meshes(chosen, size, parallel)
+    return Ranks(rank, size, chosen, mesh=mesh, offloads=offloads, tensor_mesh=together)
 
 
 def require_offloadable(device: torch.device) -> None:
@@ -211,23 +254,40 @@ def _join(rank: int, size: int, device: torch.device) -> None:
         _watch = Watch(dist.distributed_c10d._get_default_store(), rank, size)
 
 
-def require_replicas(num_ranks: int, replicas: int) -> None:
-    """Raise ConfigError where the ranks cannot be divided into so many replicas."""
-    if num_ranks % replicas:
-        found = "there is 1 rank" if num_ranks == 1 else f"there are {num_ranks} ranks"
-        raise ConfigError(
-            f"parallel.replicas={replicas}, and {found}; expected a divisor of the number of ranks; start as many with "
-            "torchrun, or leave it out"
-        )
+def require_divisors(num_ranks: int, parallel: ParallelConfig) -> None:
+    """Raise ConfigError where the ranks cannot be divided so."""
+    size = num_ranks
+    for name in ("replicas", "tensor"):
+        number = getattr(parallel, name)
+        if size % number:
+            found = "there is 1 rank" if num_ranks == 1 else f"there are {num_ranks} ranks"
+            of = "" if size == num_ranks else f" in each of {num_ranks // size} replicas, {size}"
+            raise ConfigError(
+                f"parallel.{name}={number}, and {found}{of}; expected a divisor of the number of ranks; start as many "
+                "with torchrun, or leave it out"
+            )
+        size //= number
 
 
-def _mesh(device: torch.device, size: int, replicas: int) -> DeviceMesh:
+def _meshes(
+    device: torch.device, size: int, parallel: ParallelConfig
+) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """The ranks that shards are divided over, and those that compute one micro-batch together: neighbours, which are on
+    one node.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
-    if replicas == 1:
-        return init_device_mesh(device.type, (size,))
-    names = ("replicate", "shard")
-    return init_device_mesh(device.type, (replicas, size // replicas), mesh_dim_names=names)
+    replicas, together = parallel.replicas, parallel.tensor
+    sizes = {"replicate": replicas, "shard": size // replicas // together, TENSOR: together}
+    names = [name for name in sizes if name == "shard" or sizes[name] > 1]
+    if names == ["shard"]:
+        return init_device_mesh(device.type, (size,)), None
+    mesh = init_device_mesh(
+        device.type, tuple(sizes[name] for name in names), mesh_dim_names=tuple(names)
+    )
+    if together == 1:
+        return mesh, None
+    return mesh[tuple(name for name in names if name != TENSOR)], mesh[TENSOR]
 
 
 def thread_decisions(device: torch.device) -> list[Decision]:
@@ -313,6 +373,8 @@ def shard(root: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
 
 @contextmanager
 def _sharded_layers(model: PreTrainedModel, ranks: Ranks, dtype: torch.dtype) -> Iterator[None]:
+    if ranks.tensor_mesh is not None:
+        tensor_parallel.divide_layers(model, ranks.tensor_mesh)
     whole = set(architecture.wide_parameters(model))
     for layer in architecture.layers(model):
         _shard(layer, ranks, dtype, whole)
@@ -390,9 +452,20 @@ def gathered_in(root: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 def _gather(shards: Iterable[tuple[nn.Module, str, Any]], dtype: torch.dtype, *_: Any) -> None:
     for module, name, shard in shards:
-        whole = shard.detach().full_tensor().to(architecture.device_of(shard))
+        whole = _gathered(shard.detach()).to(architecture.device_of(shard))
         whole = whole.to(dtype) if whole.is_floating_point() else whole
         module._parameters[name] = nn.Parameter(whole, requires_grad=False)
+
+
+def _gathered(shard: Any) -> Any:
+    """A shard, whole; where ranks compute together, this rank's part of the computation."""
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = shard.full_tensor()
+    if num_together(shard) == 1:
+        return whole
+    mesh = shard.device_mesh[TENSOR]
+    return distribute_tensor(whole, mesh, [shard.placements[-1]], src_data_rank=None)
 
 
 def _with_its_group(module: nn.Module) -> Iterator[nn.Module]:
@@ -406,11 +479,16 @@ def _with_its_group(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def by_placement(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The sharded parameters and the whole ones, apart: PyTorch takes no list that mixes them. No empty list."""
-    lists: dict[bool, list[nn.Parameter]] = {}
+    """The parameters in lists of those that are divided alike: PyTorch takes no list that mixes them. None is empty."""
+    lists: dict[str, list[nn.Parameter]] = {}
     for parameter in parameters:
-        lists.setdefault(hasattr(parameter, "full_tensor"), []).append(parameter)
+        lists.setdefault(placement_of(parameter), []).append(parameter)
     return list(lists.values())
+
+
+def placement_of(parameter: Tensor) -> str:
+    """How a tensor is divided among ranks; empty where it is whole on each."""
+    return "".join(map(str, getattr(parameter, "placements", ())))
 
 
 @contextmanager
@@ -429,7 +507,8 @@ def summing_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks) -> Itera
         added = [torch.zeros_like(p) if p.grad is None else p.grad for p in mine]
         is_given = torch.tensor(has_none).logical_not().to(dtype)
         flat = torch.cat([*map(torch.flatten, added), *to_device([is_given], ranks.device)])
-        dist.all_reduce(flat, group=ranks.group)
+        for group in _groups_of_shares(ranks):
+            dist.all_reduce(flat, group=group)
         *parts, givers = torch.split(flat, [*(p.numel() for p in mine), len(mine)])
         num_givers = givers.tolist() if any(has_none) else [1] * len(mine)
         for parameter, part, number in zip(mine, parts, num_givers, strict=True):
@@ -437,6 +516,14 @@ def summing_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks) -> Itera
     for parameter, gradient in zip(whole, before, strict=True):
         if gradient is not None:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def _groups_of_shares(ranks: Ranks) -> list[dist.ProcessGroup | None]:
+    """The groups over which, one after another, a sum is one over the shares of a step."""
+    if ranks.tensor_mesh is None:
+        return [ranks.group]
+    assert ranks.mesh is not None, "ranks that compute together have a mesh"
+    return [ranks.mesh.get_group(axis) for axis in range(ranks.mesh.ndim)]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -449,13 +536,29 @@ def first_row(parameter: Tensor) -> int:
     """The row of the whole tensor at which this rank's part begins."""
     tensor: Any = parameter
     axes = [
-        axis for axis, placed in enumerate(getattr(tensor, "placements", ())) if placed.is_shard()
+        axis
+        for axis, placed in enumerate(getattr(tensor, "placements", ()))
+        if not placed.is_replicate()
     ]
     if not axes:
         return 0
     (axis,), mesh, num_rows = axes, tensor.device_mesh, int(tensor.shape[0])
     length = -(-num_rows // int(mesh.size(axis)))
     return min(int(mesh.get_local_rank(axis)) * length, num_rows)
+
+
+def num_together(parameter: Tensor) -> int:
+    """How many ranks compute the layer that a tensor is of together, each with its part; 1: each has all of it."""
+    mesh: Any = getattr(parameter, "device_mesh", None)
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    return int(mesh[TENSOR].size()) if TENSOR in names else 1
+
+
+def whole_of_twice_divided(parameter: Tensor) -> Tensor:
+    """A part of a layer that ranks compute together, whole on every rank; any other tensor as it is."""
+    tensor: Any = parameter
+    whole: Tensor = tensor.full_tensor() if num_together(parameter) > 1 else parameter
+    return whole
 
 
 def sharded_like(parameter: Tensor, part: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -538,7 +641,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float | None) -
         for axis, placement in enumerate(
             getattr(gradients[0], "placements", ()) if gradients else ()
         ):
-            if placement.is_shard():  # torch's own way makes two collectives
+            if not placement.is_replicate():  # torch's own way makes two collectives
                 square = norm.double().square()
                 dist.all_reduce(square, group=gradients[0].device_mesh.get_group(axis))
                 norm = square.sqrt().to(norm.dtype)
@@ -613,8 +716,12 @@ def _on_writer(tensor: Any, ranks: Ranks) -> Tensor:
         whole: Tensor = tensor.cpu() if ranks.is_sharded else tensor
         return whole
     mesh = tensor.device_mesh
+    if num_together(tensor) > 1:
+        return whole_of_twice_divided(tensor).cpu()
     part: Tensor = tensor.to_local()
-    axis = next(axis for axis, placement in enumerate(tensor.placements) if placement.is_shard())
+    axis = next(
+        axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()
+    )
     group, dim = mesh.get_group(axis), tensor.placements[axis].dim
     members = dist.get_process_group_ranks(group)
     if not ranks.is_writer:

@@ -98,7 +98,7 @@ class FirstStep:
                 if gap > worst:
                     worst, worst_id = gap, sample_id
         difference = trainer.ranks.max([worst])[0]
-        total = int(trainer.ranks.sum([compared])[0])
+        total = int(trainer.ranks.sum_of_shares([compared])[0])
         self.alone = {}
         is_sound = difference <= self.tolerance
         trainer.emit(

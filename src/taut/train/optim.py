@@ -171,7 +171,7 @@ def build_optimizer(
     """
     usual, rates, pace = Rate("", highest(config)), rates or {}, pace or Pace("")
     matrices = _matrices(layers) if config.name == "muon" and layers is not None else set()
-    listed: dict[tuple[bool, Rate, bool, bool, bool], list[nn.Parameter]] = {}
+    listed: dict[tuple[bool, Rate, bool, str, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             is_apart = bool(pace.part) and name.startswith(f"{pace.part}.")
@@ -180,9 +180,8 @@ def build_optimizer(
             is_exempt = (
                 parameter.ndim < 2 or "bias" in names[-1] or any("norm" in part for part in names)
             )
-            is_sharded = hasattr(parameter, "full_tensor")
-            is_muon = id(parameter) in matrices
-            key = (is_apart, rates.get(name, usual), is_exempt, is_sharded, is_muon)
+            placement, is_muon = distributed.placement_of(parameter), id(parameter) in matrices
+            key = (is_apart, rates.get(name, usual), is_exempt, placement, is_muon)
             listed.setdefault(key, []).append(parameter)
     if not listed:
         raise ConfigError("no parameter is left to train; freeze fewer, or set lora.rank")

@@ -29,7 +29,7 @@ def compute_statistics(
     """The loss's statistics of all observations, on the CPU, the same on every rank."""
     read = iter(to_host([value for values in observed for value in values.values()]))
     mine = [{name: next(read) for name in values} for values in observed]
-    gathered = [values for rank in ranks.gather_in_step(mine) for values in rank]
+    gathered = [values for rank in ranks.of_shares(ranks.gather_in_step(mine)) for values in rank]
     assert gathered, "a step without micro-batches"
     joined = {name: torch.cat([values[name] for values in gathered]) for name in gathered[0]}
     return loss.statistics(joined)
@@ -41,7 +41,7 @@ def attach_statistics(
     """The micro-batches, each with its entries of the statistics; zeros where one does not count."""
     counted = [packed for packed, is_real in planned if is_real]
     num_mine = [sum(p.num_samples for p in counted), sum(p.num_pairs for p in counted)]
-    before = ranks.gather_in_step(num_mine)[: ranks.rank]
+    before = ranks.of_shares(ranks.gather_in_step(num_mine))[: ranks.share]
     begins = {suffix: sum(num[i] for num in before) for i, suffix in enumerate(("_S", "_P"))}
     result: list[tuple[Packed, bool]] = []
     for packed, is_real in planned:
@@ -125,16 +125,14 @@ class Sums:
         my_largest = {name: next(numbers) for name in self._largest}
         sums: dict[str, Sum] = {}
         largest: dict[str, float] = {}
-        notes = []
-        for of_sums, of_largest, said in ranks.gather_in_step(
-            (mine, my_largest, note(of_this_rank))
-        ):
+        said = ranks.gather_in_step((mine, my_largest, note(of_this_rank)))
+        for of_sums, of_largest, _ in ranks.of_shares(said):
             for name, (total, count) in of_sums.items():
                 before = sums.get(name, Sum(0.0, 0.0))
                 sums[name] = Sum(before.total + total, before.over + count)
             for name, value in of_largest.items():
                 largest[name] = _larger(largest.get(name, -math.inf), value)
-            notes.append(said)
+        notes = [note for *_, note in said]
         return Totals(
             dict(sorted(sums.items())), dict(sorted(largest.items())), list(numbers), notes
         )

@@ -529,7 +529,7 @@ def plan_microbatches(trees: Sequence[Tree], trainer: Trainer) -> list[tuple[Pac
     how = trainer.policy, trainer.budget.tokens_per_microbatch
     shares = assign(trees, trainer.budget)
     most = max(sum(len(divide(planned, *how)) for planned in share) for share in shares)
-    mine = shares[trainer.ranks.rank]
+    mine = shares[trainer.ranks.share]
     found = [(packed, True) for planned in mine for packed in layouts(planned, *how)]
     if missing := most - len(found):
         shortest = min(samples_of(trees), key=lambda sample: sample.num_tokens)
@@ -542,6 +542,8 @@ def counts_of(
     loss: Loss, microbatches: Sequence[Packed], ranks: Ranks, silent: Sequence[Sample]
 ) -> list[float]:
     """This rank's share of each term's count; the silent samples are the first rank's."""
+    if not ranks.is_counted:
+        return [0.0] * len(loss.units)
     uncomputed = silent if ranks.rank == 0 else ()
     return [
         sum(losses.count(unit, packed) for packed in microbatches)

@@ -29,7 +29,10 @@ from taut.plan.rates import GPUS, REPEATS, Rates, Work, calibrate, from_data_she
 from taut.plan.steps import without_data, workload
 from taut.plan.tracing import Traced, trace
 from taut.train.checkpoint import CheckpointConfig
+from taut.train.distributed import ParallelConfig
 from taut.types import Packed, Sample
+
+OFFLOADED = ParallelConfig(cpu_offload=True)
 
 REFERENCE = Kernels(torch.float32, "taut_reference")
 
@@ -323,16 +326,16 @@ def test_offloaded_weights_are_on_the_host_and_take_the_bus(tmp_path: Path) -> N
     """A step of two micro-batches fetches all weights twice for each, and brings back the gradients."""
     one, _ = traced(tmp_path)
     policy, layer = one.policy, one.policy.weights.layer
-    offloaded = footprint(one, 1, offloads=True)
+    offloaded = footprint(one, 1, OFFLOADED)
     whole = policy.weights.all + policy.trained.all + policy.optimizer
     assert offloaded.offloaded == whole
     assert offloaded.parts["optimizer"] == 0
     gathered = min(policy.weights.rest + 3 * layer, policy.weights.all + layer)
     assert offloaded.parts["weights"] == pytest.approx(gathered, abs=8)
     assert offloaded.loading == policy.weights.rest
-    assert footprint(one, 2, offloads=True).offloaded == pytest.approx(whole / 2, abs=8)
-    assert footprint(one, 1, offloads=True, stages=True).staging == 3 * policy.trained.all
-    seconds = from_data_sheet("H100", one, [Work(1, 0, 0, 0)] * 2, 1, recomputes=0, offloads=True)
+    assert footprint(one, 2, OFFLOADED).offloaded == pytest.approx(whole / 2, abs=8)
+    assert footprint(one, 1, OFFLOADED, stages=True).staging == 3 * policy.trained.all
+    seconds = from_data_sheet("H100", one, [Work(1, 0, 0, 0)] * 2, 1, OFFLOADED, recomputes=0)
     assert seconds.transfer == pytest.approx(2 * 3 * policy.weights.all / 64e9)
     assert seconds.update == pytest.approx(28 * policy.num_trained / 50e9)
 

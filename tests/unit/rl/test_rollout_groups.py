@@ -141,6 +141,15 @@ def test_a_prompt_asked_twice_has_two_names_and_another_phase_draws_anew() -> No
         ({"engine": "server"}, "rollout.url"),
         ({"url": "http://127.0.0.1:1/v1"}, "rollout.url"),
         ({"lag": 1}, "engine=server"),
+        (
+            {
+                "engine": "server",
+                "url": "http://127.0.0.1:1/v1",
+                "oversample": 1,
+                "environment": {"name": "agent:true"},
+            },
+            "oversample=1 with an agent",
+        ),
     ],
 )
 def test_what_contradicts_itself_is_refused(keys: dict[str, object], said: str) -> None:

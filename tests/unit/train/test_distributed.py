@@ -15,7 +15,7 @@ from taut.errors import ConfigError
 from taut.methods.method import RunConfig
 from taut.run.setup import storage_for
 from taut.train import distributed
-from taut.train.distributed import Ranks
+from taut.train.distributed import ParallelConfig, Ranks
 
 ONE = Ranks(0, 1, torch.device("cpu"))
 
@@ -53,7 +53,7 @@ def test_muon_and_quantised_bases_are_not_offloaded() -> None:
 
 def test_a_cpu_has_nothing_to_offload() -> None:
     with pytest.raises(ConfigError, match="cpu_offload=true on a CPU: weights are in the host's"):
-        distributed.start("cpu", offloads=True)
+        distributed.start("cpu", ParallelConfig(cpu_offload=True))
     assert not dist.is_initialized()
 
 
@@ -114,7 +114,7 @@ def test_ranks_join_with_a_time_out_of_minutes(
 def test_replicas_divide_the_ranks(ranks: int, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     with pytest.raises(ConfigError, match=f"parallel.replicas=3, and {found}; expected a divisor"):
-        distributed.start("cpu", replicas=3)
+        distributed.start("cpu", ParallelConfig(replicas=3))
 
 
 def parameters(scale: float) -> list[nn.Parameter]:

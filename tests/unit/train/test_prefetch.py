@@ -7,10 +7,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from tests.picture_names import Named, illustrated
 
 from taut.data.batching import Budget
 from taut.data.packing import PackPolicy
+from taut.train.distributed import Ranks
 from taut.train.trainer import (
     Prefetch,
     Trainer,
@@ -35,7 +37,7 @@ class Expecting:
 
 
 def job_of(rank: int, size: int) -> Any:
-    ranks = SimpleNamespace(rank=rank, size=size)
+    ranks = Ranks(rank, size, torch.device("cpu"))
     source = SimpleNamespace(
         prepare=prepare,
         observed=lambda step: None,
