@@ -72,7 +72,7 @@ class OnlineMethod(RunConfig):
             freely=(
                 "grading",
                 "rollout_monitor",
-                "rollout.url",
+                "rollout.urls",
                 "rollout.server",
                 "rollout.replay_from",  # what was recorded is hashed
             ),
@@ -415,13 +415,13 @@ class OnlineMethod(RunConfig):
         samples from.
         """
         config, context = self.rollout, context_length(inputs.config)
-        assert config.url is not None
+        assert config.urls is not None
         tokenizer, stop_ids = inputs.renderer.tokenizer, inputs.stops.ids
-        server = ServerEngine.open(config.url, config.server, tokenizer, stop_ids, context)
+        server = ServerEngine.open(config.urls, config.server, tokenizer, stop_ids, context)
         try:
             if server.kind == "none" or (server.kind != "processed" and config.temperature != 1):
                 raise EngineError(
-                    f"server: {config.url} gives {server.kind} logprobs; expected those of what it samples from, at "
+                    f"server: {config.urls} gives {server.kind} logprobs; expected those of what it samples from, at "
                     f"temperature {config.temperature:g}; start it with --logprobs-mode processed_logprobs"
                 )
             dtype = models.loaded.dtype.dtype

@@ -345,7 +345,7 @@ def _use(directory: Path, name: str, base: Base, contract: Contract | None) -> s
         lines += [
             "",
             f"`contract.json` says what the model does: {len(contract.goldens)} prompts with its greedy answers and "
-            f"their logprobs, in {contract.facts.dtype} weights. `taut verify DIR engine=server url=URL` asks whether "
+            f"their logprobs, in {contract.facts.dtype} weights. `taut verify DIR engine=server urls=URL` asks whether "
             "a server does the same.",
         ]
     return "\n".join(lines) if len(lines) > 2 else ""
