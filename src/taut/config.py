@@ -73,6 +73,7 @@ EXPECTED = {
     "int_from_float": "an integer",
     "int_type": "an integer",
     "list_type": "a list",
+    "string_pattern_mismatch": "FILE.py:name",
     "string_type": "a string",
     "tuple_type": "a list",
 }

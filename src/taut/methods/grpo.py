@@ -22,6 +22,7 @@ from taut.methods.policy import Key, PolicyConfig, PolicyMethod
 from taut.methods.rollout_teachers import RolloutTeachersConfig, open_teachers
 from taut.rewards.registry import charges_steps
 from taut.rl.monitors import RolloutMonitorConfig
+from taut.rl.own_code import OwnCode, is_own, load_advantage, read_own
 from taut.rl.teachers import Teachers
 from taut.train.optim import DefaultRates
 
@@ -47,10 +48,10 @@ class GrpoConfig(PolicyConfig):
 
     section: ClassVar[str] = "grpo"
 
-    advantage: Advantage = "group"
+    advantage: Advantage | OwnCode = "group"
     """Advantage estimator: group (GRPO), mean (Dr. GRPO), rloo, reinforce_pp, reinforce_pp_baseline, maxrl, pass_at_k,
     gdpo (each of several rewards is normalised by itself), or tree (answers that begin alike are charged by the
-    segments in which they differ)."""
+    segments in which they differ). Or FILE.py:function, of your own."""
     advantage_level: Literal["trajectory", "turn"] = "trajectory"
     """What a reward is charged to. trajectory: all tokens of an answer have the advantage of its whole reward. turn: a
     reward of an environment's step, or of a step of the answer (a reward with steps.charge), is charged to the turn or
@@ -65,6 +66,8 @@ class GrpoConfig(PolicyConfig):
     @property
     def estimator(self) -> Estimator:
         """The estimator of advantages."""
+        if is_own(self.advantage):
+            return load_advantage(read_own(self.advantage, "grpo.advantage", "function"))
         estimator = ESTIMATORS[self.advantage]
         if self.advantage_level == "turn":
             return replace(estimator, assess=partial(by_turn, discount=self.turn_discount))
@@ -104,7 +107,8 @@ class Grpo(PolicyMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_usable_teachers()
-        if self.rollout.n == 1 and self.is_judged and self.grpo.advantage != "reinforce_pp":
+        compares = self.grpo.advantage != "reinforce_pp" and not is_own(self.grpo.advantage)
+        if self.rollout.n == 1 and self.is_judged and compares:
             raise ConfigError(
                 f"rollout.n=1 with grpo.advantage={self.grpo.advantage}: an answer is compared with the others to its "
                 "prompt, and there are none; expected 2 or more; raise rollout.n, or set grpo.advantage=reinforce_pp"
@@ -120,13 +124,9 @@ class Grpo(PolicyMethod):
             self._require_rewards_apart()
         has_steps = self.is_replayed or charges_steps(self.rewards)
         if self.grpo.advantage_level == "turn" and not has_steps:
-            name = self.rollout.environment.name
-            if name is None or name == "tools":
-                has = (
-                    "rollout.environment.name is not set"
-                    if name is None
-                    else "tools gives no rewards"
-                )
+            names = self.rollout.environment.names
+            if not {*names} - {"tools"}:
+                has = "tools gives no rewards" if names else "rollout.environment.name is not set"
                 raise ConfigError(
                     f"grpo.advantage_level=turn charges the rewards of an environment's steps, and {has}; expected an "
                     "environment of your own whose steps have rewards, or a process reward model with "

@@ -147,7 +147,8 @@ class OnlineMethod(RunConfig):
                 f"rollout.replay_from={replayed} is the out of this run, which has yet to record what it trains "
                 "on; expected another run; name it, or another out"
             )
-        has_own = self.rollout.environment.name not in (None, "tools") or replayed is not None
+        rewarding = [name for name in self.rollout.environment.names if name != "tools"]
+        has_own = bool(rewarding) or replayed is not None
         if not self.rewards and self.is_judged and not has_own:
             raise ConfigError(
                 f"rewards is not set, and {self.command()} learns from what completions are worth; expected a "
@@ -344,20 +345,20 @@ class OnlineMethod(RunConfig):
             )
             if config.environment.is_agent and not credit.takes_branches:
                 raise ConfigError(
-                    f"rollout.environment.name is {config.environment.name}, and what an agent asks may branch: all "
-                    "tokens of a trajectory have one advantage then; expected taut grpo with advantages of whole "
-                    "trajectories, not whitened, and no KL penalty in the reward; set those, or take an environment"
+                    f"rollout.environment.name is {config.environment.name}, and what an agent asks may branch, which "
+                    "turns and penalties of tokens do not; expected taut grpo with advantage_level=trajectory and no "
+                    "KL penalty in the reward; set those, or take an environment"
                 )
             # An environment that rewards a cut path itself: that reward would be replaced.
             if (
                 credit.bootstraps_cut
                 and environments is not None
-                and hasattr(environments.make, "cut")
+                and any(hasattr(kind.make, "cut") for kind in environments.kinds)
             ):
                 raise ConfigError(
                     "ppo.bootstrap_truncated=true replaces the reward of a cut path by the critic's value, and "
-                    f"{config.environment.name} has a method cut, which says what a cut path is worth; expected one of "
-                    "the two; take one out"
+                    f"{', '.join(config.environment.names)} has a method cut, which says what a cut path is worth; "
+                    "expected one of the two; take one out"
                 )
         except BaseException:
             if panel is not None:
