@@ -213,7 +213,13 @@ class OnlineMethod(RunConfig):
         return self.rollout.grows
 
     def load_data(
-        self, split: Split, renderer: Renderer, language: Language, *, looks_again: bool = True
+        self,
+        split: Split,
+        renderer: Renderer,
+        language: Language,
+        *,
+        looks_again: bool = True,
+        ranks: Ranks | None = None,
     ) -> Dataset:
         longest, recording = self.longest_sample(language.config), self.recording
         if split == "train" and recording is not None:
