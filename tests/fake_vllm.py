@@ -5,7 +5,8 @@
 
 It "samples" by a rule: token i of an answer to a prompt is the prompt's last id plus one plus i, ending with the first
 id of ``ends``. Its logprobs are -2 for the model's own and, where ``mode`` is processed, what top_k=1 or
-temperature makes of them. ``faults`` is asked for each request to /completions: None, or what to send instead.
+temperature makes of them. ``faults`` is asked for each request to /completions: None, or what to send instead. A prompt
+that is a text is no such request: it is answered with its ids, by ``spell``.
 """
 
 from __future__ import annotations
@@ -59,6 +60,10 @@ class FakeServer:
     length: int = 4
     """An answer's tokens, the one that ends it included."""
     rendered: list[int] | None = field(default_factory=lambda: [1, 2, 3])
+    spell: Callable[[str], list[int] | None] = lambda text: tiny_tokenizer()(
+        text, add_special_tokens=False
+    )["input_ids"]
+    """The ids of a text; None: they are not told."""
     key: str | None = None
     faults: Callable[[Body, int], Fault | None] = lambda body, count: None
     """Given a request and how many came before it."""
@@ -79,7 +84,10 @@ class FakeServer:
 
             def do_POST(self) -> None:
                 size = int(self.headers["content-length"])
-                server.handle(self, json.loads(self.rfile.read(size)))
+                if len(raw := self.rfile.read(size)) < size:
+                    self.close_connection = True  # the client has gone
+                else:
+                    server.handle(self, json.loads(raw))
 
             def log_message(self, format: str, *args: Any) -> None:
                 """Say nothing."""
@@ -118,6 +126,10 @@ class FakeServer:
             _send(handler, 404, json.dumps({"detail": "Not Found"}))
 
     def _complete(self, handler: BaseHTTPRequestHandler, body: Body) -> None:
+        if isinstance(body["prompt"], str) and "prompt_logprobs" not in body:
+            told = {"prompt_token_ids": self.spell(body["prompt"]), "token_ids": [1]}
+            _send(handler, 200, json.dumps({"choices": [told]}))
+            return
         with self.lock:
             count = len(self.requests)
             self.requests.append(body)
@@ -125,14 +137,15 @@ class FakeServer:
             self.most = max(self.most, self.under_way)
         fault = self.faults(body, count) or Fault()
         time.sleep(fault.slow)
+        is_usual = not (fault.hangs_up or fault.status != 200 or fault.text)
+        choice = self.choice(body) if is_usual else {}
         with self.lock:
             self.under_way -= 1
         if fault.hangs_up:
             handler.close_connection = True
-        elif fault.status != 200 or fault.text:
+        elif not is_usual:
             _send(handler, fault.status, fault.text, fault.headers)
         else:
-            choice = self.choice(body)
             if fault.changes is not None:
                 fault.changes(choice)
             _send(handler, 200, json.dumps({"choices": [choice]}))

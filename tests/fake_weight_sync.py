@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -34,6 +35,15 @@ from taut.models.scorer import Scorer
 from taut.train.distributed import Ranks
 
 CPU = torch.device("cpu")
+_MODES = {"anyOf": [{"enum": ["abort", "wait", "keep"]}, {"type": "null"}]}
+ROUTES = {
+    "paths": {
+        "/pause": {"post": {"parameters": [{"name": "mode", "in": "query", "schema": _MODES}]}},
+        "/resume": {"post": {}},
+        "/health": {"get": {"parameters": []}},
+    }
+}
+"""What vLLM says of its routes, as far as it is read."""
 
 
 def tiny(seed: int = 0, name: str = "llama") -> PreTrainedModel:
@@ -74,7 +84,7 @@ class Worker(taut_worker.TautWorker):
 
 @dataclass
 class WeightServer(FakeServer):
-    """Serves ``model`` under the first of ``names``. ``has``: which ways its weights can be changed."""
+    """Serves ``model`` under the first of ``names``. ``has``: which ways its weights can be changed, and pause."""
 
     model: PreTrainedModel = field(default_factory=tiny)
     has: tuple[str, ...] = ("full",)
@@ -87,11 +97,16 @@ class WeightServer(FakeServer):
     is_gone: bool = False
     """Whether it hangs up on everybody."""
     num_restarts: int = 0
+    runs: threading.Event = field(default_factory=threading.Event)
+    """Cleared while it is paused: then nothing is sampled."""
+    step: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a token is sampled."""
     told: list[str] = field(default_factory=list)
     """The paths beside completions, in order."""
 
     def __post_init__(self) -> None:
         self.started_with = copy.deepcopy(self.model)
+        self.runs.set()
         self.restart()
 
     def restart(self) -> None:
@@ -103,16 +118,30 @@ class WeightServer(FakeServer):
     def handle(self, handler: Any, body: Body | None) -> None:
         way = {"/collective_rpc": "full", "/v1/load_lora_adapter": "adapter"}
         way |= {"/v1/unload_lora_adapter": "adapter", "/reset_prefix_cache": "full"}
+        way |= {"/pause": "pause", "/resume": "pause", "/openapi.json": "pause"}
+        path, _, query = handler.path.partition("?")
         if self.is_gone:
             handler.close_connection = True
             return None
-        if way.get(handler.path) not in self.has or body is None:
+        if way.get(path) not in self.has or (body is None and path != "/openapi.json"):
             return super().handle(handler, body)
+        if path == "/openapi.json":
+            return _send(handler, 200, json.dumps(ROUTES))
+        assert body is not None
         self.told.append(handler.path)
-        if handler.path == "/collective_rpc":
+        if path == "/collective_rpc":
             status, text = self._call(body)
-        elif handler.path == "/reset_prefix_cache":
-            status, text = 200, json.dumps({"success": not self.is_busy})
+        elif path == "/pause":
+            assert query == "mode=keep", "any other mode loses the requests under way"
+            with self.step:
+                self.runs.clear()
+            status, text = 200, json.dumps({"status": "paused"})
+        elif path == "/resume":
+            self.runs.set()
+            status, text = 200, json.dumps({"status": "resumed"})
+        elif path == "/reset_prefix_cache":  # as vLLM: not while a frozen request has blocks
+            is_used = not self.runs.is_set() and query != "reset_running_requests=true"
+            status, text = 200, json.dumps({"success": not (self.is_busy or is_used)})
         else:
             status, text = self._adapter(handler.path, body)
         return _send(handler, status, text)

@@ -6,8 +6,8 @@ temperature and with the seed that it is asked for.
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from tests.fake_vllm import Body
@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 
 @dataclass
 class SamplingServer(WeightServer):
-    """Processed logprobs, token by token."""
+    """Processed logprobs, token by token, each by the weights it then has. Nothing is sampled while it is paused."""
 
     mode: str = "processed"
     max_model_len: int | None = 256
-    held: threading.Lock = field(default_factory=threading.Lock)
-    """So that completions do not compete for the processor."""
+    before_token: Callable[[list[int]], None] = lambda ids: None
+    """Called with the ids so far."""
     other: PreTrainedModel | None = None
     """What it samples from in place of what it was given."""
 
@@ -36,10 +36,15 @@ class SamplingServer(WeightServer):
             return super().choice(body)
         ids, logps, reason = list(body["prompt"]), [], "length"
         random = torch.Generator().manual_seed(body["seed"] % 2**63)
-        model = self.other or self.worker.model
-        with self.held, torch.no_grad():
-            for _ in range(body["max_tokens"]):
-                logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1].double()
+        with torch.no_grad():
+            while reason == "length" and len(logps) < body["max_tokens"]:
+                self.before_token(ids)
+                self.runs.wait()
+                with self.step:  # so that completions do not compete for the processor
+                    if not self.runs.is_set():
+                        continue
+                    model = self.adapters.get(body["model"], self.other or self.worker.model)
+                    logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1].double()
                 logp = (logits / body["temperature"]).log_softmax(-1)
                 index = int(torch.multinomial(logp.exp(), 1, generator=random))
                 ids.append(index)
@@ -47,7 +52,6 @@ class SamplingServer(WeightServer):
                 text = self.tokenizer.decode(ids[len(body["prompt"]) :])
                 if index in body["stop_token_ids"] or any(stop in text for stop in body["stop"]):
                     reason = "stop"
-                    break
         return {
             "index": 0,
             "text": "not to be read",

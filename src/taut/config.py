@@ -180,7 +180,7 @@ ELSEWHERE = {
         "rollout.minibatches": "generation_batch_size num_mini_batches ppo_mini_batch_size steps_per_generation",
         "rollout.dynamic_sampling_rounds": "dynamic_sample dynamic_sampling",
         "rollout.engine": "use_vllm vllm_mode",
-        "rollout.url": "vllm_server_base_url vllm_server_host vllm_server_port",
+        "rollout.urls": "vllm_server_base_url vllm_server_host vllm_server_port",
         "rewards": (
             "remote_rm_url reward_fn reward_func reward_funcs reward_function reward_functions reward_model "
             "reward_model_path reward_weights"
@@ -227,6 +227,8 @@ RENAMED = {
     "rollout.replay": "rollout.replay_groups",
     "rollout.ahead": "rollout.lag",
     "rollout.asynchronous": "rollout.lag",
+    "url": "urls",
+    "rollout.url": "rollout.urls",
     "key": "api_key_env",
     "server.key": "server.api_key_env",
     "remote.key": "remote.api_key_env",
@@ -285,7 +287,7 @@ INSTEAD = {
         "the output head runs in chunks over the targets only; there is nothing to switch on": (
             "cut_cross_entropy enable_liger_kernel liger_kernel use_liger use_liger_kernel"
         ),
-        "vLLM runs as a server with settings of its own; rollout.engine=server rollout.url=... uses it": (
+        "vLLM runs as a server with settings of its own; rollout.engine=server rollout.urls=... uses it": (
             "gpu_memory_utilization vllm_gpu_memory_utilization vllm_max_model_len vllm_tensor_parallel_size"
         ),
         "nothing is uploaded; upload the directory out/model when the run is finished": (

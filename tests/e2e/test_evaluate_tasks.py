@@ -198,7 +198,7 @@ def test_what_cannot_be_asked_is_refused_in_one_line(
 def test_settings_that_do_not_fit_are_refused(model: Path) -> None:
     with pytest.raises(ConfigError, match="write tasks=lm-eval:arc_easy"):
         from_mapping(EvaluateTasks, {"model": str(model), "tasks": "arc_easy"})
-    server = {"engine": "server", "url": "http://x/v1"}
+    server = {"engine": "server", "urls": "http://x/v1"}
     with pytest.raises(ConfigError, match="expected engine=local"):
         from_mapping(EvaluateTasks, {"model": str(model), "tasks": "lm-eval:a", **server})
 

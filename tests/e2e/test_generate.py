@@ -115,18 +115,18 @@ def test_what_cannot_be_exact_is_refused_or_bounded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"url": "http://h/v1"}, "url=http://h/v1 would be ignored by engine=local"),
-        ({"engine": "server"}, "engine=server and url is not set"),
+        ({"urls": "http://h/v1"}, "urls=http://h/v1 would be ignored by engine=local"),
+        ({"engine": "server"}, "engine=server and urls is not set"),
         (
-            {"engine": "server", "url": "u", "adapter": "a"},
+            {"engine": "server", "urls": "u", "adapter": "a"},
             "adapter=a would be ignored by engine=server",
         ),
         ({"server.timeout": 5.0}, "settings of server would be ignored by engine=local"),
         (
-            {"engine": "server", "url": "u", "local.sequences": 2},
+            {"engine": "server", "urls": "u", "local.sequences": 2},
             "settings of local would be ignored by engine=server",
         ),
-        ({"engine": "server", "url": "u", "dtype": "float32"}, "settings of dtype would be"),
+        ({"engine": "server", "urls": "u", "dtype": "float32"}, "settings of dtype would be"),
         ({"template": "missing.jinja"}, "template: cannot read missing.jinja: No such file"),
     ],
 )
@@ -169,9 +169,9 @@ def test_a_server_generates_and_one_that_dies_is_gone_on_with(
     with FakeServer(ends=(end,), max_model_len=None, faults=dies) as server:
         told = "2 completions are written; the same command with resume=true finishes the rest"
         with pytest.raises(EngineError, match=told):
-            generate(model, prompts, out, url=server.url, **keys)
+            generate(model, prompts, out, urls=server.url, **keys)
         assert len(lines(out)) == 2
-        result = generate(model, prompts, out, url=server.url, resume=True, **keys)
+        result = generate(model, prompts, out, urls=server.url, resume=True, **keys)
     assert (result.num_kept, result.num_completions) == (2, 5)
     assert {line["finish_reason"] for line in lines(out)} == {"stop"}
     assert ("server.name", "model") in [(name, value) for name, value, _ in result.decisions]

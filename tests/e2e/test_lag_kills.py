@@ -35,7 +35,7 @@ def keys(tmp_path: Path) -> Iterator[dict[str, Any]]:
             "steps": STEPS,
             "batch.samples_per_step": 2,
             "rollout.engine": "server",
-            "rollout.url": server.url,
+            "rollout.urls": server.url,
             "rollout.server.concurrency": 8,
             "rollout.lag": 2,
             "checkpoint.every": 1,

@@ -15,7 +15,7 @@ from taut.config import from_mapping
 from taut.errors import ConfigError, DataError, ModelError, TautError
 from taut.methods import METHODS
 
-AT_SERVER = {"rollout.engine": "server", "rollout.url": "http://127.0.0.1:1/v1"}
+AT_SERVER = {"rollout.engine": "server", "rollout.urls": "http://127.0.0.1:1/v1"}
 KEYS: list[tuple[str, dict[str, Any], str]] = [
     ("grpo", {"rewards": None}, r"rewards is not set, and taut grpo learns from"),
     ("grpo", {"eval.every": 2}, r"eval\.every=2 .* set eval\.answers\.every"),
@@ -34,8 +34,8 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
     ("online_dpo", {"rollout.n": 1}, r"rollout\.n"),
     ("grpo", {"rollout.temperature": 0}, r"rollout\.temperature"),
     ("grpo", {"rollout.top_p": 0.9}, r"rollout\.top_p"),
-    ("grpo", {"rollout.url": "http://127.0.0.1:1/v1"}, r"rollout\.engine=local and rollout\.url"),
-    ("grpo", {"rollout.engine": "server"}, r"rollout\.engine=server and rollout\.url=None"),
+    ("grpo", {"rollout.urls": "http://127.0.0.1:1/v1"}, r"rollout\.engine=local and rollout\.urls"),
+    ("grpo", {"rollout.engine": "server"}, r"rollout\.engine=server and rollout\.urls=None"),
     (
         "grpo",
         {"rollout.server.timeout": 5.0},
@@ -45,7 +45,7 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
         "grpo",
         {
             "rollout.engine": "server",
-            "rollout.url": "http://127.0.0.1:1/v1",
+            "rollout.urls": "http://127.0.0.1:1/v1",
             "rollout.local.sequences": 2,
         },
         r"rollout\.local is set with rollout\.engine=server",
@@ -54,7 +54,7 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
         "grpo",
         {
             "rollout.engine": "server",
-            "rollout.url": "http://127.0.0.1:1/v1",
+            "rollout.urls": "http://127.0.0.1:1/v1",
             "rollout.dtype": "bfloat16",
         },
         r"rollout\.dtype=bfloat16 with rollout\.engine=server",
@@ -320,7 +320,7 @@ FULL = {"prompt": "#" * 256, "answer": "1", "id": "l"}
             None,
             {
                 "rollout__engine": "server",
-                "rollout__url": "http://127.0.0.1:9/v1",
+                "rollout__urls": "http://127.0.0.1:9/v1",
                 "rollout__server__retries": 0,
             },
             "no answer",

@@ -51,7 +51,7 @@ def server(model: Path) -> Iterator[SamplingServer]:
 
 
 def keys_for(server: SamplingServer, model: Path, place: Path, **keys: Any) -> dict[str, Any]:
-    return keys_of("grpo", model, place, **{**COMMON, "rollout__url": server.url, **keys})
+    return keys_of("grpo", model, place, **{**COMMON, "rollout__urls": server.url, **keys})
 
 
 def feeds() -> list[str]:
@@ -112,10 +112,10 @@ def test_with_a_lag_groups_are_of_older_weights_and_corrected(
     assert feeds() == []
 
 
-def test_a_group_that_takes_too_long_is_asked_again(
-    server: SamplingServer, model: Path, tmp_path: Path
-) -> None:
-    """A prompt whose first answer comes once the third rollout is due, of weights two updates old."""
+def test_a_group_that_takes_too_long_is_asked_again(model: Path, tmp_path: Path) -> None:
+    """A prompt whose first answer comes once the third rollout is due, of weights two updates old: the server freezes
+    it at each push. One that cannot pause is not given new weights before.
+    """
     late: list[Any] = []
 
     def fault(body: Body, count: int) -> Fault | None:
@@ -129,10 +129,10 @@ def test_a_group_that_takes_too_long_is_asked_again(
             time.sleep(0.01)
         return Fault(slow=0.2)
 
-    server.faults = fault
-    keys = keys_for(server, model, tmp_path, rollout__lag=1, rollout__n=1, steps=5)
-    keys |= {"optim.learning_rate": 1e-3, "grpo.advantage": "reinforce_pp"}
-    train(keys)
+    with serving(model, has=("full", "pause"), faults=fault) as server:
+        keys = keys_for(server, model, tmp_path, rollout__lag=1, rollout__n=1, steps=5)
+        keys |= {"optim.learning_rate": 1e-3, "grpo.advantage": "reinforce_pp"}
+        train(keys)
     out = Path(keys["out"])
     assert sum(e["stale_groups"] for e in events(out, "rollout")) == 1
     assert all(e["staleness_max"] <= 1 for e in events(out, "rollout"))
@@ -230,14 +230,52 @@ def test_a_server_that_fails_ends_the_run_which_goes_on(
     assert f"the state after step 2 is in {out}/checkpoints/step-000002" in str(failed.value)
     assert column(out, "step") == [1, 2]
     with serving(model) as other:
-        train({**keys, "rollout.url": other.url, "rollout.server.timeout": 5.0, "resume": True})
+        train({**keys, "rollout.urls": other.url, "rollout.server.timeout": 5.0, "resume": True})
     assert column(out, "step") == [1, 2, 3, 4]
     assert max(column(out, "engine/difference")) < 1e-5
 
 
 def pushes(server: SamplingServer) -> list[str]:
     """The server's prefix cache is emptied after each push."""
-    return [path for path in server.told if path == "/reset_prefix_cache"]
+    return [path for path in server.told if path.startswith("/reset_prefix_cache")]
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_of_three_servers_one_is_killed_one_slow_and_one_stale(
+    lag: int, model: Path, tmp_path: Path
+) -> None:
+    """Amid the run: no answer is lost, and what is learned from is of weights that are proven."""
+    three = [serving(model, has=("full", "pause")) for _ in range(3)]
+    killed, slow, stale = three
+
+    def fault(body: Body, count: int) -> Fault | None:
+        if "prompt_logprobs" in body or len(pushes(killed)) < 2:
+            return None
+        killed.is_gone = True
+        return Fault(hangs_up=True)
+
+    killed.faults = fault
+    slow.faults = lambda body, count: Fault(slow=0.05)
+
+    def keeps(name: str) -> bool:
+        return len(pushes(stale)) >= 2
+
+    with killed, slow, stale:
+        stale.worker.keeps = keeps
+        keys = keys_for(slow, model, tmp_path, rollout__lag=lag, rollout__server__retries=0)
+        keys |= {"rollout.urls": [server.url for server in three]}
+        train(keys)
+    out = Path(keys["out"])
+    rollouts = events(out, "rollout")
+    assert column(out, "step") == [1, 2, 3, 4] and [e["errors"] for e in rollouts] == [0] * 4
+    assert [e["completions"] for e in rollouts] == [4] * 4
+    left_out = [reason for e in rollouts for reason in e.get("servers_left_out", ())]
+    assert any(killed.url in reason and "no answer" in reason for reason in left_out)
+    assert any(stale.url in reason and "has checksum" in reason for reason in left_out)
+    assert rollouts[0]["servers"] == 3 and rollouts[-1]["servers"] == 1
+    assert {e["name"] for e in events(out, "warning")} >= {"server"}
+    if not lag:
+        assert max(column(out, "engine/difference")) < 1e-5
 
 
 def test_completions_of_another_model_are_found_before_the_update(

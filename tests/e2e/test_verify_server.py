@@ -49,7 +49,7 @@ def ask(saved: Path) -> Ask:
         ids = read_contract(saved).goldens[0].prompt.ids
         settings = {"ends": (END,), "rendered": ids, "max_model_len": 256} | keys
         with FakeServer(**settings) as server:
-            config = Verify(model=str(saved), engine="server", url=server.url)
+            config = Verify(model=str(saved), engine="server", urls=server.url)
             return {finding.name: finding.outcome for finding in verify(config)}
 
     return asked
@@ -114,4 +114,4 @@ def test_log_probs_of_another_kind_are_not_compared(ask: Ask) -> None:
 def test_the_exit_code_says_so(saved: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(saved, tmp_path / "copied")
     with FakeServer(ends=(END,), rendered=[1], max_model_len=256) as server:
-        assert run(Verify(model=str(copied), engine="server", url=server.url)) == 1
+        assert run(Verify(model=str(copied), engine="server", urls=server.url)) == 1

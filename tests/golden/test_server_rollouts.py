@@ -41,7 +41,7 @@ def test_a_run_is_as_it_was(name: str, tmp_path: Path) -> None:
     with SamplingServer(model=AutoModelForCausalLM.from_pretrained(model)) as server:
         keys = {
             "rollout.engine": "server",
-            "rollout.url": server.url,
+            "rollout.urls": server.url,
             "rollout.n": 3,
             "optim.learning_rate": 2e-3,
             **RUNS[name],

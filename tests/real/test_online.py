@@ -65,7 +65,7 @@ def test_in_this_process(real_model: Path, tmp_path: Path) -> None:
 def test_against_a_server(
     given: dict[str, Any], pushed_to: str, real_model: Path, tmp_path: Path
 ) -> None:
-    engine = {"rollout__engine": "server", "rollout__url": pushed_to}
+    engine = {"rollout__engine": "server", "rollout__urls": pushed_to}
     out = trained(real_model, tmp_path, **engine, **given)
     rollouts, apart = events(out, "rollout"), column(out, "engine/difference")
     lag = given.get("rollout__lag", 0)

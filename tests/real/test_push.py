@@ -53,8 +53,8 @@ def test_what_is_sampled_after_a_push_is_the_training_model_s(
         assert engine.sync is not None
         for version in (0, 1):
             engine.update(version)
-            proof = engine.sync.proof
-            assert proof is not None and proof.mode == mode and proof.largest_error < LIMIT
+            (proof,) = engine.sync.proofs
+            assert proof.mode == mode and proof.largest_error < LIMIT
             assert (proof.largest_change > 100 * LIMIT) == (version == 1)
             assert (proof.num_equal, proof.unread) == ((272, ()) if mode == "full" else (0, ()))
             (completion,) = engine.generate([prompt], sampling)

@@ -263,10 +263,10 @@ def test_a_word_too_many_and_a_model_twice_are_refused(capsys: pytest.CaptureFix
     assert main(["chat", "a", "model=b"]) == 2
     assert "key 'model' is set twice on the command line" in capsys.readouterr().err
     assert main(["chat", "a", "engine=server"]) == 2
-    assert "engine=server and url is not set" in capsys.readouterr().err
-    assert main(["chat", "a", "--server.url", "u"]) == 2
+    assert "engine=server and urls is not set" in capsys.readouterr().err
+    assert main(["chat", "a", "--server.urls", "u"]) == 2
     assert (
-        "unknown key 'server.url' on the command line; did you mean 'url'?"
+        "unknown key 'server.urls' on the command line; did you mean 'urls'?"
         in capsys.readouterr().err
     )
 

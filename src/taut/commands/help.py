@@ -27,7 +27,7 @@ GENERAL, ALL = "general", "all"
 MOST_SET = (
     *("model", "data.train", "data.eval", "data.max_length", "prompts", "data", "rewards", "out"),
     *("steps", "epochs", "batch.samples_per_step", "optim.learning_rate", "lora.rank", "rollout.n"),
-    *("rollout.max_new_tokens", "sampling.max_new_tokens", "engine", "url", "port", "resume"),
+    *("rollout.max_new_tokens", "sampling.max_new_tokens", "engine", "urls", "port", "resume"),
 )
 """Keys that the help of a command shows first, where it has them."""
 ITEM = " " * 2

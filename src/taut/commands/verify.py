@@ -25,6 +25,7 @@ from pydantic import Field
 
 from taut.config import configclass, home_path, replace
 from taut.data.render import Renderer
+from taut.errors import ConfigError
 from taut.evals.contract import (
     Contract,
     Golden,
@@ -57,6 +58,14 @@ class Verify(ModelUse):
 
     tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest difference of a logprob, in nats, that counts as rounding; default: see docs/contract.md."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.urls, list) and len(self.urls) != 1:
+            raise ConfigError(
+                f"urls names {len(self.urls)} servers, and each answers for itself; expected one; verify them one "
+                "after another"
+            )
 
 
 class Finding(NamedTuple):

@@ -63,9 +63,9 @@ class ModelUse:
     """Directory of the model, or its hub name (owner/name, or owner/name@revision): weights for the local engine,
     tokenizer and template for both."""
     engine: Literal["local", "server"] = "local"
-    """local: in this process. server: the endpoint at url, which must serve this model."""
-    url: str | None = None
-    """Where the server answers, as in http://127.0.0.1:8000/v1."""
+    """local: in this process. server: the endpoint at urls, which must serve this model."""
+    urls: str | list[str] | None = None
+    """Where the server answers, as in http://127.0.0.1:8000/v1, or a list: requests are divided among the servers."""
     adapter: str | None = None
     """Directory of a LoRA adapter to put on the model, for the local engine; its tokenizer is used if it has one."""
     template: str | None = None
@@ -88,10 +88,10 @@ class ModelUse:
     server: ServerConfig = ServerConfig()
 
     def __post_init__(self) -> None:
-        if self.engine == "server" and self.url is None:
+        if self.engine == "server" and self.urls is None:
             raise ConfigError(
-                "engine=server and url is not set; expected where the server answers; "
-                "set url=http://HOST:PORT/v1"
+                "engine=server and urls is not set; expected where the server answers; "
+                "set urls=http://HOST:PORT/v1"
             )
         if self.engine == "server" and self.adapter is not None:
             raise ConfigError(
@@ -102,9 +102,9 @@ class ModelUse:
             raise ConfigError(
                 "server.sync would be ignored: nothing is trained here, and the server keeps its weights; remove it"
             )
-        if self.engine == "local" and self.url is not None:
+        if self.engine == "local" and self.urls is not None:
             raise ConfigError(
-                f"url={self.url} would be ignored by engine=local; set engine=server, or remove it"
+                f"urls={self.urls} would be ignored by engine=local; set engine=server, or remove it"
             )
         reads = {
             "local": ("local", "dtype", "device", "attention", "products"),
@@ -196,9 +196,9 @@ def open_engine(use: ModelUse, rendering: Rendering | None = None) -> Opened:
     config, renderer, stops = rendering.config, rendering.renderer, rendering.stops
     tokenizer = renderer.tokenizer
     if use.engine == "server":
-        assert use.url is not None
+        assert use.urls is not None
         context = context_length(config)
-        server = ServerEngine.open(use.url, use.server, tokenizer, stops.ids, context, section="")
+        server = ServerEngine.open(use.urls, use.server, tokenizer, stops.ids, context, section="")
         decisions = [*rendering.decisions, *server.decisions]
         return Opened(server, renderer, stops, server.context, decisions, server.close)
     skeleton = load_skeleton(use.model, config, use.trust_remote_code)
@@ -206,7 +206,7 @@ def open_engine(use: ModelUse, rendering: Rendering | None = None) -> Opened:
     if stateful:
         raise ModelError(
             f"model={use.model} has layers with state across tokens ({', '.join(stateful[:3])}), which the local "
-            "engine does not carry; expected attention in every layer; serve the model and set engine=server url=..."
+            "engine does not carry; expected attention in every layer; serve the model and set engine=server urls=..."
         )
     context, decisions = exact_context(config, skeleton, "the sequence's length")
     device = one_device(use.device)

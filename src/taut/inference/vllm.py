@@ -17,17 +17,18 @@ and the model's is that at temperature 1. The kind decides which fields of a com
     unknown      the value if plain, 0 if greedy        the value if plain
     none         0 if greedy                            never
 
-``follow`` makes the server's weights those of a model in training, after each ``update`` (``weight_sync.py``).
+There may be several servers, which have to agree in all this (``server_pool.py``). ``follow`` makes their weights those
+of a model in training, after each ``update`` (``weight_sync.py``).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from heapq import heappop, heappush
 from queue import SimpleQueue
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -45,9 +46,11 @@ from taut.inference.engine import (
     room,
     stream_seed,
 )
+from taut.inference.server_pool import Homes, Pool, Server, Serving
 from taut.inference.vllm_client import (
     ABOVE_ZERO,
     Answer,
+    Choice,
     Endpoint,
     EndpointConfig,
     LogProbs,
@@ -59,6 +62,7 @@ from taut.inference.vllm_client import (
     served,
 )
 from taut.inference.weight_sync import PROBE, PROBE_TOKENS, Sync, SyncConfig, Trained, how_to_start
+from taut.io import http
 from taut.train.distributed import Ranks
 from taut.types import Completion, FinishReason, Prompt
 
@@ -72,39 +76,43 @@ DOUBT = -0.1
 """A logprob of the most likely token below this shows doubt."""
 SAME = 0.02
 """Two logprobs of one token as close as this are the same, 16-bit rounding included."""
+SPELT = "Stop: 12 x 3.5 = 42!\n\n  naïve def f(x):\treturn x"
+"""A text that two tokenizers are unlikely to split alike."""
 
 Kind: TypeAlias = Literal["raw", "processed", "unknown", "none"]
 
 
 @configclass
 class ServerConfig(EndpointConfig):
-    """An OpenAI-compatible endpoint that takes token ids (vLLM)."""
+    """OpenAI-compatible endpoints that take token ids (vLLM)."""
 
     sync: SyncConfig = SyncConfig()
 
 
 @dataclass(frozen=True)
 class ServerEngine:
-    """Continues prompts at an endpoint. ``open`` makes one, ``close`` ends its connections."""
+    """Continues prompts at one or several endpoints. ``open`` makes one, ``close`` ends its connections."""
 
-    endpoint: Endpoint
+    pool: Pool
     texts: Texts
     config: ServerConfig
-    name: str
-    """The model's name there."""
+    section: str
+    """The configuration's section with ``urls`` and ``config``."""
     kind: Kind
-    """Which logprobs the server returns."""
+    """Which logprobs the servers return."""
     model_context: int | None
     served_context: int | None
-    """The server's max_model_len, if it reports one."""
+    """The smallest max_model_len of the servers that report one."""
+    told: tuple[Decision, ...] = ()
+    """What was found out about the servers."""
     sends_stops: bool = True
     sync: Sync | None = None
-    """Set if its weights follow those in training."""
+    """Set if the weights follow those in training."""
 
     @classmethod
     def open(
         cls,
-        url: str,
+        urls: str | Sequence[str],
         config: ServerConfig,
         tokenizer: PreTrainedTokenizerBase,
         stop_ids: Collection[int],
@@ -112,62 +120,105 @@ class ServerEngine:
         *,
         section: str = "rollout.",
     ) -> ServerEngine:
-        """The engine at ``url`` for the model with this tokenizer, stop set and context.
+        """The engine at ``urls`` for the model with this tokenizer, stop set and context.
 
-        ``section``: the configuration's section with ``url`` and ``config``; by default that of a training run.
+        ``section``: the configuration's section with ``urls`` and ``config``; by default that of a training run.
+        Raises EngineError where one of the servers cannot be used.
         """
-        endpoint = Endpoint.of(url, config, section)
+        urls = [urls] if isinstance(urls, str) else urls
+        if len({url.rstrip("/") for url in urls}) < len(urls) or not urls:
+            raise ConfigError(
+                f"{section}urls={[*urls]} names {'a server twice' if urls else 'no server'}; expected each once; "
+                "correct it"
+            )
+        thread = http.ClientThread()
+        texts = Texts(tokenizer, stop_ids)
         try:
-            card = served(endpoint, config.name)
-            texts = Texts(tokenizer, stop_ids)
-            engine = cls(endpoint, texts, config, card.id, "none", context, card.max_model_len)
-            return replace(engine, kind=engine._probe())
+            opened = [_opened(url, config, texts, section, thread) for url in urls]
         except BaseException:
-            endpoint.close()
+            thread.close()
             raise
+        for one in opened:
+            if one.kind != opened[0].kind:
+                thread.close()
+                raise EngineError(
+                    f"server: {one.url} gives {one.kind} logprobs and {opened[0].url} {opened[0].kind} ones; expected "
+                    "servers that are started alike; start all with --logprobs-mode processed_logprobs"
+                )
+        pool = Pool([one.server for one in opened], config.concurrency, thread)
+        limits = [one.max_model_len for one in opened if one.max_model_len is not None]
+        named = "as asked" if config.name is not None else "the only model it serves"
+        names = dict.fromkeys(one.server.serving.model for one in opened)
+        key = f"{section}server.name"
+        told = [Decision(key, name, named) for name in names]
+        reason = "what it answers at temperature 1 and at 2 with top_k=1"
+        told.append(Decision("server logprobs", opened[0].kind, reason))
+        told += [
+            Decision("server tokenizer", "not compared", f"{one.url} {one.untold}")
+            for one in opened
+            if one.untold
+        ]
+        if len(opened) > 1:
+            reason = (
+                "the prompts of a group and the turns of a path go to one; else to the least busy"
+            )
+            told.append(Decision("servers", f"{len(opened)}", reason))
+
+        def revive(server: Server) -> None:
+            at = pool.servers.index(server)
+            again = _opened(server.url, config, texts, section, thread)
+            is_same = again.server.vllm.base == server.vllm.base
+            if not is_same or replace(again, server=server) != opened[at]:
+                raise EngineError(
+                    f"server: {server.url} came back as another one ({again.server.vllm.base}, {again.kind} "
+                    "logprobs); expected the one that it was; start it as before"
+                )
+
+        pool.revive = revive
+        return cls(
+            pool=pool,
+            texts=texts,
+            config=config,
+            section=section,
+            kind=opened[0].kind,
+            model_context=context,
+            served_context=min(limits, default=None),
+            told=tuple(told),
+        )
 
     def close(self) -> None:
         if self.sync is not None:
             self.sync.close()
-        self.endpoint.close()
+        self.pool.close()
 
     def follow(self, trained: Trained) -> ServerEngine:
-        """The same endpoint, which gets the weights of a model in training at each ``update``.
+        """The same servers, which get the weights of a model in training at each ``update``.
 
         ``update`` must precede the first ``generate``. Raises EngineError for a server whose weights cannot be changed.
         """
-        root = Endpoint(
-            self.endpoint.url.removesuffix("/v1"),
-            key=self.config.api_key_env,
-            timeout=self.config.sync.timeout,
-            retries=1,
-            backoff=self.config.backoff,
-            section=self.endpoint.section,
-            patience=["server.sync.timeout"],
-        )
-        server = VllmServer(self.endpoint, root, self.name)
         ids = self.texts.tokenizer(PROBE, add_special_tokens=False)["input_ids"][:PROBE_TOKENS]
         most = None if self.context is None else self.context - 1
-        try:
-            sync = Sync(server, trained, self.config.sync, np.asarray(ids[:most], dtype=np.int64))
-        except BaseException:
-            root.close()
-            raise
-        return replace(self, sync=sync)
+        probe_T = np.asarray(ids[:most], dtype=np.int64)
+        sync = Sync(self.pool, trained, self.config.sync, probe_T)
+        return replace(self, sync=sync, told=(*self.told, *sync.decisions))
 
     def update(self, version: int) -> None:
-        """Push the weights in training and prove that they arrived (``sync.proof``)."""
+        """Push the weights in training to all servers and prove that they arrived (``sync.proofs``).
+
+        Requests may be under way: they go on with the new weights, or are waited for (``weight_sync.py``). Any thread
+        may call it; under several ranks the thread that calls ``shared``, on all of them.
+        """
         if self.sync is None:
             raise EngineError(
-                f"server: {self.endpoint.url} keeps the weights it was started with; expected one that follows a "
-                f"training; {how_to_start(self.name)}"
+                f"server: {self.pool.servers[0].url} keeps the weights it was started with; expected one that follows "
+                f"a training; {how_to_start(self.pool.servers[0].serving.model)}"
             )
         self.sync.push(version)
 
     @property
     def places(self) -> int:
         """Requests that are sent at a time; more wait for one another."""
-        return self.config.concurrency
+        return self.config.concurrency * max(1, len(self.pool.in_use))
 
     @property
     def context(self) -> int | None:
@@ -177,26 +228,25 @@ class ServerEngine:
 
     @property
     def decisions(self) -> list[Decision]:
-        """The served model and the kind of its logprobs."""
-        named = "as asked" if self.config.name is not None else "the only model it serves"
-        kind = "what it answers at temperature 1 and at 2 with top_k=1"
-        key = f"{self.endpoint.section}server.name"
-        return [Decision(key, self.name, named), Decision("server logprobs", self.kind, kind)]
+        """The served models, the kind of their logprobs, how requests are divided, and how weights get there."""
+        return [*self.told]
 
     def unaided(self) -> ServerEngine:
         """The same endpoint, which is sent no stop token and ends completions as it does for other clients."""
         return replace(self, sends_stops=False)
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The ids the server makes of a chat, up to where the assistant begins."""
+        """The ids the first server makes of a chat, up to where the assistant begins."""
+        server = self.pool.servers[0]
         body = {
-            "model": self.name,
+            "model": server.serving.model,
             "messages": [dict(message) for message in messages],
             "max_tokens": 1,
             "temperature": 0,
             "return_token_ids": True,
         }
-        ids = parsed(Rendered, self.endpoint.ask("chat/completions", body)).prompt_token_ids
+        answer = server.vllm.openai.ask("chat/completions", body)
+        ids = parsed(Rendered, answer).prompt_token_ids
         if ids is None:
             raise no_ids("prompt_token_ids for a chat")
         return ids
@@ -204,7 +254,7 @@ class ServerEngine:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, on_done: OnDone | None = None
     ) -> list[Completion]:
-        """See ``Engine``. Raises EngineError when the endpoint fails, after ``on_done`` got all finished completions.
+        """See ``Engine``. Raises EngineError when no server is left, after ``on_done`` got all finished completions.
 
         Where the weights follow a training under several ranks, the prompts are divided and all ranks get the whole
         list; ``on_done`` gets this rank's completions only.
@@ -217,8 +267,8 @@ class ServerEngine:
         return [done[prompt.id, index] for prompt in prompts for index in range(sampling.n)]
 
     def shared(self, work: Callable[[], T], ranks: Ranks | None) -> list[T]:
-        """What each rank's ``work`` with this server returned, on all ranks. The weights that it answers with are those
-        of the last push, before and after. Raises the error of the first rank that has one, on all ranks.
+        """What each rank's ``work`` with these servers returned, on all ranks. All ranks use the same servers: those
+        that have the last push. Raises the error of the first rank that has one, on all ranks.
         """
         if self.sync is not None:
             self.sync.hold()
@@ -232,8 +282,6 @@ class ServerEngine:
             if isinstance(outcome, TautError):
                 raise outcome
             results.append(outcome)
-        if self.sync is not None:
-            self.sync.require_kept()
         return results
 
     def _generate(
@@ -269,7 +317,7 @@ class ServerEngine:
             )
         require_text(prompts)
         require_usable(prompts, self.model_context)
-        key = f"{self.endpoint.section or 'sampling.'}max_new_tokens"
+        key = f"{self.section or 'sampling.'}max_new_tokens"
         for prompt in prompts:
             needed = prompt.ids_T.size + room(prompt, sampling, self.model_context)
             if self.served_context is not None and needed > self.served_context:
@@ -279,42 +327,28 @@ class ServerEngine:
                     f"{key}"
                 )
 
-    def _body(
-        self, prompt: Prompt, index: int, sampling: Sampling, num_logprobs: int = 0
-    ) -> dict[str, Any]:
-        """A request. Every setting is sent: a missing one would be the server's default."""
-        body = {
-            "model": self.name if self.sync is None else self.sync.name,
-            "prompt": prompt.ids_T.tolist(),
-            "max_tokens": room(prompt, sampling, self.model_context),
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "stop": sampling.stop,
-            "stop_token_ids": sorted(self.texts.stop_ids) if self.sends_stops else [],
-            "ignore_eos": False,
-            "skip_special_tokens": False,  # a stop string may be one
-            "logprobs": num_logprobs,
-            "return_token_ids": True,
-        }
+    def start(
+        self,
+        prompt: Prompt,
+        index: int,
+        sampling: Sampling,
+        affinity: str,
+        homes: Homes,
+        priority: int,
+    ) -> Future[tuple[Choice, int]]:
+        """Send the request of a completion; its future answer, and the version of the weights when it began."""
+        body = _body(prompt, sampling, room(prompt, sampling, self.model_context))
+        body["stop_token_ids"] = sorted(self.texts.stop_ids) if self.sends_stops else []
         if sampling.temperature > 0:
             body["seed"] = stream_seed(sampling.seed, prompt.id, index)
-        return body
-
-    def start(self, prompt: Prompt, index: int, sampling: Sampling) -> Future[Any]:
-        """Send the request of a completion."""
-        return self.endpoint.start("completions", self._body(prompt, index, sampling))
+        return self.pool.start(affinity, homes, priority, body, partial(_read, prompt))
 
     def completion(
-        self, prompt: Prompt, index: int, sampling: Sampling, answer: Future[Any]
+        self, prompt: Prompt, index: int, sampling: Sampling, answer: Future[tuple[Choice, int]]
     ) -> Completion:
-        """What the server answered to ``start``. Raises EngineError where it failed."""
+        """What was answered to ``start``. Raises EngineError where no server could."""
         try:
-            choice = parsed(Answer, answer.result()).choices[0]
+            choice, version = answer.result()
         except RequestRefused as refused:
             nothing = np.zeros(0, dtype=np.int64)
             return Completion(prompt.id, index, nothing, None, None, "error", error=f"{refused}")
@@ -332,6 +366,7 @@ class ServerEngine:
             finish_reason=reason,
             text=self.texts.text(ids, sampling.stop),
             error=error,
+            version=version,
         )
 
     def _ending(
@@ -368,90 +403,192 @@ class ServerEngine:
     def _shown(self, index: int) -> str:
         return f"token {index} ({self.texts.tokenizer.convert_ids_to_tokens(index)})"
 
-    def _probe(self) -> Kind:
-        """Which logprobs the server returns."""
-        for text in PROBES:
-            ids = self.texts.tokenizer(text, add_special_tokens=False)["input_ids"]
-            prompt = Prompt(f"probe {text}", np.asarray(ids, dtype=np.int64), max_new_tokens=1)
-            plain = self._one_token(prompt, Sampling())
-            forced = self._one_token(prompt, Sampling(temperature=2.0, top_k=1))
-            if plain is None or forced is None or not plain.top_logprobs:
-                return "none"
-            best = max((plain.top_logprobs[0] or {}).values(), default=0.0)
-            if best >= DOUBT or not forced.token_logprobs:
-                continue
-            value = forced.token_logprobs[0]
-            if value is not None and abs(value - best) < SAME:
-                return "raw"
-            return "processed" if value is not None and abs(value) < ABOVE_ZERO else "unknown"
-        return "unknown"
 
-    def _one_token(self, prompt: Prompt, sampling: Sampling) -> LogProbs | None:
+@dataclass(frozen=True)
+class _Opened:
+    """A server, and what was found out about it."""
+
+    server: Server
+    max_model_len: int | None
+    kind: Kind
+    untold: str
+    """Why its tokenizer could not be compared; empty where it is the model's."""
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+
+def _opened(
+    url: str, config: ServerConfig, texts: Texts, section: str, thread: http.ClientThread
+) -> _Opened:
+    """Ask a server for its models, its tokenizer and the kind of its logprobs. Raises EngineError for one that cannot
+    be used.
+    """
+    openai = Endpoint.of(url, config, section, url_key="urls", thread=thread)
+    card = served(openai, config.name)
+    at = openai.url.removesuffix("/v1")
+    control = Endpoint.of(at, config, section, url_key="urls", thread=thread)
+    root = Endpoint(
+        at,
+        key=config.api_key_env,
+        timeout=config.sync.timeout,
+        retries=1,
+        backoff=config.backoff,
+        section=section,
+        url_key="urls",
+        thread=thread,
+        patience=["server.sync.timeout"],
+    )
+    kind = _kind(openai, card.id, texts)
+    untold = _untold_tokenizer(openai, card.id, texts, card.max_model_len)
+    server = Server(VllmServer(openai, control, root, card.id), Serving(card.id))
+    return _Opened(server, card.max_model_len, kind, untold)
+
+
+def _kind(endpoint: Endpoint, model: str, texts: Texts) -> Kind:
+    """Which logprobs a server returns."""
+
+    def one_token(prompt: Prompt, sampling: Sampling) -> LogProbs | None:
         """The logprobs of a one-token answer, the most likely token's among them."""
-        answer = self.endpoint.ask("completions", self._body(prompt, 0, sampling, num_logprobs=1))
-        choice = parsed(Answer, answer).choices[0]
-        checked(choice, prompt)
-        return choice.logprobs
+        body = _body(prompt, sampling, 1, num_logprobs=1)
+        body |= {"model": model, "stop_token_ids": sorted(texts.stop_ids)}
+        if sampling.temperature > 0:
+            body["seed"] = stream_seed(sampling.seed, prompt.id, 0)
+        return _read(prompt, endpoint.ask("completions", body)).logprobs
+
+    for text in PROBES:
+        ids = texts.tokenizer(text, add_special_tokens=False)["input_ids"]
+        prompt = Prompt(f"probe {text}", np.asarray(ids, dtype=np.int64), max_new_tokens=1)
+        plain = one_token(prompt, Sampling())
+        forced = one_token(prompt, Sampling(temperature=2.0, top_k=1))
+        if plain is None or forced is None or not plain.top_logprobs:
+            return "none"
+        best = max((plain.top_logprobs[0] or {}).values(), default=0.0)
+        if best >= DOUBT or not forced.token_logprobs:
+            continue
+        value = forced.token_logprobs[0]
+        if value is not None and abs(value - best) < SAME:
+            return "raw"
+        return "processed" if value is not None and abs(value) < ABOVE_ZERO else "unknown"
+    return "unknown"
+
+
+def _untold_tokenizer(
+    endpoint: Endpoint, model: str, texts: Texts, max_model_len: int | None
+) -> str:
+    """Why a server's tokenizer cannot be compared with the model's; empty where they make the same ids of a text.
+    Raises EngineError where they do not: stop strings and ends would be another model's.
+    """
+    text, expected = SPELT, texts.tokenizer(SPELT, add_special_tokens=False)["input_ids"]
+    while max_model_len is not None and len(expected) >= max_model_len:
+        text = text[: len(text) // 2]
+        expected = texts.tokenizer(text, add_special_tokens=False)["input_ids"]
+    body = {"model": model, "prompt": text, "max_tokens": 1, "temperature": 0}
+    body |= {"add_special_tokens": False, "return_token_ids": True}
+    try:
+        found = parsed(Answer, endpoint.ask("completions", body)).choices[0].prompt_token_ids
+    except RequestRefused:
+        return "takes no text"
+    if found is None:
+        return "does not say which ids it reads"
+    if found != [*expected]:
+        raise EngineError(
+            f"server: {endpoint.url} makes the ids {found[:8]} of {text[:8]!r}... and the model's tokenizer "
+            f"{[*expected][:8]}; expected a server of the same tokenizer; serve the model's directory, or correct "
+            f"{endpoint.url_key}"
+        )
+    return ""
+
+
+def _body(
+    prompt: Prompt, sampling: Sampling, max_tokens: int, num_logprobs: int = 0
+) -> dict[str, Any]:
+    """A request without the model, the seed and the stop set. Every setting is sent: a missing one would be the
+    server's default.
+    """
+    return {
+        "prompt": prompt.ids_T.tolist(),
+        "max_tokens": max_tokens,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop": sampling.stop,
+        "ignore_eos": False,
+        "skip_special_tokens": False,  # a stop string may be one
+        "logprobs": num_logprobs,
+        "return_token_ids": True,
+    }
+
+
+def _read(prompt: Prompt, answer: Any) -> Choice:
+    """The only choice of an answer, if it is one to this prompt."""
+    choice = parsed(Answer, answer).choices[0]
+    checked(choice, prompt)
+    return choice
+
+
+OF_A_PATH = re.compile(r"#\d+@\d+$")
+"""What follows a row's id in that of a turn's prompt: sample and turn (``rl/sampler.py``)."""
 
 
 class Stream:
-    """Completions as they are asked for, one by one, at most ``server.concurrency`` of them under way: those of the
-    lowest priority number first, then those that were asked for first. Used by one thread; ``put`` is called from
-    another with the key of a completion that may be taken.
+    """Completions as they are asked for, one by one, at most ``server.concurrency`` of them under way at each server:
+    those of the lowest priority number first, then those that were asked for first. Used by one thread; ``put`` is
+    called from another with the key of a completion that may be taken.
     """
 
     def __init__(
         self, engine: ServerEngine, sampling: Sampling, put: Callable[[int], object]
     ) -> None:
         self._engine, self._sampling, self._put = engine, sampling, put
-        self._waiting: list[tuple[int, int, int, Prompt, int]] = []
-        """A heap of (priority, how many were asked for before, key, prompt, index)."""
-        self._num_asked = 0
-        self._under_way: dict[int, tuple[Prompt, int, int, Future[Any]]] = {}
-        """(prompt, index, version of the weights when it was begun, answer)"""
+        self._asked: dict[int, tuple[Prompt, int, Future[tuple[Choice, int]]]] = {}
+        self._homes: Homes = Homes()
 
     @property
     def is_busy(self) -> bool:
         """Whether a completion was asked for and not taken."""
-        return bool(self._waiting or self._under_way)
+        return bool(self._asked)
 
     @property
     def has_room(self) -> bool:
         """Whether a completion that is asked for now is begun at once."""
-        return len(self._waiting) + len(self._under_way) < self._engine.places
+        return len(self._asked) < self._engine.places
 
-    def ask(self, key: int, prompt: Prompt, index: int = 0, *, priority: int = 0) -> None:
+    def ask(
+        self,
+        key: int,
+        prompt: Prompt,
+        index: int = 0,
+        *,
+        priority: int = 0,
+        affinity: str | None = None,
+    ) -> None:
         """Ask for the completion number ``index`` of a prompt. Raises DataError and EngineError for what cannot be
         asked.
+
+        ``affinity``: requests with the same one go to the same server. By default the row's id: that of the prompt,
+        without sample and turn.
         """
         self._engine.require_possible([prompt], self._sampling)
-        heappush(self._waiting, (priority, self._num_asked, key, prompt, index))
-        self._num_asked += 1
-        self._fill()
+        affinity = OF_A_PATH.sub("", prompt.id) if affinity is None else affinity
+        future = self._engine.start(prompt, index, self._sampling, affinity, self._homes, priority)
+        self._asked[key] = prompt, index, future
+        future.add_done_callback(partial(self._say, key))
 
     def take(self, key: int) -> Completion:
-        """A completion that is there. Raises EngineError where the endpoint failed."""
-        prompt, index, version, future = self._under_way.pop(key)
-        try:
-            completion = self._engine.completion(prompt, index, self._sampling, future)
-            return replace(completion, version=version)
-        finally:
-            self._fill()
+        """A completion that is there. Raises EngineError where no server could answer."""
+        prompt, index, future = self._asked.pop(key)
+        return self._engine.completion(prompt, index, self._sampling, future)
 
     def close(self) -> None:
-        """Cancel what was not taken; the server stops working on it."""
-        self._waiting.clear()
-        for *_, future in self._under_way.values():
+        """Cancel what was not taken; the servers stop working on it."""
+        for _, _, future in self._asked.values():
             future.cancel()
-
-    def _fill(self) -> None:
-        while self._waiting and len(self._under_way) < self._engine.places:
-            _, _, key, prompt, index = heappop(self._waiting)
-            sync = self._engine.sync
-            version = 0 if sync is None else sync.version
-            future = self._engine.start(prompt, index, self._sampling)
-            self._under_way[key] = prompt, index, version, future
-            future.add_done_callback(partial(self._say, key))
 
     def _say(self, key: int, _: Future[Any]) -> None:
         self._put(key)

@@ -1,9 +1,9 @@
 """HTTP to an OpenAI-compatible endpoint: requests and responses as JSON, as many at a time as the caller starts.
 
-Requests that failed in transit or met a busy server are repeated by the policy of ``taut.io.http``. Other failures are
-an EngineError, or RequestRefused if only this request is at fault. Requests run on a separate thread
-(``ClientThread``); cancelling a future closes its connection, and the server stops working on it. The API key comes
-from the environment variable named by the caller and appears in no message.
+Requests that failed in transit or met a busy server are repeated by the policy of ``taut.io.http``; one that stays
+without an answer is NoAnswer. Other failures are an EngineError, or RequestRefused if only this request is at fault.
+Requests run on a separate thread (``ClientThread``); cancelling a future closes its connection, and the server stops
+working on it. The API key comes from the environment variable named by the caller and appears in no message.
 
 Responses are parsed strictly, as far as they are used, and compared with the request. The weights of a vLLM server are
 controlled by these endpoints:
@@ -12,15 +12,19 @@ controlled by these endpoints:
     /v1/load_lora_adapter, /v1/unload_lora_adapter          with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1
     /collective_rpc, /reset_prefix_cache                    with VLLM_SERVER_DEV_MODE=1; the methods are those of
                                                             inference/worker/taut_worker.py
+    /pause?mode=keep, /resume                               freeze requests under way while weights are loaded; used
+                                                            where /openapi.json has them
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -39,6 +43,10 @@ SHOWN = 300
 """Characters of a server's own message that are repeated."""
 
 
+class NoAnswer(EngineError):
+    """A server that did not answer, however often it was asked."""
+
+
 @configclass
 class EndpointConfig:
     """How an OpenAI-compatible endpoint is asked."""
@@ -54,7 +62,7 @@ class EndpointConfig:
     backoff: Annotated[float, Field(ge=0)] = 0.5
     """Seconds before it is sent again for the first time; they double each time."""
     concurrency: Annotated[int, Field(ge=1)] = 32
-    """Requests under way at a time."""
+    """Requests under way at a time, at each server."""
 
 
 class Endpoint:
@@ -69,20 +77,33 @@ class Endpoint:
         retries: int,
         backoff: float,
         section: str,
+        url_key: str = "url",
+        thread: http.ClientThread | None = None,
         patience: Sequence[str] = ("server.timeout", "server.retries"),
     ) -> None:
-        """``section``: of the configuration, as in ``rollout.``; ``patience``: its keys that say how long to wait."""
-        self.section = section
+        """``section``: of the configuration, as in ``rollout.``; ``url_key``: its key with the URL; ``patience``: its
+        keys that say how long to wait. ``thread``: of several endpoints, whose owner closes it; None: one of its own.
+        """
+        self.section, self.url_key = section, f"{section}{url_key}"
         self._patience = " or ".join(f"{section}{key}" for key in patience)
-        self.url = read_url(url, f"{section}url", f"{section}server.api_key_env")
+        self.url = read_url(url, self.url_key, f"{section}server.api_key_env")
         self._secret = read_secret(key, f"{section}server.api_key_env")
         self._headers = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
         self._limits = http.Limits(timeout, MAX_BYTES)
         self._retries = http.Retries(retries + 1, backoff, http.LONGEST_WAIT)
-        self._thread = http.ClientThread()
+        self._thread = thread or http.ClientThread()
+        self._own = None if thread is not None else self._thread
 
     @classmethod
-    def of(cls, url: str, config: EndpointConfig, section: str) -> Endpoint:
+    def of(
+        cls,
+        url: str,
+        config: EndpointConfig,
+        section: str,
+        *,
+        url_key: str = "url",
+        thread: http.ClientThread | None = None,
+    ) -> Endpoint:
         """The endpoint that a section of the configuration names."""
         return cls(
             url,
@@ -91,15 +112,18 @@ class Endpoint:
             retries=config.retries,
             backoff=config.backoff,
             section=section,
+            url_key=url_key,
+            thread=thread,
         )
 
     def close(self) -> None:
-        """End the thread and all requests under way."""
-        self._thread.close()
+        """End its own thread and all requests under way."""
+        if self._own is not None:
+            self._own.close()
 
     def start(self, path: str, body: dict[str, Any] | None = None) -> Future[Any]:
         """The future answer to a POST of ``body``, or to a GET without ``body``."""
-        return self._thread.start(self._send, path, body, is_json=True)
+        return self._thread.start(self.send, path, body)
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The same, waited for."""
@@ -107,14 +131,21 @@ class Endpoint:
 
     def tell(self, path: str, body: dict[str, Any], within: float | None = None) -> None:
         """POST, and wait for success; the answer's body is not read. Raises TimeoutError after ``within`` seconds."""
-        _awaited(self._thread.start(self._send, path, body, is_json=False), within)
+        _awaited(self._thread.start(self.send, path, body, is_json=False), within)
 
-    async def _send(
-        self, client: httpx2.AsyncClient, path: str, body: dict[str, Any] | None, *, is_json: bool
+    async def send(
+        self,
+        client: httpx2.AsyncClient,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        is_json: bool = True,
     ) -> Any:
-        """The answer's JSON, or None unless ``is_json``."""
+        """The answer's JSON, or None unless ``is_json``; for coroutines of the thread."""
         place = f"{self.url}/{path}"
-        endpoint = f"set {self.section}url to an OpenAI-compatible endpoint, as in http://127.0.0.1:8000/v1"
+        endpoint = (
+            f"set {self.url_key} to OpenAI-compatible endpoints, as in http://127.0.0.1:8000/v1"
+        )
         try:
             answer = await http.request_again(
                 client,
@@ -129,7 +160,7 @@ class Endpoint:
             reason = self._safe(str(failure))
             if failure.answer is not None:
                 reason = f"{reason} ({self._message(failure.answer)})"
-            raise EngineError(
+            raise NoAnswer(
                 f"server: {reason} from {place} ({failure.num_attempts} attempts); expected an answer; start the "
                 f"server or wait for it, set {self._patience}, then run the same command again"
             ) from None
@@ -148,7 +179,7 @@ class Endpoint:
             if 400 <= answer.status < 500 and answer.status not in (404, 405):
                 raise RequestRefused(refusal)
             raise EngineError(
-                f"{refusal}; expected an OpenAI-compatible endpoint; set {self.section}url as in "
+                f"{refusal}; expected an OpenAI-compatible endpoint; set {self.url_key} as in "
                 "http://127.0.0.1:8000/v1"
             )
         if not is_json:
@@ -347,20 +378,45 @@ class _Emptied(BaseModel):
     success: bool
 
 
+class _Parameter(BaseModel):
+    name: str
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class _Operation(BaseModel):
+    parameters: list[_Parameter] = []
+
+
+class _Routes(BaseModel):
+    """The routes of a server, as /openapi.json describes them."""
+
+    paths: dict[str, dict[str, _Operation]]
+
+
+_HELD = {"method": "taut_held", "kwargs": {}}
+
+
 @dataclass(frozen=True)
 class VllmServer:
-    """A vLLM server, by its two addresses."""
+    """A vLLM server, by its addresses."""
 
     openai: Endpoint
     """The OpenAI-compatible endpoint, /v1."""
+    control: Endpoint
+    """The root for vLLM's own requests."""
     root: Endpoint
-    """The root for vLLM's own requests, with the time limit for loading weights."""
+    """The same, with the time limit for loading weights."""
     base: str
     """The model's name there."""
 
     def workers(self) -> list[WorkerState]:
         """The state of each worker."""
-        return parsed(_Results[WorkerState], self._call("taut_held")).results
+        return parsed(_Results[WorkerState], self.control.ask("collective_rpc", {**_HELD})).results
+
+    async def held(self, client: httpx2.AsyncClient) -> list[WorkerState]:
+        """The same, for coroutines of the thread."""
+        answer = await self.control.send(client, "collective_rpc", {**_HELD})
+        return parsed(_Results[WorkerState], answer).results
 
     def load(self, folder: Path, version: int) -> None:
         """Have every worker load a folder's weights."""
@@ -419,14 +475,42 @@ class VllmServer:
             return False
         return True
 
+    @cached_property
+    def pauses(self) -> bool:
+        """Whether it can freeze requests under way and go on with them. The /pause of an older one aborts them."""
+        try:
+            routes = _Routes.model_validate(self.control.ask("openapi.json")).paths
+        except (EngineError, ValidationError):
+            return False
+        parameters = routes.get("/pause", {}).get("post", _Operation()).parameters
+        return "/resume" in routes and any(
+            parameter.name == "mode" and "keep" in json.dumps(parameter.schema_)
+            for parameter in parameters
+        )
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, requests under way are frozen; they go on afterwards. Only where it ``pauses``."""
+        self.control.ask("pause?mode=keep", {})
+        try:
+            yield
+        except BaseException:
+            with suppress(EngineError):
+                self.control.ask("resume", {})
+            raise
+        self.control.ask("resume", {})
+
     def serves(self, name: str) -> bool:
         """Whether the server lists a model of this name."""
         return any(card.id == name for card in parsed(Models, self.openai.ask("models")).data)
 
     def empty_prefix_cache(self) -> None:
-        """Empty the cache of keys and values, which are those of the old weights."""
+        """Empty the cache of keys and values, which are those of the old weights. Frozen requests compute theirs again,
+        with the new weights.
+        """
+        path = "reset_prefix_cache" + ("?reset_running_requests=true" if self.pauses else "")
         for _ in range(EMPTYING):
-            if parsed(_Emptied, self.root.ask("reset_prefix_cache", {})).success:
+            if parsed(_Emptied, self.root.ask(path, {})).success:
                 return
             time.sleep(PAUSE)
         raise EngineError(

@@ -1,10 +1,13 @@
-"""Weight sync: pushes the training weights to a server after an update, and proves that they arrived.
+"""Weight sync: pushes the training weights to the servers after an update, and proves that they arrived at each.
 
     mode      what is sent                                        how vLLM takes it
     full      every weight, adapters merged, in its dtype         files in a folder; POST /collective_rpc to taut's
                                                                   worker extension; the prefix cache is emptied
     adapter   the adapter alone, in peft's format                 POST /v1/load_lora_adapter under a name per version,
-                                                                  which requests then use; the last one is unloaded
+                                                                  which requests then use; earlier ones are unloaded
+                                                                  once no request names them
+
+Weights are gathered, merged and written once, a layer at a time; all servers read the same files, at the same time.
 
 Tensors are written under the names of a Hugging Face checkpoint (tied tensors once) in the dtype that the server
 computes in, so nothing is rounded on the way and checksums cover the exact bits.
@@ -13,14 +16,24 @@ The folder is in memory (/dev/shm) unless the user names another. It is a ``Temp
 what a killed one leaves. By default, and in a place where every user may write, only the user who trains (and root) can
 read it: mode 0700, files 0600. In another place that the user names, the files get its group and its read permissions.
 
-A push is proven twice. Checksums (full): each parameter in the server's process equals the tensor that was sent, bit
-for bit. Logprobs (both): the server's logprobs of a fixed text equal the training model's, to within rounding. A
-difference is an EngineError, so every completion comes from known weights.
+A push is proven twice, at each server. Checksums (full): each parameter in the server's process equals the tensor that
+was sent, bit for bit. Logprobs (both): the server's logprobs of a fixed text, in a request of its own, equal the
+training model's, to within rounding. A server that fails a proof gets no requests until a later push is proven there;
+where no server passes, it is an EngineError: every completion comes from known weights.
 
-Before each round of generation the server reports its process and the weights it holds. A server that was restarted
-gets the same files once more. One that is restarted during a round ends the run.
+Requests under way during a push:
 
-Not here: transfers between GPUs (NCCL), a server that shards a layer's input on CPU kernels, more than one server.
+    full, the server can pause      they are frozen, and go on with the new weights: their keys and values are computed
+                                    again; each token's logprob is that of the weights that sampled it
+    full, it cannot                 they are waited for; meanwhile no new ones are sent
+    adapter                         they end under the adapter that they began with
+
+A completion's version is that of the weights at its beginning: of its oldest token.
+
+A server that was restarted gets the same files once more, and is proven again, before it gets requests
+(``server_pool.py`` finds out).
+
+Not here: transfers between GPUs (docs/weights.md says why), a server that shards a layer's input on CPU kernels.
 """
 
 from __future__ import annotations
@@ -30,10 +43,12 @@ import shlex
 import shutil
 import stat
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -45,11 +60,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from taut.config import configclass, home_path
+from taut.config import Decision, configclass, home_path
 from taut.data.packing import pack
 from taut.errors import EngineError, OutputError, TautError
 from taut.inference import worker as worker_package
-from taut.inference.vllm_client import PUSHED, TOLERANCE, ParameterReport, VllmServer, WorkerState
+from taut.inference.server_pool import Pool, Restarted, Server, Serving, require_held
+from taut.inference.vllm_client import PUSHED, TOLERANCE, NoAnswer, ParameterReport
 from taut.inference.worker.taut_worker import checksum
 from taut.io.temporary import MEMORY, PRIVATE, TemporaryFolder
 from taut.models.lora import Whole, is_adapted, plain_groups, plain_skeleton, save_adapter
@@ -63,6 +79,8 @@ from taut.types import FloatArray, IntArray, Sample
 PROBE = "The quick brown fox jumps over the lazy dog. 12 x 3.5 = 42, so: what comes next?"
 """The text whose logprobs server and model must agree on."""
 PROBE_TOKENS = 32
+RETURNS = 0.01
+"""Seconds between two looks at whether a server has its weights again."""
 FILE_BYTES = 2 * 2**30
 """Approximate size of a file of weights; the CPU holds a copy of this size."""
 
@@ -72,13 +90,13 @@ Mode = Literal["full", "adapter"]
 
 @configclass
 class SyncConfig:
-    """How a server's weights follow those in training."""
+    """How the servers' weights follow those in training."""
 
     mode: Literal["auto", "full", "adapter"] = "auto"
     """What is pushed. full: every weight, adapters merged. adapter: only the LoRA adapter. auto: the adapter where one
     is trained and the server can load it, else every weight."""
     folder: str | None = None
-    """A folder with room for the weights that this process and the server both see. By default one in /dev/shm that
+    """A folder with room for the weights that this process and the servers all see. By default one in /dev/shm that
     only the user who trains can read. Users who can read a folder named here can read the weights, unless every user
     can write in it."""
     timeout: Annotated[float, Field(gt=0)] = 600.0
@@ -87,7 +105,7 @@ class SyncConfig:
 
 @dataclass(frozen=True)
 class Proof:
-    """Measurements that show that a push arrived."""
+    """Measurements that show that a push arrived at a server."""
 
     version: int
     mode: Mode
@@ -122,104 +140,124 @@ class Trained:
         return logp_N
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Push:
-    """The last push, on the writer only."""
+    """The last push, on the writer only: what each server gets, and what it must then show."""
 
     version: int
-    name: str
-    """The model name that requests use."""
     folder: Path
     dtype: str
-    logp_N: FloatArray
-    """The server's logprobs of the probe after the push."""
-    workers: list[WorkerState]
-    """The state each worker must report until the next push; empty without the worker extension."""
-    checksums: list[list[ParameterReport]]
+    num_bytes: int
+    expected_N: FloatArray
+    """The training model's logprobs of the probe."""
+    proven: list[tuple[list[list[ParameterReport]], tuple[int, list[str]]]] = field(
+        default_factory=list
+    )
+    """Checksums of servers that are those of the tensors sent, and what ``require_arrived`` said of them: most servers
+    show the same."""
 
 
 class Sync:
-    """Pushes weights to one server and remembers the last push. Every rank has a Sync and calls it together with the
-    others; only the writer's talks to the server. ``close`` removes the files.
+    """Pushes weights to the servers of a pool and remembers the last push. Every rank has a Sync and calls it together
+    with the others; only the writer's talks to the servers. ``close`` removes the files.
     """
 
-    def __init__(
-        self, server: VllmServer, trained: Trained, config: SyncConfig, probe_T: IntArray
-    ) -> None:
+    def __init__(self, pool: Pool, trained: Trained, config: SyncConfig, probe_T: IntArray) -> None:
         """Raises EngineError, with the command that starts another, for a server whose weights cannot be changed."""
-        self.server, self.trained, self.config, self.probe_T = server, trained, config, probe_T
-        self.name = server.base
-        """The model name that requests use."""
-        self.proof: Proof | None = None
-        """Proof of the last push."""
+        self.pool, self.trained, self.config, self.probe_T = pool, trained, config, probe_T
+        self.proofs: list[Proof] = []
+        """Proofs of the last push, of each server that has it."""
         self.restarts = 0
         """How often a restarted server got the last push again."""
-        self.mode: Mode = _together(trained.ranks, self._choose_mode)
+        self.mode: Mode
+        self._dtype: str
+        self._can_pause: bool
+        self.mode, self._dtype, self._can_pause = _together(trained.ranks, self._look_at_servers)
         self._folder = Folder(config.folder) if trained.ranks.is_writer else None
-        self._dtype = server.dtype() if trained.ranks.is_writer else "unknown"
         self._count = 0
         self._last: _Push | None = None
+        self._logp: dict[Server, FloatArray] = {}
+        """Each server's last logprobs of the probe."""
+        self._adapters: dict[Server, dict[str, Path]] = {server: {} for server in pool.servers}
+        """The adapters that each server has, by name, with their folders."""
+        self._lock, self._proving = threading.RLock(), threading.Lock()
+        """Held while servers are given weights, and while checksums are compared."""
+        pool.revive, pool.revives = self._revive, trained.ranks.is_writer
 
     def close(self) -> None:
-        if self._last is not None and self.mode == "adapter":
-            self.server.leave(self._last.name)
-        self.server.root.close()
+        for server, adapters in self._adapters.items():
+            for name in adapters:
+                if server.failure is None:
+                    server.vllm.leave(name)
         if self._folder is not None:
             self._folder.close()
 
     @property
-    def version(self) -> int:
-        """The step of the server's weights; 0 before the first push."""
-        return 0 if self.proof is None else self.proof.version
+    def decisions(self) -> list[Decision]:
+        """What happens to requests that are under way during a push."""
+        if self.mode == "adapter":
+            value, reason = "end under their own adapter", "each version has a name of its own"
+        elif self._can_pause:
+            value = "go on with the new weights"
+            reason = (
+                "every server can pause (/pause?mode=keep) and computes their keys and values again"
+            )
+        else:
+            value = "are waited for"
+            reason = (
+                "a server cannot pause and go on (vLLM's /pause?mode=keep, VLLM_SERVER_DEV_MODE=1)"
+            )
+        return [Decision("requests during a push", value, reason)]
 
-    def push(self, version: int) -> Proof:
-        """Send the weights in training to the server and prove it. Raises EngineError where they did not arrive."""
+    @property
+    def version(self) -> int:
+        """The step of the servers' weights; 0 before the first push."""
+        return max((proof.version for proof in self.proofs), default=0)
+
+    def push(self, version: int) -> list[Proof]:
+        """Send the weights in training to the servers and prove it, at each that has not failed to answer. Raises
+        EngineError where they arrived at none.
+        """
         expected_N, ranks = self.trained.log_probs(self.probe_T), self.trained.ranks
         self._count += 1
-        outcome: tuple[Proof, str] | TautError | None = None
+        outcome: TautError | None = None
         with distributed.whole_tensors(self.trained.scorer.model, ranks) as whole:
             if whole is not None:
-                outcome = _outcome(partial(self._push, version, whole, expected_N))
-        try:
-            proof, self.name = _shared(ranks, outcome)
-        except EngineError as error:
-            raise EngineError(f"weights after step {version}: {error}") from None
-        self.proof = proof
-        return proof
+                with self._lock:
+                    outcome = _outcome(partial(self._write, version, whole, expected_N))
+        _shared(ranks, outcome)
+        waits = self.mode == "full" and not self._can_pause
+        with self.pool.held(until_empty=waits):
+            ranks.gather(None)  # requests of all ranks have ended, or are held
+            outcomes = _together(ranks, self._feed_all)
+            self._apply([serving for serving, _ in outcomes])
+        self.proofs = [proof for _, proof in outcomes if proof is not None]
+        if not self.pool.in_use:
+            raise EngineError(f"weights after step {version}: {self.pool.failure}")
+        under_way = ranks.gather({server.url: +server.models for server in self.pool.servers})
+        if ranks.is_writer:
+            with self._lock:
+                for server in self.pool.in_use:
+                    self._unload(
+                        server, {name for named in under_way for name in named.get(server.url, ())}
+                    )
+                self._remove_files()
+        return self.proofs
 
     def hold(self) -> None:
-        """Before generation: check that the server has the last push; push it again to a server that was restarted."""
-        self.restarts += _together(self.trained.ranks, self._hold)
+        """Before generation: check that the servers have the last push; one that was restarted gets it again. All
+        ranks then use the same servers.
+        """
+        ranks = self.trained.ranks
+        self._apply(_together(ranks, self._hold))
+        self.restarts = ranks.gather(self.restarts)[0]
+        if not self.pool.in_use:
+            raise self.pool.failure
 
-    def require_kept(self) -> None:
-        """After generation: raise EngineError unless the same process still has the same weights."""
-
-        def check() -> None:
-            if self._last is not None and not self._has(self._last):
-                raise EngineError(
-                    "server: it was started again while it answered, and lost the weights it was given; its answers "
-                    "may be of others and are not used; run the same command again with resume=true"
-                )
-
-        _together(self.trained.ranks, check)
-
-    def _choose_mode(self) -> Mode:
-        server, wanted, model = self.server, self.config.mode, self.trained.scorer.model
-        obstacle = None
-        if not is_adapted(model):
-            obstacle = "the model itself is trained"
-        else:
-            (settings,) = model.peft_config.values()  # type: ignore[operator]
-            for name, what in (
-                ("use_dora", "DoRA"),
-                ("modules_to_save", "modules trained in full (lora.modules_to_save)"),
-                (
-                    "trainable_token_indices",
-                    "trained rows of the embedding (lora.train_token_rows)",
-                ),
-            ):
-                if obstacle is None and getattr(settings, name, None):
-                    obstacle = f"vLLM loads no adapter with {what}"
+    def _look_at_servers(self) -> tuple[Mode, str, bool]:
+        """How all servers get weights, the dtype they compute in, and whether all can pause."""
+        model, servers = self.trained.scorer.model, [server.vllm for server in self.pool.servers]
+        wanted, obstacle = self.config.mode, _obstacle(model)
         if wanted == "adapter" and obstacle is not None:
             raise EngineError(
                 f"rollout.server.sync.mode=adapter, and {obstacle}; expected a plain LoRA adapter; set it to full"
@@ -232,71 +270,119 @@ class Sync:
                 "expected a plain LoRA adapter, pushed alone (rollout.server.sync.mode=adapter); or set "
                 "rollout.engine=local"
             )
-        if wanted != "full" and obstacle is None and server.takes_adapters():
-            return "adapter"
-        if wanted != "adapter" and server.dtype() != "unknown" and not is_quantised:
-            return "full"
-        needs = "adapters" if wanted == "adapter" else "weights"
-        raise EngineError(
-            f"server: {server.openai.url} takes no {needs} while it runs; expected vLLM with taut's worker extension, "
-            f"or for a LoRA adapter with runtime loading; {how_to_start(server.base)}"
-        )
+        dtypes = [server.dtype() for server in servers]
+        mode: Mode | None = None
+        takes_adapters = [
+            wanted != "full" and obstacle is None and server.takes_adapters() for server in servers
+        ]
+        if all(takes_adapters):
+            mode = "adapter"
+        elif wanted != "adapter" and "unknown" not in dtypes and not is_quantised:
+            mode = "full"
+        if mode is None:
+            lacks = dtypes.index("unknown") if wanted != "adapter" and "unknown" in dtypes else 0
+            needs = "adapters" if wanted == "adapter" else "weights"
+            if wanted == "adapter":
+                lacks = takes_adapters.index(False)
+            raise EngineError(
+                f"server: {servers[lacks].openai.url} takes no {needs} while it runs; expected vLLM with taut's worker "
+                f"extension, or for a LoRA adapter with runtime loading; {how_to_start(servers[lacks].base)}"
+            )
+        if len({*dtypes}) > 1:
+            listed = ", ".join(
+                f"{server.openai.url} in {dtype}"
+                for server, dtype in zip(servers, dtypes, strict=True)
+            )
+            raise EngineError(
+                f"server: {listed}; expected all servers to compute in one dtype; start them with the same --dtype"
+            )
+        return mode, dtypes[0], mode == "full" and all(server.pauses for server in servers)
 
-    def _push(self, version: int, whole: Whole, expected_N: FloatArray) -> tuple[Proof, str]:
-        """Push as the writer; the proof, and the model name for requests."""
+    def _write(self, version: int, whole: Whole, expected_N: FloatArray) -> None:
+        """Write the next push as the writer."""
         assert self._folder is not None
-        start = time.monotonic()
-        server, model, last = self.server, self.trained.scorer.model, self._last
-        before_N = server.log_probs(server.base, self.probe_T) if last is None else last.logp_N
         folder = self._folder.new(f"{version}-{self._count}")  # a path that never was before
-        name, dtype, num_equal = server.base, self._dtype, 0
-        checksums: list[list[ParameterReport]] = []
-        unread: list[str] = []
+        model = self.trained.scorer.model
         if self.mode == "full":
-            self._folder.keep_only(folder)  # the folder needs room for one push only
-            workers = server.workers()
-            dtype = workers[0].dtype
+            self._folder.keep_only({folder})  # the folder needs room for one push only
             tensors = checkpoint_tensors(model, whole)
-            num_bytes = write(tensors, getattr(torch, dtype), folder)
-            self._folder.share(folder)
-            workers, checksums = self._load(version, folder, workers)
-            num_equal, unread = require_arrived(written(folder), checksums)
-        else:  # under a new name and path, so that nothing cached of another version is used
+            num_bytes = write(tensors, getattr(torch, self._dtype), folder)
+        else:
             save_adapter(model, folder, whole)
-            self._folder.share(folder)
             num_bytes = sum(file.stat().st_size for file in folder.iterdir())
-            name = f"{server.base}{PUSHED}{folder.parent.name.rpartition('-')[2]}-{folder.name}"
-            workers = self._workers()
-            server.load_adapter(name, folder)
-            if last is not None and server.serves(last.name):
-                server.unload_adapter(last.name)
-        logp_N = server.log_probs(name, self.probe_T)
-        self._require_same(logp_N, expected_N, None if last is None else before_N, dtype)
-        self._last = _Push(version, name, folder, dtype, logp_N, workers, checksums)
-        self._folder.keep_only(folder)
+        self._folder.share(folder)
+        self._last = _Push(version, folder, self._dtype, num_bytes, expected_N)
+
+    def _feed_all(self) -> list[tuple[Serving | EngineError, Proof | None]]:
+        """Give all servers the last push, at the same time; those that do not answer are left to ``_revive``."""
+        push = self._last
+        assert push is not None
+
+        def feed(server: Server) -> tuple[Serving | EngineError, Proof | None]:
+            if isinstance(server.failure, NoAnswer):
+                return server.failure, None
+            try:
+                return self._feed(server, push)
+            except EngineError as failure:
+                return self.pool.named(server, failure), None
+
+        with self._lock, ThreadPoolExecutor(len(self.pool.servers), "weights") as threads:
+            return [*threads.map(feed, self.pool.servers)]
+
+    def _feed(self, server: Server, push: _Push) -> tuple[Serving, Proof]:
+        """Have a server load what was written, and prove it."""
+        start, vllm = time.monotonic(), server.vllm
+        before_N = self._logp.get(server)
+        is_first = before_N is None
+        if before_N is None:
+            before_N = vllm.log_probs(vllm.base, self.probe_T)
+        name, num_equal = vllm.base, 0
+        unread: list[str] = []
+        workers = [] if push.dtype == "unknown" else vllm.workers()
+        if self.mode == "full":
+            if workers[0].dtype != push.dtype:
+                raise EngineError(
+                    f"server: it computes in {workers[0].dtype}; expected {push.dtype}, as before; start it as before"
+                )
+            loaded = {"version": push.version, "folder": str(push.folder)}
+            workers = [worker.model_copy(update=loaded) for worker in workers]
+            old = server.serving.workers[-1:]
+            server.serving = replace(server.serving, workers=(*old, workers) if old else ())
+            with vllm.paused() if self._can_pause else nullcontext():
+                vllm.load(push.folder, push.version)
+                vllm.empty_prefix_cache()
+                checksums = vllm.checksums(push.folder)
+            num_equal, unread = self._require_arrived(push, checksums)
+        else:  # under a new name and path, so that nothing cached of another version is used
+            run = push.folder.parent.name.rpartition("-")[2]
+            name = f"{vllm.base}{PUSHED}{run}-{push.folder.name}"
+            vllm.load_adapter(name, push.folder)
+            self._adapters[server][name] = push.folder
+        logp_N = vllm.log_probs(name, self.probe_T)
+        self._require_same(logp_N, push.expected_N, None if is_first else before_N, push.dtype)
+        self._logp[server] = logp_N
         proof = Proof(
-            version=version,
+            version=push.version,
             mode=self.mode,
-            num_bytes=num_bytes,
+            num_bytes=push.num_bytes,
             seconds=time.monotonic() - start,
             num_equal=num_equal,
             unread=tuple(unread),
-            largest_error=float(np.abs(logp_N - expected_N).max()),
+            largest_error=float(np.abs(logp_N - push.expected_N).max()),
             largest_change=float(np.abs(logp_N - before_N).max()),
         )
-        return proof, name
+        return Serving(name, push.version, (workers,) if workers else ()), proof
 
-    def _load(
-        self, version: int, folder: Path, workers: Sequence[WorkerState]
-    ) -> tuple[list[WorkerState], list[list[ParameterReport]]]:
-        """Have the server load the files and empty its prefix cache; what its workers must report from now on, and
-        their checksums. ``workers``: their state before.
-        """
-        self.server.load(folder, version)
-        self.server.empty_prefix_cache()
-        loaded = {"version": version, "folder": str(folder)}
-        workers = [worker.model_copy(update=loaded) for worker in workers]
-        return workers, self.server.checksums(folder)
+    def _require_arrived(
+        self, push: _Push, checksums: list[list[ParameterReport]]
+    ) -> tuple[int, list[str]]:
+        with self._proving:
+            for proven, outcome in push.proven:
+                if checksums == proven:
+                    return outcome
+            outcome = require_arrived(written(push.folder), checksums)
+            push.proven.append((checksums, outcome))
+            return outcome
 
     def _require_same(
         self, logp_N: FloatArray, expected_N: FloatArray, old_N: FloatArray | None, dtype: str
@@ -318,42 +404,74 @@ class Sync:
             "and let no other client push to it"
         )
 
-    def _hold(self) -> int:
-        """How often the last push was sent again: 0 or 1."""
-        last = self._last
-        if last is None or self._has(last):
-            return 0
-        workers = self._workers()
-        if self.mode == "adapter":
-            self.server.load_adapter(last.name, last.folder)
-        else:
-            workers, checksums = self._load(last.version, last.folder, workers)
-            if checksums != last.checksums:
-                raise EngineError(
-                    "server: started again, it shows other checksums for the same weights; expected the same model in "
-                    f"the same dtype ({last.dtype}); start it as before"
-                )
-        self._last = replace(last, workers=workers)
-        logp_N = self.server.log_probs(last.name, self.probe_T)
-        self._require_same(logp_N, last.logp_N, None, last.dtype)
-        return 1
+    def _apply(self, outcomes: Sequence[Serving | EngineError]) -> None:
+        """Use the servers that have the last push, and no others."""
+        for server, outcome in zip(self.pool.servers, outcomes, strict=True):
+            if isinstance(outcome, EngineError):
+                self.pool.leave_out(server, outcome)
+            else:
+                server.serving = outcome
+                self.pool.admit(server)
 
-    def _has(self, last: _Push) -> bool:
-        """Whether the server still has the last push, on the same base; False after a restart."""
-        workers = self._workers()
-        if [worker.start for worker in workers] != [worker.start for worker in last.workers]:
-            return False
-        for worker, expected in zip(workers, last.workers, strict=True):
-            if worker != expected:
-                raise EngineError(
-                    f"server: it holds weights {worker.origin}; expected those {expected.origin}, which it had at this "
-                    "run's last push; let no other client push to it"
-                )
-        return self.mode == "full" or self.server.serves(last.name)
+    def _hold(self) -> list[Serving | EngineError]:
+        """What each server serves, or why it is left out."""
+        for server in self.pool.in_use if self._last is not None else ():
+            try:
+                self._require_held(server)
+            except EngineError as failure:
+                self.pool.leave_out(server, self.pool.named(server, failure))
+        while any(server.is_returning for server in self.pool.servers):
+            time.sleep(RETURNS)
+        return [server.failure or server.serving for server in self.pool.servers]
 
-    def _workers(self) -> list[WorkerState]:
-        """The state of each worker; empty without the worker extension."""
-        return [] if self._dtype == "unknown" else self.server.workers()
+    def _require_held(self, server: Server) -> None:
+        """Raise EngineError unless a server still has the last push, on the same base."""
+        serving = server.serving
+        if serving.workers:
+            require_held(server.vllm.workers(), serving, serving)
+        if self.mode == "adapter" and not server.vllm.serves(serving.model):
+            raise Restarted(
+                f"server: it has no model {serving.model} any more; it was started again"
+            )
+
+    def _revive(self, server: Server) -> None:
+        """Give a server that was left out the last push, once it answers again."""
+        with self._lock:
+            if self._last is not None:
+                self._adapters[server].clear()  # it was started again
+                server.vllm.serves(server.vllm.base)  # soon, where it does not answer
+                server.serving, _ = self._feed(server, self._last)
+                self.restarts += 1
+
+    def _unload(self, server: Server, in_use: set[str]) -> None:
+        """Unload the adapters that neither new requests name nor those under way."""
+        adapters = self._adapters[server]
+        for name in [*adapters]:
+            if name != server.serving.model and name not in in_use:
+                del adapters[name]
+                if server.vllm.serves(name):
+                    server.vllm.unload_adapter(name)
+
+    def _remove_files(self) -> None:
+        """Remove the files of pushes that no server needs any more."""
+        assert self._folder is not None and self._last is not None
+        folders = {folder for adapters in self._adapters.values() for folder in adapters.values()}
+        self._folder.keep_only({self._last.folder, *folders})
+
+
+def _obstacle(model: nn.Module) -> str | None:
+    """Why a model's adapter cannot be pushed alone; None where it can."""
+    if not is_adapted(model):
+        return "the model itself is trained"
+    (settings,) = model.peft_config.values()  # type: ignore[operator]
+    for name, what in (
+        ("use_dora", "DoRA"),
+        ("modules_to_save", "modules trained in full (lora.modules_to_save)"),
+        ("trainable_token_indices", "trained rows of the embedding (lora.train_token_rows)"),
+    ):
+        if getattr(settings, name, None):
+            return f"vLLM loads no adapter with {what}"
+    return None
 
 
 def _together(ranks: Ranks, work: Callable[[], T]) -> T:
@@ -429,10 +547,10 @@ class Folder:
             self._share(file, self._mode & 0o666)
         self._share(pushed, self._mode)
 
-    def keep_only(self, kept: Path) -> None:
+    def keep_only(self, kept: set[Path]) -> None:
         """Remove the files of other versions."""
         for other in self.path.iterdir():
-            if other.is_dir() and other != kept:
+            if other.is_dir() and other not in kept:
                 shutil.rmtree(other, ignore_errors=True)
 
     def _share(self, path: Path, mode: int) -> None:

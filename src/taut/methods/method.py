@@ -196,7 +196,7 @@ class RunConfig:
             "products",  # what it resolves to is compared
             "reference.model",  # as model
             "distill.teacher",
-            "distill.url",  # as rollout.url: whether the same model answers there is not compared
+            "distill.url",  # as rollout.urls: whether the same model answers there is not compared
             "distill.server",
             "distill.top_logprobs",
             "distill.eval_top_logprobs",

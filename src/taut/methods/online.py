@@ -71,7 +71,7 @@ class OnlineMethod(RunConfig):
             freely=(
                 "grading",
                 "rollout_monitor",
-                "rollout.url",
+                "rollout.urls",
                 "rollout.server",
                 "rollout.replay_from",  # what was recorded is hashed
             ),
@@ -148,7 +148,8 @@ class OnlineMethod(RunConfig):
                 f"rollout.replay_from={replayed} is the out of this run, which has yet to record what it trains "
                 "on; expected another run; name it, or another out"
             )
-        has_own = self.rollout.environment.name not in (None, "tools") or replayed is not None
+        rewarding = [name for name in self.rollout.environment.names if name != "tools"]
+        has_own = bool(rewarding) or replayed is not None
         if not self.rewards and self.is_judged and not has_own:
             raise ConfigError(
                 f"rewards is not set, and {self.command()} learns from what completions are worth; expected a "
@@ -340,12 +341,12 @@ class OnlineMethod(RunConfig):
             if (
                 credit.bootstraps_cut
                 and environments is not None
-                and hasattr(environments.make, "cut")
+                and any(hasattr(kind.make, "cut") for kind in environments.kinds)
             ):
                 raise ConfigError(
                     "ppo.bootstrap_truncated=true replaces the reward of a cut path by the critic's value, and "
-                    f"{config.environment.name} has a method cut, which says what a cut path is worth; expected one of "
-                    "the two; take one out"
+                    f"{', '.join(config.environment.names)} has a method cut, which says what a cut path is worth; "
+                    "expected one of the two; take one out"
                 )
         except BaseException:
             if panel is not None:
@@ -403,13 +404,13 @@ class OnlineMethod(RunConfig):
         samples from.
         """
         config, context = self.rollout, context_length(inputs.config)
-        assert config.url is not None
+        assert config.urls is not None
         tokenizer, stop_ids = inputs.renderer.tokenizer, inputs.stops.ids
-        server = ServerEngine.open(config.url, config.server, tokenizer, stop_ids, context)
+        server = ServerEngine.open(config.urls, config.server, tokenizer, stop_ids, context)
         try:
             if server.kind == "none" or (server.kind != "processed" and config.temperature != 1):
                 raise EngineError(
-                    f"server: {config.url} gives {server.kind} logprobs; expected those of what it samples from, at "
+                    f"server: {config.urls} gives {server.kind} logprobs; expected those of what it samples from, at "
                     f"temperature {config.temperature:g}; start it with --logprobs-mode processed_logprobs"
                 )
             dtype = models.loaded.dtype.dtype

@@ -37,6 +37,7 @@ from taut.errors import CheckFailed
 from taut.inference.engine import Engine
 from taut.inference.vllm import ServerEngine
 from taut.rl.advantages import TrainSample
+from taut.rl.environment import COLUMN
 from taut.rl.rollout import Group, Rollout, RolloutConfig
 from taut.rl.sampler import Trajectory
 from taut.train.trainer import StepReport, Trainer
@@ -119,6 +120,15 @@ def rollout_event(
         event["turns_mean"] = fmean(trajectory.num_turns for trajectory in whole)
         event["calls"] = sum(trajectory.num_calls for trajectory in whole)
         event["malformed_calls"] = sum(trajectory.num_malformed_calls for trajectory in whole)
+    for name in config.environment.by_row:
+        of_it = [t for t in trajectories if t.row.columns.get(COLUMN) == name]
+        scored = [t.reward for t in of_it if t.has_reward]
+        event[f"environment/{name}/share"] = len(of_it) / len(trajectories)
+        event[f"environment/{name}/errors"] = sum(t.failure is not None for t in of_it)
+        if scored:
+            event[f"environment/{name}/reward"] = fmean(scored)
+        if of_it:
+            event[f"environment/{name}/turns_mean"] = fmean(t.num_turns for t in of_it)
     if config.environment.is_agent and whole:
         event["paths_mean"] = fmean(1 + len(trajectory.branches) for trajectory in whole)
         event["conversations"] = sum(trajectory.num_conversations for trajectory in whole)
@@ -129,21 +139,31 @@ def rollout_event(
     return event
 
 
-def push_event(engine: Engine | None) -> dict[str, float]:
-    """The event's fields about the last weights that were sent to a server."""
-    sync = engine.sync if isinstance(engine, ServerEngine) else None
-    if sync is None or sync.proof is None:
+def push_event(engine: Engine | None) -> dict[str, Any]:
+    """The event's fields about the last weights that were sent to servers: of several the worst."""
+    if not isinstance(engine, ServerEngine) or engine.sync is None or not engine.sync.proofs:
         return {}
-    proof = sync.proof
-    return {
-        "push_seconds": proof.seconds,
-        "push_bytes": proof.num_bytes,
-        "push_equal": proof.num_equal,
-        "push_unread": len(proof.unread),
-        "push_error": proof.largest_error,
-        "push_change": proof.largest_change,
-        "server_restarts": sync.restarts,
+    proofs = engine.sync.proofs
+    event: dict[str, Any] = {
+        "push_seconds": max(proof.seconds for proof in proofs),
+        "push_bytes": proofs[0].num_bytes,
+        "push_equal": min(proof.num_equal for proof in proofs),
+        "push_unread": max(len(proof.unread) for proof in proofs),
+        "push_error": max(proof.largest_error for proof in proofs),
+        "push_change": max(proof.largest_change for proof in proofs),
+        "server_restarts": engine.sync.restarts,
+        "servers": len(engine.pool.in_use),
     }
+    if left_out := engine.pool.take_left_out():
+        event["servers_left_out"] = left_out
+    return event
+
+
+def warn_of_servers(event: Mapping[str, Any], step: int, emit: Callable[..., None]) -> None:
+    """Warn of each server that was left out since the last rollout. ``event``: the fields of ``push_event``."""
+    for reason in event.get("servers_left_out", ()):
+        detail = f"left out, {event['servers']} are in use; {reason}"
+        emit("warning", name="server", step=step, detail=detail)
 
 
 def best_and_worst(rollout: Rollout) -> list[Trajectory]:

@@ -40,7 +40,13 @@ from taut.rewards.verifier import Score
 from taut.rl.advantages import Credit, TrainSample, as_tuple
 from taut.rl.difficulty import Difficulty, KeptRecord, Record
 from taut.rl.lag import Draws, Lagging
-from taut.rl.monitors import RolloutMonitor, RolloutMonitorState, push_event, rollout_event
+from taut.rl.monitors import (
+    RolloutMonitor,
+    RolloutMonitorState,
+    push_event,
+    rollout_event,
+    warn_of_servers,
+)
 from taut.rl.rollout import (
     POLICY,
     Group,
@@ -388,14 +394,16 @@ class Online:
         )
         self._record(trainer.recorder, step, rollout, samples)
         replayed = [sample for sample in self.replayed if self._is_young(sample.version, version)]
+        pushed = push_event(self.worker.engine)
         emit(
             "rollout",
             step=step,
             **fields,
             num_replayed=len(replayed),
             seconds_scoring=seconds,
-            **push_event(self.worker.engine),
+            **pushed,
         )
+        warn_of_servers(pushed, step, emit)
         self.monitor.look(step, fields, emit)
         if groups:
             self.credit.learn(groups, of_credit)

@@ -103,9 +103,9 @@ class RolloutConfig:
     reference: str | None = None
     """The column with the right answer. None: answers, answer, ..., or the last assistant message."""
     engine: Literal["local", "server"] = "local"
-    """local: in this process, on the weights that train. server: at url; the weights are sent to it."""
-    url: str | None = None
-    """URL of the server, as in http://127.0.0.1:8000/v1."""
+    """local: in this process, on the weights that train. server: at urls; the weights are sent to them."""
+    urls: str | list[str] | None = None
+    """URL of the server, as in http://127.0.0.1:8000/v1, or a list of URLs: requests are divided among the servers."""
     dtype: Literal["bfloat16"] | None = None
     """Compute dtype of the engine in this process, for a run with dtype=float32: rollouts in bfloat16 are faster on
     hardware that has its arithmetic. They are another model's than is trained, so the method has to correct for
@@ -115,10 +115,10 @@ class RolloutConfig:
     environment: EnvironmentConfig = EnvironmentConfig()
 
     def __post_init__(self) -> None:
-        if (self.engine == "server") != (self.url is not None):
+        if (self.engine == "server") != (self.urls is not None):
             raise ConfigError(
-                f"rollout.engine={self.engine} and rollout.url={self.url} contradict each other: a url is where the "
-                "server answers; set both rollout.engine=server and rollout.url=http://HOST:PORT/v1, or neither"
+                f"rollout.engine={self.engine} and rollout.urls={self.urls} contradict each other: urls are where "
+                "servers answer; set both rollout.engine=server and rollout.urls=http://HOST:PORT/v1, or neither"
             )
         if self.engine == "server" and self.dtype is not None:
             raise ConfigError(

@@ -7,7 +7,7 @@ source of data, and the environment. On resume each difference is of one of five
 - it changes the learning rate of the remaining steps (``may_change.schedule``), a pure function of the step without
   state: applied from the next step on, and logged with both values;
 - it is the address of a reward's server (``ADDRESS``): applied, and logged with both values. Whether the same model
-  answers there is not checked, as with ``rollout.url``;
+  answers there is not checked, as with ``rollout.urls``;
 - it changes numbers by rounding only (threads, ranks, the libraries of products, the token budget): equality bit for
   bit becomes equality within ``TOLERANCE``, and the log says so;
 - it does not affect the steps (``may_change.freely``), or only their number (steps, epochs; a schedule follows them).

@@ -117,7 +117,7 @@ def test_an_evaluation_shows_pictures(folder: Path) -> None:
 
 def test_a_server_is_sent_no_picture(folder: Path) -> None:
     """Nothing answers there: it is said before anybody is asked."""
-    served = {"engine": "server", "url": "http://127.0.0.1:9/v1", "dtype": None}
+    served = {"engine": "server", "urls": "http://127.0.0.1:9/v1", "dtype": None}
     with pytest.raises(EngineError, match=r"red: the prompt has 1 picture\(s\)"):
         generate(asked(folder, rows(folder), "served", **served))
 

@@ -66,7 +66,7 @@ def test_an_adapter_whose_answers_were_lost_is_loaded_and_unloaded() -> None:
         engine = pushing(server)
         engine.update(0)
         engine.update(1)
-        assert engine.sync is not None and list(server.adapters) == [engine.sync.name]
+        assert list(server.adapters) == [engine.pool.servers[0].serving.model]
         assert server.loses == set()
         engine.close()
 
@@ -84,9 +84,9 @@ def test_an_adapter_that_stays_though_it_was_unloaded_ends_the_push() -> None:
         engine = pushing(server)
         engine.update(0)
         server.has = ()
-        assert engine.sync is not None
+        (it,) = engine.pool.servers
         with pytest.raises(EngineError, match=r"HTTP 404 from .*unload_lora_adapter"):
-            engine.sync.server.unload_adapter(engine.sync.name)
+            it.vllm.unload_adapter(it.serving.model)
         engine.close()
 
 
@@ -126,5 +126,5 @@ def test_messages_name_the_keys_of_the_run_that_meets_them(section: str) -> None
         assert engine.decisions[0][0] == f"{section}server.name"
         with pytest.raises(EngineError, match=f"set {section or 'sampling.'}max_new_tokens"):
             engine.generate([prompt("a", 1, 20)], Sampling(max_new_tokens=8))
-    with pytest.raises(ConfigError, match=f"^{section}url=x: "):
+    with pytest.raises(ConfigError, match=f"^{section}urls=x: "):
         ServerEngine.open("x", CONFIG, tiny_tokenizer(), [7], 64, section=section)

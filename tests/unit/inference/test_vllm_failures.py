@@ -89,7 +89,7 @@ def test_an_answer_that_inflates_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         server.paths["/v1/models"] = answers(body, b"Content-Encoding: gzip")
         url, found = (
             f"{server.url}/v1",
-            "more than 1,000,000 bytes; expected .+; set rollout.url to",
+            "more than 1,000,000 bytes; expected .+; set rollout.urls to",
         )
         tracemalloc.start()
         with pytest.raises(EngineError, match=found):
@@ -197,7 +197,7 @@ def test_ctrl_c_works_at_once() -> None:
 def test_closing_ends_what_is_under_way() -> None:
     server = FakeServer(faults=after_probe(lambda body, count: Fault(slow=20.0)))
     with opened(server) as engine:
-        future = engine.endpoint.start("completions", {})
+        future = engine.pool.servers[0].vllm.openai.start("completions", {})
         begin = time.monotonic()
         engine.close()
         assert time.monotonic() - begin < 5

@@ -180,7 +180,7 @@ def test_a_folder_that_is_made_for_the_weights_is_private(tmp_path: Path) -> Non
 def test_only_the_newest_version_is_kept(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path))
     first, second = folder.new("1"), folder.new("2")
-    folder.keep_only(second)
+    folder.keep_only({second})
     assert not first.exists() and second.exists()
     folder.close()
 

@@ -20,11 +20,12 @@ from taut.errors import ConfigError, EngineError
 from taut.inference import vllm_client, weight_sync
 from taut.inference.open import ModelUse
 from taut.inference.vllm import ServerEngine
-from taut.inference.weight_sync import Sync, Trained, write
+from taut.inference.vllm_client import VllmServer
+from taut.inference.weight_sync import Proof, Sync, Trained, write
 from taut.inference.worker import taut_worker
 from taut.models.lora import LoraConfig, apply_lora
 from taut.train.distributed import Ranks
-from taut.types import Completion
+from taut.types import Completion, FloatArray
 
 LORA = LoraConfig(rank=2, train_token_rows="never")
 
@@ -47,6 +48,24 @@ def sync_of(engine: ServerEngine) -> Sync:
     return engine.sync
 
 
+def log_probs(engine: ServerEngine) -> FloatArray:
+    """What the only server says of some ids."""
+    server, name = serving_of(engine)
+    return server.log_probs(name, np.arange(3, 12))
+
+
+def proof_of(engine: ServerEngine) -> Proof:
+    """The proof of the last push to the only server."""
+    (proof,) = sync_of(engine).proofs
+    return proof
+
+
+def serving_of(engine: ServerEngine) -> tuple[VllmServer, str]:
+    """The only server, and the model that its requests name."""
+    (server,) = engine.pool.servers
+    return server.vllm, server.serving.model
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
     return str(tmp_path / "weights")
@@ -59,12 +78,11 @@ def test_a_push_is_proven_by_every_tensor_and_by_log_probs(folder: str) -> None:
     model, server = tiny(), WeightServer()
     with following(server, trained(model), folder=folder) as engine:
         engine.update(0)
-        first = sync_of(engine).proof
+        first = proof_of(engine)
         change(model)
         engine.update(3)
-        second = sync_of(engine).proof
+        second = proof_of(engine)
         (completion,) = engine.generate([prompt("a", 1, 20)], GREEDY)
-    assert first is not None and second is not None
     assert (first.mode, first.version, first.largest_change) == ("full", 0, 0.0)
     assert first.num_equal == len(list(model.parameters())) and first.unread == ()
     assert second.largest_change > 0.1 and second.largest_error < 1e-4
@@ -78,8 +96,8 @@ def test_an_adapter_goes_merged_to_a_server_that_loads_none(folder: str) -> None
     change(model)
     with following(WeightServer(), trained(model), folder=folder) as engine:
         engine.update(1)
-        proof = sync_of(engine).proof
-    assert proof is not None and proof.mode == "full" and proof.largest_change > 0.01
+        proof = proof_of(engine)
+    assert proof.mode == "full" and proof.largest_change > 0.01
 
 
 def test_an_adapter_alone_goes_under_a_name_of_its_own(folder: str) -> None:
@@ -87,15 +105,15 @@ def test_an_adapter_alone_goes_under_a_name_of_its_own(folder: str) -> None:
     server = WeightServer(has=("full", "adapter"))
     with following(server, trained(model), folder=folder) as engine:
         engine.update(0)
-        before = sync_of(engine).name
+        before = serving_of(engine)[1]
         change(model)
         engine.update(1)
-        after = sync_of(engine).name
-        proof = sync_of(engine).proof
+        after = serving_of(engine)[1]
+        proof = proof_of(engine)
         engine.generate([prompt("a", 1, 20)], GREEDY)
         assert list(server.adapters) == [after] != [before]
         assert server.requests[-1]["model"] == after
-    assert proof is not None and proof.mode == "adapter" and proof.largest_change > 0.01
+    assert proof.mode == "adapter" and proof.largest_change > 0.01
     assert server.adapters == {} and server.worker.taut_version == -1
 
 
@@ -238,11 +256,11 @@ def test_a_server_that_was_started_again_gets_the_same_weights(folder: str, way:
         change(model)
         engine.update(1)
         change(model, seed=2)  # what is in training now is not what was pushed
-        pushed = sync_of(engine).server.log_probs(sync_of(engine).name, np.arange(3, 12))
+        pushed = log_probs(engine)
         server.restart()
         engine.generate([prompt("a", 1, 20)], GREEDY)
         assert sync_of(engine).restarts == 1
-        again = sync_of(engine).server.log_probs(sync_of(engine).name, np.arange(3, 12))
+        again = log_probs(engine)
         assert np.array_equal(again, pushed)
         engine.generate([prompt("a", 1, 20)], GREEDY)
         assert sync_of(engine).restarts == 1
@@ -337,8 +355,8 @@ def test_ranks_share_the_prompts_and_have_all_answers(folder: str) -> None:
         """The first of two ranks, the second of which has the answers to the other prompts."""
 
         def gather(self, value: Any) -> list[Any]:
-            if not isinstance(value, dict):
-                return [value, None]
+            if not isinstance(value, dict) or ("a", 0) not in value:
+                return [value, {} if isinstance(value, dict) else None]
             return [value, {("b", 0): completion("b"), ("d", 0): completion("d")}]
 
     server = WeightServer()
@@ -368,11 +386,11 @@ def test_bfloat16_is_allowed_its_rounding() -> None:
     with following(server, wide) as engine:
         change(asked.scorer, size=1e-3)
         engine.update(1)
-        proof = sync_of(engine).proof
-    assert proof is not None and 1e-3 < proof.largest_error < 0.5
+        proof = proof_of(engine)
+    assert 1e-3 < proof.largest_error < 0.5
 
 
 def test_a_command_that_trains_nothing_refuses_settings_of_pushing() -> None:
-    keys = {"model": "m", "engine": "server", "url": "http://h/v1", "server.sync.mode": "full"}
+    keys = {"model": "m", "engine": "server", "urls": "http://h/v1", "server.sync.mode": "full"}
     with pytest.raises(ConfigError, match=r"server\.sync would be ignored: nothing is trained"):
         from_mapping(ModelUse, keys)

@@ -41,7 +41,7 @@ def opened(model: Path, place: Path, method: str = "grpo", **keys: Any) -> Rollo
 
 
 def at(server: FakeServer, **keys: Any) -> dict[str, Any]:
-    return {"rollout__engine": "server", "rollout__url": server.url, **keys}
+    return {"rollout__engine": "server", "rollout__urls": server.url, **keys}
 
 
 def test_a_server_must_say_the_log_probs_of_what_it_samples_from(

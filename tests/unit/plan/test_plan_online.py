@@ -86,7 +86,7 @@ def test_generating_takes_keys_and_values(
 
 
 def test_a_server_generates_elsewhere(model: Path, tmp_path: Path) -> None:
-    keys = {"rollout.engine": "server", "rollout.url": "http://127.0.0.1:1/v1"}
+    keys = {"rollout.engine": "server", "rollout.urls": "http://127.0.0.1:1/v1"}
     run, inputs = opened(model, tmp_path, "grpo", **keys)
     work = workload(run, inputs, 1)
     assert rollout_of(run, inputs.config, Kernels(DTYPES["float32"], FUSED), work.supply, 1) is None

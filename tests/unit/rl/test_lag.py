@@ -123,7 +123,7 @@ def lagging(
     **keys: Any,
 ) -> Iterator[Lagging]:
     monkeypatch.setattr(lag, "Feed", lambda *_: script)
-    keys = {"n": N, "lag": 1, "engine": "server", "url": "http://127.0.0.1:9/v1", **keys}
+    keys = {"n": N, "lag": 1, "engine": "server", "urls": "http://127.0.0.1:9/v1", **keys}
     config = from_mapping(RolloutConfig, keys)
     ranks = Ranks(0, 1, torch.device("cpu"))
     worker = RolloutWorker(config, rows(5), Engine(), None, None, 3, ranks)

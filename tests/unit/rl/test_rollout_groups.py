@@ -138,8 +138,8 @@ def test_a_prompt_asked_twice_has_two_names_and_another_phase_draws_anew() -> No
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"engine": "server"}, "rollout.url"),
-        ({"url": "http://127.0.0.1:1/v1"}, "rollout.url"),
+        ({"engine": "server"}, "rollout.urls"),
+        ({"urls": "http://127.0.0.1:1/v1"}, "rollout.urls"),
         ({"lag": 1}, "engine=server"),
         (
             {

@@ -265,7 +265,7 @@ def test_what_is_read_of_a_reward_model_is_not_overwritten() -> None:
 
 def test_how_many_tokens_an_engine_decodes_at_once_is_rounding() -> None:
     keys = {"model": "m", "data.train": "d.jsonl", "method": "grpo", "rewards": "math"}
-    now = keys | {"rollout.local.sequences": 1, "rollout.url": None}
+    now = keys | {"rollout.local.sequences": 1, "rollout.urls": None}
     old, new = ({"config": module._settings(from_mapping(METHODS["grpo"], k))} for k in (keys, now))
     assert differences(old, new) == ([], ["rollout.local.sequences: 64 then, 1 now"], [])
 
