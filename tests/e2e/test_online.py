@@ -369,7 +369,15 @@ def reward_server() -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            data = json.dumps({"scores": [len(asked["completions"][0]) % 5]}).encode()
+            if self.path == "/score":
+                answer: Any = {"scores": [len(asked["completions"][0]) % 5]}
+            else:  # a judge, which repeats what it was shown
+                shown = asked["messages"][0]["content"]
+                message = {
+                    "content": f"{shown.partition('<reference>')[0]} Score: {len(shown) % 9}"
+                }
+                answer = {"choices": [{"message": message}]}
+            data = json.dumps(answer).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
@@ -386,6 +394,27 @@ def reward_server() -> Iterator[str]:
         finally:
             listening.shutdown()
             thread.join()
+
+
+def test_a_judge_sees_all_turns_and_its_replies_are_kept(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "twice.py").write_text(TWICE)
+    environment = {"rollout__environment__name": f"{tmp_path / 'twice.py'}:Twice"}
+    with reward_server() as url:
+        options = {"url": f"{url}/v1", "model": "m", "sees": "conversation"}
+        rewards = [{"name": "judge", "options": options}]
+        keys = keys_of("grpo", model, tmp_path, rewards=rewards, steps=1, **environment)
+        train(keys)
+    rows = Recorded(Path(keys["out"])).rollouts(1)
+    twice = [row for row in rows if row["num_turns"] == 2]
+    assert twice
+    for row in twice:
+        reply = {part["name"]: part["reply"] for part in row["rewards"]}["judge"]
+        assert reply.count("[assistant]") == 2 and "[user]\nAnd then?" in reply
+        assert " Score: " in reply
+    assert cli.main(["rollouts", keys["out"], "groups=99"]) == 0
+    assert "judge: Judge how well the assistant did" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow

@@ -75,7 +75,8 @@ def engine_rewards_and_environment_open(session: Session) -> Finding:
     """Can engine, rewards and environment be opened as the run names them?"""
     opened = rollout_worker(session)
     rewards = [] if opened.panel is None else opened.panel.names
-    environment = opened.config.environment.name if opened.environments is not None else None
+    names = opened.config.environment.names if opened.environments is not None else []
+    environment = ", ".join(names) or None
     parts = [opened.config.engine, *rewards, *([environment] if environment else [])]
     notes = [f"{name} is {value}: {reason}" for name, value, reason in opened.settled]
     return passed(", ".join(parts), len(rewards), "rewards", notes)
@@ -464,13 +465,15 @@ def each_group_answers_one_prompt(session: Session) -> Finding:
             name = f"{row.id}#{trajectory.index}"
             prompt: list[int] = row.ids_T.tolist()
             media: Sequence[Media] = row.media
-            if (
+            if environments is not None and environments.is_agent:
+                prompt, media = [], ()  # what it asks, with tools of its own, is not of the row
+            elif (
                 environments is not None
                 and messages is not None
-                and (messages != row.prompt or environments.tools)
+                and (messages != row.prompt or environments.kind_of(row).tools)
             ):
                 prompt, media = environments.bridge.prompt_media(
-                    messages, environments.tools or row.tools
+                    messages, environments.kind_of(row).tools or row.tools
                 )
             begin = trajectory.ids_T[: len(prompt)].tolist(), trajectory.media[: len(media)]
             if begin != (prompt, tuple(media)):

@@ -47,6 +47,7 @@ DataError that names it. Neither is ever used. Does not know how a key is made (
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -60,7 +61,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, overload
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, overload
 
 import numpy as np
 import pydantic
@@ -820,7 +821,7 @@ class _Writer:
             reason = getattr(error, "strerror", None) or error
             raise OutputError(
                 f"the cache {self.directory} cannot be written: {reason}; expected a directory with space; set "
-                "data.cache or TAUT_CACHE"
+                "data.cache or TAUT_CACHE, or another out"
             ) from None
 
 
@@ -831,7 +832,7 @@ def _write(folder: Path, entry: Entry) -> Listed:
     for name, array in entry.arrays.items():
         path = folder / f"{name}.npy"
         with path.open("wb") as file:
-            np.save(file, np.asarray(array, dtype=ARRAYS.get(name, (None,))[0]))
+            _save(file, np.asarray(array, dtype=ARRAYS.get(name, (None,))[0]))
             file.flush()
             os.fsync(file.fileno())
         digests[name] = files.digest(path)
@@ -847,6 +848,16 @@ def _write(folder: Path, entry: Entry) -> Listed:
     }
     files.write_text(folder / "meta.json", json.dumps(meta))
     return _listed(folder)
+
+
+def _save(file: IO[bytes], array: NDArray[Any]) -> None:
+    """``np.save``, which loses the reason where the disk takes a part of the bytes."""
+    try:
+        np.save(file, array)
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise OSError(errno.ENOSPC, f"the disk takes no more ({error} bytes)") from None
 
 
 def _listed(folder: Path) -> Listed:
@@ -980,15 +991,20 @@ def _require_offsets(
 def _require_within(
     offsets: NDArray[Any], bounds: NDArray[Any], at: NDArray[Any], name: str, *, first: int
 ) -> None:
-    """Require positions that ascend inside each sample, from ``first`` on."""
+    """Require positions that ascend inside each sample, from ``first`` on. Of ascending ones the first and the last say
+    whether all are inside.
+    """
     for begin in range(0, len(offsets) - 1, BLOCK):
         end = min(begin + BLOCK, len(offsets) - 1)
-        counts = np.diff(bounds[begin : end + 1])
-        positions = at[bounds[begin] : bounds[end]].astype(np.int64)
-        sample = np.repeat(np.arange(end - begin), counts)
-        lengths = np.diff(offsets[begin : end + 1])
-        is_next = np.diff(sample, prepend=-1) == 0
-        is_ascending = np.diff(positions, prepend=-1) > 0
-        is_inside = (positions >= first) & (positions < lengths[sample])
-        if not (is_inside & (is_ascending | ~is_next)).all():
+        bounds_S, lengths_S = (
+            bounds[begin : end + 1] - bounds[begin],
+            np.diff(offsets[begin : end + 1]),
+        )
+        positions = np.asarray(at[bounds[begin] : bounds[end]])
+        has_any_S = np.diff(bounds_S) > 0
+        starts, stops = bounds_S[:-1][has_any_S], bounds_S[1:][has_any_S]
+        is_ascending = positions[1:] > positions[:-1]
+        is_ascending[starts[1:] - 1] = True
+        is_inside = (positions[starts] >= first) & (positions[stops - 1] < lengths_S[has_any_S])
+        if not (is_ascending.all() and is_inside.all()):
             raise ValueError(f"{name} has a position outside its sample, or out of order")

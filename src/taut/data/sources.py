@@ -173,6 +173,8 @@ class Opened:
     """The lines of JSONL files; None: of another format."""
     share: tuple[float, float] | None = None
     limit: int | None = None
+    note: str = ""
+    """What there is to say about where it comes from."""
     is_part: bool = False
     """Whether these are the first rows of more, which are elsewhere."""
     left_out: list[int] = field(default_factory=lambda: [0], compare=False)
@@ -184,12 +186,13 @@ class Opened:
 
     @property
     def taken(self) -> str:
-        """What share and limit take, in words; empty where they take all."""
+        """What share and limit take, and the note, in words; empty where they take all."""
         num_left_out = f" (it left out {self.left_out[0]:,} rows)" if self.left_out[0] else ""
         words = (
             [f"share {self.share[0]:g} to {self.share[1]:g}{num_left_out}"] if self.share else []
         )
-        return ", ".join(words + ([f"at most {self.limit:,} rows"] if self.limit else []))
+        words += [f"at most {self.limit:,} rows"] if self.limit else []
+        return ", ".join(words + ([self.note] if self.note else []))
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
         """The records as lines of JSON, without line ends: of JSONL files their own bytes. A DataError is raised for a
@@ -297,7 +300,8 @@ def open_source(source: Source) -> Opened:
     elif is_address(source.path):
         _require_no_split(source)
         folder = directory_of(None) / REMOTE_FOLDER
-        opened = _open_files(source, remote.fetch(source.path, folder, SUFFIXES))
+        fetched = remote.fetch(source.path, folder, SUFFIXES)
+        opened = replace(_open_files(source, fetched.files), note=fetched.note)
     elif source.path.startswith(GIVEN):
         _require_no_split(source)
         opened = _open_given(source)

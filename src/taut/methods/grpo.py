@@ -106,13 +106,9 @@ class Grpo(PolicyMethod):
             self._require_rewards_apart()
         has_steps = self.is_replayed or charges_steps(self.rewards)
         if self.grpo.advantage_level == "turn" and not has_steps:
-            name = self.rollout.environment.name
-            if name is None or name == "tools":
-                has = (
-                    "rollout.environment.name is not set"
-                    if name is None
-                    else "tools gives no rewards"
-                )
+            names = self.rollout.environment.names
+            if not {*names} - {"tools"}:
+                has = "tools gives no rewards" if names else "rollout.environment.name is not set"
                 raise ConfigError(
                     f"grpo.advantage_level=turn charges the rewards of an environment's steps, and {has}; expected an "
                     "environment of your own whose steps have rewards, or a process reward model with "

@@ -148,7 +148,8 @@ class OnlineMethod(RunConfig):
                 f"rollout.replay_from={replayed} is the out of this run, which has yet to record what it trains "
                 "on; expected another run; name it, or another out"
             )
-        has_own = self.rollout.environment.name not in (None, "tools") or replayed is not None
+        rewarding = [name for name in self.rollout.environment.names if name != "tools"]
+        has_own = bool(rewarding) or replayed is not None
         if not self.rewards and self.is_judged and not has_own:
             raise ConfigError(
                 f"rewards is not set, and {self.command()} learns from what completions are worth; expected a "
@@ -340,12 +341,12 @@ class OnlineMethod(RunConfig):
             if (
                 credit.bootstraps_cut
                 and environments is not None
-                and hasattr(environments.make, "cut")
+                and any(hasattr(kind.make, "cut") for kind in environments.kinds)
             ):
                 raise ConfigError(
                     "ppo.bootstrap_truncated=true replaces the reward of a cut path by the critic's value, and "
-                    f"{config.environment.name} has a method cut, which says what a cut path is worth; expected one of "
-                    "the two; take one out"
+                    f"{', '.join(config.environment.names)} has a method cut, which says what a cut path is worth; "
+                    "expected one of the two; take one out"
                 )
         except BaseException:
             if panel is not None:

@@ -30,7 +30,7 @@ time is abandoned and ends with the process.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -75,6 +75,8 @@ Reward: TypeAlias = float | bool | Mapping[str, float | bool] | None
 
 REWARD = "environment"
 """The name of a reward that is a bare number."""
+COLUMN = "environment"
+"""The column with the name of a row's environment."""
 MOST_LATE = 32
 """Number of abandoned calls that still run at which the training stops."""
 
@@ -93,6 +95,9 @@ class EnvironmentConfig:
     name: str | None = None
     """tools: the tools named below. FILE.py:Class: your own environment. gym:ENV_ID: one of Gymnasium's. agent:COMMAND
     or agent:FILE.py:function: an agent that asks the policy by itself. None: each completion is judged as it is."""
+    by_row: dict[str, str] = field(default_factory=dict)
+    """Several environments in place of name: by the name that a row has in its column environment, what name would be
+    (no agent). They share the other keys."""
     tools: list[str] = field(default_factory=list)
     """With name=tools: calculator, python, FILE.py:function with type hints and a docstring, or mcp:COMMAND or mcp:URL,
     the tools of an MCP server."""
@@ -112,23 +117,33 @@ class EnvironmentConfig:
     """A service that runs the programs of the tool python instead of this machine."""
 
     def __post_init__(self) -> None:
-        if self.tools and self.name != "tools":
+        if self.by_row and self.name is not None:
+            raise ConfigError(
+                f"rollout.environment.by_row has {', '.join(self.by_row)} and rollout.environment.name is {self.name}; "
+                "expected one of the two; take one out"
+            )
+        if agent := next((name for name in self.by_row.values() if name.startswith(AGENT)), None):
+            raise ConfigError(
+                f"rollout.environment.by_row has {agent}; expected environments that answer turns, since an agent asks "
+                "by itself; set rollout.environment.name to it, in a run of its own"
+            )
+        if self.tools and "tools" not in self.names:
             raise ConfigError(
                 f"rollout.environment.tools has {self.tools[0]} and rollout.environment.name is {self.name}; expected "
                 "name=tools, for an environment of your own says itself which tools it has; set one of them"
             )
-        if self.name == "tools" and not self.tools:
+        if "tools" in self.names and not self.tools:
             raise ConfigError(
                 "rollout.environment.name=tools and rollout.environment.tools is empty; expected at least one; set "
                 'rollout.environment.tools=["calculator"]'
             )
-        if self.options and not (self.name or "").startswith(GYM):
+        if self.options and not any(name.startswith(GYM) for name in self.names):
             raise ConfigError(
                 f"rollout.environment.options has {next(iter(self.options))} and rollout.environment.name is "
                 f"{self.name}: nothing reads it; expected name=gym:ENV_ID; take options out, or correct name"
             )
         for key in ("max_turns", "max_tokens", "timeout", "workers"):
-            if self.name is None and getattr(self, key) != getattr(EnvironmentConfig, key):
+            if not self.is_on and getattr(self, key) != getattr(EnvironmentConfig, key):
                 raise ConfigError(
                     f"rollout.environment.{key} is {getattr(self, key)} and rollout.environment.name is not set: "
                     f"nothing reads it; expected an environment; set rollout.environment.name, or take {key} out"
@@ -149,17 +164,20 @@ class EnvironmentConfig:
             )
 
     @property
+    def names(self) -> list[str]:
+        """The environments."""
+        return [*self.by_row.values()] if self.name is None else [self.name]
+
+    @property
     def is_on(self) -> bool:
-        return self.name is not None
+        return bool(self.names)
 
     @property
     def code(self) -> list[str]:
         """What is named of the user's own: FILE.py:NAME."""
-        name = self.name or ""
+        names = [*self.names, *self.tools]
         if self.is_agent:
-            name = name.removeprefix(AGENT)
-            name = name if is_function(name) else ""
-        names = [name, *self.tools]
+            names = [name for name in (names[0].removeprefix(AGENT),) if is_function(name)]
         return [name for name in names if ":" in name and not name.startswith((GYM, MCP))]
 
     @property
@@ -176,6 +194,15 @@ class Step:
     done: bool = False
     """Whether the trajectory is over; else the policy has the next turn."""
     reward: Reward = None
+
+
+class Kind(NamedTuple):
+    """One of the environments of a run."""
+
+    make: Callable[[], Any]
+    """A new instance."""
+    tools: tuple[Tool, ...] = ()
+    """The tools of every trajectory; empty: those of its row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,6 +224,17 @@ class EnvironmentPool:
     """Threads of abandoned calls that still run."""
     source: Kit | Agents | None = None
     """What it is made of where that has to be closed."""
+    by_row: Mapping[str, Kind] = field(default_factory=dict)
+    """Several environments, by the name that rows have; then ``make`` and ``tools`` are of none."""
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """Its environments."""
+        return [*self.by_row.values()] or [Kind(self.make, self.tools)]
+
+    def kind_of(self, row: PromptRow) -> Kind:
+        """The environment of a row."""
+        return self.by_row[row.columns[COLUMN]] if self.by_row else Kind(self.make, self.tools)
 
     @property
     def is_agent(self) -> bool:
@@ -323,7 +361,7 @@ def open_environments(
     ``ranks``: those that sample together; None: one process. ``rows``: all prompts of the run. ``stop``: the texts that
     end a turn. Raises TautError where the environment cannot be loaded, or the template cannot write its messages.
     """
-    if config.name is None:
+    if not config.is_on:
         return None
     source: Kit | Agents | None = None
     if config.tools:
@@ -349,7 +387,14 @@ def _opened(
     rows: Sequence[PromptRow],
     stop: Sequence[str],
 ) -> EnvironmentPool:
-    make, offered = _load_environment(config, source)
+    by_row = {name: _load_environment(spec, config, source) for name, spec in config.by_row.items()}
+    if by_row:
+        _require_names(by_row, rows)
+        tools_of_all = [tool for kind in by_row.values() for tool in kind.tools]
+        make, offered = next(iter(by_row.values())).make, tuple(tools_of_all)
+    else:
+        assert config.name is not None
+        make, offered = _load_environment(config.name, config, source)
     bridge, template = Bridge(renderer, stop_ids), renderer.template
     place, tools = next(((f"{row.place}: ", row.tools) for row in rows if row.tools), ("", ()))
     if offered:
@@ -384,9 +429,33 @@ def _opened(
         reason = f"what is trained on is its distribution; {ignored}, ... of a request are not read"
         decisions.append(Decision("the agent's sampling", "the rollout's", reason))
         config = replace(config, timeout=config.timeout + GRACE)  # the agent keeps to its own
+    if by_row:
+        counts = Counter(row.columns[COLUMN] for row in rows)
+        shares = ", ".join(f"{name}: {counts[name]:,} rows" for name in by_row)
+        decisions.append(Decision("environments", shares, "by the rows' column environment"))
+        offered = ()
     return EnvironmentPool(
-        config, make, bridge, calls, offered, context, ranks, tuple(decisions), source=source
+        *(config, make, bridge, calls, offered, context, ranks, tuple(decisions)),
+        source=source,
+        by_row=by_row,
     )
+
+
+def _require_names(by_row: Mapping[str, Kind], rows: Sequence[PromptRow]) -> None:
+    """Raise DataError for a row without one of these environments, ConfigError for one without rows."""
+    for row in rows:
+        name = row.columns.get(COLUMN)
+        if not isinstance(name, str) or name not in by_row:
+            raise DataError(
+                f"{row.place}: {COLUMN} is {shown(name)}; expected one of "
+                f"{', '.join(by_row)} (rollout.environment.by_row); correct the row, or name its environment"
+            )
+    named = {row.columns[COLUMN] for row in rows}
+    if unused := next((name for name in by_row if rows and name not in named), None):
+        raise ConfigError(
+            f"rollout.environment.by_row has {unused}, which no row names in its column {COLUMN}; expected rows for "
+            "each; take it out, or add rows"
+        )
 
 
 def _history(bridge: Bridge, calls: CallFormat | None, tools: Sequence[Tool]) -> Decision:
@@ -498,24 +567,22 @@ class ToolEnvironment:
         return Step(messages)
 
 
-def _load_environment(
-    config: EnvironmentConfig, source: Kit | Agents | None
-) -> tuple[Callable[[], Any], tuple[Tool, ...]]:
-    """The constructor of instances, and their tools."""
+def _load_environment(name: str, config: EnvironmentConfig, source: Kit | Agents | None) -> Kind:
+    """The environment of this name."""
     if isinstance(source, Agents):
-        return source.start, ()
-    if source is not None:
+        return Kind(source.start)
+    if name == "tools":
+        assert source is not None, "the configuration has tools"
         schemas = tuple(tool.schema for tool in source.functions.values())
-        return partial(ToolEnvironment, source.functions, config.timeout / 2), schemas
-    assert config.name is not None
-    if config.name.startswith(GYM):
-        require("gym", f"rollout.environment.name={config.name}")
+        return Kind(partial(ToolEnvironment, source.functions, config.timeout / 2), schemas)
+    if name.startswith(GYM):
+        require("gym", f"rollout.environment.name={name}")
         from taut.rl.environments.gymnasium import load_gymnasium
 
-        return load_gymnasium(config.name.removeprefix(GYM), config.options), ()
-    found = load_own(config.name, "rollout.environment.name", "class")
+        return Kind(load_gymnasium(name.removeprefix(GYM), config.options))
+    found = load_own(name, "rollout.environment.name", "class")
     if not isinstance(found, type) or not callable(getattr(found, "step", None)):
         raise ConfigError(
-            f"rollout.environment.name is {config.name}, which is no class with a method step; expected one; write it"
+            f"rollout.environment.name is {name}, which is no class with a method step; expected one; write it"
         )
-    return found, read_tools(getattr(found, "tools", None), f"{config.name}: tools")
+    return Kind(found, read_tools(getattr(found, "tools", None), f"{name}: tools"))

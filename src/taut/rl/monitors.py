@@ -37,6 +37,7 @@ from taut.errors import CheckFailed
 from taut.inference.engine import Engine
 from taut.inference.vllm import ServerEngine
 from taut.rl.advantages import TrainSample
+from taut.rl.environment import COLUMN
 from taut.rl.rollout import Group, Rollout, RolloutConfig
 from taut.rl.sampler import Trajectory
 from taut.train.trainer import StepReport, Trainer
@@ -119,6 +120,15 @@ def rollout_event(
         event["turns_mean"] = fmean(trajectory.num_turns for trajectory in whole)
         event["calls"] = sum(trajectory.num_calls for trajectory in whole)
         event["malformed_calls"] = sum(trajectory.num_malformed_calls for trajectory in whole)
+    for name in config.environment.by_row:
+        of_it = [t for t in trajectories if t.row.columns.get(COLUMN) == name]
+        scored = [t.reward for t in of_it if t.has_reward]
+        event[f"environment/{name}/share"] = len(of_it) / len(trajectories)
+        event[f"environment/{name}/errors"] = sum(t.failure is not None for t in of_it)
+        if scored:
+            event[f"environment/{name}/reward"] = fmean(scored)
+        if of_it:
+            event[f"environment/{name}/turns_mean"] = fmean(t.num_turns for t in of_it)
     if config.environment.is_agent and whole:
         event["paths_mean"] = fmean(1 + len(trajectory.branches) for trajectory in whole)
         event["conversations"] = sum(trajectory.num_conversations for trajectory in whole)

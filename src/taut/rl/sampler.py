@@ -377,7 +377,7 @@ def _with_environment(
     """Turns of the policy, and what its environment says to them."""
 
     def reset() -> Any:
-        path.environment = environments.make()
+        path.environment = environments.kind_of(path.row).make()
         act = getattr(path.environment, "reset", None)
         row = copy.deepcopy(dict(path.row.columns))  # a trajectory may change its copy
         return None if act is None else read_reset(act(row), path.row.place)
@@ -505,8 +505,9 @@ def _open(
             "all rendered alike; expected the same for all rows; set data.chat_template_kwargs instead"
         )
     path.first_messages = first
-    path.tools = environments.tools or path.row.tools
-    if messages is not None or environments.tools:
+    tools = environments.kind_of(path.row).tools
+    path.tools = tools or path.row.tools
+    if messages is not None or tools:
         key = json.dumps([first, path.tools], default=_picture_key)
         if key not in rendered:
             rendered[key] = environments.bridge.prompt_media(first, path.tools)

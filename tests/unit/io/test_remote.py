@@ -234,6 +234,9 @@ def test_a_bucket(bucket: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = open_source(Source(path="s3://bucket/d/*.jsonl"))
     assert opened.names == ("s3://bucket/d/a.jsonl", "s3://bucket/d/b.jsonl")
     assert len(list(opened.records())) == 4000
+    assert "no file matches s3://bucket/d/c*.jsonl; expected at least" in fault(
+        "s3://bucket/d/c*.jsonl"
+    )
 
 
 def test_a_bucket_without_credentials(bucket: Server) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -36,22 +36,23 @@ class Numbered(Loss):
         }
 
 
-class Rank:
+class Rank(Ranks):
     """One of several ranks: what the others have for each collective, in the order of the calls."""
 
     def __init__(self, rank: int, *calls: list[Any]) -> None:
-        self.rank, self.size, self._calls = rank, len(calls[0]) + 1, list(calls)
+        super().__init__(rank, len(calls[0]) + 1, torch.device("cpu"))
+        self.__dict__["calls"] = list(calls)
 
     def gather_in_step(self, value: Any) -> list[Any]:
-        others = self._calls.pop(0)
+        others = self.__dict__["calls"].pop(0)
         return [*others[: self.rank], value, *others[self.rank :]]
 
-    def sum(self, values: list[float]) -> list[float]:
+    def sum(self, values: Sequence[float]) -> list[float]:
         return [sum(each) for each in zip(*self.gather_in_step(values), strict=True)]
 
 
 def ranks(rank: int, *calls: list[Any]) -> Ranks:
-    return cast(Ranks, Rank(rank, *calls))
+    return Rank(rank, *calls)
 
 
 def seen(packed: Packed, number: float) -> dict[str, Tensor]:

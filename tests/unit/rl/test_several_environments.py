@@ -1,0 +1,112 @@
+"""Several environments in one run: each row is answered by its own, and each has its metrics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.rl.test_environment import CALL, Scripted, renderer_of, row_of, world_of
+
+from taut.config import from_mapping
+from taut.errors import ConfigError, DataError
+from taut.inference.engine import Sampling
+from taut.rewards.panel import Verdict
+from taut.rl.environment import EnvironmentConfig
+from taut.rl.monitors import rollout_event
+from taut.rl.rollout import Group, Rollout, RolloutConfig, with_own
+from taut.rl.sampler import sample_trajectories
+
+GAME = """
+from taut.rl.environment import Step
+
+class Game:
+    def step(self, text, calls):
+        if text == "stop":
+            return Step(done=True, reward=len(text))
+        if text == "break":
+            raise RuntimeError("broken")
+        return Step(messages=[{"role": "user", "content": "And?"}])
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EnvironmentConfig:
+    (tmp_path / "game.py").write_text(GAME)
+    by_row = {"sums": "tools", "game": f"{tmp_path}/game.py:Game"}
+    return EnvironmentConfig(by_row=by_row, tools=["calculator"])
+
+
+def test_each_row_is_answered_by_its_own(config: EnvironmentConfig) -> None:
+    """The tools are shown to their rows alone; the event has the mean of each, errors apart."""
+    renderer = renderer_of()
+    rows = [
+        row_of(renderer, "a", environment="sums"),
+        row_of(renderer, "b", environment="game"),
+        row_of(renderer, "c", environment="game"),
+    ]
+    said = {"a": [f"I add.{CALL}", "5."], "b": ["hm", "stop"], "c": ["break"]}
+    pool = world_of(config, renderer, rows=rows)
+    engine = Scripted(renderer, lambda name, index, turn: said[name[0]][turn])
+    sums, game, broken = sample_trajectories(engine, rows, Sampling(), pool)
+    assert (sums.num_calls, sums.messages[1]["content"], sums.rewards) == (1, "5", {})
+    assert (game.num_calls, game.messages[1]["content"]) == (0, "And?")
+    assert game.rewards == {"environment": 4.0}
+    assert "calculator" in renderer.template.decode(sums.ids_T.tolist())
+    assert "calculator" not in renderer.template.decode(game.ids_T.tolist())
+    assert "broken" in str(broken.error)
+    assert [d.value for d in pool.decisions if d.name == "environments"] == [
+        "sums: 1 rows, game: 2 rows"
+    ]
+    scored = [
+        replace(sums, verdict=Verdict({}, 1.0)),
+        replace(game, verdict=with_own(Verdict({}, None), game)),
+        broken,
+    ]
+    rollout = Rollout([Group((trajectory,)) for trajectory in scored])
+    full = RolloutConfig(environment=config)
+    event = rollout_event(rollout, [], {}, 3, full, is_judged=True)
+    of_each = {key: value for key, value in event.items() if key.startswith("environment/")}
+    assert of_each == {
+        "environment/sums/share": pytest.approx(1 / 3),
+        "environment/sums/errors": 0,
+        "environment/sums/reward": 1.0,
+        "environment/sums/turns_mean": 2.0,
+        "environment/game/share": pytest.approx(2 / 3),
+        "environment/game/errors": 1,
+        "environment/game/reward": 4.0,
+        "environment/game/turns_mean": 1.5,
+    }
+
+
+def test_rows_and_environments_name_each_other(config: EnvironmentConfig) -> None:
+    renderer = renderer_of()
+    named = row_of(renderer, "a", environment="sums")
+    for wrong in ({}, {"environment": "chess"}, {"environment": ["sums"]}):
+        with pytest.raises(DataError, match=r"b: environment is .*expected one of sums, game"):
+            world_of(config, renderer, rows=[named, row_of(renderer, "b", **wrong)])
+    with pytest.raises(ConfigError, match="has game, which no row names"):
+        world_of(config, renderer, rows=[named])
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"name": "game.py:Game"}, "take one out"),
+        ({"by_row": {"a": "agent:true"}}, "an agent asks by itself"),
+        ({"tools": ["calculator"]}, "expected name=tools"),
+        ({"by_row": {"a": "tools"}}, "tools is empty"),
+        ({"options": {"size": 3}}, "options has size"),
+    ],
+)
+def test_keys_that_contradict_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_mapping(EnvironmentConfig, {"by_row": {"a": "game.py:Game"}, **keys})
+
+
+def test_code_of_all_is_the_users_own() -> None:
+    by_row = {"a": "game.py:Game", "b": "gym:CartPole-v1", "c": "tools"}
+    config = EnvironmentConfig(by_row=by_row, tools=["calculator", "own.py:area"])
+    assert config.code == ["game.py:Game", "own.py:area"]
+    assert config.is_on
