@@ -192,6 +192,13 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
         },
         r"ppo\.old_logprobs=engine with rollout\.replay_groups=2: .* other weights",
     ),
+    ("ppo", {"ppo.loss": "own.py:Own"}, r"ppo\.loss=own\.py:Own, and .* no term for the critic"),
+    ("grpo", {"grpo.loss": "own.py"}, r"found grpo\.loss=.own\.py. .*'clip'.* or FILE\.py:name"),
+    (
+        "grpo",
+        {"grpo.loss": "own.py:Own", "grpo.clip_low": 0.1},
+        r"found grpo\.clip_low=0\.1, which nothing reads; expected a loss of taut's",
+    ),
     (
         "grpo",
         {"grpo.advantage": "gdpo", "shaping.clip": 1.0},
@@ -313,6 +320,12 @@ FULL = {"prompt": "#" * 256, "answer": "1", "id": "l"}
         (None, {"data__too_long": "truncate"}, "would cut prompts"),
         ([{"prompt": "1 and 2?"}], {"rewards": "exact_match"}, "the row has no right answer"),
         (None, {"rewards": "nothing.py:worth"}, r"nothing\.py"),
+        (None, {"grpo__loss": "no.py:Own"}, r"grpo\.loss=no\.py:Own: there is no file no\.py"),
+        (
+            None,
+            {"grpo__advantage": "no.py:f"},
+            r"grpo\.advantage=no\.py:f: there is no file no\.py",
+        ),
         (None, {"rewards": "exact"}, "exact_match"),
         (None, {"eval__answers__every": 1}, "there is nothing to ask"),
         (None, {"rollout__reference": "solution"}, "no column 'solution'"),

@@ -736,7 +736,7 @@ class _Writer:
         with self._as_output_error():
             fresh = self._fresh()
             name = shard_name(len(self.listed))
-            self.listed.append(_write(fresh / name, entry))
+            self.listed.append(write_shard(fresh / name, entry))
             if self.lock is None and len(self.listed) == 2:
                 _remove_old(self.directory)
                 self.partial.mkdir(exist_ok=True)
@@ -788,7 +788,7 @@ class _Writer:
 
     def _lock(self) -> bool:
         """Lock the directory of finished shards; not where another process has, or the file system has no locks."""
-        self.lock = _locked(self.partial)
+        self.lock = locked(self.partial)
         return self.lock is not None
 
     def _go_on(self) -> None:
@@ -825,8 +825,8 @@ class _Writer:
             ) from None
 
 
-def _write(folder: Path, entry: Entry) -> Listed:
-    """Write a shard's files."""
+def write_shard(folder: Path, entry: Entry) -> Listed:
+    """Write a shard's files. Returns how a manifest lists it."""
     folder.mkdir()
     digests = {}
     for name, array in entry.arrays.items():
@@ -877,7 +877,7 @@ def _listed(folder: Path) -> Listed:
     }
 
 
-def _locked(folder: Path) -> int | None:
+def locked(folder: Path) -> int | None:
     """The descriptor of the folder's file LOCK, locked; None where another process has it, or none can be had."""
     try:
         number = os.open(
@@ -899,7 +899,7 @@ def _remove_old(directory: Path) -> None:
     """Remove finished shards that no process has gone on from for KEPT_SECONDS."""
     for partial in directory.glob(f"*{PARTIAL}"):
         if time.time() - partial.stat().st_mtime > KEPT_SECONDS:
-            lock = _locked(partial)
+            lock = locked(partial)
             if lock is not None:
                 shutil.rmtree(partial, ignore_errors=True)
                 os.close(lock)
@@ -915,6 +915,11 @@ def forget(directory: Path, key: str) -> None:
             f"the cache entry {directory / key} cannot be replaced: {error.strerror}; expected a directory that can "
             "be written; set data.cache or TAUT_CACHE"
         ) from None
+
+
+def read_shard(folder: Path, listed: Listed) -> Entry:
+    """A shard that ``write_shard`` wrote, after a look at each of its bytes. Raises one of FAILURES."""
+    return open_entry(folder, _require_files(folder, listed))
 
 
 # -- whether arrays are sound

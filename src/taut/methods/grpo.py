@@ -19,6 +19,7 @@ from taut.methods.online import REWARD_ENDS
 from taut.methods.policy import Key, PolicyConfig, PolicyMethod
 from taut.rewards.registry import charges_steps
 from taut.rl.monitors import RolloutMonitorConfig
+from taut.rl.own_code import OwnCode, is_own, load_advantage, read_own
 from taut.train.optim import DefaultRates
 
 Advantage: TypeAlias = Literal[
@@ -43,10 +44,10 @@ class GrpoConfig(PolicyConfig):
 
     section: ClassVar[str] = "grpo"
 
-    advantage: Advantage = "group"
+    advantage: Advantage | OwnCode = "group"
     """Advantage estimator: group (GRPO), mean (Dr. GRPO), rloo, reinforce_pp, reinforce_pp_baseline, maxrl, pass_at_k,
     gdpo (each of several rewards is normalised by itself), or tree (answers that begin alike are charged by the
-    segments in which they differ)."""
+    segments in which they differ). Or FILE.py:function, of your own."""
     advantage_level: Literal["trajectory", "turn"] = "trajectory"
     """What a reward is charged to. trajectory: all tokens of an answer have the advantage of its whole reward. turn: a
     reward of an environment's step, or of a step of the answer (a reward with steps.charge), is charged to the turn or
@@ -61,6 +62,8 @@ class GrpoConfig(PolicyConfig):
     @property
     def estimator(self) -> Estimator:
         """The estimator of advantages."""
+        if is_own(self.advantage):
+            return load_advantage(read_own(self.advantage, "grpo.advantage", "function"))
         estimator = ESTIMATORS[self.advantage]
         if self.advantage_level == "turn":
             return replace(estimator, assess=partial(by_turn, discount=self.turn_discount))
@@ -90,7 +93,8 @@ class Grpo(PolicyMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rollout.n == 1 and self.grpo.advantage != "reinforce_pp":
+        compares = self.grpo.advantage != "reinforce_pp" and not is_own(self.grpo.advantage)
+        if self.rollout.n == 1 and compares:
             raise ConfigError(
                 f"rollout.n=1 with grpo.advantage={self.grpo.advantage}: an answer is compared with the others to its "
                 "prompt, and there are none; expected 2 or more; raise rollout.n, or set grpo.advantage=reinforce_pp"

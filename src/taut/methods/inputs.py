@@ -100,7 +100,7 @@ class Inputs:
     @property
     def longest(self) -> int:
         """Tokens of the longest possible sample, held-out ones included."""
-        each = [data.lengths.longest for data in (self.train, self.eval) if data is not None]
+        each = [data.longest for data in (self.train, self.eval) if data is not None]
         most = max(each) + self.grows
         context = context_length(self.config) if self.grows else None
         return most if context is None else min(most, context)

@@ -213,7 +213,13 @@ class OnlineMethod(RunConfig):
         return self.rollout.grows
 
     def load_data(
-        self, split: Split, renderer: Renderer, language: Language, *, looks_again: bool = True
+        self,
+        split: Split,
+        renderer: Renderer,
+        language: Language,
+        *,
+        looks_again: bool = True,
+        ranks: Ranks | None = None,
     ) -> Dataset:
         longest, recording = self.longest_sample(language.config), self.recording
         if split == "train" and recording is not None:
@@ -333,9 +339,9 @@ class OnlineMethod(RunConfig):
             )
             if config.environment.is_agent and not credit.takes_branches:
                 raise ConfigError(
-                    f"rollout.environment.name is {config.environment.name}, and what an agent asks may branch: all "
-                    "tokens of a trajectory have one advantage then; expected taut grpo with advantages of whole "
-                    "trajectories, not whitened, and no KL penalty in the reward; set those, or take an environment"
+                    f"rollout.environment.name is {config.environment.name}, and what an agent asks may branch, which "
+                    "turns and penalties of tokens do not; expected taut grpo with advantage_level=trajectory and no "
+                    "KL penalty in the reward; set those, or take an environment"
                 )
             # An environment that rewards a cut path itself: that reward would be replaced.
             if (

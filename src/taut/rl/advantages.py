@@ -84,7 +84,7 @@ class Credit:
     needs_one = False
     """Whether there is nothing to train on without a group that is useful."""
     takes_branches = False
-    """Whether trajectories may have branches: all their tokens then have one advantage."""
+    """Whether trajectories may have branches."""
 
     def __init__(self, loss: Loss) -> None:
         self.loss = loss
@@ -224,8 +224,8 @@ class PolicyCredit(Credit):
     ) -> None:
         """``limit``: tokens that a trajectory may have beyond its prompt. ``has_old``: the trainer's own logprobs at
         the start are a stream, because more than one step trains on a rollout. ``is_bypassed``: the engine's logprobs
-        take their place. ``reward_weights``: of the rewards by
-        name. ``needs_turn_rewards``: the estimator charges turns with their rewards.
+        take their place. ``reward_weights``: of the rewards by name. ``needs_turn_rewards``: the estimator charges
+        turns with their rewards.
         """
         super().__init__(loss)
         self.estimate, self.shaping, self.limit = estimate, shaping, limit
@@ -246,12 +246,7 @@ class PolicyCredit(Credit):
             and shaping == ShapingConfig()
             and penalty is None
         )
-        self.takes_branches = (
-            isinstance(estimate, Estimator)
-            and estimate.assess is by_sample
-            and not estimate.is_whitened
-            and penalty is None
-        )
+        self.takes_branches = not has_critic and not needs_turn_rewards and penalty is None
         self._scale = Scale()
         self._coef = 0.0 if penalty is None else penalty.coef
         self._entropy_coef = 0.0 if entropy is None else entropy.initial
@@ -288,7 +283,8 @@ class PolicyCredit(Credit):
 
     def require_usable(self, groups: Sequence[Group]) -> None:
         trajectories = [t for group in groups for t in group.trajectories]
-        unknown = [t.name for t in trajectories if not np.isfinite(t.logp_N).all()]
+        parts = [part for t in trajectories for part in t.parts]
+        unknown = [part.name for part in parts if not np.isfinite(part.logp_N).all()]
         if self.is_bypassed and unknown:
             raise CheckFailed(
                 f"old_logprobs=engine, and the engine gave no logprobs for {len(unknown)} completions, such as "
@@ -326,13 +322,17 @@ class PolicyCredit(Credit):
         return Outcomes(
             reward_S=reward_S,
             group_S=group_S,
-            length_S=torch.tensor([t.sampled_at_N.size for t in trajectories]),
+            length_S=torch.tensor([t.num_sampled for t in trajectories]),
             parts=parts,
             weights=self.reward_weights,
             turn_ends=[end_U for end_U, _ in turns],
             turn_rewards=[scale.scaled(reward_U) for _, reward_U in turns],
             ids=[torch.tensor(t.ids_T) for t in trajectories],
             sampled_at=[torch.tensor(t.sampled_at_N) for t in trajectories],
+            branches=[
+                [(torch.tensor(b.ids_T), torch.tensor(b.sampled_at_N)) for b in t.branches]
+                for t in trajectories
+            ],
         )
 
     def _is_silent(self, trajectory: Trajectory) -> bool:
@@ -355,7 +355,7 @@ class PolicyCredit(Credit):
         metrics: dict[str, float] = {}
         if self.shaping != ShapingConfig():
             metrics["reward_shaped"] = float(reward_S.mean())
-        penalties = [torch.zeros(t.sampled_at_N.size, dtype=torch.float64) for t in trajectories]
+        penalties = [torch.zeros(t.num_sampled, dtype=torch.float64) for t in trajectories]
         if self.penalty is not None:
             logps = [(_tensor(own[POLICY]), _tensor(own[REFERENCE])) for own in scores_S]
             penalties = [policy.penalty(old, reference, self._coef) for old, reference in logps]
@@ -394,11 +394,11 @@ class PolicyCredit(Credit):
             if trajectory.is_cut and self.shaping.overlong == "drop":
                 continue
             num_learned += 1
-            for part in trajectory.parts:
+            parts = trajectory.parts
+            ends = np.cumsum([part.sampled_at_N.size for part in parts])
+            for part, own_N in zip(parts, np.split(advantage_N, ends[:-1]), strict=True):
                 own = scores_of(part)
-                if part.part:  # the tokens of a trajectory with branches have one advantage
-                    advantage_N = np.full(part.sampled_at_N.size, advantage_N[0])
-                streams = {"advantage_N": advantage_N, "engine_logp_N": part.logp_N}
+                streams = {"advantage_N": own_N, "engine_logp_N": part.logp_N}
                 if self.has_old:
                     streams[POLICY] = own[POLICY]
                 if REFERENCE in own and self.penalty is None:
@@ -486,7 +486,7 @@ def _numbered(groups: Sequence[Group]) -> tuple[list[Trajectory], Tensor]:
 
 def _entropy_of(trajectories: Sequence[Trajectory]) -> float:
     """The mean of -logp of what the engine sampled, in nats a token: an unbiased estimate of its entropy."""
-    return float(-np.nanmean(np.concatenate([t.logp_N for t in trajectories])))
+    return float(-np.nanmean(np.concatenate([p.logp_N for t in trajectories for p in t.parts])))
 
 
 def turns_of(trajectory: Trajectory) -> tuple[Tensor, Tensor]:

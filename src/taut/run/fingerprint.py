@@ -137,8 +137,8 @@ def _read_text(path: Path) -> str:
         return files.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"found {path} named as code of a reward, an environment or a tool, or as a template, which cannot be "
-            f"read: {error}; expected a text file; correct the path"
+            f"found {path} named as code of a reward, an advantage, a loss, an environment or a tool, or as a "
+            f"template, which cannot be read: {error}; expected a text file; correct the path"
         ) from error
 
 
