@@ -263,7 +263,58 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
         r"distill\.top_logprobs=a: a file knows nothing of completions",
     ),
     ("gkd", {"distill.tail": "bucket"}, r"distill\.tail=bucket has no effect without distill\.url"),
-    ("gkd", {"distill.top": 5}, r"distill\.top is set without distill\.url"),
+    (
+        "gkd",
+        {"distill.top": 5},
+        r"distill\.top is set without distill\.url, teachers or privileged",
+    ),
+    ("gkd", {"distill.column": "a"}, r"distill\.column is set without distill\.teachers"),
+    ("gkd", {"distill.weights": "now"}, r"distill\.weights is set without distill\.privileged"),
+    (
+        "gkd",
+        {"distill.teacher": None, "distill.teachers": {"a": {}}},
+        r"distill\.teachers\.a has no teacher and url",
+    ),
+    (
+        "gkd",
+        {
+            "distill.teacher": None,
+            "distill.privileged": "answer",
+            "distill.privileged_template": "{prompt}",
+        },
+        r"distill\.privileged_template=.* expected a text with \{prompt\} and \{privileged\}",
+    ),
+    (
+        "gkd",
+        {
+            "distill.teacher": None,
+            "distill.privileged": "answer",
+            "distill.weights": "now",
+            "distill.update_every": 1,
+        },
+        r"distill\.update_every=1 with distill\.weights=now",
+    ),
+    (
+        "gkd",
+        {
+            "distill.teacher": None,
+            "distill.privileged": "answer",
+            "rollout.environment.name": "tools",
+            "rollout.environment.tools": ["python"],
+        },
+        r"distill\.privileged with rollout\.environment",
+    ),
+    ("grpo", {"distill.coef": 2.0}, r"distill\.coef=2 is set without a teacher"),
+    (
+        "grpo",
+        {"distill.url": "http://a/v1", "rollout.temperature": 0.5},
+        r"distill\.url with rollout\.temperature=0\.5: a server's logprobs",
+    ),
+    (
+        "grpo",
+        {"rewards": None, "distill.url": "http://a/v1", "rollout.replay_groups": 2},
+        r"rollout\.replay_groups=2 chooses completions by their rewards",
+    ),
     ("gkd", {"distill.url": "http://a/v1"}, r"distill\.teacher and distill\.url are both set"),
     (
         "gkd",

@@ -475,7 +475,13 @@ class PolicyMethod(OnlineMethod):
             entropy=entropy,
             reward_weights={spec.metric: spec.weight for spec in listed(self.rewards)},
             needs_turn_rewards=self.charges_turns,
+            distill_coef=self.distill_coef,
         )
+
+    @property
+    def distill_coef(self) -> float:
+        """The coefficient of what teachers add to the advantages; 0: there are none."""
+        return 0.0
 
     @property
     def scores_reference_first(self) -> bool:

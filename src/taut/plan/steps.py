@@ -31,7 +31,7 @@ from taut.rl.rollout import POLICY, REFERENCE, VALUE, Group, distinct
 from taut.run.setup import build_budget, build_policy
 from taut.train.distributed import Ranks
 from taut.train.trainer import StepSource
-from taut.types import Packed, Sample, Tree
+from taut.types import TEACHER_LOGP, TOP_IDS, TOP_LOGP, Packed, Sample, Tree
 
 NUM_STEPS = 5
 """Number of planned steps."""
@@ -229,5 +229,8 @@ def _rollout_trees(source: Online, config: PreTrainedConfig, number: int) -> lis
         ]
         groups.append(Group(tuple(trajectories)))
         for trajectory in trajectories:
-            scores[trajectory.name] = dict.fromkeys((POLICY, REFERENCE, VALUE), np.zeros(size))
+            shapes = dict.fromkeys((POLICY, REFERENCE, VALUE, TEACHER_LOGP), (size,))
+            listed = dict.fromkeys((TOP_IDS, TOP_LOGP), (size, source.credit.num_listed))
+            shape_of: dict[str, tuple[int, ...]] = {**shapes, **listed}
+            scores[trajectory.name] = {name: np.zeros(shape) for name, shape in shape_of.items()}
     return [sample.tree for sample in source.credit.assign(groups, scores)[0]]

@@ -243,6 +243,8 @@ def _settings(run: RunConfig) -> dict[str, Any]:
         table, _, name = key.rpartition(".")
         if not table or table in config:  # some tables belong to one method
             (config[table] if table else config).pop(name, None)
+    for source in config.get("distill", {}).get("teachers", {}).values():
+        source.clear()  # as of a single teacher: directories are hashed, addresses may change
     if "reference" in config:  # whether there is a file; its content has an identity of its own
         config["reference"]["file"] = config["reference"]["file"] is not None
     return config
