@@ -82,7 +82,8 @@ def measured(folder: Path) -> dict[str, float]:
     shards, reason = cache.load(folder, KEY)
     if shards is None:
         raise SystemExit(reason)
-    data = Dataset([SourcePart("rows", 1.0, KEY, shards, "rows", ())])
+    names = ("rows",)
+    data = Dataset([SourcePart("rows", names, 1.0, KEY, shards, "rows", (), names)])
     data.described("train")
     loaded = time.perf_counter()
     data.first_beyond(VOCAB)

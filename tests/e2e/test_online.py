@@ -26,7 +26,7 @@ from tests.chat_runs import (
     weights,
     write_rows,
 )
-from tests.online_runs import METHODS_KEYS, TWICE, keys_of, questions, save_models, train
+from tests.online_runs import METHODS_KEYS, OWN_CODE, TWICE, keys_of, questions, save_models, train
 from tests.run_directories import differences, left
 from tests.tiny_models import save_tiny
 from tests.tiny_tokenizers import tiny_tokenizer
@@ -267,6 +267,31 @@ def test_turns_are_charged_and_several_rewards_are_normalised(model: Path, tmp_p
     assert not Path(keys["out"]).exists()
 
 
+def test_an_advantage_and_a_loss_of_ones_own(model: Path, tmp_path: Path) -> None:
+    """They are those of taut: so are the weights. Their file is a part of the run: with another a resume is refused."""
+    own = tmp_path / "own.py"
+    own.write_text(OWN_CODE)
+    named = {"grpo__advantage": f"{own}:centred", "grpo__loss": f"{own}:Own"}
+    kept = {"checkpoint__every": 1, "checkpoint__keep": 9}
+    keys = keys_of("grpo", model, tmp_path / "own", steps=2, **named, **kept)
+    train(keys)
+    plain = {"grpo__advantage": "mean", "grpo__loss": "reinforce"}
+    theirs = keys_of("grpo", model, tmp_path / "theirs", steps=2, **plain)
+    train(theirs)
+    model_of = [weights(Path(k["out"]) / "model") for k in (keys, theirs)]
+    assert largest_difference(*model_of) < 1e-12
+    said = decisions(Path(keys["out"]))["rollout_monitor.max_logprob_difference"]
+    assert said == ("not compared", "grpo.loss gives no metric engine/difference")
+    own.write_text(OWN_CODE.replace("-packed", "-2 * packed"))
+    with pytest.raises(ConfigError, match=r"belongs to another run: code .*own\.py: other content"):
+        train(keys | {"resume": True, "steps": 3})
+    own.write_text(OWN_CODE.replace("cost_N.sum()", "cost_N.mean()"))
+    wrong = keys_of("grpo", model, tmp_path / "wrong", **named)
+    with pytest.raises(ConfigError, match=r"own.py:Own: its term policy of packed samples differs"):
+        train(wrong)
+    assert not Path(wrong["out"]).exists()
+
+
 def test_a_process_model_that_was_trained_here_charges_the_steps_of_answers(
     model: Path, tmp_path: Path
 ) -> None:
@@ -369,7 +394,15 @@ def reward_server() -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            data = json.dumps({"scores": [len(asked["completions"][0]) % 5]}).encode()
+            if self.path == "/score":
+                answer: Any = {"scores": [len(asked["completions"][0]) % 5]}
+            else:  # a judge, which repeats what it was shown
+                shown = asked["messages"][0]["content"]
+                message = {
+                    "content": f"{shown.partition('<reference>')[0]} Score: {len(shown) % 9}"
+                }
+                answer = {"choices": [{"message": message}]}
+            data = json.dumps(answer).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
@@ -386,6 +419,27 @@ def reward_server() -> Iterator[str]:
         finally:
             listening.shutdown()
             thread.join()
+
+
+def test_a_judge_sees_all_turns_and_its_replies_are_kept(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "twice.py").write_text(TWICE)
+    environment = {"rollout__environment__name": f"{tmp_path / 'twice.py'}:Twice"}
+    with reward_server() as url:
+        options = {"url": f"{url}/v1", "model": "m", "sees": "conversation"}
+        rewards = [{"name": "judge", "options": options}]
+        keys = keys_of("grpo", model, tmp_path, rewards=rewards, steps=1, **environment)
+        train(keys)
+    rows = Recorded(Path(keys["out"])).rollouts(1)
+    twice = [row for row in rows if row["num_turns"] == 2]
+    assert twice
+    for row in twice:
+        reply = {part["name"]: part["reply"] for part in row["rewards"]}["judge"]
+        assert reply.count("[assistant]") == 2 and "[user]\nAnd then?" in reply
+        assert " Score: " in reply
+    assert cli.main(["rollouts", keys["out"], "groups=99"]) == 0
+    assert "judge: Judge how well the assistant did" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ from tests.fake_hub import TOKEN, FakeHub, Repository
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from taut import cli
-from taut.evals.contract import read_contract
+from taut.commands.merge import Merge, merge
+from taut.evals.contract import ContractConfig, read_contract
 from taut.io import hub as hub_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # the library's
@@ -236,6 +238,56 @@ def test_results_of_taut_eval_are_on_the_card(
     card = hub.repositories["me/tiny"].files["main"]["README.md"].decode()
     assert card.count("quiz.jsonl | contains") == 1
     assert "moved/report.json: it is about" in capsys.readouterr().out
+
+
+def test_a_merged_model_has_a_card_of_what_is_known(
+    finished: Path, tmp_path: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = finished.parent / "qwen2"
+    settings = Merge(
+        model=str(base),
+        adapter=str(finished / "adapter"),
+        out=str(tmp_path / "merged"),
+        device="cpu",
+        contract=ContractConfig(prompts=2, max_new_tokens=4),
+    )
+    merge(settings)
+    capsys.readouterr()
+    assert push(tmp_path / "merged", "tiny", f"out={tmp_path / 'folder'}") == 0
+    output = capsys.readouterr().out
+    assert "questions of its contract" in output
+    assert "left out base_model: not known; base=OWNER/NAME says which" in output
+    assert "left out training: " in output and "has no record of a run" in output
+    card = (tmp_path / "folder" / "README.md").read_text()
+    assert metadata(card)["tags"] == ["taut"] and "base_model" not in metadata(card)
+    assert "How it was trained is not said here." in card and "vllm serve tiny" in card
+    assert (tmp_path / "folder" / "model.safetensors").read_bytes() == (
+        tmp_path / "merged" / "model.safetensors"
+    ).read_bytes()
+    assert str(tmp_path) not in card
+    shutil.rmtree(tmp_path / "folder")
+    assert push(tmp_path / "merged", "tiny", "base=org/base", f"out={tmp_path / 'folder'}") == 0
+    assert metadata((tmp_path / "folder" / "README.md").read_text())["base_model"] == "org/base"
+    (tmp_path / "merged" / "contract.json").unlink()
+    assert "nor a model that taut wrote (no contract.json" in refusal(
+        capsys, tmp_path / "merged", "x"
+    )
+
+
+def test_gguf_files_have_a_card_of_what_is_known(
+    finished: Path, tmp_path: Path, hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gguf").mkdir()
+    file = tmp_path / "gguf" / "tiny.gguf"
+    assert cli.main(["export", str(finished / "model"), f"out={file}"]) == 0
+    assert push(tmp_path / "gguf", "org/tiny-gguf") == 0
+    assert "verified nothing: gguf/ has no contract" in capsys.readouterr().out
+    arrived = hub.repositories["org/tiny-gguf"]
+    assert arrived.kind == "model"
+    assert arrived.files["main"]["tiny.gguf"] == file.read_bytes()
+    card = arrived.files["main"]["README.md"].decode()
+    assert metadata(card)["tags"] == ["taut", "gguf"] and "vllm" not in card
+    assert hashlib.sha256(file.read_bytes()).hexdigest() in card
 
 
 def test_a_data_set_is_uploaded_as_it_is(tmp_path: Path, hub: FakeHub) -> None:

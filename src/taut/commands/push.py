@@ -1,7 +1,8 @@
-"""``taut push RUN NAME``: the model of a run, or a data set, to the Hugging Face hub.
+"""``taut push RUN NAME``: the model of a run, another model of taut's, or a data set, to the Hugging Face hub.
 
     RUN            runs/a: its model/ (adapter/ where that is the result); or runs/a/best, runs/a/adapter by name
     what is sent   every file of that directory, contract included, and a model card (taut/run/card.py)
+    a model        a directory of 'taut merge', or one with GGUF files of 'taut export': with a card of what is known
     a data set     a directory with a README.md and no run: its files as they are
 
 One commit holds all of it. A model that does not behave as its contract says is refused. A README.md at the hub that
@@ -26,7 +27,7 @@ from taut.io import files, hub_upload
 from taut.io.console import counted
 from taut.io.hub_upload import CARD, Kind
 from taut.io.terminal import Terminal
-from taut.run.card import MARK, base_of_run, write_card
+from taut.run.card import MARK, base_of_run, write_card, write_plain_card
 from taut.train.run_dir import ADAPTER, BEST, MODEL
 from taut.train.run_dir import MARK as RUN_MARK
 
@@ -40,7 +41,8 @@ class Push:
     """Upload the model of a run, or a data set, to the Hugging Face hub."""
 
     run: str
-    """Directory of the run, or its model, best or adapter directory; or of a data set with a README.md."""
+    """Directory of the run, or its model, best or adapter directory; of a merged model, or of GGUF files; or of a data
+    set with a README.md."""
     name: str
     """The repository: OWNER/NAME, or NAME for one of your own."""
     private: bool = True
@@ -50,7 +52,7 @@ class Push:
     message: str | None = None
     """The message of the commit."""
     base: str | None = None
-    """The base model's name at the hub, for a run that read it from a directory."""
+    """The base model's name at the hub, where it is not known: the run read it from a directory, or there is no run."""
     out: str | None = None
     """Write the folder here, and upload nothing; it must not exist."""
     unverified: bool = False
@@ -81,17 +83,17 @@ def run(config: Push) -> int:
     """Upload, or write the folder, and print what was done."""
     console = Terminal(soft_wrap=True)
     directory = home_path(config.run)
-    source = _source(directory)
-    kind: Kind = "dataset" if source is None else "model"
+    run_out, model = _source(directory)
+    kind: Kind = "dataset" if model is None else "model"
     out = None if config.out is None else home_path(config.out)
     if out is not None and out.exists():
         raise OutputError(f"out={out} exists; expected a new directory; name another, or remove it")
     place = None if out is not None else hub_upload.look(config.name, kind, config.revision)
     name = config.name if place is None else place.name
-    if source is None:
+    if model is None:
         folder = Folder(kind, directory, _files(directory))
     else:
-        folder = _model(config, *source, name)
+        folder = _model(config, run_out, model, name)
     if out is not None:
         _write(folder, out)
         console.lines([*folder.told, f"written  {out}: {_counted(folder)}; nothing was uploaded"])
@@ -113,8 +115,8 @@ def run(config: Push) -> int:
     return 0
 
 
-def _source(directory: Path) -> tuple[Path, Path] | None:
-    """The run and the directory with its model; None for a data set."""
+def _source(directory: Path) -> tuple[Path | None, Path | None]:
+    """The run, if there is one, and the directory with the model; None for a data set."""
     if (directory / RUN_MARK).is_file():
         for name in (MODEL, ADAPTER):
             if (directory / name).is_dir():
@@ -125,30 +127,38 @@ def _source(directory: Path) -> tuple[Path, Path] | None:
     whole = directory.resolve()
     if whole.name in RESULTS and (whole.parent / RUN_MARK).is_file():
         return whole.parent, whole
+    if (directory / "config.json").is_file() and (directory / CONTRACT).is_file():
+        return None, directory
+    if any(directory.glob("*.gguf")) and not (directory / "config.json").is_file():
+        return None, directory
     if (directory / CARD).is_file() and not (directory / "config.json").is_file():
-        return None
+        return None, None
     if not directory.is_dir():
         raise OutputError(
-            f"run={directory} is no directory; expected a run or a data set; correct it"
+            f"run={directory} is no directory; expected a run, a model or a data set; correct it"
         )
     raise OutputError(
-        f"{directory} is neither a run (no {RUN_MARK}), nor the model, best or adapter directory of one, nor a data "
-        f"set (no {CARD}, or a config.json next to it); expected one of them; 'taut runs DIR' lists runs"
+        f"{directory} is neither a run (no {RUN_MARK}), nor the model, best or adapter directory of one, nor a "
+        f"model that taut wrote (no {CONTRACT}, no GGUF file), nor a data set (no {CARD}, or a config.json next to "
+        "it); expected one of them; 'taut runs DIR' lists runs"
     )
 
 
-def _model(config: Push, out: Path, directory: Path, name: str) -> Folder:
-    """The files of a run's model, verified, with its card."""
+def _model(config: Push, out: Path | None, directory: Path, name: str) -> Folder:
+    """The files of a model, verified, with its card. ``out``: the run that trained it, if that is here."""
     told = [f"verified {_verified(config, directory)}"]
     content = _files(directory)
-    for file, key in NAMES_BASE.items():
-        if file in content:
+    for file, key in NAMES_BASE.items() if out is not None else ():
+        if file in content and out is not None:
             settings = files.read_json(directory / file)
             settings[key] = base_of_run(out, config.base)
             content[file] = (json.dumps(settings, indent=2) + "\n").encode()
     if config.card is not None:
         return Folder("model", directory, {**content, CARD: _own_card(config.card)}, told)
-    card = write_card(out, directory, name, config.base)
+    if out is None:
+        card = write_plain_card(directory, name, config.base)
+    else:
+        card = write_card(out, directory, name, config.base)
     told += [f"left out {line}" for line in card.untold]
     return Folder("model", directory, {**content, CARD: card.text.encode()}, told)
 

@@ -79,7 +79,7 @@ class _Source(TypedDict):
     names: list[str]
     """Of its files."""
     weight: float
-    key: str
+    key: cache.Digest
     """The name of its folder."""
     columns: _Columns
     rows: list[tuple[int, Any]]
@@ -104,6 +104,8 @@ class TokenisedSource:
     """Where it is: a path or an address."""
     split: Split
     """What its samples were tokenised for; held-out data of one run may be all the data of another directory."""
+    note: str
+    """Why it may not be what is at the address now."""
     settings: Mapping[str, Any]
     content: _Source
 
@@ -111,7 +113,9 @@ class TokenisedSource:
     def told(self) -> str:
         """Words for the report."""
         sizes = [sum(shard["sizes"].values()) for shard in self.content["shards"]]
-        return f"tokenised ahead, in {self.directory} ({counted(len(sizes), 'shards')}, {sum(sizes) / 1e9:.3g} GB)"
+        counts = f"{counted(len(sizes), 'shards')}, {sum(sizes) / 1e9:.3g} GB"
+        note = f"; {self.note}" if self.note else ""
+        return f"tokenised ahead, in {self.directory} ({counts}){note}"
 
     @property
     def source(self) -> Source:
@@ -183,9 +187,10 @@ class Remote:
 
 def tokenised_sources(source: Source, split: Split) -> list[TokenisedSource] | None:
     """The sources in a directory that was tokenised ahead; None: it is none."""
-    path = _find(source.path)
-    if path is None:
+    found = _find(source.path)
+    if found is None:
         return None
+    (((_, path),), note) = found
     for key in ("share", "limit", "split", "name", "revision", "format", "columns", "system"):
         if getattr(source, key) is not None:
             raise ConfigError(
@@ -198,6 +203,7 @@ def tokenised_sources(source: Source, split: Split) -> list[TokenisedSource] | N
         TokenisedSource(
             source.path,
             of,
+            note,
             manifest["settings"],
             {**content, "weight": source.weight * content["weight"]},
         )
@@ -205,11 +211,11 @@ def tokenised_sources(source: Source, split: Split) -> list[TokenisedSource] | N
     ]
 
 
-def _find(path: str) -> Path | None:
+def _find(path: str) -> remote.Fetched | None:
     """The table of contents of a directory, here or at an address; None: there is none."""
     if remote.scheme_of(path) is None:
         here = home_path(path) / TOKENISED
-        return here if here.is_file() else None
+        return remote.Fetched([(path, here)]) if here.is_file() else None
     is_file = formats.suffix_of(urlsplit(path).path) is not None
     if is_file or IS_PATTERN.search(path) or not is_address(path):
         return None
@@ -230,7 +236,11 @@ def _read(path: Path, directory: str) -> _Manifest:
                 f"data: {directory}/{TOKENISED} is of the format {raw.get('format')}; expected {FORMAT}; tokenise "
                 "again with this version of taut"
             )
-        return pydantic.TypeAdapter(_Manifest).validate_python(raw)
+        manifest = pydantic.TypeAdapter(_Manifest).validate_python(raw)
+        for content in (*manifest["train"], *manifest["eval"]):
+            for number, shard in enumerate(content["shards"]):
+                cache.require_arrays(shard["meta"], shard["sizes"], cache.shard_name(number))
+        return manifest
     except cache.FAILURES as error:
         raise DataError(
             f"data: {directory}/{TOKENISED} cannot be read ({cache.reason_of(error)}); expected it as 'taut "

@@ -47,6 +47,7 @@ DataError that names it. Neither is ever used. Does not know how a key is made (
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -60,7 +61,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, overload
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, overload
 
 import numpy as np
 import pydantic
@@ -456,6 +457,9 @@ def file_stamp(path: str) -> tuple[int, int]:
 # -- entries on disk
 
 
+Digest: TypeAlias = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
 class _Incident(TypedDict):
     """An ``Incident``."""
 
@@ -505,11 +509,11 @@ class Listed(_Counts):
 class ListedShard(TypedDict):
     """All that is noted of a shard."""
 
-    name: str
+    name: Digest
     """The SHA-256 of its meta.json."""
     meta: Meta
     sizes: dict[str, int]
-    """Array -> bytes of its file."""
+    """Array -> bytes of its file: of those that its meta.json lists."""
 
 
 class _Manifest(TypedDict):
@@ -615,8 +619,7 @@ def _require_files(folder: Path, listed: Listed) -> Meta:
     if hashlib.sha256(content).hexdigest() != listed["meta"]:
         raise ValueError(f"{folder.name}/meta.json is not as it was written")
     meta = pydantic.TypeAdapter(Meta).validate_json(content, strict=True)
-    if not set(REQUIRED) <= set(meta["sha256"]) or set(meta["sha256"]) != set(listed["sizes"]):
-        raise ValueError(f"{folder.name}/meta.json does not list the arrays of a shard")
+    require_arrays(meta, listed["sizes"], folder.name)
     for name, size in listed["sizes"].items():
         array = folder / f"{name}.npy"
         status = array.stat()
@@ -624,6 +627,12 @@ def _require_files(folder: Path, listed: Listed) -> Meta:
         if status.st_size != size:
             raise ValueError(f"{folder.name}/{name}.npy has {status.st_size:,} bytes, not {size:,}")
     return meta
+
+
+def require_arrays(meta: Meta, sizes: Mapping[str, int], name: str) -> None:
+    """Raise ValueError unless the sizes are those of the arrays of a shard, by their names."""
+    if not set(REQUIRED) <= set(meta["sha256"]) or set(meta["sha256"]) != set(sizes):
+        raise ValueError(f"{name}/meta.json does not list the arrays of a shard")
 
 
 def open_entry(folder: Path, meta: Meta) -> Entry:
@@ -735,7 +744,7 @@ class _Writer:
         with self._as_output_error():
             fresh = self._fresh()
             name = shard_name(len(self.listed))
-            self.listed.append(_write(fresh / name, entry))
+            self.listed.append(write_shard(fresh / name, entry))
             if self.lock is None and len(self.listed) == 2:
                 _remove_old(self.directory)
                 self.partial.mkdir(exist_ok=True)
@@ -787,7 +796,7 @@ class _Writer:
 
     def _lock(self) -> bool:
         """Lock the directory of finished shards; not where another process has, or the file system has no locks."""
-        self.lock = _locked(self.partial)
+        self.lock = locked(self.partial)
         return self.lock is not None
 
     def _go_on(self) -> None:
@@ -820,18 +829,18 @@ class _Writer:
             reason = getattr(error, "strerror", None) or error
             raise OutputError(
                 f"the cache {self.directory} cannot be written: {reason}; expected a directory with space; set "
-                "data.cache or TAUT_CACHE"
+                "data.cache or TAUT_CACHE, or another out"
             ) from None
 
 
-def _write(folder: Path, entry: Entry) -> Listed:
-    """Write a shard's files."""
+def write_shard(folder: Path, entry: Entry) -> Listed:
+    """Write a shard's files. Returns how a manifest lists it."""
     folder.mkdir()
     digests = {}
     for name, array in entry.arrays.items():
         path = folder / f"{name}.npy"
         with path.open("wb") as file:
-            np.save(file, np.asarray(array, dtype=ARRAYS.get(name, (None,))[0]))
+            _save(file, np.asarray(array, dtype=ARRAYS.get(name, (None,))[0]))
             file.flush()
             os.fsync(file.fileno())
         digests[name] = files.digest(path)
@@ -847,6 +856,16 @@ def _write(folder: Path, entry: Entry) -> Listed:
     }
     files.write_text(folder / "meta.json", json.dumps(meta))
     return _listed(folder)
+
+
+def _save(file: IO[bytes], array: NDArray[Any]) -> None:
+    """``np.save``, which loses the reason where the disk takes a part of the bytes."""
+    try:
+        np.save(file, array)
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise OSError(errno.ENOSPC, f"the disk takes no more ({error} bytes)") from None
 
 
 def _listed(folder: Path) -> Listed:
@@ -866,7 +885,7 @@ def _listed(folder: Path) -> Listed:
     }
 
 
-def _locked(folder: Path) -> int | None:
+def locked(folder: Path) -> int | None:
     """The descriptor of the folder's file LOCK, locked; None where another process has it, or none can be had."""
     try:
         number = os.open(
@@ -888,7 +907,7 @@ def _remove_old(directory: Path) -> None:
     """Remove finished shards that no process has gone on from for KEPT_SECONDS."""
     for partial in directory.glob(f"*{PARTIAL}"):
         if time.time() - partial.stat().st_mtime > KEPT_SECONDS:
-            lock = _locked(partial)
+            lock = locked(partial)
             if lock is not None:
                 shutil.rmtree(partial, ignore_errors=True)
                 os.close(lock)
@@ -904,6 +923,11 @@ def forget(directory: Path, key: str) -> None:
             f"the cache entry {directory / key} cannot be replaced: {error.strerror}; expected a directory that can "
             "be written; set data.cache or TAUT_CACHE"
         ) from None
+
+
+def read_shard(folder: Path, listed: Listed) -> Entry:
+    """A shard that ``write_shard`` wrote, after a look at each of its bytes. Raises one of FAILURES."""
+    return open_entry(folder, _require_files(folder, listed))
 
 
 # -- whether arrays are sound
@@ -980,15 +1004,20 @@ def _require_offsets(
 def _require_within(
     offsets: NDArray[Any], bounds: NDArray[Any], at: NDArray[Any], name: str, *, first: int
 ) -> None:
-    """Require positions that ascend inside each sample, from ``first`` on."""
+    """Require positions that ascend inside each sample, from ``first`` on. Of ascending ones the first and the last say
+    whether all are inside.
+    """
     for begin in range(0, len(offsets) - 1, BLOCK):
         end = min(begin + BLOCK, len(offsets) - 1)
-        counts = np.diff(bounds[begin : end + 1])
-        positions = at[bounds[begin] : bounds[end]].astype(np.int64)
-        sample = np.repeat(np.arange(end - begin), counts)
-        lengths = np.diff(offsets[begin : end + 1])
-        is_next = np.diff(sample, prepend=-1) == 0
-        is_ascending = np.diff(positions, prepend=-1) > 0
-        is_inside = (positions >= first) & (positions < lengths[sample])
-        if not (is_inside & (is_ascending | ~is_next)).all():
+        bounds_S, lengths_S = (
+            bounds[begin : end + 1] - bounds[begin],
+            np.diff(offsets[begin : end + 1]),
+        )
+        positions = np.asarray(at[bounds[begin] : bounds[end]])
+        has_any_S = np.diff(bounds_S) > 0
+        starts, stops = bounds_S[:-1][has_any_S], bounds_S[1:][has_any_S]
+        is_ascending = positions[1:] > positions[:-1]
+        is_ascending[starts[1:] - 1] = True
+        is_inside = (positions[starts] >= first) & (positions[stops - 1] < lengths_S[has_any_S])
+        if not (is_ascending.all() and is_inside.all()):
             raise ValueError(f"{name} has a position outside its sample, or out of order")

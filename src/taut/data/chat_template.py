@@ -170,6 +170,8 @@ class Template:
         if variables:
             self.require_variables(variables, self._key_of_variables)
             self.template = with_defaults(str(self.template), variables)
+        self._blank: dict[tuple[int, ...], bool] = {}
+        """Tokens after the end of a turn -> whether they are white space."""
         self._ends: dict[str, Ids] = {}
         """Special tokens with the text after them that ends a prompt -> their ids."""
         self._ahead: dict[_Key, str] = {}
@@ -608,8 +610,15 @@ class Template:
         """The position of the last of ``ends`` from ``start`` on, if only white space follows it."""
         for at in range(len(ids) - 1, start - 1, -1):
             if ids[at] in ends:
-                return None if self.decode(ids[at + 1 :]).strip() else at
+                return at if self._is_blank(tuple(ids[at + 1 :])) else None
         return None
+
+    def _is_blank(self, ids: tuple[int, ...]) -> bool:
+        """Whether the tokens after the end of a turn are white space; most turns have the same."""
+        if ids not in self._blank:
+            self._blank = {} if len(self._blank) > 1000 else self._blank
+            self._blank[ids] = not self.decode(ids).strip()
+        return self._blank[ids]
 
     def context_length(self, prompt: Ids, ids: Ids, place: str) -> int:
         """len(prompt), if it is a prefix of ``ids``; else a RenderError."""

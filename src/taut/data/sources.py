@@ -48,6 +48,8 @@ IN_FILE = 2**40
 GIVEN = "rows:"
 """Rows that were given as Python objects: ``rows:`` and the name of the file that holds them (given_rows.py)."""
 GIVEN_FOLDER = "rows"
+ITERABLE = "iterable:"
+"""An iterable that was given as a Python object (given_rows.py)."""
 REMOTE_FOLDER = "files"
 """Folders of the cache: rows that were given, and files that were fetched."""
 TOKENISED = "taut-shards.json"
@@ -173,6 +175,8 @@ class Opened:
     """The lines of JSONL files; None: of another format."""
     share: tuple[float, float] | None = None
     limit: int | None = None
+    note: str = ""
+    """What there is to say about where it comes from."""
     is_part: bool = False
     """Whether these are the first rows of more, which are elsewhere."""
     left_out: list[int] = field(default_factory=lambda: [0], compare=False)
@@ -184,12 +188,13 @@ class Opened:
 
     @property
     def taken(self) -> str:
-        """What share and limit take, in words; empty where they take all."""
+        """What share and limit take, and the note, in words; empty where they take all."""
         num_left_out = f" (it left out {self.left_out[0]:,} rows)" if self.left_out[0] else ""
         words = (
             [f"share {self.share[0]:g} to {self.share[1]:g}{num_left_out}"] if self.share else []
         )
-        return ", ".join(words + ([f"at most {self.limit:,} rows"] if self.limit else []))
+        words += [f"at most {self.limit:,} rows"] if self.limit else []
+        return ", ".join(words + ([self.note] if self.note else []))
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
         """The records as lines of JSON, without line ends: of JSONL files their own bytes. A DataError is raised for a
@@ -262,11 +267,16 @@ def fraction_of(record: object) -> float:
     """A number in [0, 1) that equal records share: of the SHA-256 of the record as JSON with sorted keys, the first 52
     bits. Bytes, such as pictures in parquet files, count by their own SHA-256.
     """
+    head = hashlib.sha256(canonical(record)).digest()[:8]
+    return (int.from_bytes(head) >> 12) / 2**52
+
+
+def canonical(record: object) -> bytes:
+    """A record as JSON with sorted keys: the same for equal records."""
     text = json.dumps(
         record, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=_for_digest
     )
-    head = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8]
-    return (int.from_bytes(head) >> 12) / 2**52
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _for_digest(value: object) -> str:
@@ -297,7 +307,8 @@ def open_source(source: Source) -> Opened:
     elif is_address(source.path):
         _require_no_split(source)
         folder = directory_of(None) / REMOTE_FOLDER
-        opened = _open_files(source, remote.fetch(source.path, folder, SUFFIXES))
+        fetched = remote.fetch(source.path, folder, SUFFIXES)
+        opened = replace(_open_files(source, fetched.files), note=fetched.note)
     elif source.path.startswith(GIVEN):
         _require_no_split(source)
         opened = _open_given(source)
@@ -461,7 +472,7 @@ def folder_of(source: Source, named: str | None, key: str) -> str:
     """The folder of relative paths of images: ``named``, the setting ``key``; else that of the data."""
     if named is not None:
         return str(user_path(named, key).absolute())
-    if remote.scheme_of(source.path) or source.path.startswith(GIVEN):
+    if remote.scheme_of(source.path) or source.path.startswith((GIVEN, ITERABLE)):
         return str(Path.cwd())
     path = home_path(source.path).absolute()
     while IS_PATTERN.search(str(path)) and not path.exists():

@@ -232,7 +232,7 @@ async def _sent(
 
 def look(url: str, quiet: float) -> Mapping[str, str]:
     """The headers of what a GET of a file would return. Raises FileNotFoundError, Refused, and Unanswered after several
-    attempts. ``quiet``: seconds that the server may take.
+    attempts, Unreachable at once. ``quiet``: seconds that the server may take.
     """
 
     async def ask() -> Mapping[str, str]:
@@ -245,7 +245,11 @@ def look(url: str, quiet: float) -> Mapping[str, str]:
                         return dict(response.headers)
 
             retries = Retries(attempts=3)
-            is_over = tenacity.stop_after_attempt(3)
+
+            def is_over(state: tenacity.RetryCallState) -> bool:
+                error = None if state.outcome is None else state.outcome.exception()
+                return state.attempt_number == 3 or isinstance(error, Unreachable)
+
             return await retry_loop(Unanswered, retries, is_over)(attempt)
 
     return wait_for(4 * quiet, ask)
@@ -277,11 +281,17 @@ def download(url: str, file: IO[bytes], quiet: float) -> None:
     wait_for(math.inf, get)
 
 
+class Unreachable(Unanswered):
+    """No connection could be made: the name is not known, no route leads there, or nothing listens."""
+
+
 @contextmanager
 def _unanswered() -> Iterator[None]:
     try:
         with _explained():
             yield
+    except httpx2.ConnectError as error:
+        raise Unreachable(_line(f"{type(error).__name__}: {error}")) from None
     except httpx2.RequestError as error:
         raise Unanswered(_line(f"{type(error).__name__}: {error}")) from None
 

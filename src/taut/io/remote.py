@@ -1,6 +1,6 @@
 """Files at addresses: fetched once into a folder, whole or not at all, then read like any other file.
 
-    fetch("s3://bucket/chats/*.jsonl", folder, suffixes)     [("s3://bucket/chats/a.jsonl", Path), ...], sorted
+    fetch("s3://bucket/chats/*.jsonl", folder, suffixes)     [("s3://bucket/chats/a.jsonl", Path), ...], sorted; a note
 
     folder/<hash of the address>/<hash of the version>.jsonl    the version: ETag, or size and time of last change
     folder/<hash of the address>/files.json                     which addresses a pattern or directory stood for
@@ -12,7 +12,8 @@ nothing of it is left, and RemoteError names address and byte. A file that chang
     find("s3://bucket/shards/manifest.json", folder)         its Path, or None
     copy(url, path, size)                                    one file whose size is known, to a path
 
-With HF_HUB_OFFLINE=1 nothing is asked: the newest version in the folder is used, or RemoteError raised. Credentials are
+With HF_HUB_OFFLINE=1 nothing is asked: the newest version in the folder is used, or RemoteError raised. Where no
+connection can be made, the newest version is used too, and the note says so. Credentials are
 the libraries' own (environment, profiles); none is in a message. A disk that is full is an OutputError.
 """
 
@@ -27,7 +28,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
@@ -47,6 +48,7 @@ PATIENCE = 20.0
 BLOCK = 2**23
 """Bytes that are read at a time from a store."""
 LISTING = "files.json"
+OLD = "as it was fetched before, since no connection can be made"
 CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; FSSPEC_S3_ANON=true for a public bucket",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or log in: gcloud auth application-default login",
@@ -58,6 +60,10 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 class RemoteError(DataError):
     """An address cannot be read."""
+
+
+class Unreachable(RemoteError):
+    """No connection can be made to an address."""
 
 
 class _Broken(Exception):
@@ -99,13 +105,33 @@ def scheme_of(path: str) -> str | None:
     return scheme
 
 
-def fetch(url: str, folder: Path, suffixes: Sequence[str]) -> list[tuple[str, Path]]:
-    """The files at an address, each with its own address, fetched where ``folder`` does not have them. ``suffixes``: of
-    the files that a directory stands for.
+class Fetched(NamedTuple):
+    """Files from an address."""
+
+    files: list[tuple[str, Path]]
+    """Each with its own address."""
+    note: str = ""
+    """Why they may not be what is there now."""
+
+
+def fetch(url: str, folder: Path, suffixes: Sequence[str]) -> Fetched:
+    """The files at an address, fetched where ``folder`` does not have them. ``suffixes``: of the files that a directory
+    stands for.
     """
     listing = folder / _hash(url) / LISTING
     if hub.is_offline():
-        return _kept(url, folder, listing)
+        return Fetched(_kept(url, folder, listing))
+    try:
+        return Fetched(_fetch_all(url, folder, suffixes, listing))
+    except Unreachable:
+        with suppress(RemoteError):
+            return Fetched(_kept(url, folder, listing), OLD)
+        raise
+
+
+def _fetch_all(
+    url: str, folder: Path, suffixes: Sequence[str], listing: Path
+) -> list[tuple[str, Path]]:
     store = _open_store(url)
     with _explained(url):
         found = store.find(url)
@@ -122,20 +148,21 @@ def fetch(url: str, folder: Path, suffixes: Sequence[str]) -> list[tuple[str, Pa
     return fetched
 
 
-def find(url: str, folder: Path) -> Path | None:
-    """The file at an address, fetched where ``folder`` does not have it; None: there is none."""
-    if hub.is_offline():
-        try:
-            return _newest(url, folder)
-        except (OSError, ValueError):
-            return None
-    store = _open_store(url)
-    with _explained(url):
-        try:
-            version = store.look(url)
-        except FileNotFoundError:
-            return None
-    return _fetch_version(store, url, version, folder)
+def find(url: str, folder: Path) -> Fetched | None:
+    """The file at an address, fetched where ``folder`` does not have it; None: there is none, or none is known."""
+    note = ""
+    if not hub.is_offline():
+        store, note = _open_store(url), OLD
+        with suppress(Unreachable):
+            with _explained(url):
+                try:
+                    version = store.look(url)
+                except FileNotFoundError:
+                    return None
+            return Fetched([(_shown(url), _fetch_version(store, url, version, folder))])
+    with suppress(OSError, ValueError):
+        return Fetched([(_shown(url), _newest(url, folder))], note)
+    return None
 
 
 def copy(url: str, place: Path, size: int) -> None:
@@ -301,6 +328,8 @@ class _FileSystem:
 
     def look(self, url: str) -> Version:
         found = self.system.info(url)
+        if found.get("type") == "directory":
+            raise FileNotFoundError(url)
         keys = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "updated", "mtime", "size")
         tag = " ".join(str(found[key]) for key in keys if found.get(key))
         return Version(tag, found.get("size"))
@@ -344,7 +373,11 @@ def _explained(url: str) -> Iterator[None]:
                 f"cannot be read ({_line(error)})",
                 "check the address and the network",
             )
-        raise RemoteError(f"data: {_shown(url)} {problem}; expected a file; {remedy}") from None
+        is_away = re.search(
+            r"Unreachable|ConnectError|EndpointConnection|OfflineMode|ConnectorE", names
+        )
+        kind = Unreachable if is_away else RemoteError
+        raise kind(f"data: {_shown(url)} {problem}; expected a file; {remedy}") from None
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -474,6 +474,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
             )
         candidates = (Path(path) / name for name in TOKENIZER_FILES)
         require_file_itself(next(filter(Path.is_file, candidates)))
+    else:
+        hub.settle()
     with explain_load_errors(path, "a tokenizer"):
         name, revision = hub.pinned(path)
         tokenizer = AutoTokenizer.from_pretrained(

@@ -6,10 +6,11 @@ Pictures are sent inside the request, as data URLs: no server has our files.
 from __future__ import annotations
 
 import base64
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -73,13 +74,27 @@ The reference, where there is one, is right. Say in a sentence or two what is ri
 with a line "Score: N", where N is a whole number from 0 (useless or wrong) to 10 (perfect)."""
 
 
+CONVERSATION = """\
+Judge how well the assistant did in this conversation, in all of its turns and calls of tools together.
+
+<conversation>
+{conversation}
+</conversation>
+<reference>
+{reference}
+</reference>
+
+The reference, where there is one, is right. Say in a sentence or two what is right and wrong with what the assistant
+said and did. Then end with a line "Score: N", where N is a whole number from 0 (useless or wrong) to 10 (perfect)."""
+
+
 @configclass
 class Judge(Verifier):
     """The number that a language model gives an answer, over an OpenAI-compatible chat endpoint.
 
-    The model is sent one user message, ``template`` with {question}, {answer} and {reference} filled in, at
-    temperature 0; the last match of ``pattern`` in its reply is the number, and (number - low) / (high - low) the
-    reward. The reply is recorded with it. One without a number, or with one outside of low to high, is requested
+    The model is sent one user message, ``template`` with {question}, {answer}, {reference} and {conversation} filled
+    in, at temperature 0; the last match of ``pattern`` in its reply is the number, and (number - low) / (high - low)
+    the reward. The reply is recorded with it. One without a number, or with one outside of low to high, is requested
     again, ``tries`` times in all; then it is an error. An answer may try to persuade the judge, and a model that
     trains against a judge learns what pleases it: keep another measure in use.
     """
@@ -93,8 +108,12 @@ class Judge(Verifier):
     """Name of the model at the endpoint."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the API key; none is sent by default."""
-    template: str = TEMPLATE
-    """The prompt of the judge; {question}, {answer} and {reference} are filled in, other braces stay."""
+    sees: Literal["answer", "conversation"] = "answer"
+    """answer: the prompt and the last answer. conversation: every turn with its role, calls of tools and their results,
+    from the prompt to the policy's last turn. It chooses the default of template."""
+    template: str | None = None
+    """The prompt of the judge; {question}, {answer}, {reference} and {conversation} are filled in, other braces stay.
+    By default one that asks for a number from 0 to 10."""
     pattern: str = r"(?i)score(?:\s*\([^()\n]*\)(?=[^\w\n]*[\d:=]))?\W*?(-?\d+(?:\.\d+)?)"
     """Regular expression whose first group is the number. The default skips a scale in brackets, as in
     "Score (0-10): 7"."""
@@ -115,12 +134,22 @@ class Judge(Verifier):
             raise ConfigError(
                 f"found low={self.low:g} and high={self.high:g}; expected a lower low; correct them"
             )
-        if "{answer}" not in self.template:
-            raise ConfigError("found a template without {answer}; expected it; put it in")
+        if f"{{{self.sees}}}" not in self.prompt:
+            raise ConfigError(
+                f"found a template without {{{self.sees}}}, and the judge sees the {self.sees}; expected it; put it "
+                "in, or set sees"
+            )
         if compile_pattern(self.pattern).groups < 1:
             raise ConfigError(
                 f"pattern={self.pattern!r:.80} has no group; expected one around the number; put it in brackets"
             )
+
+    @property
+    def prompt(self) -> str:
+        """The template in use."""
+        if self.template is not None:
+            return self.template
+        return TEMPLATE if self.sees == "answer" else CONVERSATION
 
     def prepare(self) -> None:
         """ConfigError if the key is not in the environment."""
@@ -145,12 +174,17 @@ class Judge(Verifier):
             "question": _text(answered.prompt),
             "answer": answered.text,
             "reference": "\n".join(answered.references),
+            "conversation": conversation_text(answered),
         }
         question = re.sub(
-            r"\{(question|answer|reference)\}", lambda match: values[match[1]], self.template
+            r"\{(question|answer|reference|conversation)\}",
+            lambda match: values[match[1]],
+            self.prompt,
         )
         content: Any = question
-        pictures = [] if isinstance(answered.prompt, str) else pictures_of(answered.prompt)
+        shown = [] if isinstance(answered.prompt, str) else [*answered.prompt]
+        shown += answered.messages if self.sees == "conversation" else []
+        pictures = pictures_of(shown)
         if pictures:
             content = [*pictures, {"type": "text", "text": question}]
         body = {
@@ -188,6 +222,24 @@ def _text(prompt: Sequence[Mapping[str, Any]] | str) -> str:
     if len(prompt) == 1:
         return texts[0]
     return "\n\n".join(f"{m.get('role')}: {text}" for m, text in zip(prompt, texts, strict=True))
+
+
+def conversation_text(answered: Answered) -> str:
+    """Every turn under its role, with its calls of tools, from the prompt on; a prompt that is a text as it is."""
+    prompt = answered.prompt
+    turns = answered.messages or ({"role": "assistant", "content": answered.text},)
+    blocks = [prompt] if isinstance(prompt, str) else []
+    for message in turns if isinstance(prompt, str) else (*prompt, *turns):
+        name = f" {message['name']}" if message.get("name") else ""
+        lines = [f"[{message.get('role')}{name}]", _content(message.get("content"))]
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            arguments = function["arguments"]
+            if not isinstance(arguments, str):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            lines.append(f"[call of {function['name']}] {arguments}")
+        blocks.append("\n".join(line for line in lines if line))
+    return "\n\n".join(blocks)
 
 
 def _content(content: Any) -> str:

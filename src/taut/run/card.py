@@ -133,6 +133,61 @@ def write_card(out: Path, directory: Path, name: str, base: str | None = None) -
     return Card(redacted("\n\n".join(filter(None, parts))) + "\n", untold)
 
 
+def write_plain_card(directory: Path, name: str, base: str | None = None) -> Card:
+    """The card of a model that no run is known of: one that ``taut merge`` wrote, or GGUF files. ``base``: the hub's
+    name of the model that it was made from.
+    """
+    untold = [
+        f"training: {directory} has no record of a run; push the run's directory to say how it was trained"
+    ]
+    found: dict[str, Any] | str = "none is named"
+    if base is None:
+        untold.append(
+            "base_model: not known; base=OWNER/NAME says which model of the hub it was made from"
+        )
+    else:
+        found = hub.read_card(base)
+    licence = {} if isinstance(found, str) else _license(found)
+    if not licence:
+        why = found if isinstance(found, str) else "its card names none"
+        untold.append(f"license: that of the base model is not known: {why}")
+    quantised = sorted(directory.glob("*.gguf"))
+    contract = read_contract(directory) if (directory / CONTRACT).is_file() else None
+    about = f"[{base}](https://huggingface.co/{base})" if base else "a model that is not named here"
+    what = "As GGUF files for llama.cpp, made" if quantised else "Made"
+    summary = f"{what} with taut from {about}. How it was trained is not said here."
+    sizes = [
+        (path.name, f"{path.stat().st_size:,}", f"`{files.digest(path)}`") for path in quantised
+    ]
+    parts = [
+        _plain_metadata(directory, base, licence, is_gguf=bool(quantised)),
+        f"# {name.partition('/')[2] or name}\n\n{MARK} A card that does not have this line is left as it is. -->",
+        summary,
+        "\n".join(_table(("file", "bytes", "SHA-256"), sizes)) if quantised else "",
+        "" if quantised else _use(directory, name, Base(about, base, None, {}), contract),
+    ]
+    return Card(redacted("\n\n".join(filter(None, parts))) + "\n", untold)
+
+
+def _plain_metadata(
+    directory: Path, base: str | None, licence: Mapping[str, Any], *, is_gguf: bool
+) -> str:
+    from huggingface_hub import ModelCardData
+
+    task = "text-classification" if _is_reward(directory) else "text-generation"
+    known: dict[str, Any] = {}
+    if base is not None:
+        known = {"base_model": base, "base_model_relation": "quantized" if is_gguf else "finetune"}
+    metadata = ModelCardData(
+        library_name=None if is_gguf else "transformers",
+        pipeline_tag=task,
+        tags=["taut", *(["gguf"] if is_gguf else [])],
+        **licence,
+        **known,
+    )
+    return f"---\n{metadata.to_yaml()}\n---"
+
+
 def base_of_run(out: Path, base: str | None) -> str:
     """What a card calls the base model: its name at the hub, or the last name of its path."""
     return _base(read_resolved(out), base, []).shown

@@ -7,6 +7,7 @@ import fcntl
 import gzip
 import json
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -450,3 +451,18 @@ def test_an_entry_of_an_older_version_is_made_again(source: str, tmp_path: Path)
     data = load(source, tmp_path / "c")
     assert "tokenised (the cached entry is of another version)" in data.report.decisions[0]
     assert load(source, tmp_path / "c").report.is_cached
+
+
+def test_a_limit_in_the_middle_of_an_array_is_one_line(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "SHARD_BYTES", 2**28)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, limits[1]))
+    try:
+        with pytest.raises(OutputError, match=r"the disk takes no more .*; set data\.cache"):
+            load(source, tmp_path / "c")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list((tmp_path / "c").glob("*/ids.npy"))
+    assert len(load(source, tmp_path / "c")) == ROWS

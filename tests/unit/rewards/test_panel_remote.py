@@ -236,6 +236,41 @@ def test_an_answer_that_is_no_unicode_is_sent_as_what_is(server: Server) -> None
     assert "? five" in server.asked[0][2]["messages"][0]["content"]
 
 
+def test_a_judge_may_see_the_whole_conversation(server: Server) -> None:
+    """Every turn with its role, calls and results; the answer alone by default."""
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    asked = Answered(
+        text="It is 5.",
+        prompt=(
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "2 and 3?"},
+        ),
+        messages=(
+            {"role": "assistant", "content": "I add.", "tool_calls": [call]},
+            {"role": "tool", "name": "add", "content": "5"},
+            {"role": "assistant", "content": "It is 5."},
+        ),
+    )
+    server.reply = lambda body: (200, {"choices": [{"message": {"content": "Score: 7"}}]})
+    options = {"url": f"{server.url}/v1", "model": "m"}
+    assert said("judge", asked, **options, sees="conversation") == [Score(0.7, reply="Score: 7")]
+    assert said("judge", asked, **options)[0].value == 0.7
+    whole, last = (body["messages"][0]["content"] for _, _, body in server.asked)
+    turns = (
+        '[system]\nBe brief.\n\n[user]\n2 and 3?\n\n[assistant]\nI add.\n[call of add] {"a": 2}\n\n'
+        "[tool add]\n5\n\n[assistant]\nIt is 5."
+    )
+    assert f"<conversation>\n{turns}\n</conversation>" in whole
+    assert "I add." not in last and "<answer>\nIt is 5.\n</answer>" in last
+    said("judge", asked, **options, template="Rate {conversation} {x}", sees="conversation")
+    assert server.asked[-1][2]["messages"][0]["content"] == f"Rate {turns} {{x}}"
+    said("judge", Answered(text="5", prompt="2 and 3? "), **options, sees="conversation")
+    assert (
+        "<conversation>\n2 and 3? \n\n[assistant]\n5\n"
+        in server.asked[-1][2]["messages"][0]["content"]
+    )
+
+
 def test_a_judge_without_a_number_is_asked_again_and_then_an_error(server: Server) -> None:
     replies = ["Good!", "Score: 11", "Score: 10"]
     server.reply = lambda body: chat(replies[len(server.asked) - 1])
@@ -290,6 +325,11 @@ def test_a_judge_has_a_scale_and_words_of_its_own(server: Server) -> None:
         ("judge", {"url": "http://host"}, "model"),
         ("judge", {"url": "http://host", "model": "m", "low": 10}, "expected a lower low"),
         ("judge", {"url": "http://host", "model": "m", "template": "?"}, "without {answer}"),
+        (
+            "judge",
+            {"url": "http://host", "model": "m", "template": "{answer}", "sees": "conversation"},
+            "without {conversation}",
+        ),
         ("judge", {"url": "http://host", "model": "m", "pattern": "5"}, "has no group"),
         ("reward_model", {"model": "dir"}, "a model in this process, where none can be"),
     ],
