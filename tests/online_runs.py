@@ -49,6 +49,9 @@ def centred(outcomes):
     mean_S = [outcomes.reward_S[outcomes.group_S == group].mean() for group in outcomes.group_S]
     return [(r - m).expand(n) for r, m, n in zip(outcomes.reward_S, mean_S, outcomes.length_S)]
 
+def plain(outcomes):
+    return outcomes.reward_S
+
 @dataclass(frozen=True)
 class Own(Loss):
     units = {"policy": "token"}

@@ -32,7 +32,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo in bfloat16": ("grpo", {"dtype": "bfloat16", "grpo__advantage": "maxrl"}),
     "grpo, a loss and an advantage of one's own": (
         "grpo",
-        {"grpo__loss": "own.py:Own", "grpo__advantage": "own.py:centred", "dtype": "float64"},
+        {"grpo__loss": "own.py:Own", "grpo__advantage": "own.py:plain", "dtype": "float64"},
     ),
     "grpo, a tree": ("grpo", {"grpo__advantage": "tree"}),
     "grpo, each reward": ("grpo", {"grpo__advantage": "gdpo"}),

@@ -61,7 +61,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, overload
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, overload
 
 import numpy as np
 import pydantic
@@ -457,6 +457,9 @@ def file_stamp(path: str) -> tuple[int, int]:
 # -- entries on disk
 
 
+Digest: TypeAlias = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
 class _Incident(TypedDict):
     """An ``Incident``."""
 
@@ -506,11 +509,11 @@ class Listed(_Counts):
 class ListedShard(TypedDict):
     """All that is noted of a shard."""
 
-    name: str
+    name: Digest
     """The SHA-256 of its meta.json."""
     meta: Meta
     sizes: dict[str, int]
-    """Array -> bytes of its file."""
+    """Array -> bytes of its file: of those that its meta.json lists."""
 
 
 class _Manifest(TypedDict):
@@ -616,8 +619,7 @@ def _require_files(folder: Path, listed: Listed) -> Meta:
     if hashlib.sha256(content).hexdigest() != listed["meta"]:
         raise ValueError(f"{folder.name}/meta.json is not as it was written")
     meta = pydantic.TypeAdapter(Meta).validate_json(content, strict=True)
-    if not set(REQUIRED) <= set(meta["sha256"]) or set(meta["sha256"]) != set(listed["sizes"]):
-        raise ValueError(f"{folder.name}/meta.json does not list the arrays of a shard")
+    require_arrays(meta, listed["sizes"], folder.name)
     for name, size in listed["sizes"].items():
         array = folder / f"{name}.npy"
         status = array.stat()
@@ -625,6 +627,12 @@ def _require_files(folder: Path, listed: Listed) -> Meta:
         if status.st_size != size:
             raise ValueError(f"{folder.name}/{name}.npy has {status.st_size:,} bytes, not {size:,}")
     return meta
+
+
+def require_arrays(meta: Meta, sizes: Mapping[str, int], name: str) -> None:
+    """Raise ValueError unless the sizes are those of the arrays of a shard, by their names."""
+    if not set(REQUIRED) <= set(meta["sha256"]) or set(meta["sha256"]) != set(sizes):
+        raise ValueError(f"{name}/meta.json does not list the arrays of a shard")
 
 
 def open_entry(folder: Path, meta: Meta) -> Entry:

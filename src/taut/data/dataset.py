@@ -658,7 +658,10 @@ def load_dataset(
             require_same(tokenised, settings, split)
             key = tokenised.content["key"]
             shards, remote = tokenised.shards(directory, most_fetched)
-            decisions.append(f"{source.path}: {tokenised.told}")
+            told = f"{source.path}: {tokenised.told}"
+            if remote is not None and config.fetched_gb is not None:
+                told += f"; of what is fetched at most {config.fetched_gb:g} GB are kept"
+            decisions.append(told)
         else:
             has_images = renderer.image_store is not None
             key = key_of(opened.digest, columns, limits, identity, has_images=has_images)

@@ -285,6 +285,8 @@ class PolicyCredit(Credit):
         if estimate is None or estimate.assess is by_sample:
             return group.has_signal
         trajectories = group.rewarded
+        if not trajectories:
+            return False
         reward_S = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
         outcomes = self._outcomes(
             trajectories, torch.zeros(reward_S.numel()).long(), Scale(), reward_S

@@ -69,7 +69,7 @@ def load_advantage(code: UserCode) -> Estimator:
     def assess(_: Compare, outcomes: Outcomes) -> list[Tensor]:
         return _called(code, function, outcomes)
 
-    estimator = Estimator(mean, mean, assess=assess)
+    estimator = Estimator(_not_compared, mean, assess=assess)
     try:
         first, again = estimator.assessed(_small_rollout()), estimator.assessed(_small_rollout())
     except UserCodeError as error:
@@ -80,6 +80,10 @@ def load_advantage(code: UserCode) -> Estimator:
             "outcomes, since every rank calls it; seed what is random in it"
         )
     return estimator
+
+
+def _not_compared(reward_S: Tensor, group_S: Tensor) -> Tensor:
+    raise AssertionError("the user's function compares rewards itself")
 
 
 def _called(

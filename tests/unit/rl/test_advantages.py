@@ -274,6 +274,7 @@ def test_a_turns_reward_is_charged_to_its_turn_and_those_before_it() -> None:
     group = Group((first, alike))
     assert not group.has_signal and made.is_useful(group), "equal sums, earned at other turns"
     assert not made.is_useful(Group((first, replace(first, index=1))))
+    assert not made.is_useful(Group((replace(first, error="cut off"),))), "nothing is rewarded"
 
 
 def test_credit_by_turns_needs_rewards_of_turns() -> None:
