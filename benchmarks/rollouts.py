@@ -291,7 +291,7 @@ def worker_of(case: Case, times: Times, renderer: Renderer, lag: int) -> Rollout
         PromptRow(f"{n}", f"{n}", ids_T, messages, (), None, {"number": n})
         for n in range(case.groups * case.rollouts)
     ]
-    keys = {"n": case.size, "lag": lag, "engine": "server", "url": "http://127.0.0.1/v1"}
+    keys = {"n": case.size, "lag": lag, "engine": "server", "urls": "http://127.0.0.1/v1"}
     panel: Any = Judge(times) if case.rollouts > 1 else None
     return RolloutWorker(
         config=from_mapping(RolloutConfig, keys),
