@@ -54,6 +54,8 @@ class FakeServer:
 
     names: tuple[str, ...] = ("model",)
     max_model_len: int | None = 64
+    owner: str = "vllm"
+    """Whose server it says it is."""
     mode: str = "raw"
     ends: tuple[int, ...] = (7,)
     """Ids at which the server stops by itself: generation_config's."""
@@ -116,7 +118,8 @@ class FakeServer:
             said = f"Incorrect API key {handler.headers['authorization']}"
             _send(handler, 401, json.dumps({"error": {"message": said}}))
         elif handler.path == "/v1/models":
-            cards = [{"id": name, "max_model_len": self.max_model_len} for name in self.names]
+            card = {"max_model_len": self.max_model_len, "owned_by": self.owner}
+            cards = [{"id": name, **card} for name in self.names]
             _send(handler, 200, json.dumps({"object": "list", "data": cards}))
         elif handler.path == "/v1/chat/completions":
             _send(handler, 200, json.dumps({"prompt_token_ids": self.rendered, "choices": []}))

@@ -102,6 +102,8 @@ class _Waiter:
     priority: int
     event: anyio.Event
     server: Server | None = None
+    failure: EngineError | None = None
+    """Why it gets none."""
 
 
 class Pool:
@@ -208,8 +210,9 @@ class Pool:
             if waiter.server is not None:
                 self._give_back(waiter.server)
             raise
-        if waiter.server is None:
-            raise self.failure
+        if waiter.failure is not None:
+            raise waiter.failure
+        assert waiter.server is not None, "it was dealt one"
         return waiter.server
 
     def _give_back(self, server: Server) -> None:
@@ -228,7 +231,9 @@ class Pool:
             ]
             if not free and not is_over:
                 break
-            if free:
+            if is_over:
+                waiter.failure = self.failure
+            else:
                 waiter.server = _chosen(waiter, free)
                 if waiter.server is None:
                     continue

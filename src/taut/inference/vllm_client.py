@@ -231,6 +231,7 @@ T = TypeVar("T", bound=BaseModel)
 
 class Card(BaseModel):
     id: str
+    owned_by: str | None = None
     max_model_len: int | None = None
 
 
@@ -277,6 +278,12 @@ def served(endpoint: Endpoint, name: str | None) -> Card:
     listed = parsed(Models, endpoint.ask("models")).data
     cards = [card for card in listed if card.id == name or PUSHED not in card.id]
     names, key = ", ".join(card.id for card in cards) or "none", f"{endpoint.section}server.name"
+    if any(card.owned_by == "sglang" for card in cards):
+        raise EngineError(
+            f"server: {endpoint.url} is SGLang, whose completions have no token ids, and whose own /generate keeps no "
+            f"request's seed unless it is started for that (docs/serving.md); expected vLLM; serve the model with it, "
+            f"or correct {endpoint.url_key}"
+        )
     if name is None and len(cards) != 1:
         raise EngineError(
             f"server: {endpoint.url} serves {len(cards)} models ({names}); expected one, or to be told which; set {key}"

@@ -7,8 +7,9 @@ A draw is a place in the endless order of prompts (``Order``), so each is asked 
 when it is drawn until its group is trained on, or left out for want of a signal.
 
     push       the weights go to the server before each rollout; trajectories in flight go on with them
-    take       the first ``samples_per_step * minibatches`` groups that finish, in that order. A group whose oldest
-               token was sampled more than ``lag`` updates ago is dropped, and its draw is asked again
+    take       the first ``samples_per_step * minibatches`` groups that finish; of several that wait, those with the
+               oldest tokens first. A group whose oldest token was sampled more than ``lag`` updates ago is dropped, and
+               its draw is asked again
     open       at most 1 + lag / updates rollouts, this one included: more would be too old when its turn comes
 
 The state is what was drawn and is open after the last rollout was taken. A checkpoint keeps it; what was in flight, or
@@ -19,12 +20,14 @@ The writer asks and judges. Every rank gets the same groups, in the same order.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from heapq import heappop, heappush
 from threading import Condition, Thread
 from typing import Annotated
 
@@ -61,7 +64,9 @@ class Background:
         self._changed = Condition()
         self._waiting: deque[tuple[int, PromptRow]] = deque()
         """What is asked and not yet begun."""
-        self._finished: deque[Finished] = deque()
+        self._finished: list[tuple[float, int, Finished]] = []
+        """A heap of (version of the oldest token, how many finished before, group)."""
+        self._num_finished = 0
         self._feed: Feed | None = None
         self._error: BaseException | None = None
         self._is_closing = False
@@ -74,13 +79,16 @@ class Background:
             self._waiting.append((number, row))
             self._wake()
 
-    def next(self) -> Finished:
-        """The next group that is finished. Raises the error that ended the thread."""
+    def next(self) -> tuple[float, Finished]:
+        """A finished group, and the version of its oldest token (infinity: it has none): of several the oldest. Raises
+        the error that ended the thread.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._finished or self._error is not None)
             if self._error is not None:
                 raise self._error
-            return self._finished.popleft()
+            oldest, _, finished = heappop(self._finished)
+            return oldest, finished
 
     def close(self) -> None:
         """Cancel what is in flight."""
@@ -101,8 +109,11 @@ class Background:
                 while self._begin(feed):
                     feed.wait()
                     while feed.has_finished:
+                        finished = feed.next()
+                        oldest = _oldest(finished.trajectories)
                         with self._changed:
-                            self._finished.append(feed.next())
+                            heappush(self._finished, (oldest, self._num_finished, finished))
+                            self._num_finished += 1
                             self._changed.notify()
         except BaseException as error:  # noqa: BLE001 (raised again by next)
             with self._changed:
@@ -190,10 +201,8 @@ class Lagging:
                 num_replaced += is_replaced
                 background.ask(next_draw, self._row(next_draw, index))
                 next_draw += 1
-            number, trajectories = background.next()
-            paths = [path for trajectory in trajectories for path in trajectory.parts]
-            versions = [int(path.version_N.min()) for path in paths if path.version_N.size]
-            if version - min(versions, default=version) > config.lag:
+            oldest, (number, trajectories) = background.next()
+            if version - oldest > config.lag:
                 num_stale += 1
                 background.ask(number, self._row(number, open_draws[number]))
                 continue
@@ -221,3 +230,11 @@ class Lagging:
             num_replaced=num_replaced,
         )
         return rollout, {"next": next_draw, "open": still_open}
+
+
+def _oldest(trajectories: Sequence[Trajectory]) -> float:
+    """The version of the oldest token of a group; infinity where it has none."""
+    paths = [path for trajectory in trajectories for path in trajectory.parts]
+    return min(
+        (int(path.version_N.min()) for path in paths if path.version_N.size), default=math.inf
+    )

@@ -17,14 +17,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.fake_vllm import FakeServer
 from tests.unit.rl.test_environment import CALL, Scripted, renderer_of, row_of, world_of
 
+from taut.data.stop_tokens import derive_stop_set
 from taut.errors import ConfigError, UserCodeError
 from taut.inference.engine import Sampling
+from taut.inference.vllm import ServerConfig, ServerEngine
 from taut.rl.environment import EnvironmentConfig, EnvironmentPool
 from taut.rl.environments.agent import Agents, Endpoint, is_function
 from taut.rl.environments.chat_endpoint import ChatEndpoint
 from taut.rl.environments.tools import load_tool
+from taut.rl.feed import Feed
 from taut.rl.sampler import Trajectory, sample_trajectories
 from taut.types import Completion, Prompt
 
@@ -396,6 +400,37 @@ def test_an_answer_that_nobody_waits_for_is_not_trained_on() -> None:
     assert (found.error, found.text, found.branches) == (None, "abab", ())
     assert found.num_sampled == engine.drawn[1].ids_N.size
     assert len(engine.drawn) == 2
+
+
+def test_a_server_answers_agents_side_by_side() -> None:
+    """An agent that waits for another's request, and asks in two threads at once."""
+    meet = threading.Barrier(2)
+
+    def agent(row: dict[str, Any], endpoint: Endpoint) -> float:
+        chat(endpoint, [user("Ready?")])
+        meet.wait(20)
+        asking = [
+            threading.Thread(target=chat, args=(endpoint, [user(text)])) for text in ("A?", "B?")
+        ]
+        for thread in asking:
+            thread.start()
+        for thread in asking:
+            thread.join(20)
+        return 1.0
+
+    with opened(agent) as pool:
+        renderer = pool.bridge.renderer
+        stop_ids = derive_stop_set(renderer).ids
+        with FakeServer(ends=tuple(sorted(stop_ids)), max_model_len=4096) as server:
+            engine = ServerEngine.open(
+                server.url, ServerConfig(), renderer.tokenizer, stop_ids, 4096
+            )
+            with closing(engine), closing(Feed(engine, Sampling(n=2), pool, None)) as feed:
+                feed.ask(0, row_of(renderer))
+                found = feed.next().trajectories
+    assert [trajectory.error for trajectory in found] == [None, None]
+    assert [trajectory.rewards for trajectory in found] == [{"environment": 1.0}] * 2
+    assert [(t.num_turns, t.num_conversations) for t in found] == [(3, 3)] * 2
 
 
 def test_what_is_named_is_found_or_refused(tmp_path: Path) -> None:

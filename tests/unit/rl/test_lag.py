@@ -184,6 +184,18 @@ def test_a_group_that_is_too_old_is_dropped_and_asked_again(
         assert made.draws == {"next": 2, "open": []}
 
 
+def test_of_groups_that_wait_the_oldest_is_taken_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be too old next time."""
+    script = Script(
+        lambda number, before: ([4, 3, 2, 4][number], [0.0, 1.0]) if number < 4 else None
+    )
+    with lagging(
+        script, monkeypatch, Draws(next=4, open=[(n, n) for n in range(4)]), lag=2
+    ) as made:
+        until(lambda: len(made._background._finished) == 4)
+        assert made.take(4, 4, 9).draws == [2, 1]
+
+
 def test_the_end_of_a_run_asks_no_more_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Script(lambda number, before: (0, [0.0, 1.0]))
     with lagging(script, monkeypatch, lag=3) as made:

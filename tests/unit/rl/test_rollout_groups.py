@@ -144,7 +144,7 @@ def test_a_prompt_asked_twice_has_two_names_and_another_phase_draws_anew() -> No
         (
             {
                 "engine": "server",
-                "url": "http://127.0.0.1:1/v1",
+                "urls": "http://127.0.0.1:1/v1",
                 "oversample": 1,
                 "environment": {"name": "agent:true"},
             },
