@@ -243,9 +243,15 @@ class Gkd(OnlineMethod):
         return False
 
     def load_data(
-        self, split: Split, renderer: Renderer, language: Language, *, looks_again: bool = True
+        self,
+        split: Split,
+        renderer: Renderer,
+        language: Language,
+        *,
+        looks_again: bool = True,
+        ranks: Ranks | None = None,
     ) -> Dataset:
-        prompts = super().load_data(split, renderer, language, looks_again=looks_again)
+        prompts = super().load_data(split, renderer, language, looks_again=looks_again, ranks=ranks)
         if split == "eval" or self.distill.lmbda == 1:
             return prompts
         assert isinstance(prompts, PromptSet)
