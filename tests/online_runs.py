@@ -40,6 +40,39 @@ class Twice:
 """A file with an environment that hears two answers."""
 
 
+OWN_CODE = """
+from dataclasses import dataclass
+from taut.losses import Loss
+from taut.types import LossSum, Wants
+
+def centred(outcomes):
+    mean_S = [outcomes.reward_S[outcomes.group_S == group].mean() for group in outcomes.group_S]
+    return [(r - m).expand(n) for r, m, n in zip(outcomes.reward_S, mean_S, outcomes.length_S)]
+
+def plain(outcomes):
+    return outcomes.reward_S
+
+@dataclass(frozen=True)
+class Own(Loss):
+    units = {"policy": "token"}
+    needs = ("advantage_N",)
+    is_cost = False
+    temperature: float = 1.0
+
+    @property
+    def wants(self):
+        return Wants(temperature=self.temperature)
+
+    def __call__(self, scores, packed):
+        cost_N = -packed.weight_N * packed.streams["advantage_N"] * scores.logp_N
+        return LossSum({"policy": cost_N.sum()})
+
+class Cold(Own):
+    wants = Wants()
+"""
+"""A file with an advantage and losses of one's own: of GRPO's mean and REINFORCE."""
+
+
 def save_models(place: Path) -> Path:
     """The model that learns, in float64, with another beside it (a teacher, a critic): the path of the first."""
     save_model(place / "beside", dtype=torch.float64, seed=1)

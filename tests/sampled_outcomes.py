@@ -37,4 +37,5 @@ def outcomes_of(
         turn_rewards=[torch.tensor([r for _, r in of], dtype=torch.float64) for of in turns],
         ids=[torch.full((1 + size,), n) for n, size in enumerate(length_S.tolist())],
         sampled_at=[1 + torch.arange(size) for size in length_S.tolist()],
+        branches=[()] * reward_S.numel(),
     )

@@ -73,6 +73,7 @@ EXPECTED = {
     "int_from_float": "an integer",
     "int_type": "an integer",
     "list_type": "a list",
+    "string_pattern_mismatch": "FILE.py:name",
     "string_type": "a string",
     "tuple_type": "a list",
 }
@@ -110,6 +111,8 @@ ELSEWHERE = {
         "data.images.max_pixels": "image_max_pixels",
         "data.workers": "dataset_num_proc dataset_processes num_proc preprocessing_num_workers",
         "data.cache": "load_from_cache_file overwrite_cache",
+        "data.streaming": "dataset_streaming streaming",
+        "data.streaming_window": "shuffle_buffer_size",
         "steps": "max_steps num_steps num_training_steps total_steps total_training_steps train_iters",
         "epochs": "max_epochs n_epochs num_epochs num_train_epochs total_epochs",
         "seed": "data_seed random_seed",
@@ -279,7 +282,7 @@ INSTEAD = {
             "ulysses_sequence_parallel_size"
         ),
         "rows are tokenised once and read ahead of training; there is nothing to set": (
-            "dataloader_num_workers dataloader_pin_memory num_workers streaming"
+            "dataloader_num_workers dataloader_pin_memory num_workers"
         ),
         "the command says what is trained: taut sft, taut dpo, taut grpo, ...": (
             "do_predict do_train rlhf_type stage task trainer trainer_type"

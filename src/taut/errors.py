@@ -5,6 +5,7 @@
       DataError               a file, a row or a message that cannot be used; names file and line
         RenderError           a row the chat template cannot render exactly
         PictureError          a picture that cannot be read whole, is over a limit, or is not what it was
+        StreamError           a stream that ended or failed, or that has had no new row for too long
       ModelError              a model directory that cannot be used as asked
         AttentionError        an attention backend that was asked for and is not available, or a model whose
                               attention cannot be carried exactly
@@ -117,6 +118,10 @@ class RenderError(DataError):
 
 class PictureError(DataError):
     """A picture that cannot be used; the message names the row and the picture."""
+
+
+class StreamError(DataError):
+    """A stream without a next row. All ranks raise it together, before the step that needs the row."""
 
 
 class ModelError(TautError):

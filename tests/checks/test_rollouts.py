@@ -13,6 +13,7 @@ from tests.checks.planting import Place
 from tests.checks.test_compared_answers import answers
 from tests.checks.test_planted import told
 from tests.fake_executors import serving
+from tests.online_runs import OWN_CODE
 from tests.slow_cases import slow_except
 from tests.tiny_models import save_tiny
 from tests.tiny_tokenizers import tiny_tokenizer
@@ -29,12 +30,19 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
         {"grpo__kl_coef": 9.0, "grpo__kl_in": "reward", "reference__model": "other"},
     ),
     "grpo in bfloat16": ("grpo", {"dtype": "bfloat16", "grpo__advantage": "maxrl"}),
+    "grpo, a loss and an advantage of one's own": (
+        "grpo",
+        {"grpo__loss": "own.py:Own", "grpo__advantage": "own.py:plain", "dtype": "float64"},
+    ),
+    "grpo, a tree": ("grpo", {"grpo__advantage": "tree"}),
+    "grpo, each reward": ("grpo", {"grpo__advantage": "gdpo"}),
     "ppo": ("ppo", {"rollout__minibatches": 2}),
     "online dpo": ("online_dpo", {}),
     "best of n": ("best_of_n", {"best_of_n__min_reward": 2.0}),
     "gkd": ("gkd", {}),
 }
-FULL = {"grpo in bfloat16", "ppo", "online dpo"}
+OWN = "grpo, a loss and an advantage of one's own"
+FULL = {"grpo in bfloat16", OWN, "ppo", "online dpo"}
 NOT_ASKED = ("template.targets", "data.targets", "stop.targets", "template.parts")
 
 
@@ -50,6 +58,11 @@ def test_no_method_raises_a_false_alarm(
         keys = {**keys, "rewards": "exact_match"}
     if "reference__model" in keys:
         keys = {**keys, "reference__model": str(place.model("llama"))}
+    if name == OWN:
+        (tmp_path / "own.py").write_text(OWN_CODE)
+        keys = {
+            key: str(value).replace("own.py", f"{tmp_path}/own.py") for key, value in keys.items()
+        }
     keys |= {"batch__samples_per_step": 3, "rollout__max_new_tokens": 12}
     session = place.session(data=place.data(sums()), method=method, **keys)
     examination = examine(session, "full" if name in FULL else "quick")
@@ -63,6 +76,9 @@ def test_no_method_raises_a_false_alarm(
     has_reference = "grpo__kl_coef" in keys or method == "online_dpo"
     has_start = has_reference and "reference__model" not in keys
     assert found["reference.start"].outcome == ("passed" if has_start else "skipped")
+    if name == OWN:
+        for one in ("loss.first", "loss.packed", "loss.splits"):
+            assert found[one].outcome == "passed", found[one]
     if name in FULL:
         assert found["rollout.update"].outcome == found["engine.logps"].outcome == "passed"
 

@@ -26,7 +26,7 @@ from tests.chat_runs import (
     weights,
     write_rows,
 )
-from tests.online_runs import METHODS_KEYS, TWICE, keys_of, questions, save_models, train
+from tests.online_runs import METHODS_KEYS, OWN_CODE, TWICE, keys_of, questions, save_models, train
 from tests.run_directories import differences, left
 from tests.tiny_models import save_tiny
 from tests.tiny_tokenizers import tiny_tokenizer
@@ -265,6 +265,31 @@ def test_turns_are_charged_and_several_rewards_are_normalised(model: Path, tmp_p
     ):
         train(keys)
     assert not Path(keys["out"]).exists()
+
+
+def test_an_advantage_and_a_loss_of_ones_own(model: Path, tmp_path: Path) -> None:
+    """They are those of taut: so are the weights. Their file is a part of the run: with another a resume is refused."""
+    own = tmp_path / "own.py"
+    own.write_text(OWN_CODE)
+    named = {"grpo__advantage": f"{own}:centred", "grpo__loss": f"{own}:Own"}
+    kept = {"checkpoint__every": 1, "checkpoint__keep": 9}
+    keys = keys_of("grpo", model, tmp_path / "own", steps=2, **named, **kept)
+    train(keys)
+    plain = {"grpo__advantage": "mean", "grpo__loss": "reinforce"}
+    theirs = keys_of("grpo", model, tmp_path / "theirs", steps=2, **plain)
+    train(theirs)
+    model_of = [weights(Path(k["out"]) / "model") for k in (keys, theirs)]
+    assert largest_difference(*model_of) < 1e-12
+    said = decisions(Path(keys["out"]))["rollout_monitor.max_logprob_difference"]
+    assert said == ("not compared", "grpo.loss gives no metric engine/difference")
+    own.write_text(OWN_CODE.replace("-packed", "-2 * packed"))
+    with pytest.raises(ConfigError, match=r"belongs to another run: code .*own\.py: other content"):
+        train(keys | {"resume": True, "steps": 3})
+    own.write_text(OWN_CODE.replace("cost_N.sum()", "cost_N.mean()"))
+    wrong = keys_of("grpo", model, tmp_path / "wrong", **named)
+    with pytest.raises(ConfigError, match=r"own.py:Own: its term policy of packed samples differs"):
+        train(wrong)
+    assert not Path(wrong["out"]).exists()
 
 
 def test_a_process_model_that_was_trained_here_charges_the_steps_of_answers(

@@ -192,6 +192,13 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
         },
         r"ppo\.old_logprobs=engine with rollout\.replay_groups=2: .* other weights",
     ),
+    ("ppo", {"ppo.loss": "own.py:Own"}, r"ppo\.loss=own\.py:Own, and .* no term for the critic"),
+    ("grpo", {"grpo.loss": "own.py"}, r"found grpo\.loss=.own\.py. .*'clip'.* or FILE\.py:name"),
+    (
+        "grpo",
+        {"grpo.loss": "own.py:Own", "grpo.clip_low": 0.1},
+        r"found grpo\.clip_low=0\.1, which nothing reads; expected a loss of taut's",
+    ),
     (
         "grpo",
         {"grpo.advantage": "gdpo", "shaping.clip": 1.0},
@@ -256,7 +263,58 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
         r"distill\.top_logprobs=a: a file knows nothing of completions",
     ),
     ("gkd", {"distill.tail": "bucket"}, r"distill\.tail=bucket has no effect without distill\.url"),
-    ("gkd", {"distill.top": 5}, r"distill\.top is set without distill\.url"),
+    (
+        "gkd",
+        {"distill.top": 5},
+        r"distill\.top is set without distill\.url, teachers or privileged",
+    ),
+    ("gkd", {"distill.column": "a"}, r"distill\.column is set without distill\.teachers"),
+    ("gkd", {"distill.weights": "now"}, r"distill\.weights is set without distill\.privileged"),
+    (
+        "gkd",
+        {"distill.teacher": None, "distill.teachers": {"a": {}}},
+        r"distill\.teachers\.a has no teacher and url",
+    ),
+    (
+        "gkd",
+        {
+            "distill.teacher": None,
+            "distill.privileged": "answer",
+            "distill.privileged_template": "{prompt}",
+        },
+        r"distill\.privileged_template=.* expected a text with \{prompt\} and \{privileged\}",
+    ),
+    (
+        "gkd",
+        {
+            "distill.teacher": None,
+            "distill.privileged": "answer",
+            "distill.weights": "now",
+            "distill.update_every": 1,
+        },
+        r"distill\.update_every=1 with distill\.weights=now",
+    ),
+    (
+        "gkd",
+        {
+            "distill.teacher": None,
+            "distill.privileged": "answer",
+            "rollout.environment.name": "tools",
+            "rollout.environment.tools": ["python"],
+        },
+        r"distill\.privileged with rollout\.environment",
+    ),
+    ("grpo", {"distill.coef": 2.0}, r"distill\.coef=2 is set without a teacher"),
+    (
+        "grpo",
+        {"distill.url": "http://a/v1", "rollout.temperature": 0.5},
+        r"distill\.url with rollout\.temperature=0\.5: a server's logprobs",
+    ),
+    (
+        "grpo",
+        {"rewards": None, "distill.url": "http://a/v1", "rollout.replay_groups": 2},
+        r"rollout\.replay_groups=2 chooses completions by their rewards",
+    ),
     ("gkd", {"distill.url": "http://a/v1"}, r"distill\.teacher and distill\.url are both set"),
     (
         "gkd",
@@ -313,6 +371,12 @@ FULL = {"prompt": "#" * 256, "answer": "1", "id": "l"}
         (None, {"data__too_long": "truncate"}, "would cut prompts"),
         ([{"prompt": "1 and 2?"}], {"rewards": "exact_match"}, "the row has no right answer"),
         (None, {"rewards": "nothing.py:worth"}, r"nothing\.py"),
+        (None, {"grpo__loss": "no.py:Own"}, r"grpo\.loss=no\.py:Own: there is no file no\.py"),
+        (
+            None,
+            {"grpo__advantage": "no.py:f"},
+            r"grpo\.advantage=no\.py:f: there is no file no\.py",
+        ),
         (None, {"rewards": "exact"}, "exact_match"),
         (None, {"eval__answers__every": 1}, "there is nothing to ask"),
         (None, {"rollout__reference": "solution"}, "no column 'solution'"),

@@ -38,7 +38,7 @@ from taut.data.render import Limits
 from taut.data.schema import REQUIRED, Columns, Recognised, best_row, read_any, recognise, renamed
 from taut.data.tokenise import attempt_rows
 from taut.errors import DataError, PictureError, TautError
-from taut.methods.method import Offline
+from taut.methods.method import Offline, Streamed
 from taut.rl.online import Online
 from taut.types import IntArray, Packed, Sample, Tree
 from taut.vision.content import ImageRef, decoded_size, encoded, require_allowed
@@ -863,26 +863,19 @@ def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
     The plan of the first epoch and of the first steps, made as training makes it. If the run generates, prompts are
     counted and a dry run is laid out.
 
-    An epoch has each sample as often as its weight says; of data too large for an array over their samples, this is
-    asked of the first steps. A step's micro-batches have exactly its samples: ids,
+    An epoch has each sample as often as its weight says, the first window of a stream once; of data too large for an
+    array over their samples, this is asked of the first steps. A step's micro-batches have exactly its samples: ids,
     positions, targets, weights and values, read back along what each token sees. Compared answers are in one
     micro-batch. None has more tokens than the budget, except for one sample, or one row of compared answers, alone.
     """
     source, last = session.trainer.source, session.trainer.num_steps
-    assert isinstance(source, Offline | Online)
+    assert isinstance(source, Offline | Online | Streamed)
     wrong: list[str] = []
-    order = replace(source.order, origin=START)
-    most_counted = 2_000
-    num_steps = min(most_counted, order.num_steps(1.0))
-    stepped = [index for step in range(1, num_steps + 1) for index in order.step(step, 1.0)]
-    is_whole = len(stepped) >= order.epoch_size or num_steps < most_counted
-    seen = [(np.asarray(stepped), is_whole)]
-    if not order.is_large:
-        seen.append((order.epoch(0), True))
-    ends = np.cumsum(order.counts)
+    counts, weights, seen = _first_epoch(source)
+    ends = np.cumsum(counts)
     for indices, is_all in seen:
-        index_S, times_S = _counted(indices, sum(order.counts) if is_all else None)
-        weight_S = np.array(order.weights)[np.searchsorted(ends, index_S, side="right")]
+        index_S, times_S = _counted(indices, sum(counts) if is_all else None)
+        weight_S = np.array(weights)[np.searchsorted(ends, index_S, side="right")]
         is_wrong_S = (times_S > np.ceil(weight_S)) | (is_all & (times_S < np.floor(weight_S)))
         for at in np.flatnonzero(is_wrong_S)[:SHOWN].tolist():
             index = int(index_S[at])
@@ -894,12 +887,14 @@ def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
     begin = source.order.origin.step + 1 if isinstance(source, Offline) else 1
     plans: list[StepPlan] = []
     for step in range(begin, min(begin + 4, last) + 1):
-        trees = source.prepare(step) if isinstance(source, Offline) else session.trees
+        if isinstance(source, Streamed) and not source.is_known(step):
+            break
+        trees = session.trees if isinstance(source, Online) else source.prepare(step)
         packs = lay_out(trees, session.trainer.budget, session.trainer.policy)
         wrong += _wrong_in_step(trees, packs, session.trainer.budget)
         plans.append(step_plan(step, trees, packs))
         num_planned = sum(plan.unshared for plan in plans)
-        if wrong or not isinstance(source, Offline) or num_planned > 100_000:
+        if wrong or isinstance(source, Online) or num_planned > 100_000:
             break
     if wrong:
         return failed(
@@ -921,6 +916,27 @@ def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
         )
     says = f"computed in {num_microbatches:,} micro-batches of the first {len(plans)} steps"
     return passed(says, computed, "tokens", notes)
+
+
+def _first_epoch(
+    source: Offline | Online | Streamed,
+) -> tuple[Sequence[int], Sequence[float], list[tuple[IntArray, bool]]]:
+    """The samples of each source, how often an epoch has each, and the indices of the first epoch or its first steps,
+    with whether they are all. The first window of a stream has each sample once.
+    """
+    if isinstance(source, Streamed):
+        size = source.stream.windows[0]["size"]
+        _, indices = source.stream.at(0, size, source.seed)
+        return (size,), (1.0,), [(np.asarray(indices), True)]
+    order = replace(source.order, origin=START)
+    most_counted = 2_000
+    num_steps = min(most_counted, order.num_steps(1.0))
+    stepped = [index for step in range(1, num_steps + 1) for index in order.step(step, 1.0)]
+    is_whole = len(stepped) >= order.epoch_size or num_steps < most_counted
+    seen = [(np.asarray(stepped), is_whole)]
+    if not order.is_large:
+        seen.append((order.epoch(0), True))
+    return order.counts, order.weights, seen
 
 
 def _counted(indices: IntArray, num_samples: int | None) -> tuple[IntArray, IntArray]:

@@ -444,7 +444,7 @@ def the_reference_is_the_policy_at_the_start(session: Session) -> Finding:
     for packed, scores in report.scored:
         logp_N, reference_N = scores.logp_N.cpu(), packed.streams.get(STREAM)
         if reference_N is None:  # the divergence is part of the reward
-            (role,) = session.trainer.roles
+            (role,) = (role for role in session.trainer.roles if role.gives == STREAM)
             with session.inference(), role.active():
                 reference_N = role.streams(packed)[STREAM]
         number += packed.num_targets

@@ -526,10 +526,11 @@ def _wrong_advantages(session: Session, groups: Sequence[Group]) -> list[str]:
     if wrong or not judged or not session.is_policy_gradient:
         return wrong
     scores = score_trees(session.trainer, credit.bare(judged), credit.wants, source.roles, 1)
+    source.taught(scores, judged, 1)
     train_samples, _ = credit.assign(judged, scores)
     # these comparisons of rewards add up to 0 in each group
     centred = (advantages.group, advantages.mean, advantages.rloo, advantages.maxrl)
-    if credit.estimator is None or credit.estimator.compare not in centred:
+    if credit.estimator is None or credit.estimator.compare not in centred or credit.is_taught:
         return []
     advantage_of = {
         sample.id: float(sample.streams["advantage_N"][0])

@@ -33,6 +33,7 @@ from taut.data.packing import ALONE, PackPolicy, pack
 from taut.data.render import Renderer
 from taut.data.schema import best_row
 from taut.data.stop_tokens import StopSet
+from taut.data.stream import StreamDataset
 from taut.errors import TautError
 from taut.methods.inputs import Inputs, Language, Loaded
 from taut.methods.method import RunConfig
@@ -182,8 +183,12 @@ class Session:
         """The first rows of the training data, not rendered. Of answers that are compared, the best one; if the run
         generates its answers, prompts alone.
         """
-        attempts = islice(read_rows(self.run.data, "train", kind=self.run.row_kind), NUM_ROWS)
-        rows = [best_row(row) for row in attempts]
+        if self.run.data.is_stream:
+            assert isinstance(self.train, StreamDataset)
+            read = self.train.stream.first_rows()
+        else:
+            read = read_rows(self.run.data, "train", kind=self.run.row_kind)
+        rows = [best_row(row) for row in islice(read, NUM_ROWS)]
         for index, row in enumerate(rows):
             if self.is_generated and isinstance(row, Conversation):
                 is_answered = row.messages[-1]["role"] == "assistant"

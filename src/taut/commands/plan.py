@@ -202,6 +202,15 @@ def plan(config: Plan) -> Planned:
     """The plan. Raises TautError for a run that cannot be planned."""
     distributed.require_divisors(config.gpus, config.parallel)
     model = load_config(config.model, config.trust_remote_code, needs_weights=False)
+    scorers = config.models().completions
+    loaded = [] if scorers is None else [key for _, key, _ in scorers.directories]
+    if scorers is not None and scorers.privileged is not None:
+        loaded.append("distill.privileged")
+    if loaded:
+        raise ConfigError(
+            f"{loaded[0]} of {config.command()}: the memory of a model that scores completions before training is not "
+            "planned; expected none; take it out, or measure a short run"
+        )
     machine = _machine(config, model)
     require_possible(
         config.activation_checkpointing,

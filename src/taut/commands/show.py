@@ -95,6 +95,8 @@ def _print(run: RunConfig, inputs: Inputs, ranks: Ranks, console: Console) -> No
         return
     plans = []
     for step in range(1, 1 + min(num_steps, NUM_STEPS)):
+        if step > 1 and not method.is_known(step):  # of a stream
+            break
         trees = method.prepare(step)
         plans.append(step_plan(step, trees, lay_out(trees, budget, policy)))
     _section(console, "plan", *_plan(plans, num_steps, ranks.num_shares, policy))

@@ -49,6 +49,11 @@ def tokenise(run: RunConfig, directory: Path | None = None) -> None:
     """Tokenise the data of ``run`` into its cache, and print what they are. ``directory``: the cache, where it is to be
     a source of runs.
     """
+    if run.data.is_stream:
+        raise ConfigError(
+            "data.train is a stream, which a run tokenises as its rows come; expected files that are complete; leave "
+            "the command out, or take data.streaming out"
+        )
     ranks = distributed.start("cpu")
     inputs = load_inputs(run, ranks)
     if ranks.is_writer:

@@ -10,7 +10,7 @@ whole step where it can.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -26,6 +26,7 @@ from typing_extensions import TypedDict
 from taut.checks.examine import Examination, before_training, require_known
 from taut.config import first_problem, to_dict, user_path
 from taut.data.order import Cursor
+from taut.data.stream import StreamDataset
 from taut.data.token_bytes import token_bytes
 from taut.errors import (
     CheckFailed,
@@ -37,6 +38,7 @@ from taut.errors import (
     ModelError,
     OutOfMemory,
     OutputError,
+    StreamError,
     TautError,
     UserCodeError,
 )
@@ -54,7 +56,7 @@ from taut.io import temporary
 from taut.io.allocator import keep_freed_memory
 from taut.io.notebook import html_table
 from taut.methods.inputs import Inputs, Plan, engine_of
-from taut.methods.method import RunConfig
+from taut.methods.method import RunConfig, Streamed
 from taut.methods.online import OnlineMethod
 from taut.plan.ways import memory_of, settings_that_help
 from taut.run.fingerprint import TOLERANCE, identity_of, moved_servers, products_in, require_same
@@ -83,6 +85,7 @@ from taut.train.run_dir import (
     complete,
     read_resolved,
     require_usable,
+    step_of,
 )
 from taut.train.signals import Interrupt, Interrupts
 from taut.train.trainer import Trainer, go_on_from, run_steps, use_budget
@@ -147,7 +150,11 @@ def train(run: RunConfig) -> Result:
     require_known(run.checks.skip)
     temporary.clear()
     out = user_path(run.out, "out")
-    with Interrupts.watching() as interrupts, ExitStack() as preparation:
+    with (
+        Interrupts.watching() as interrupts,
+        ExitStack() as open_until_the_end,
+        ExitStack() as preparation,
+    ):
         preparation.enter_context(interrupts.before_training())
         ranks = distributed.start(run.device, run.parallel)
         require_usable(out, resume=run.resume, overwrite=run.overwrite, inputs=run.input_files())
@@ -157,7 +164,10 @@ def train(run: RunConfig) -> Result:
             before = read_resolved(out) if run.resume and (out / MARK).is_file() else None
             day = None if before is None else before.get("day")
             ranks.doing("reading the data")
-            inputs = load_inputs(run, ranks, None if day is None else date.fromisoformat(day))
+            day = None if day is None else date.fromisoformat(day)
+            inputs = load_inputs(run, ranks, day, trains=True)
+            if isinstance(inputs.train, StreamDataset):
+                open_until_the_end.callback(inputs.train.stream.reader.close)
             start = look(run, out, before, inputs, ranks)
             if start.finished is None:
                 log = RunLog(own=load_sinks(run.log.sinks))
@@ -465,7 +475,8 @@ def _checkpoints(built: Built, out: Path, start: Start, evaluations: Evaluations
         if isinstance(monitor, Untouched | Spikes | Divergence)
     }
     if trainer.source.state is not None:
-        memories["online"] = trainer.source.state
+        kind = "stream" if isinstance(trainer.source, Streamed) else "online"
+        memories[kind] = trainer.source.state
     return Checkpoints(
         folder=out / CHECKPOINTS,
         config=built.run.checkpoint,
@@ -590,7 +601,17 @@ def _run(
 
     data = [built.inputs.train, *([built.inputs.eval] if built.inputs.eval is not None else [])]
     watch = ChangedSources(data, trainer)
-    run_steps(trainer, after_step=[measure, watch, checkpoints])
+    after_step: list[Callable[[int], None]] = [measure, watch, checkpoints]
+    if isinstance(source := trainer.source, Streamed):
+
+        def leave(step: int) -> None:
+            """Let go of what no step needs that is yet to come, here or after a resume."""
+            newest = complete(checkpoints.folder)[-run.checkpoint.keep :]
+            kept = [step_of(path) for path in newest]
+            source.leave(step, min(kept, default=0 if run.checkpoint.every else step))
+
+        after_step.append(leave)
+    run_steps(trainer, after_step)
     trainer.ranks.doing("evaluating at the end")
     with trainer.interrupts.at_once(trainer.ranks):
         try:
@@ -649,8 +670,8 @@ def _interrupted(trainer: Trainer, signal: str, checkpoints: Checkpoints) -> Int
 def _stopped(built: Built, error: TautError, checkpoints: Checkpoints) -> TautError:
     """Save the last whole step of a failed run where its state is sound; returns the error that ends the run.
 
-    It is sound where memory, the engine or the rewards are at fault. Where training has diverged, checkpoints of
-    diverged weights lose their names.
+    It is sound where memory, the engine, the rewards or a stream are at fault. Where training has diverged, checkpoints
+    of diverged weights lose their names.
     """
     trainer, ranks, kept = built.trainer, built.trainer.ranks, ""
     is_outside = isinstance(
@@ -679,6 +700,8 @@ def _stopped(built: Built, error: TautError, checkpoints: Checkpoints) -> TautEr
         and 0 < trainer.done < trainer.num_steps
     ):
         trainer.source.reject()
+        kept = _try_to_save(trainer, checkpoints)
+    elif isinstance(error, StreamError) and 0 < trainer.done < trainer.num_steps:
         kept = _try_to_save(trainer, checkpoints)
     final = type(error)(f"{error}; {kept}") if kept else error
     trainer.emit("end", outcome="stopped", step=trainer.done, reason=str(final))

@@ -79,7 +79,7 @@ class _Source(TypedDict):
     names: list[str]
     """Of its files."""
     weight: float
-    key: str
+    key: cache.Digest
     """The name of its folder."""
     columns: _Columns
     rows: list[tuple[int, Any]]
@@ -236,7 +236,11 @@ def _read(path: Path, directory: str) -> _Manifest:
                 f"data: {directory}/{TOKENISED} is of the format {raw.get('format')}; expected {FORMAT}; tokenise "
                 "again with this version of taut"
             )
-        return pydantic.TypeAdapter(_Manifest).validate_python(raw)
+        manifest = pydantic.TypeAdapter(_Manifest).validate_python(raw)
+        for content in (*manifest["train"], *manifest["eval"]):
+            for number, shard in enumerate(content["shards"]):
+                cache.require_arrays(shard["meta"], shard["sizes"], cache.shard_name(number))
+        return manifest
     except cache.FAILURES as error:
         raise DataError(
             f"data: {directory}/{TOKENISED} cannot be read ({cache.reason_of(error)}); expected it as 'taut "

@@ -61,7 +61,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, overload
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, overload
 
 import numpy as np
 import pydantic
@@ -457,6 +457,9 @@ def file_stamp(path: str) -> tuple[int, int]:
 # -- entries on disk
 
 
+Digest: TypeAlias = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
 class _Incident(TypedDict):
     """An ``Incident``."""
 
@@ -506,11 +509,11 @@ class Listed(_Counts):
 class ListedShard(TypedDict):
     """All that is noted of a shard."""
 
-    name: str
+    name: Digest
     """The SHA-256 of its meta.json."""
     meta: Meta
     sizes: dict[str, int]
-    """Array -> bytes of its file."""
+    """Array -> bytes of its file: of those that its meta.json lists."""
 
 
 class _Manifest(TypedDict):
@@ -616,8 +619,7 @@ def _require_files(folder: Path, listed: Listed) -> Meta:
     if hashlib.sha256(content).hexdigest() != listed["meta"]:
         raise ValueError(f"{folder.name}/meta.json is not as it was written")
     meta = pydantic.TypeAdapter(Meta).validate_json(content, strict=True)
-    if not set(REQUIRED) <= set(meta["sha256"]) or set(meta["sha256"]) != set(listed["sizes"]):
-        raise ValueError(f"{folder.name}/meta.json does not list the arrays of a shard")
+    require_arrays(meta, listed["sizes"], folder.name)
     for name, size in listed["sizes"].items():
         array = folder / f"{name}.npy"
         status = array.stat()
@@ -625,6 +627,12 @@ def _require_files(folder: Path, listed: Listed) -> Meta:
         if status.st_size != size:
             raise ValueError(f"{folder.name}/{name}.npy has {status.st_size:,} bytes, not {size:,}")
     return meta
+
+
+def require_arrays(meta: Meta, sizes: Mapping[str, int], name: str) -> None:
+    """Raise ValueError unless the sizes are those of the arrays of a shard, by their names."""
+    if not set(REQUIRED) <= set(meta["sha256"]) or set(meta["sha256"]) != set(sizes):
+        raise ValueError(f"{name}/meta.json does not list the arrays of a shard")
 
 
 def open_entry(folder: Path, meta: Meta) -> Entry:
@@ -736,7 +744,7 @@ class _Writer:
         with self._as_output_error():
             fresh = self._fresh()
             name = shard_name(len(self.listed))
-            self.listed.append(_write(fresh / name, entry))
+            self.listed.append(write_shard(fresh / name, entry))
             if self.lock is None and len(self.listed) == 2:
                 _remove_old(self.directory)
                 self.partial.mkdir(exist_ok=True)
@@ -788,7 +796,7 @@ class _Writer:
 
     def _lock(self) -> bool:
         """Lock the directory of finished shards; not where another process has, or the file system has no locks."""
-        self.lock = _locked(self.partial)
+        self.lock = locked(self.partial)
         return self.lock is not None
 
     def _go_on(self) -> None:
@@ -825,8 +833,8 @@ class _Writer:
             ) from None
 
 
-def _write(folder: Path, entry: Entry) -> Listed:
-    """Write a shard's files."""
+def write_shard(folder: Path, entry: Entry) -> Listed:
+    """Write a shard's files. Returns how a manifest lists it."""
     folder.mkdir()
     digests = {}
     for name, array in entry.arrays.items():
@@ -877,7 +885,7 @@ def _listed(folder: Path) -> Listed:
     }
 
 
-def _locked(folder: Path) -> int | None:
+def locked(folder: Path) -> int | None:
     """The descriptor of the folder's file LOCK, locked; None where another process has it, or none can be had."""
     try:
         number = os.open(
@@ -899,7 +907,7 @@ def _remove_old(directory: Path) -> None:
     """Remove finished shards that no process has gone on from for KEPT_SECONDS."""
     for partial in directory.glob(f"*{PARTIAL}"):
         if time.time() - partial.stat().st_mtime > KEPT_SECONDS:
-            lock = _locked(partial)
+            lock = locked(partial)
             if lock is not None:
                 shutil.rmtree(partial, ignore_errors=True)
                 os.close(lock)
@@ -915,6 +923,11 @@ def forget(directory: Path, key: str) -> None:
             f"the cache entry {directory / key} cannot be replaced: {error.strerror}; expected a directory that can "
             "be written; set data.cache or TAUT_CACHE"
         ) from None
+
+
+def read_shard(folder: Path, listed: Listed) -> Entry:
+    """A shard that ``write_shard`` wrote, after a look at each of its bytes. Raises one of FAILURES."""
+    return open_entry(folder, _require_files(folder, listed))
 
 
 # -- whether arrays are sound

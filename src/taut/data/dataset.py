@@ -40,6 +40,8 @@ from taut.data.render import (
 )
 from taut.data.schema import AnyRow, Columns, Format, Kind, read_any
 from taut.data.sources import (
+    IS_PATTERN,
+    ITERABLE,
     Opened,
     Source,
     Stamp,
@@ -54,6 +56,7 @@ from taut.data.sources import (
 from taut.data.template_files import SHIPPED, read_template
 from taut.data.tokenise import entries, workers_for
 from taut.errors import ConfigError
+from taut.io import remote
 from taut.io.console import counted
 from taut.types import IntArray, Sample
 from taut.vision.content import ImagesConfig
@@ -115,12 +118,67 @@ class DataConfig:
     MiB or more, else 1."""
     cache: str | None = None
     """Directory for tokenised data; by default $TAUT_CACHE or the user's cache directory."""
+    streaming: bool = False
+    """Train on files as they arrive in the directory data.train, for a number of steps (docs/data.md)."""
+    streaming_window: Annotated[int, Field(ge=1)] = 8192
+    """Rows of a stream that are shuffled among themselves. They are read before the first step that has one of them."""
+    streaming_settle: Annotated[float, Field(ge=0)] = 10.0
+    """Seconds for which a file of a stream has not changed when it is taken; 0 where files are renamed into place."""
+    streaming_timeout: Annotated[float, Field(gt=0)] = 3600.0
+    """Seconds that a step waits for new rows of a stream; then the run stops, and can be resumed."""
     fetched_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Gigabytes (10^9 bytes) of tokenised shards from an address that are kept in the cache directory at a time; by
     default all that are fetched."""
 
     def __post_init__(self) -> None:
         require_apart(_sources_of(self, "train"), _sources_of(self, "eval"))
+        if self.is_stream:
+            self._require_streamable()
+        if self.is_stream or not self.train:
+            return
+        for key in ("window", "settle", "timeout"):
+            if getattr(self, f"streaming_{key}") != getattr(DataConfig, f"streaming_{key}"):
+                raise ConfigError(
+                    f"data.streaming_{key} is set and data.train is no stream; expected data.streaming=true; set it, "
+                    "or take the key out"
+                )
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether data.train has no end: a directory that grows, or an iterable."""
+        named = _sources_of(self, "train")
+        return bool(named) and (self.streaming or any(it.path == ITERABLE for it in named))
+
+    def _require_streamable(self) -> None:
+        """Raise ConfigError for settings that a stream does not have."""
+        train = _sources_of(self, "train")
+        if len(train) != 1:
+            raise ConfigError(
+                f"data.streaming=true with {len(train)} sources in data.train; expected one directory; let one process "
+                "write the mixture"
+            )
+        (source,) = train
+        for key, default in (
+            ("weight", 1.0),
+            ("limit", None),
+            ("split", None),
+            ("name", None),
+            ("revision", None),
+        ):
+            if getattr(source, key) != default:
+                raise ConfigError(
+                    f"data.train: {key} is set and {source.path} is a stream, which has no epochs and no end; "
+                    f"expected none; take {key} out"
+                )
+        if remote.scheme_of(source.path) or IS_PATTERN.search(source.path):
+            raise ConfigError(
+                f"data.streaming=true and data.train={source.path}; expected a directory of this machine; name one"
+            )
+        if self.workers not in (None, 1):
+            raise ConfigError(
+                f"data.workers={self.workers} and data.train is a stream, which is tokenised next to training, in the "
+                "order of its rows; expected 1; take the key out"
+            )
 
     @property
     def system_messages(self) -> set[str]:
@@ -230,6 +288,7 @@ def read_rows(config: DataConfig, split: Split, kind: Kind = "sft") -> Iterator[
     """The rows of ``config.train`` or ``config.eval`` themselves, in the order of sources and rows; of what was
     tokenised ahead the first.
     """
+    _require_no_stream(config, split)
     for source in open_sources(config, split, kind):
         for number, record in source.opened.records():
             yield read_any(record, source.opened.place(number), source.columns)
@@ -455,6 +514,11 @@ class Dataset(Samples):
         """How many samples have each number of tokens."""
         return LengthCounts.joined(part.shards.lengths for part in self.parts)
 
+    @property
+    def longest(self) -> int:
+        """The largest number of tokens of a sample."""
+        return self.lengths.longest
+
     def longer_than(self, size: float, most: int) -> list[int]:
         """The first samples with more tokens, at most so many."""
         found: list[int] = []
@@ -579,7 +643,8 @@ def load_dataset(
     sources whose images could not be read, or have changed, are tokenised again; false where another process has just
     done so.
     """
-    _require_fitting(config, kind)
+    require_fitting(config, kind)
+    _require_no_stream(config, split)
     named = open_sources(config, split, kind)
     directory = cache_dir or cache.directory_of(config.cache)
     limits = limits_of(config, max_length)
@@ -593,11 +658,13 @@ def load_dataset(
             require_same(tokenised, settings, split)
             key = tokenised.content["key"]
             shards, remote = tokenised.shards(directory, most_fetched)
-            decisions.append(f"{source.path}: {tokenised.told}")
+            told = f"{source.path}: {tokenised.told}"
+            if remote is not None and config.fetched_gb is not None:
+                told += f"; of what is fetched at most {config.fetched_gb:g} GB are kept"
+            decisions.append(told)
         else:
-            key = _key(
-                opened, columns, limits, identity, has_images=renderer.image_store is not None
-            )
+            has_images = renderer.image_store is not None
+            key = key_of(opened.digest, columns, limits, identity, has_images=has_images)
             cached, reason = cache.load(directory, key)
             if cached is not None and looks_again and (reason := cached.stale_reason()):
                 cache.forget(directory, key)
@@ -651,12 +718,20 @@ def load_dataset(
     return Dataset(parts, decisions, is_cached)
 
 
+def _require_no_stream(config: DataConfig, split: Split) -> None:
+    if split == "train" and config.is_stream:
+        raise ConfigError(
+            "data.train is a stream, and this reads all of its rows; expected files that are complete; take "
+            "data.streaming out, and the files that are there now are read"
+        )
+
+
 def limits_of(config: DataConfig, max_length: int) -> Limits:
     """The length policy of a configuration."""
     return Limits(max_length, config.too_long, config.min_length, config.without_targets)
 
 
-def _require_fitting(config: DataConfig, kind: Kind) -> None:
+def require_fitting(config: DataConfig, kind: Kind) -> None:
     """Refuse options that this kind of data does not use."""
     if kind != "stepwise" and config.step_separator != DataConfig.step_separator:
         raise ConfigError(
@@ -674,11 +749,11 @@ def _require_fitting(config: DataConfig, kind: Kind) -> None:
         )
 
 
-def _key(
-    opened: Opened, columns: Columns, limits: Limits, identity: str, *, has_images: bool
+def key_of(
+    content: str, columns: Columns, limits: Limits, identity: str, *, has_images: bool
 ) -> str:
-    """The hash of everything that a source's samples depend on."""
-    parts = [CACHE_VERSION, opened.digest, identity, repr(columns), repr(limits)]
+    """The hash of everything that a source's samples depend on. ``content``: names the rows."""
+    parts = [CACHE_VERSION, content, identity, repr(columns), repr(limits)]
     if has_images:
         frames = columns.images.fps, columns.images.max_frames
         parts += [*frames, columns.folder, str(Path.cwd())]

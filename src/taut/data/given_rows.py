@@ -7,6 +7,9 @@ Rows are a list of dicts, a ``datasets.Dataset``, a pandas DataFrame or a pyarro
 configuration says ``rows:<name>``, so it can be saved, resumed and compared like that of any other file; sample ids are
 ``rows:17``. ``datasets``, ``pandas`` and ``pyarrow`` are used only where an object of theirs is given.
 
+Any other iterable is a stream (``stream.py``), for data.train alone: it is drawn from while the run trains, and the
+configuration says ``iterable:``.
+
 Does not know which rows a method trains on (``schema.py``).
 """
 
@@ -17,18 +20,20 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
 from taut.config import annotation_of
 from taut.data.cache import directory_of
-from taut.data.sources import GIVEN, GIVEN_FOLDER, Source
+from taut.data.sources import GIVEN, GIVEN_FOLDER, ITERABLE, Source
 from taut.errors import DataError
 from taut.io import files
 
 SCALARS = (str, int, float, bool, type(None))
+_iterables: list[Iterable[Any]] = []
+"""The iterable that was given last, if one was."""
 
 
 def as_paths(
@@ -63,7 +68,24 @@ def _as_path(value: Any, key: str) -> Any:
         return [_as_path(item, key) for item in value]
     if (batches := _batches_of(value, key)) is not None:
         return _keep(".parquet", lambda path: _write_parquet(path, batches, key))
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping | Source):
+        if key not in ("data.train", "data.train.path"):
+            raise DataError(
+                f"found an iterable for {key}; expected rows that can be read again, as a list; give list(...) of it"
+            )
+        _iterables[:] = [value]
+        return ITERABLE
     return value
+
+
+def given_iterable() -> Iterable[Any]:
+    """The iterable that stands for data.train in this process."""
+    if not _iterables:
+        raise DataError(
+            f"data.train={ITERABLE} is an iterable that was given from Python, and this process has none; expected it "
+            'again; go on from Python, with data={"train": ITERABLE} and resume=True'
+        )
+    return _iterables[0]
 
 
 def _batches_of(value: Any, key: str) -> Iterator[Any] | None:
@@ -111,11 +133,11 @@ def _write_parquet(path: Path, batches: Iterator[Any], key: str) -> None:
 def _write_list(path: Path, rows: Sequence[Mapping[str, Any]], key: str) -> None:
     with path.open("w", encoding="utf-8", errors="surrogatepass") as file:
         for number, row in enumerate(rows, start=1):
-            _require_json(row, f"rows:{number} of {key}", "")
+            require_json(row, f"rows:{number} of {key}", "")
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def _require_json(value: Any, place: str, inside: str) -> None:
+def require_json(value: Any, place: str, inside: str) -> None:
     """Raise DataError, with row and key, for a value that JSON does not have."""
     if isinstance(value, Mapping):
         for name, item in value.items():
@@ -123,10 +145,10 @@ def _require_json(value: Any, place: str, inside: str) -> None:
                 raise DataError(
                     f"{place}: {inside or 'the row'} has the key {name!r}, of type {type(name).__name__}; expected text"
                 )
-            _require_json(item, place, f"{inside}.{name}" if inside else name)
+            require_json(item, place, f"{inside}.{name}" if inside else name)
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            _require_json(item, place, f"{inside}[{index}]")
+            require_json(item, place, f"{inside}[{index}]")
     elif type(value) not in SCALARS or (isinstance(value, float) and not math.isfinite(value)):
         found = (
             f"{value}" if isinstance(value, float) else f"a value of type {type(value).__name__}"

@@ -192,6 +192,46 @@ def load_prompts(
     return prompts
 
 
+def with_privileged(
+    rows: Sequence[PromptRow], column: str, template: str, renderer: Renderer
+) -> dict[str, IntArray]:
+    """The ids of each row's prompt, by place, in which ``template`` takes the place of the text of the last user
+    message, or of the whole prompt. In it {prompt} is that text and {privileged} the row's column. Raises DataError for
+    a row without one.
+    """
+
+    def filled(row: PromptRow, text: str) -> str:
+        texts = reference_texts(row.columns.get(column))
+        if texts is None or len(texts) != 1:
+            raise DataError(
+                f"{row.place}: {column} is {shown(row.columns.get(column))}; expected a text, which the teacher sees "
+                "and the student does not; correct it, or name another column with distill.privileged"
+            )
+        first, _, rest = template.partition("{privileged}")
+        return texts[0].join(part.replace("{prompt}", text) for part in (first, rest))
+
+    texts_of: dict[str, Text] = {}
+    for row in rows:
+        if row.media:
+            raise DataError(
+                f"{row.place}: the prompt has pictures, and distill.privileged changes its text; expected text alone; "
+                "name a teacher with distill.teacher"
+            )
+        prompt = row.prompt
+        if isinstance(prompt, str):
+            prompt = filled(row, prompt)
+        else:
+            last = max(at for at, message in enumerate(prompt) if message["role"] == "user")
+            content = filled(row, text_of(prompt[last]["content"]))
+            prompt = (*prompt[:last], {**prompt[last], "content": content}, *prompt[last + 1 :])
+        unrendered = _Unrendered(
+            row.place, prompt, "", row.columns, row.tools, row.template_variables
+        )
+        texts_of[row.place] = _render(unrendered, renderer)[1]
+    ids_of = renderer.template.encode(list(texts_of.values()))
+    return {place: _ids(place, text, ids_of[text], renderer) for place, text in texts_of.items()}
+
+
 def _read(record: Any, place: str, columns: Columns) -> _Unrendered:
     """The prompt of a record, and the answer where it ends in one."""
     if columns.kind in PLAIN:
@@ -340,6 +380,8 @@ class PromptSet(Dataset):
         super().__init__(parts, [f"{part.path}: read as prompts" for part in parts])
         self.report = PromptReport(**vars(self.report))
         self.prompt_rows = list(rows)
+        self.answers: Mapping[str, Sample] = {}
+        """The rows with their answers, by place, where a method learns from those too."""
 
     def prompts(self) -> list[Prompt]:
         """The prompts as an engine takes them."""

@@ -48,6 +48,8 @@ IN_FILE = 2**40
 GIVEN = "rows:"
 """Rows that were given as Python objects: ``rows:`` and the name of the file that holds them (given_rows.py)."""
 GIVEN_FOLDER = "rows"
+ITERABLE = "iterable:"
+"""An iterable that was given as a Python object (given_rows.py)."""
 REMOTE_FOLDER = "files"
 """Folders of the cache: rows that were given, and files that were fetched."""
 TOKENISED = "taut-shards.json"
@@ -265,11 +267,16 @@ def fraction_of(record: object) -> float:
     """A number in [0, 1) that equal records share: of the SHA-256 of the record as JSON with sorted keys, the first 52
     bits. Bytes, such as pictures in parquet files, count by their own SHA-256.
     """
+    head = hashlib.sha256(canonical(record)).digest()[:8]
+    return (int.from_bytes(head) >> 12) / 2**52
+
+
+def canonical(record: object) -> bytes:
+    """A record as JSON with sorted keys: the same for equal records."""
     text = json.dumps(
         record, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=_for_digest
     )
-    head = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8]
-    return (int.from_bytes(head) >> 12) / 2**52
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _for_digest(value: object) -> str:
@@ -465,7 +472,7 @@ def folder_of(source: Source, named: str | None, key: str) -> str:
     """The folder of relative paths of images: ``named``, the setting ``key``; else that of the data."""
     if named is not None:
         return str(user_path(named, key).absolute())
-    if remote.scheme_of(source.path) or source.path.startswith(GIVEN):
+    if remote.scheme_of(source.path) or source.path.startswith((GIVEN, ITERABLE)):
         return str(Path.cwd())
     path = home_path(source.path).absolute()
     while IS_PATTERN.search(str(path)) and not path.exists():

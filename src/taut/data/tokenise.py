@@ -23,7 +23,7 @@ from itertools import islice
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from taut.data.blocks import Block, BlockBuilder, in_shards
+from taut.data.blocks import Block, BlockBuilder, in_shards, joined
 from taut.data.cache import Entry
 from taut.data.images import BATCH_ROWS, in_batches
 from taut.data.messages import FORM_OF, Conversation, images_of
@@ -153,11 +153,25 @@ def entries(
         blocks = _by_workers(how, _records_in_blocks(opened, start), num_workers)
     else:
         blocks = _blocks(how, islice(opened.records(), start, None))
-    samples = blocks if start else _require_samples(blocks, opened)
+    samples = blocks if start else _require_samples(blocks, how)
     return in_shards(samples, sorted(renderer.stop_set))
 
 
-def _require_samples(blocks: Iterable[Block], opened: Opened) -> Iterator[Block]:
+def entry_of(
+    records: Records,
+    path: str,
+    names: tuple[str, ...],
+    columns: Columns,
+    limits: Limits,
+    renderer: Renderer,
+) -> Entry:
+    """One entry of all these records, by this process. ``path`` is what errors call the source, ``names`` its files."""
+    how = _How(path, names, columns, limits, renderer)
+    blocks = list(_require_samples(_blocks(how, records), how))
+    return joined(blocks, sorted(renderer.stop_set))
+
+
+def _require_samples(blocks: Iterable[Block], of: _How) -> Iterator[Block]:
     """The blocks. Raises DataError after the last if there are no samples in them."""
     num_rows, num_samples, is_fleeting = 0, 0, False
     first: Incident | None = None
@@ -168,15 +182,13 @@ def _require_samples(blocks: Iterable[Block], opened: Opened) -> Iterator[Block]
         first = first or next(iter(block.incidents), None)
         yield block
     if not num_rows:
-        raise DataError(
-            f"{opened.path}: the file has no rows; expected at least one; check the path"
-        )
+        raise DataError(f"{of.path}: the file has no rows; expected at least one; check the path")
     if not num_samples:
         assert first is not None, "a row without samples is an incident"
-        place = full_place(opened.names, first.place)
+        place = full_place(of.names, first.place)
         setting = ", or data.images.folder" if is_fleeting else ""
         raise DataError(
-            f"{opened.path}: none of its {counted(num_rows, 'rows')} is left ({place}: {first.reason}); expected "
+            f"{of.path}: none of its {counted(num_rows, 'rows')} is left ({place}: {first.reason}); expected "
             f"some; change data.max_length, data.min_length or data.too_long{setting}"
         )
 

@@ -328,6 +328,8 @@ class _FileSystem:
 
     def look(self, url: str) -> Version:
         found = self.system.info(url)
+        if found.get("type") == "directory":
+            raise FileNotFoundError(url)
         keys = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "updated", "mtime", "size")
         tag = " ".join(str(found[key]) for key in keys if found.get(key))
         return Version(tag, found.get("size"))

@@ -38,7 +38,7 @@ rewards, also where paths end early; and with rloo or mean the first turn has th
 
 Credit by segments of a tree (``tree``). Samples of a group that begin with the same tokens are paths of one tree: from
 the first token in which two of them differ they have segments of their own. A segment's node has the mean value of the
-leaves below it, and
+leaves below it (one for each sample, of however many paths), and
 
     A of a segment's tokens = V(its node) - V(the node before),    V = mean over leaves of group's advantage
 
@@ -106,7 +106,7 @@ class Outcomes(NamedTuple):
     group_S: Tensor
     """int64 [S]: the number of its prompt; the samples of a group are answers to one prompt."""
     length_S: Tensor
-    """int64 [S]: how many tokens were sampled."""
+    """int64 [S]: how many tokens were sampled; those of branches are the last."""
     parts: Mapping[str, Tensor]
     """name -> float64 [S]: each reward before its weight; NaN where it does not apply."""
     weights: Mapping[str, float]
@@ -118,7 +118,10 @@ class Outcomes(NamedTuple):
     ids: Sequence[Tensor]
     """int64 [T]: prompt, sampled tokens and what others said between them."""
     sampled_at: Sequence[Tensor]
-    """int64 [N]: ascending positions into ``ids`` of the sampled tokens."""
+    """int64: ascending positions into ``ids`` of the sampled tokens."""
+    branches: Sequence[Sequence[tuple[Tensor, Tensor]]]
+    """Of an agent that branches or begins anew: ids and sampled_at of each other path, with the sampled tokens that no
+    earlier path of the sample has."""
 
 
 Assess: TypeAlias = Callable[[Compare, Outcomes], list[Tensor]]
@@ -260,36 +263,40 @@ def by_turn(compare: Compare, outcomes: Outcomes, *, discount: float) -> list[Te
 def tree(compare: Compare, outcomes: Outcomes) -> list[Tensor]:
     """A segment's tokens have the value of its node less that of the node before."""
     value_S = compare(outcomes.reward_S, outcomes.group_S).tolist()
-    advantages = [torch.zeros(n, dtype=torch.float64) for n in outcomes.length_S.tolist()]
-    tokens = []  # [T, 2]: each id, and whether it was sampled
-    for ids_T, at_N in zip(outcomes.ids, outcomes.sampled_at, strict=True):
-        is_sampled_T = torch.zeros_like(ids_T).index_fill(0, at_N, 1)
-        tokens.append(torch.stack([ids_T, is_sampled_T], 1))
+    paths = [
+        (sample, ids_T, at_N, torch.zeros(at_N.numel(), dtype=torch.float64))
+        for sample, own in enumerate(zip(outcomes.ids, outcomes.sampled_at, strict=True))
+        for ids_T, at_N in (own, *outcomes.branches[sample])
+    ]
 
     def mean_of(leaves: Sequence[int]) -> float:
-        values = [value_S[leaf] for leaf in leaves]
+        values = [value_S[sample] for sample in sorted({paths[leaf][0] for leaf in leaves})]
         return values[0] if are_alike(values) else math.fsum(values) / len(values)
 
-    for group in torch.unique(outcomes.group_S).tolist():
-        members = (outcomes.group_S == group).nonzero().squeeze(1).tolist()
+    groups: dict[int, list[int]] = {}
+    for leaf, (sample, *_) in enumerate(paths):
+        groups.setdefault(int(outcomes.group_S[sample]), []).append(leaf)
+    for members in groups.values():
         nodes = [(members, 0, mean_of(members))]
         while nodes:
             leaves, start, before = nodes.pop()
-            value = mean_of(leaves)
-            stop = min(tokens[leaf].shape[0] for leaf in leaves)
+            value, first_T = mean_of(leaves), paths[leaves[0]][1]
+            stop = min(paths[leaf][1].numel() for leaf in leaves)
             for leaf in leaves[1:]:
-                differs_T = (tokens[leaf][start:stop] != tokens[leaves[0]][start:stop]).any(1)
+                differs_T = paths[leaf][1][start:stop] != first_T[start:stop]
                 stop = start + int(differs_T.int().argmax()) if differs_T.any() else stop
-            children: dict[tuple[int, ...], list[int]] = {}
+            children: dict[int, list[int]] = {}
             for leaf in leaves:
-                low, high = torch.searchsorted(
-                    outcomes.sampled_at[leaf], torch.tensor([start, stop])
-                )
-                advantages[leaf][low:high] = value - before
-                if stop < tokens[leaf].shape[0]:
-                    children.setdefault(tuple(tokens[leaf][stop].tolist()), []).append(leaf)
+                _, ids_T, at_N, advantage_N = paths[leaf]
+                low, high = torch.searchsorted(at_N, torch.tensor([start, stop]))
+                advantage_N[low:high] = value - before
+                if stop < ids_T.numel():
+                    children.setdefault(int(ids_T[stop]), []).append(leaf)
             nodes += [(child, stop, value) for child in children.values()]
-    return advantages
+    advantages: list[list[Tensor]] = [[] for _ in value_S]
+    for sample, _, _, advantage_N in paths:
+        advantages[sample].append(advantage_N)
+    return [torch.cat(parts) for parts in advantages]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from taut.config import Decision
 from taut.errors import ModelError
 from taut.methods.inputs import Inputs, Loaded, Models
 from taut.methods.reference import Other, Recorded, ReferenceConfig, Start
+from taut.methods.rollout_teachers import RolloutTeachersConfig
 from taut.methods.teacher import DistillConfig, load_teacher, require_context
 from taut.models import architecture
 from taut.models.heads import Critic
@@ -36,7 +37,7 @@ from taut.train import distributed
 from taut.train.distributed import Ranks
 from taut.train.optim import Pace, highest
 from taut.train.trainer import Role
-from taut.types import Wants
+from taut.types import TEACHER_LOGP, Wants
 from taut.vision.image_store import require_same_processor
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class AuxModels:
     """The model that the policy learns from."""
     critic: critics.CriticConfig | None = None
     """The model that predicts the reward of the remaining tokens."""
+    completions: RolloutTeachersConfig | None = None
+    """The models that score the policy's completions before it learns from them."""
 
     # -- before anything is loaded
 
@@ -65,6 +68,9 @@ class AuxModels:
             yield "reference", "reference.model", self.reference.model
         if self.teacher is not None and self.teacher.teacher is not None:
             yield "teacher", "distill.teacher", self.teacher.teacher
+        if self.completions is not None:
+            for name, key, path in self.completions.directories:
+                yield f"teacher {name}".strip(), key, path
 
     @property
     def paths(self) -> list[str]:
@@ -113,6 +119,29 @@ class AuxModels:
             trust_remote_code=run.trust_remote_code,
         )
 
+    def load_completion_teachers(
+        self, run: RunConfig, inputs: Inputs, loaded: Loaded, ranks: Ranks
+    ) -> tuple[dict[str, Scorer], list[Decision]]:
+        """The models in this process that score completions, frozen and sharded, by name."""
+        models, decisions = {}, []
+        for name, key, path in () if self.completions is None else self.completions.directories:
+            models[name] = scorer = _load_frozen(run, path, inputs, loaded, ranks, key)
+            scorer.eval().requires_grad_(requires_grad=False)
+            decisions.append(Decision(key, path, "frozen; scores completions before training"))
+        return models, decisions
+
+    def build_self_teacher(self, scorer: Scorer) -> Start | None:
+        """The copy of the policy that is its own teacher, once the scorer is sharded; None: there is none."""
+        config = self.completions
+        if config is None or not config.has_copy:
+            return None
+        trained = [p for p in scorer.model.parameters() if p.requires_grad]
+        moves = ReferenceConfig(update_every=config.update_every, update_mix=config.update_mix)
+        start = SelfTeacher(scorer, trained, moves, Wants())
+        if config.update_every:
+            scorer.self_teacher = start  # so that a checkpoint holds it
+        return start
+
     def load_critic(
         self, run: RunConfig, inputs: Inputs, loaded: Loaded, policy: nn.Module, ranks: Ranks
     ) -> tuple[Critic | None, list[Decision]]:
@@ -160,7 +189,7 @@ class AuxModels:
         wants = Wants(temperature=run.loss().wants.temperature)
         role: Role
         if config.model is not None:
-            model = _load_reference(run, config.model, inputs, loaded, ranks)
+            model = _load_frozen(run, config.model, inputs, loaded, ranks, "reference.model")
             role = Other(model, wants)
             value, reason = config.model, "named by reference.model"
         else:
@@ -184,11 +213,16 @@ class AuxModels:
         ]
 
 
-def _load_reference(
-    run: RunConfig, path: str, inputs: Inputs, loaded: Loaded, ranks: Ranks
+class SelfTeacher(Start):
+    """The policy at the start as its teacher: what is read of it is up to the teachers of rollouts (rl/teachers.py)."""
+
+    gives = TEACHER_LOGP
+
+
+def _load_frozen(
+    run: RunConfig, path: str, inputs: Inputs, loaded: Loaded, ranks: Ranks, key: str
 ) -> Scorer:
     """Another model, sharded, with the attention and dtype of the policy, for the same micro-batches."""
-    key = "reference.model"
     config = load_config_of(path, key, run.trust_remote_code)
     require_language_model(path, config, key)
     require_same_inputs(run, inputs, path, key)
@@ -204,8 +238,8 @@ def _load_reference(
     alone = "; ".join(one_sample_reasons(model, inputs.longest))
     if alone and not loaded.one_sample:
         raise ModelError(
-            f"reference.model={path} runs one sample at a time ({alone}), and model={run.model} does not; expected a "
-            "reference that packs as it does; name another"
+            f"{key}={path} runs one sample at a time ({alone}), and model={run.model} does not; expected a model that "
+            "packs as it does; name another"
         )
     scorer = Scorer(model)
     distributed.shard(scorer, ranks, loaded.dtype.dtype)

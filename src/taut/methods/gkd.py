@@ -1,38 +1,56 @@
 """On-policy distillation (GKD, arXiv 2306.13649): the student learns the teacher's distribution on its own answers.
 
 The section ``[distill]`` is that of methods/teacher.py, without the keys of a file of logprobs. A teacher in this
-process runs with the student, on each micro-batch, and gives its whole distribution; one behind a server scores each
-rollout once, by its likeliest tokens.
+process runs with the student, on each micro-batch, and gives its whole distribution; one behind a server, one of
+several and the model as its own teacher score each rollout once, by their likeliest tokens
+(methods/rollout_teachers.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, ClassVar, Literal
 
+import numpy as np
 from pydantic import Field
 
-from taut.config import configclass
-from taut.data.prompts import PromptSet
-from taut.errors import ConfigError
-from taut.inference.engine import require_text
-from taut.inference.teacher_server import TeacherServer
-from taut.inference.vllm_client import EndpointConfig
+from taut.config import Decision, configclass
+from taut.data.dataset import Dataset, Split, load_dataset
+from taut.data.prompts import PromptRow, PromptSet
+from taut.data.render import Renderer
+from taut.errors import ConfigError, DataError
+from taut.inference.engine import Engine
+from taut.inference.local import LocalEngine
 from taut.losses.loss import Loss
 from taut.methods.aux_models import AuxModels
-from taut.methods.inputs import Inputs
+from taut.methods.inputs import Inputs, Language, Models
 from taut.methods.method import MethodName
 from taut.methods.online import OnlineMethod
+from taut.methods.rollout_teachers import RolloutTeachersConfig, open_teachers
 from taut.methods.teacher import DistillConfig
-from taut.rewards.panel import PanelConfig
+from taut.rewards.panel import PanelConfig, Verdict
 from taut.rl.advantages import Credit, TrainSample
-from taut.rl.rollout import Group, ModelScores, RolloutConfig, sample_of
+from taut.rl.online import Online
+from taut.rl.rollout import (
+    Group,
+    ModelScores,
+    Rollout,
+    RolloutConfig,
+    RolloutSource,
+    distinct,
+    sample_of,
+)
 from taut.rl.sampler import Trajectory
-from taut.rl.teachers import ServerTeacher, Teachers
+from taut.rl.teachers import Teachers
+from taut.train.distributed import Ranks
 from taut.train.optim import DefaultRates
+from taut.train.trainer import StepSource, Trainer
 from taut.types import Sample
+
+FROM_DATA = -1
+"""The index of a trajectory that is the data's answer: no completion of the row has it."""
 
 
 @configclass
@@ -44,22 +62,21 @@ class GkdRollout(RolloutConfig):
 
 
 @configclass
-class GkdConfig(DistillConfig):
+class GkdConfig(DistillConfig, RolloutTeachersConfig):
     """On-policy distillation."""
 
     divergence: Literal["forward", "reverse", "js"] = "reverse"
     """reverse: KL(student || teacher), mode-seeking; forward: KL(teacher || student), mode-covering; js: the
     generalised Jensen-Shannon divergence."""
-
-    url: str | None = None
-    """Instead of a teacher in this process: URL of a vLLM server with one, as in http://127.0.0.1:8001/v1. It scores
-    completions by its likeliest tokens."""
     top: Annotated[int, Field(ge=1)] = 20
-    """For url: number of likeliest tokens asked for at each token of a completion. vLLM allows 20, or what its
-    --max-logprobs says."""
-    server: EndpointConfig = EndpointConfig()
+    """For url, teachers and privileged: number of likeliest tokens that a teacher lists at each token of a completion.
+    vLLM allows 20, or what its --max-logprobs says."""
 
-    list_key: ClassVar[str] = "distill.url"
+    lmbda: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the prompts that the student answers (GKD's lambda). The others have their answers in the data, as
+    taut sft learns them, and are learned from in the same way. Chosen by seed and rollout."""
+
+    list_key: ClassVar[str] = "distill.url, teachers or privileged"
 
     def __post_init__(self) -> None:
         for key in ("top_logprobs", "eval_top_logprobs"):
@@ -68,32 +85,32 @@ class GkdConfig(DistillConfig):
                     f"distill.{key}={getattr(self, key)}: a file knows nothing of completions that are yet to be "
                     "generated; expected a teacher alone; set distill.teacher=DIR or distill.url=URL, and leave it out"
                 )
-        if self.teacher is not None and self.url is not None:
-            raise ConfigError(
-                "distill.teacher and distill.url are both set; expected one teacher; keep one"
-            )
-        for key in ("top", "server") if self.url is None else ():
-            if getattr(self, key) != getattr(GkdConfig, key):
-                raise ConfigError(
-                    f"distill.{key} is set without distill.url, and nothing reads it; expected both; set distill.url, "
-                    "or take it out"
-                )
         if self.sft_weight:
             raise ConfigError(
                 f"distill.sft_weight={self.sft_weight:g} weighs the data's own answers, and taut gkd learns on the "
                 "student's, whose logprob has a mean gradient of 0; expected none; leave it out"
             )
-        super().__post_init__()
+        if not self.is_listed and self.top != GkdConfig.top:
+            raise ConfigError(
+                f"distill.top is set without {self.list_key}, and nothing reads it; expected both; set one of them, or "
+                "take it out"
+            )
+        DistillConfig.__post_init__(self)
+        RolloutTeachersConfig.__post_init__(self)
 
     @property
     def is_listed(self) -> bool:
-        return self.url is not None
+        return bool(self.url or self.teachers or self.privileged)
 
 
 class All(Credit):
     """Every answer unchanged: the teacher judges each token, while the student trains or, with its likeliest tokens as
     streams, before.
     """
+
+    def __init__(self, loss: Loss, num_listed: int = 0) -> None:
+        super().__init__(loss)
+        self.num_listed = num_listed
 
     def assign(
         self, groups: Sequence[Group], scores: ModelScores
@@ -106,6 +123,63 @@ class All(Credit):
         return [TrainSample.of(samples) for samples in made], {}
 
 
+@dataclass(frozen=True, eq=False)
+class WithAnswers:
+    """Rollouts in which some prompts have the data's answers. Which: a function of the seed and the phase."""
+
+    inner: RolloutSource
+    prompts: PromptSet
+    lmbda: float
+    seed: int
+
+    @property
+    def engine(self) -> Engine | None:
+        return self.inner.engine
+
+    @property
+    def is_judged(self) -> bool:
+        return self.inner.is_judged
+
+    @property
+    def settled(self) -> Sequence[Decision]:
+        return self.inner.settled
+
+    def roll(self, phase: int, indices: Sequence[int]) -> Rollout:
+        drawn = np.random.default_rng([self.seed, phase, 4]).random(len(indices))
+        is_own = (drawn < self.lmbda).tolist()
+        own = [index for index, mine in zip(indices, is_own, strict=True) if mine]
+        rest = [index for index, mine in zip(indices, is_own, strict=True) if not mine]
+        rollout = self.inner.roll(phase, own) if own else Rollout([])
+        rows = distinct([self.prompts.prompt_rows[index] for index in rest])
+        return replace(rollout, from_data=[self._answer(row, phase) for row in rows])
+
+    def _answer(self, row: PromptRow, phase: int) -> Group:
+        """The data's answer as a trajectory of its own number."""
+        sample, size = self.prompts.answers[row.place], self.prompts.answers[row.place].num_targets
+        nothing_N = np.full(size, np.nan)
+        ids_T, at_N = sample.ids_T, sample.target_at_N
+        return Group(
+            (
+                Trajectory(
+                    row=row,
+                    index=FROM_DATA,
+                    ids_T=ids_T,
+                    sampled_at_N=at_N,
+                    logp_N=nothing_N,
+                    version_N=np.zeros(size, dtype=np.int64),
+                    finish_reason="stop",
+                    text="",
+                    media=sample.media,
+                    rollout=phase,
+                    verdict=Verdict({}, 0.0),
+                ),
+            )
+        )
+
+    def close(self) -> None:
+        self.inner.close()
+
+
 @configclass
 class Gkd(OnlineMethod):
     """A run of ``taut gkd``."""
@@ -114,21 +188,32 @@ class Gkd(OnlineMethod):
         1e-5, 1e-4, "tinker-cookbook with LoRA: 1e-4; TRL: 2e-5"
     )
 
-    is_judged: ClassVar[bool] = False
-
     method: MethodName = "gkd"
     rollout: GkdRollout = GkdRollout()
     distill: GkdConfig = GkdConfig()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.distill.url is None:
-            if self.distill.teacher is None:
-                raise ConfigError(
-                    "distill.teacher is not set; expected a model directory; set distill.teacher=DIR, or "
-                    "distill.url=URL"
-                )
+        if not self.distill.is_on:
+            raise ConfigError(
+                "distill.teacher is not set; expected a model directory; set distill.teacher=DIR, distill.url=URL, "
+                "distill.teachers or distill.privileged=COLUMN"
+            )
+        if self.distill.teacher is not None:
             self.distill.require_teacher(self.model, has_eval=False)
+        self.require_rollouts_for(self.distill)
+        others = {
+            "rollout.replay_from": self.is_replayed,
+            "rollout.environment": self.rollout.environment.is_on,
+            "rollout.lag": self.rollout.lag > 0,
+            "distill.privileged": self.distill.privileged is not None,
+        }
+        for other, is_set in others.items() if self.distill.lmbda < 1 else ():
+            if is_set:
+                raise ConfigError(
+                    f"distill.lmbda={self.distill.lmbda:g} with {other}: the data's answers are neither sampled, nor "
+                    "given to another prompt; expected lmbda=1; take one of the two out"
+                )
         for key in ("dynamic_sampling_rounds", "replay_groups"):
             if getattr(self.rollout, key):
                 raise ConfigError(
@@ -153,28 +238,57 @@ class Gkd(OnlineMethod):
     def loss(self) -> Loss:
         return self.distill.make_loss()
 
+    @property
+    def is_judged(self) -> bool:
+        return False
+
+    def load_data(
+        self, split: Split, renderer: Renderer, language: Language, *, looks_again: bool = True
+    ) -> Dataset:
+        prompts = super().load_data(split, renderer, language, looks_again=looks_again)
+        if split == "eval" or self.distill.lmbda == 1:
+            return prompts
+        assert isinstance(prompts, PromptSet)
+        longest = self.longest_sample(language.config) + self.rollout.max_new_tokens
+        answered = replace(self.data, without_targets="drop")
+        data = load_dataset(answered, split, renderer, longest, looks_again=looks_again)
+        prompts.answers = {sample.id: sample for sample in (data[i] for i in range(len(data)))}
+        for row in prompts.prompt_rows:
+            if row.place not in prompts.answers:
+                raise DataError(
+                    f"{row.place}: the row has no answer of its own, and distill.lmbda={self.distill.lmbda:g} learns "
+                    "from the data's answers too; expected an assistant message at its end; add it, or take "
+                    "distill.lmbda out"
+                )
+        return prompts
+
+    def connect(
+        self,
+        source: StepSource,
+        inputs: Inputs,
+        models: Models,
+        make_engine: Callable[..., LocalEngine],
+        ranks: Ranks,
+        get_trainer: Callable[[], Trainer],
+    ) -> Online:
+        online = super().connect(source, inputs, models, make_engine, ranks, get_trainer)
+        if self.distill.lmbda == 1:
+            return online
+        open_inner = online.open_worker
+        assert open_inner is not None and isinstance(inputs.train, PromptSet)
+        prompts, lmbda, seed = inputs.train, self.distill.lmbda, self.seed
+        return replace(online, open_worker=lambda: WithAnswers(open_inner(), prompts, lmbda, seed))
+
     def models(self) -> AuxModels:
-        return AuxModels(teacher=self.distill)
+        scored = self.distill if self.distill.is_listed else None
+        return AuxModels(teacher=self.distill, completions=scored)
 
-    def teachers_opener(self, inputs: Inputs) -> Callable[[], Teachers] | None:
-        return partial(self._open_teachers, inputs) if self.distill.is_listed else None
-
-    def _open_teachers(self, inputs: Inputs) -> Teachers:
-        distill = self.distill
-        assert distill.url is not None
-        remedy = "set distill.teacher to a model directory, in place of distill.url"
-        assert isinstance(inputs.train, PromptSet)
-        require_text(inputs.train.prompts(), remedy)
-        server = TeacherServer.open(
-            distill.url,
-            distill.server,
-            inputs.tokenizer,
-            top=distill.top,
-            num_rows=inputs.num_rows,
-            longest=inputs.longest,
-            section="distill.",
+    def teachers_opener(self, inputs: Inputs, models: Models) -> Callable[[], Teachers] | None:
+        if not self.distill.is_listed:
+            return None
+        return partial(
+            open_teachers, self.distill, inputs, models, top=self.distill.top, temperature=1.0
         )
-        return Teachers(ServerTeacher(server), [server.decision])
 
     def make_credit(self) -> All:
-        return All(self.loss())
+        return All(self.loss(), self.distill.top if self.distill.is_listed else 0)

@@ -4,21 +4,26 @@ with each other, without a critic. The formulas are in losses/{advantages,policy
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import partial
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from taut.config import Share, configclass
+from taut.config import Positive, Share, configclass
 from taut.errors import ConfigError
 from taut.losses.advantages import ESTIMATORS, Estimator, by_turn, pass_at_k
+from taut.methods.aux_models import AuxModels
+from taut.methods.inputs import Inputs, Models
 from taut.methods.method import MethodName
 from taut.methods.online import REWARD_ENDS
 from taut.methods.policy import Key, PolicyConfig, PolicyMethod
+from taut.methods.rollout_teachers import RolloutTeachersConfig, open_teachers
 from taut.rewards.registry import charges_steps
 from taut.rl.monitors import RolloutMonitorConfig
+from taut.rl.own_code import OwnCode, is_own, load_advantage, read_own
+from taut.rl.teachers import Teachers
 from taut.train.optim import DefaultRates
 
 Advantage: TypeAlias = Literal[
@@ -43,10 +48,10 @@ class GrpoConfig(PolicyConfig):
 
     section: ClassVar[str] = "grpo"
 
-    advantage: Advantage = "group"
+    advantage: Advantage | OwnCode = "group"
     """Advantage estimator: group (GRPO), mean (Dr. GRPO), rloo, reinforce_pp, reinforce_pp_baseline, maxrl, pass_at_k,
     gdpo (each of several rewards is normalised by itself), or tree (answers that begin alike are charged by the
-    segments in which they differ)."""
+    segments in which they differ). Or FILE.py:function, of your own."""
     advantage_level: Literal["trajectory", "turn"] = "trajectory"
     """What a reward is charged to. trajectory: all tokens of an answer have the advantage of its whole reward. turn: a
     reward of an environment's step, or of a step of the answer (a reward with steps.charge), is charged to the turn or
@@ -61,6 +66,8 @@ class GrpoConfig(PolicyConfig):
     @property
     def estimator(self) -> Estimator:
         """The estimator of advantages."""
+        if is_own(self.advantage):
+            return load_advantage(read_own(self.advantage, "grpo.advantage", "function"))
         estimator = ESTIMATORS[self.advantage]
         if self.advantage_level == "turn":
             return replace(estimator, assess=partial(by_turn, discount=self.turn_discount))
@@ -78,6 +85,14 @@ class GrpoConfig(PolicyConfig):
 
 
 @configclass
+class GrpoDistillConfig(RolloutTeachersConfig):
+    """Teachers whose judgement of each token is added to the advantages (on-policy distillation)."""
+
+    coef: Positive = 1.0
+    """Coefficient of the teacher's logprob minus the policy's, which is added to a token's advantage."""
+
+
+@configclass
 class Grpo(PolicyMethod):
     """A run of ``taut grpo``."""
 
@@ -87,10 +102,13 @@ class Grpo(PolicyMethod):
 
     method: MethodName = "grpo"
     grpo: GrpoConfig = GrpoConfig()
+    distill: GrpoDistillConfig = GrpoDistillConfig()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rollout.n == 1 and self.grpo.advantage != "reinforce_pp":
+        self._require_usable_teachers()
+        compares = self.grpo.advantage != "reinforce_pp" and not is_own(self.grpo.advantage)
+        if self.rollout.n == 1 and self.is_judged and compares:
             raise ConfigError(
                 f"rollout.n=1 with grpo.advantage={self.grpo.advantage}: an answer is compared with the others to its "
                 "prompt, and there are none; expected 2 or more; raise rollout.n, or set grpo.advantage=reinforce_pp"
@@ -142,6 +160,48 @@ class Grpo(PolicyMethod):
                 "grpo.advantage=gdpo with rollout.replay_from and without rewards: their weights are not recorded; "
                 "expected the rewards of the recorded run; name them"
             )
+
+    def _require_usable_teachers(self) -> None:
+        """Raise ConfigError where the settings of teachers contradict others."""
+        distill, default = self.distill, GrpoDistillConfig()
+        if not distill.is_on and distill.coef != default.coef:
+            raise ConfigError(
+                f"distill.coef={distill.coef:g} is set without a teacher, and nothing reads it; expected both; set "
+                "distill.teacher=DIR or distill.url=URL, or take it out"
+            )
+        self.require_rollouts_for(distill)
+        served = [section for _, section, source in distill.sources if source.url is not None]
+        if served and self.rollout.temperature != 1:
+            raise ConfigError(
+                f"{served[0]}url with rollout.temperature={self.rollout.temperature:g}: a server's logprobs are those "
+                "of temperature 1, and the policy's those of the rollout; expected one temperature; set "
+                f"rollout.temperature=1, or {served[0]}teacher=DIR"
+            )
+        for key in () if self.is_judged else ("dynamic_sampling_rounds", "replay_groups"):
+            if getattr(self.rollout, key):
+                raise ConfigError(
+                    f"rollout.{key}={getattr(self.rollout, key)} chooses completions by their rewards, and there are "
+                    f"none; expected 0; take rollout.{key} out, or set rewards"
+                )
+
+    @property
+    def is_judged(self) -> bool:
+        """Without rewards teachers alone judge."""
+        has_own = self.rollout.environment.name not in (None, "tools") or self.is_replayed
+        return bool(self.rewards) or has_own or not self.distill.is_on
+
+    @property
+    def distill_coef(self) -> float:
+        return self.distill.coef if self.distill.is_on else 0.0
+
+    def models(self) -> AuxModels:
+        return replace(super().models(), completions=self.distill if self.distill.is_on else None)
+
+    def teachers_opener(self, inputs: Inputs, models: Models) -> Callable[[], Teachers] | None:
+        if not self.distill.is_on:
+            return None
+        temperature = self.rollout.temperature
+        return partial(open_teachers, self.distill, inputs, models, top=0, temperature=temperature)
 
     def estimate(self) -> Estimator:
         return self.grpo.estimator

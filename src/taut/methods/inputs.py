@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from taut.models.precision import ChosenDtype
 from taut.models.scorer import Scorer
 from taut.train.distributed import Ranks
 from taut.train.trainer import Role, StepSource
+
+if TYPE_CHECKING:
+    from taut.methods.reference import Start
 
 
 class MayChange(NamedTuple):
@@ -100,7 +103,7 @@ class Inputs:
     @property
     def longest(self) -> int:
         """Tokens of the longest possible sample, held-out ones included."""
-        each = [data.lengths.longest for data in (self.train, self.eval) if data is not None]
+        each = [data.longest for data in (self.train, self.eval) if data is not None]
         most = max(each) + self.grows
         context = context_length(self.config) if self.grows else None
         return most if context is None else min(most, context)
@@ -143,6 +146,10 @@ class Models:
     saved_dtype: torch.dtype
     """The dtype that the final weights are saved in: that of the checkpoint they came from."""
     decisions: list[Decision]
+    teachers: Mapping[str, Scorer] = field(default_factory=dict)
+    """Models that score completions before they are trained on, by name."""
+    self_teacher: Start | None = None
+    """The copy of the policy that is its own teacher."""
 
 
 class Plan(NamedTuple):

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 import torch
 from pydantic import Field
 from transformers import PreTrainedConfig
+from typing_extensions import TypedDict
 
 from taut.config import (
     ComputeDtype,
@@ -39,6 +40,7 @@ from taut.data.dataset import DataConfig, Dataset, Split, input_paths, load_data
 from taut.data.order import START, Cursor, Order
 from taut.data.render import Renderer
 from taut.data.schema import Kind
+from taut.data.stream import Recording, Stream, StreamDataset, open_stream
 from taut.data.top_logprobs import WithTeacher, read_top_logprobs
 from taut.errors import ConfigError
 from taut.evals.contract import ContractConfig
@@ -79,6 +81,10 @@ else:
 """The type of the key ``method``: one of the names in METHODS."""
 
 
+TELL_AFTER = 10.0
+"""Seconds without a new row after which a step that waits for one is logged."""
+
+
 @configclass
 class EvalConfig:
     """Evaluation while training. It always runs at the end as well."""
@@ -103,8 +109,43 @@ STEPS_AHEAD = 32
 """Steps whose samples are known to what fetches them (``Dataset.expect``)."""
 
 
+class FromData:
+    """A source of steps whose samples are rows of data: what such sources share."""
+
+    loss: Loss
+    mismatched_length: int | None
+    """If set, the loss's statistics are computed on the step's prompts combined with each other's answers, of at most
+    this many tokens (KTO); None: on the step's own trees."""
+
+    def rows_at(self, step: int) -> tuple[Rows, list[int]]:
+        """Rows, and the indices among them that the step has."""
+        raise NotImplementedError
+
+    def prepare(self, step: int) -> list[Tree]:
+        """The trees of a step (counted from 1)."""
+        rows, indices = self.rows_at(step)
+        return rows.trees(indices)
+
+    def observed(self, step: int) -> list[Tree] | None:
+        """The trees on which the loss's statistics of this step are computed; None: the step's own trees."""
+        return None if self.mismatched_length is None else self.observed_of(*self.rows_at(step))
+
+    def observed_of(self, rows: Rows, indices: list[int]) -> list[Tree] | None:
+        """Like ``observed``, for the given rows, which may be held-out ones."""
+        if self.mismatched_length is None:
+            return None
+        return rows.mismatched(indices, self.mismatched_length)
+
+    def open(self) -> Sequence[Decision]:
+        """Nothing to open."""
+        return ()
+
+    def reject(self) -> None:
+        """Nothing to discard: nothing is generated."""
+
+
 @dataclass(frozen=True)
-class Offline:
+class Offline(FromData):
     """The source of steps of a method that trains on fixed data: the rows of each step, and the trees they make."""
 
     rows: Rows
@@ -113,46 +154,112 @@ class Offline:
     """Number of epochs after which the run ends; None: the data are repeated as long as steps are left."""
     loss: Loss
     mismatched_length: int | None = None
-    """If set, the loss's statistics are computed on the step's prompts combined with each other's answers, of at most
-    this many tokens (KTO); None: on the step's own trees."""
+
+    def rows_at(self, step: int) -> tuple[Rows, list[int]]:
+        return self.rows, self.order.step(step, self.epochs)
 
     def prepare(self, step: int) -> list[Tree]:
-        """The trees of a step (counted from 1)."""
         known = (self.order.step(step + ahead, self.epochs) for ahead in range(STEPS_AHEAD))
         self.rows.expect(known)
-        return self.rows.trees(self.order.step(step, self.epochs))
+        return super().prepare(step)
 
     def is_known(self, step: int) -> bool:
         """True: the data are fixed."""
         return True
 
-    def observed(self, step: int) -> list[Tree] | None:
-        """The trees on which the loss's statistics of this step are computed; None: the step's own trees."""
-        return self.observed_of(self.rows, self.order.step(step, self.epochs))
-
-    def observed_of(self, rows: Rows, indices: list[int]) -> list[Tree] | None:
-        """Like ``observed``, for the given rows, which may be held-out ones."""
-        if self.mismatched_length is None:
-            return None
-        return rows.mismatched(indices, self.mismatched_length)
-
     def cursor(self, step: int) -> Cursor:
         """The position in the data after a step."""
         return self.order.cursor(step, self.epochs)
-
-    def open(self) -> Sequence[Decision]:
-        """Nothing to open."""
-        return ()
 
     @property
     def state(self) -> None:
         """None: a resumed run needs only the cursor."""
 
-    def reject(self) -> None:
-        """Nothing to discard: nothing is generated."""
-
     def close(self) -> None:
         """Nothing to close."""
+
+
+class LastWindow(TypedDict):
+    """The window of a stream that a checkpoint's last sample is in."""
+
+    number: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Streamed(FromData):
+    """The source of steps of a method that trains on a stream. Its state is the digest of all rows up to the window of
+    the last sample that was trained on.
+    """
+
+    stream: Stream
+    rows_of: Callable[[Dataset], Rows]
+    samples_per_step: int
+    seed: int | None
+    """Of the shuffle of each window; None: rows are in the order in which they came."""
+    loss: Loss
+    mismatched_length: int | None = None
+    get_trainer: Callable[[], Trainer] | None = None
+    """None where nothing is trained."""
+
+    def rows_at(self, step: int) -> tuple[Rows, list[int]]:
+        start, stop = self.cursor(step - 1).samples, self.cursor(step).samples
+        remedy = "expected more; add them, and resume=true goes on"
+        if step > 1:
+            remedy += f", or resume=true steps={step - 1} ends the run here"
+        told = False
+
+        def follow(seconds: float) -> None:
+            nonlocal told
+            if self.get_trainer is None:
+                return
+            trainer = self.get_trainer()
+            if seconds > TELL_AFTER and not told:
+                told = True
+                path = self.stream.recipe.path
+                detail = f"step {step} waits for rows of {path}; the last one came {seconds:.0f} seconds ago"
+                trainer.emit("warning", name="stream", step=step, detail=detail)
+            trainer.ranks.doing(f"waiting for rows of step {step}")
+            trainer.interrupts.agree(trainer.ranks)
+
+        self.stream.require(stop, f"step {step}", remedy, follow)
+        data, indices = self.stream.at(start, stop, self.seed)
+        return self.rows_of(data), indices
+
+    def is_known(self, step: int) -> bool:
+        """Whether all ranks know that the rows of a step are there."""
+        return self.cursor(step).samples <= self.stream.stop
+
+    def cursor(self, step: int) -> Cursor:
+        """The position in the stream after a step."""
+        return Cursor(step, step * self.samples_per_step)
+
+    @property
+    def state(self) -> Streamed:
+        return self
+
+    @property
+    def remembered(self) -> type[LastWindow]:
+        return LastWindow
+
+    def remember(self) -> LastWindow:
+        assert self.get_trainer is not None, "a checkpoint is of a run that trains"
+        if self.stream.expected is not None:  # no step was taken since the last checkpoint
+            number, digest = self.stream.expected
+            return {"number": number, "digest": digest}
+        last = self.stream.holding(self.cursor(self.get_trainer().done).samples - 1)
+        return {"number": last["number"], "digest": last["digest"]}
+
+    def recall(self, remembered: LastWindow) -> None:
+        self.stream.expected = remembered["number"], remembered["digest"]
+
+    def leave(self, step: int, oldest: int) -> None:
+        """Steps up to ``step`` are taken; a resume may begin after ``oldest``."""
+        self.stream.leave(self.cursor(step).samples, self.cursor(oldest).samples)
+
+    def close(self) -> None:
+        """Read no more."""
+        self.stream.reader.close()
 
 
 @configclass
@@ -189,6 +296,8 @@ class RunConfig:
             "model",  # its files are hashed, wherever they are
             "data.cache",
             "data.workers",
+            "data.streaming_settle",
+            "data.streaming_timeout",
             "data.apply_chat_template",  # the tokenised data are compared
             "data.eval",
             "dtype",  # the resolved dtype is compared
@@ -344,11 +453,36 @@ class RunConfig:
             "lora.dropout": self.lora.dropout,
             "noise.neftune_alpha": self.noise.neftune_alpha,
         }
+        if self.data.is_stream:
+            self._require_streamable()
         for key, value in noise.items():
             if value and not self.allows_noise:
                 raise ConfigError(
                     f"{key}={value:g} in a run of {self.command()}: what is compared must not be noisy; "
                     f"expected {key}=0; take the key out"
+                )
+
+    def _require_streamable(self) -> None:
+        """Raise ConfigError for settings that a stream cannot have."""
+        models = self.models()
+        refused = (
+            (self.generates, f"method={self.method} reads all its prompts before the first step"),
+            (self.steps is None, "steps is not set: there is no epoch after which the run ends"),
+            (
+                self.batch.group_prefixes,
+                "batch.group_prefixes=true compares all rows with each other",
+            ),
+            (models.reference_file is not None, "reference.file has the logprobs of all rows"),
+            (
+                getattr(models.teacher, "top_logprobs", None) is not None,
+                "distill.top_logprobs has a teacher's logprobs of all rows",
+            ),
+        )
+        for is_found, found in refused:
+            if is_found:
+                raise ConfigError(
+                    f"data.train is a stream, and {found}; expected a number of steps over rows that come one after "
+                    "another; change that, or take data.streaming out"
                 )
 
     def _require_divisible_layers(self) -> None:
@@ -423,12 +557,34 @@ class RunConfig:
         return 0
 
     def load_data(
-        self, split: Split, renderer: Renderer, language: Language, *, looks_again: bool = True
+        self,
+        split: Split,
+        renderer: Renderer,
+        language: Language,
+        *,
+        looks_again: bool = True,
+        ranks: Ranks | None = None,
     ) -> Dataset:
         """The samples of a split, with a teacher's logprobs where the configuration names a file of them.
-        ``looks_again``: see ``load_dataset``.
+        ``looks_again``: see ``load_dataset``. ``ranks``: of a run that is to train, which records a stream; None: the
+        data are looked at.
         """
         longest, kind = self.longest_sample(language.config), self.row_kind
+        if split == "train" and self.data.is_stream:
+            recording = None
+            if ranks is not None:
+                assert self.out is not None, "a run that trains has a directory"
+                out = user_path(self.out, "out")
+                recording = Recording(out, self.resume, ranks.is_writer, ranks.gather)
+            return open_stream(
+                self.data,
+                kind,
+                renderer,
+                longest,
+                language.num_rows,
+                compares=self.compares_answers,
+                recording=recording,
+            )
         data = load_dataset(self.data, split, renderer, longest, kind=kind, looks_again=looks_again)
         key = "top_logprobs" if split == "train" else "eval_top_logprobs"
         file = getattr(self.models().teacher, key, None)
@@ -494,12 +650,19 @@ class RunConfig:
         run.
         """
         rows, batch, loss = self.rows_of(train), self.batch, self.loss()
+        longest = train.longest if loss.mismatched else None
+        if isinstance(train, StreamDataset):
+            assert self.steps is not None, "a stream has no epochs"
+            seed = self.seed if batch.shuffle else None
+            streamed = Streamed(
+                train.stream, self.rows_of, batch.samples_per_step, seed, loss, longest
+            )
+            return Plan(streamed, self.steps, cursor)
         order = rows.order(batch, self.seed, batch.samples_per_step)
         epochs = None if self.steps is not None else (1.0 if self.epochs is None else self.epochs)
         order = order.going_on_from(cursor, epochs)
         num_steps = self.steps if epochs is None else order.num_steps(epochs)
         assert num_steps is not None
-        longest = train.lengths.longest if loss.mismatched else None
         return Plan(Offline(rows, order, epochs, loss, longest), num_steps, cursor)
 
     def monitors(self, source: StepSource) -> Sequence[Monitor]:
@@ -516,6 +679,8 @@ class RunConfig:
         get_trainer: Callable[[], Trainer],
     ) -> StepSource:
         """The source of steps with what it needs besides data. ``get_trainer``: the trainer, which is made after it."""
+        if isinstance(source, Streamed):
+            return replace(source, get_trainer=get_trainer)
         return source
 
     @property

@@ -30,6 +30,7 @@ from taut.inference.weight_sync import Trained
 from taut.methods.inputs import Inputs, Language, MayChange, Models, Plan
 from taut.methods.method import RunConfig
 from taut.methods.reference import ReferenceConfig
+from taut.methods.rollout_teachers import RolloutTeachersConfig
 from taut.models.load import context_length
 from taut.models.precision import DTYPES, compute_context, resolve_dtype
 from taut.rewards.panel import Panel, PanelConfig, open_panel
@@ -80,8 +81,6 @@ class OnlineMethod(RunConfig):
             rounding=("rollout.local",),
         )
     )
-    is_judged: ClassVar[bool] = True
-    """Whether the method learns from rewards."""
     unread_monitor_keys: ClassVar[Sequence[str]] = (
         "warn_logprob_difference",
         "max_logprob_difference",
@@ -166,11 +165,24 @@ class OnlineMethod(RunConfig):
 
     # -- members of such a method
 
+    @property
+    def is_judged(self) -> bool:
+        """Whether the run learns from rewards."""
+        return True
+
     def make_credit(self) -> Credit:
         """The Credit, which makes trees to train on of judged completions. It has state: one for each run."""
         raise NotImplementedError
 
-    def teachers_opener(self, inputs: Inputs) -> Callable[[], Teachers] | None:
+    def require_rollouts_for(self, teachers: RolloutTeachersConfig) -> None:
+        """Raise ConfigError where teachers cannot judge what is generated."""
+        if teachers.privileged is not None and self.rollout.environment.is_on:
+            raise ConfigError(
+                "distill.privileged with rollout.environment: an environment may begin a conversation by itself, and "
+                "the prompt is what the teacher sees otherwise; expected one of the two; take one out"
+            )
+
+    def teachers_opener(self, inputs: Inputs, models: Models) -> Callable[[], Teachers] | None:
         """What opens the teachers that score rollouts before they are trained on; None: there are none."""
         return None
 
@@ -215,7 +227,13 @@ class OnlineMethod(RunConfig):
         return self.rollout.grows
 
     def load_data(
-        self, split: Split, renderer: Renderer, language: Language, *, looks_again: bool = True
+        self,
+        split: Split,
+        renderer: Renderer,
+        language: Language,
+        *,
+        looks_again: bool = True,
+        ranks: Ranks | None = None,
     ) -> Dataset:
         longest, recording = self.longest_sample(language.config), self.recording
         if split == "train" and recording is not None:
@@ -268,7 +286,7 @@ class OnlineMethod(RunConfig):
             get_trainer=get_trainer,
             roles=models.roles if self.scores_reference_first else (),
             open_worker=worker,
-            open_teachers=self.teachers_opener(inputs),
+            open_teachers=self.teachers_opener(inputs, models),
         )
 
     @cached_property
@@ -340,9 +358,9 @@ class OnlineMethod(RunConfig):
             )
             if config.environment.is_agent and not credit.takes_branches:
                 raise ConfigError(
-                    f"rollout.environment.name is {config.environment.name}, and what an agent asks may branch: all "
-                    "tokens of a trajectory have one advantage then; expected taut grpo with advantages of whole "
-                    "trajectories, not whitened, and no KL penalty in the reward; set those, or take an environment"
+                    f"rollout.environment.name is {config.environment.name}, and what an agent asks may branch, which "
+                    "turns and penalties of tokens do not; expected taut grpo with advantage_level=trajectory and no "
+                    "KL penalty in the reward; set those, or take an environment"
                 )
             # An environment that rewards a cut path itself: that reward would be replaced.
             if (

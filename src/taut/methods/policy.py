@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field
 
-from taut.config import Decision, NotNegative, Positive, Share, configclass
+from taut.config import Decision, NotNegative, Positive, Share, configclass, home_path
 from taut.errors import ConfigError
+from taut.losses import Loss
 from taut.losses.advantages import Estimator
 from taut.losses.policy import (
     SURROGATES,
@@ -35,6 +37,7 @@ from taut.methods.preference import require_valid_loss
 from taut.methods.reference import ReferenceConfig
 from taut.rewards.registry import listed
 from taut.rl.advantages import EntropyTarget, Gae, KlPenalty, PolicyCredit, ShapingConfig
+from taut.rl.own_code import OwnCode, is_own, load_loss, read_own, reports_engine
 
 PolicyLoss: TypeAlias = Literal["clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "reinforce"]
 """The names of losses.policy.SURROGATES; a test holds them to it."""
@@ -46,6 +49,13 @@ CORRECTING = (
     "rollout_correction_floor",
     "rollout_correction_veto",
 )
+OF_SURROGATES = (
+    *("loss_aggregation", "constant_length", "clip_low", "clip_high", "dual_clip"),
+    *("sapo_tau_positive", "sapo_tau_negative", "kl_estimator", "kl_gradient"),
+    *("entropy_coef", "entropy_target", "entropy_step", "log_entropy"),
+    *("rollout_correction", *CORRECTING, "old_logprobs"),
+)
+"""Keys that a loss of the user's own has no part in."""
 GUARD = 0.1
 """Nats: the largest rollout_monitor.max_logprob_difference that guards old_logprobs=engine."""
 
@@ -58,7 +68,7 @@ class _Defaults(NamedTuple):
     high: float = 0.28
 
 
-_DEFAULTS: dict[PolicyLoss, _Defaults] = {
+_DEFAULTS: dict[str, _Defaults] = {
     "clip": _Defaults("token"),
     "gspo": _Defaults("sequence", 3e-4, 4e-4),
     "gspo_token": _Defaults("sequence", 3e-4, 4e-4),
@@ -84,9 +94,10 @@ class PolicyConfig:
 
     section: ClassVar[str]
 
-    loss: PolicyLoss = "clip"
+    loss: PolicyLoss | OwnCode = "clip"
     """clip (PPO, GRPO, DAPO), gspo or gspo_token (one ratio per sample), cispo, sapo, gmpo, or reinforce (no ratio).
-    They differ only if a rollout is trained on more than once, or is stale."""
+    They differ only if a rollout is trained on more than once, or is stale. With taut grpo also FILE.py:Class, a loss
+    of your own."""
     loss_aggregation: Average | None = None
     """How the loss is averaged: token (DAPO: over tokens), sequence (GRPO: over answers), constant (Dr. GRPO: sums
     divided by a constant length). None: as in the loss's paper, token for clip, cispo and reinforce, else sequence."""
@@ -161,6 +172,8 @@ class PolicyConfig:
                     f"found {self.section}.{key.name}={_shown(value)}, which nothing reads; expected {key.wanted}; set "
                     f"that, or leave {key.name} out"
                 )
+        if is_own(self.loss):
+            return
         for is_fresh in (True, False):
             make = partial(
                 self.make_loss, temperature=1.0, limit=1, is_fresh=is_fresh, is_apart=True
@@ -266,6 +279,13 @@ class PolicyConfig:
 
     def _keys(self) -> Iterator[Key]:
         """Keys that only have an effect together with others."""
+        if is_own(self.loss):
+            for name in OF_SURROGATES:
+                yield Key(name, False, "a loss of taut's")
+            yield Key("kl_coef", self.kl_in == "reward", "kl_in=reward, or a loss of taut's")
+            yield Key("kl_in", self.kl_coef > 0, "kl_coef above 0")
+            yield Key("kl_target", self.kl_coef > 0, "kl_coef above 0")
+            return
         surrogate, has_kl = SURROGATES[self.loss], self.kl_coef > 0
         clipped = " or ".join(name for name in SURROGATES if SURROGATES[name].is_held)
         dual = " or ".join(name for name in SURROGATES if SURROGATES[name].is_dual)
@@ -303,7 +323,8 @@ class PolicyMethod(OnlineMethod):
         self.shaping.require_room(self.rollout.grows)
         policy = self.policy
         without = f"{policy.section}.kl_coef=0"
-        require_live_reference(self.reference, without, is_read=policy.kl_coef > 0)
+        may_read = policy.kl_coef > 0 or is_own(policy.loss)
+        require_live_reference(self.reference, without, is_read=may_read)
         if self.rollout.dtype is not None and policy.rollout_correction == "none":
             raise ConfigError(
                 f"rollout.dtype={self.rollout.dtype} with {policy.section}.rollout_correction=none: rollouts would be "
@@ -370,7 +391,9 @@ class PolicyMethod(OnlineMethod):
         """Whether a rollout is sampled from the current policy and trained on once."""
         return self.rollout.updates == 1 and not self.rollout.lag and not self.rollout.replay_groups
 
-    def loss(self) -> PolicyGradient:
+    def loss(self) -> Loss:
+        if is_own(self.policy.loss):
+            return self._own_loss()
         return self.policy.make_loss(
             temperature=self.rollout.temperature,
             limit=self.rollout.grows,
@@ -378,14 +401,59 @@ class PolicyMethod(OnlineMethod):
             is_apart=self._is_apart,
         )
 
+    def _own_loss(self) -> Loss:
+        """The user's. Raises ConfigError where it cannot be trained with these settings."""
+        rollout, key = self.rollout, f"{self.policy.section}.loss"
+        loss = load_loss(read_own(self.policy.loss, key, "Class"), rollout.temperature)
+        apart = [f"rollout.dtype={rollout.dtype}"] if rollout.dtype else []
+        apart += [f"rollout.lag={rollout.lag}"] if rollout.lag else []
+        if apart and "engine_logp_N" not in loss.needs:
+            raise ConfigError(
+                f"{key}={self.policy.loss} with {apart[0]}: rollouts are of another policy than trains, and the loss "
+                "does not read the engine's logprobs; expected engine_logp_N among its needs; read it, or take the "
+                "other out"
+            )
+        if self.policy.kl_coef and "ref_logp_N" in loss.needs:
+            raise ConfigError(
+                f"{key}={self.policy.loss} with {self.policy.section}.kl_in=reward: the loss reads the reference "
+                "itself, and it is a part of the reward too; expected one of the two; set "
+                f"{self.policy.section}.kl_coef=0"
+            )
+        return loss
+
+    @property
+    def _correction(self) -> Correction:
+        loss = self.loss()
+        return loss.correction if isinstance(loss, PolicyGradient) else Correction()
+
+    @property
+    def _has_reference(self) -> bool:
+        is_in_loss = is_own(self.policy.loss) and "ref_logp_N" in self.loss().needs
+        return self.policy.kl_coef > 0 or is_in_loss
+
     def loss_decisions(self) -> list[Decision]:
-        correction, dtype = self.loss().correction, self.rollout.dtype
+        correction, dtype = self._correction, self.rollout.dtype
+        if is_own(self.policy.loss) and not reports_engine(self.loss()):
+            reason = f"{self.policy.section}.loss gives no metric engine/difference"
+            return [Decision("rollout_monitor.max_logprob_difference", "not compared", reason)]
         if dtype is None:
             return self.policy.decisions(correction)
         return self.policy.decisions(correction, f"rollouts are of {dtype}")
 
     def models(self) -> AuxModels:
-        return AuxModels(self.reference if self.policy.kl_coef > 0 else None)
+        return AuxModels(self.reference if self._has_reference else None)
+
+    def user_code(self) -> list[Path]:
+        return [*super().user_code(), *self._own_files]
+
+    def input_files(self) -> list[str]:
+        return [*super().input_files(), *map(str, self._own_files)]
+
+    @property
+    def _own_files(self) -> list[Path]:
+        """Files with an advantage or a loss of the user's own."""
+        named = [self.policy.loss, getattr(self.policy, "advantage", "")]
+        return [home_path(name.rpartition(":")[0]) for name in named if is_own(name)]
 
     def make_credit(self) -> PolicyCredit:
         policy, penalty, entropy = self.policy, None, None
@@ -393,23 +461,31 @@ class PolicyMethod(OnlineMethod):
             entropy = EntropyTarget(policy.entropy_target, policy.entropy_step, policy.entropy_coef)
         if policy.penalty_coef > 0:
             penalty = KlPenalty(policy.penalty_coef, policy.kl_target)
+        loss = self.loss()
+        reads_old = is_own(policy.loss) and "old_logp_N" in loss.needs
         return PolicyCredit(
-            self.loss(),
+            loss,
             self.estimate(),
             self.shaping,
             limit=self.rollout.grows,
             temperature=self.rollout.temperature,
-            has_old=not self._is_fresh,
+            has_old=reads_old or (not is_own(policy.loss) and not self._is_fresh),
             is_bypassed=policy.old_logprobs == "engine",
             penalty=penalty,
             entropy=entropy,
             reward_weights={spec.metric: spec.weight for spec in listed(self.rewards)},
             needs_turn_rewards=self.charges_turns,
+            distill_coef=self.distill_coef,
         )
 
     @property
+    def distill_coef(self) -> float:
+        """The coefficient of what teachers add to the advantages; 0: there are none."""
+        return 0.0
+
+    @property
     def scores_reference_first(self) -> bool:
-        is_stale = self.policy.kl_coef > 0 and not self._is_fresh
+        is_stale = self._has_reference and not self._is_fresh
         return self.policy.penalty_coef > 0 or is_stale
 
     @property
@@ -420,8 +496,10 @@ class PolicyMethod(OnlineMethod):
 
     def resolved(self) -> dict[str, Any]:
         """The settings, with the bounds of the correction, whose defaults depend on other keys."""
-        settings, correction = super().resolved(), self.loss().correction
+        settings, correction = super().resolved(), self._correction
         section = settings[self.policy.section]
+        if is_own(self.policy.loss):
+            return settings
         section |= {
             "rollout_correction_cap": correction.cap,
             "rollout_correction_floor": correction.floor,

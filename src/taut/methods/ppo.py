@@ -20,6 +20,7 @@ from taut.rewards.registry import listed
 from taut.rl.advantages import Gae
 from taut.rl.critic import LEARNING_RATES as CRITIC_RATES
 from taut.rl.critic import CriticConfig
+from taut.rl.own_code import is_own
 from taut.rl.rollout import RolloutConfig
 from taut.train.optim import DefaultRates
 
@@ -47,6 +48,14 @@ class PpoConfig(PolicyConfig):
     """Weight of half the critic's squared error."""
     value_clip: Positive | None = 0.2
     """Clip range of the value loss: how far a value may move from its value at rollout time. None: no clipping."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if is_own(self.loss):
+            raise ConfigError(
+                f"found ppo.loss={self.loss}, and a loss of your own has no term for the critic; expected one of "
+                "taut's; name it, or train with taut grpo"
+            )
 
     @property
     def critic_term(self) -> Critic:

@@ -41,15 +41,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from taut.models.architecture import HeadSpec, head, run_backbone
-from taut.models.scorer import Chunks, Scorer, TeacherScores
-from taut.types import TOP_IDS, TOP_LOGP, Divergence, Packed
+from taut.models.scorer import Chunks, Scorer, TeacherScores, score_hidden
+from taut.types import TEACHER_LOGP, TOP_IDS, TOP_LOGP, Divergence, Packed
 
 ROUNDING = 8
 """Remaining mass below this many times the dtype's epsilon is the rounding error of a sum that should be 1."""
@@ -178,6 +178,31 @@ def _expected(p: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     if total.device.type != "cpu" or not torch.isfinite(total).all():
         total = each.masked_fill_(p == 0, 0.0).sum(1)
     return total, each
+
+
+@torch.no_grad()
+def teacher_streams(
+    scorer: Scorer, packed: Packed, num: int, num_ids: int, temperature: float = 1.0
+) -> dict[str, Tensor]:
+    """What a model says of the targets of a micro-batch, as streams: the logprob of each at a temperature, and the
+    ``num`` likeliest of the first ``num_ids`` tokens with their logprobs at temperature 1.
+    """
+
+    def read(model: nn.Module) -> Tensor:
+        ready, hidden_TD = run_backbone(model, packed)
+        hidden_ND, spec = hidden_TD.index_select(0, ready.predictor_N), head(model)
+        warm = replace(spec, temperature=temperature)
+        columns = [score_hidden(hidden_ND, ready.target_N, warm).logp_N[:, None]]
+        if num:
+            ids_Nk, logp_Nk = likeliest(hidden_ND, spec, num, num_ids)
+            columns += [ids_Nk.to(logp_Nk), logp_Nk]  # float32 counts to 16 million
+        return torch.cat(columns, dim=1)
+
+    table = scorer.inside(read)
+    streams = {TEACHER_LOGP: table[:, 0]}
+    if num:
+        streams |= {TOP_IDS: table[:, 1 : num + 1], TOP_LOGP: table[:, num + 1 :]}
+    return streams
 
 
 @torch.no_grad()

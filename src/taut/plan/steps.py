@@ -31,7 +31,7 @@ from taut.rl.rollout import POLICY, REFERENCE, VALUE, Group, distinct
 from taut.run.setup import build_budget, build_policy
 from taut.train.distributed import Ranks
 from taut.train.trainer import StepSource
-from taut.types import Packed, Sample, Tree
+from taut.types import TEACHER_LOGP, TOP_IDS, TOP_LOGP, Packed, Sample, Tree
 
 NUM_STEPS = 5
 """Number of planned steps."""
@@ -125,7 +125,9 @@ def workload(run: RunConfig, inputs: Inputs, num_ranks: int) -> Workload:
     steps: list[list[Work]] = []
     trees: list[Tree] = []
     num_planned = min(num_steps, NUM_STEPS)
-    planned: Iterable[list[Tree]] = map(step_source.prepare, range(1, 1 + num_planned))
+    numbers = range(1, 1 + num_planned)
+    known = (step for step in numbers if step == 1 or run.generates or step_source.is_known(step))
+    planned: Iterable[list[Tree]] = map(step_source.prepare, known)
     if run.generates:
         planned = assumed_steps(step_source, inputs.config, num_planned)
     for step_trees in planned:
@@ -139,7 +141,7 @@ def workload(run: RunConfig, inputs: Inputs, num_ranks: int) -> Workload:
         works = [[work_of(packed, window) for packed in share] for share in shares]
         steps.append(max(works, key=lambda share: sum(work.tokens for work in share)))
     largest = max([*first, *later], key=lambda packed: packed.num_tokens)
-    longest = inputs.train.lengths.longest if not inputs.grows else inputs.longest
+    longest = inputs.train.longest if not inputs.grows else inputs.longest
     max_tokens = longest if one_sample else max(run.batch.tokens_per_microbatch, longest)
     per_row = max(len(tree.samples) for tree in trees)
     max_tokens = min(max_tokens, longest * run.batch.samples_per_step * per_row)
@@ -227,5 +229,8 @@ def _rollout_trees(source: Online, config: PreTrainedConfig, number: int) -> lis
         ]
         groups.append(Group(tuple(trajectories)))
         for trajectory in trajectories:
-            scores[trajectory.name] = dict.fromkeys((POLICY, REFERENCE, VALUE), np.zeros(size))
+            shapes = dict.fromkeys((POLICY, REFERENCE, VALUE, TEACHER_LOGP), (size,))
+            listed = dict.fromkeys((TOP_IDS, TOP_LOGP), (size, source.credit.num_listed))
+            shape_of: dict[str, tuple[int, ...]] = {**shapes, **listed}
+            scores[trajectory.name] = {name: np.zeros(shape) for name, shape in shape_of.items()}
     return [sample.tree for sample in source.credit.assign(groups, scores)[0]]

@@ -12,6 +12,9 @@ Policy gradients:
     penalty of a token        -coef * (log pi - log ref), the divergence from the reference, where it is enabled
     advantage                 of both: of a trajectory, a turn or a segment compared with its group, or of a token by
                               the critic's values
+    by a teacher              distill_coef * (log teacher - log pi) of each token, added to its advantage. Its mean
+                              gradient is that of -KL(pi || teacher) of the token given its prefix. It is neither
+                              compared nor summed over later tokens (a discount of 0), and has no baseline
 
 With a critic, the reward of an environment's step belongs to the last sampled token of the turn that it answers,
 and the rest of a trajectory's reward (what judges it as a whole, and shaping) to its last token. The state after
@@ -43,7 +46,7 @@ from taut.losses import advantages as shaping
 from taut.losses.advantages import Estimator, Outcomes, Scale, are_alike, by_sample, gae, whiten
 from taut.rl.rollout import POLICY, REFERENCE, VALUE, Group, ModelScores, sample_of
 from taut.rl.sampler import Trajectory
-from taut.types import FloatArray, Sample, Tree, Wants
+from taut.types import TEACHER_LOGP, FloatArray, Sample, Tree, Wants
 
 
 class TrainSample(NamedTuple):
@@ -53,7 +56,7 @@ class TrainSample(NamedTuple):
     """The version of the oldest weights that sampled it."""
     tree: Tree
     has_signal: bool = True
-    """Whether the group's rewards say which of its answers are better."""
+    """Whether the group's rewards say which of its answers are better, or a teacher judges them."""
 
     @property
     def has_gradient(self) -> bool:
@@ -81,10 +84,14 @@ class Credit:
     """How advantages are estimated from the rewards of a group, where they are."""
     is_plain = True
     """Whether rewards are compared as they are: neither shaped nor with a penalty."""
+    num_listed = 0
+    """Likeliest tokens that a teacher lists at each target."""
+    is_taught = False
+    """Whether teachers have a part in the advantages."""
     needs_one = False
     """Whether there is nothing to train on without a group that is useful."""
     takes_branches = False
-    """Whether trajectories may have branches: all their tokens then have one advantage."""
+    """Whether trajectories may have branches."""
 
     def __init__(self, loss: Loss) -> None:
         self.loss = loss
@@ -221,22 +228,23 @@ class PolicyCredit(Credit):
         entropy: EntropyTarget | None = None,
         reward_weights: Mapping[str, float] = MappingProxyType({}),
         needs_turn_rewards: bool = False,
+        distill_coef: float = 0.0,
     ) -> None:
         """``limit``: tokens that a trajectory may have beyond its prompt. ``has_old``: the trainer's own logprobs at
         the start are a stream, because more than one step trains on a rollout. ``is_bypassed``: the engine's logprobs
-        take their place. ``reward_weights``: of the rewards by
-        name. ``needs_turn_rewards``: the estimator charges turns with their rewards.
+        take their place. ``reward_weights``: of the rewards by name. ``needs_turn_rewards``: the estimator charges
+        turns with their rewards. ``distill_coef``: of what teachers add to the advantages.
         """
         super().__init__(loss)
         self.estimate, self.shaping, self.limit = estimate, shaping, limit
         self.has_old, self.penalty = has_old and not is_bypassed, penalty
         self.is_bypassed, self.entropy = is_bypassed, entropy
         self.reward_weights, self.needs_turn_rewards = reward_weights, needs_turn_rewards
+        self.distill_coef, self.is_taught = distill_coef, distill_coef > 0
         has_critic = isinstance(estimate, Gae)
+        wants_logp = has_old or penalty is not None or self.is_taught
         self.wants = Wants(
-            (has_old or penalty is not None) and not is_bypassed,
-            scalar=has_critic,
-            temperature=temperature,
+            wants_logp and not is_bypassed, scalar=has_critic, temperature=temperature
         )
         self.bootstraps_cut = isinstance(estimate, Gae) and estimate.bootstraps_cut
         self.estimator = None if isinstance(estimate, Gae) else estimate
@@ -245,13 +253,10 @@ class PolicyCredit(Credit):
             and estimate.assess is by_sample
             and shaping == ShapingConfig()
             and penalty is None
+            and not self.is_taught
         )
-        self.takes_branches = (
-            isinstance(estimate, Estimator)
-            and estimate.assess is by_sample
-            and not estimate.is_whitened
-            and penalty is None
-        )
+        is_alone = penalty is None and not self.is_taught
+        self.takes_branches = not has_critic and not needs_turn_rewards and is_alone
         self._scale = Scale()
         self._coef = 0.0 if penalty is None else penalty.coef
         self._entropy_coef = 0.0 if entropy is None else entropy.initial
@@ -261,7 +266,7 @@ class PolicyCredit(Credit):
         logprobs stand in for the old policy's there; nothing reads them.
         """
         estimate = self.estimator
-        if estimate is None or estimate.is_whitened or self.penalty is not None:
+        if estimate is None or estimate.is_whitened or self.penalty is not None or self.is_taught:
             return groups
         trajectories, group_S = _numbered(groups)
         outcomes = self._outcomes(trajectories, group_S, *self._shaped(trajectories))
@@ -280,6 +285,8 @@ class PolicyCredit(Credit):
         if estimate is None or estimate.assess is by_sample:
             return group.has_signal
         trajectories = group.rewarded
+        if not trajectories:
+            return False
         reward_S = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
         outcomes = self._outcomes(
             trajectories, torch.zeros(reward_S.numel()).long(), Scale(), reward_S
@@ -288,7 +295,8 @@ class PolicyCredit(Credit):
 
     def require_usable(self, groups: Sequence[Group]) -> None:
         trajectories = [t for group in groups for t in group.trajectories]
-        unknown = [t.name for t in trajectories if not np.isfinite(t.logp_N).all()]
+        parts = [part for t in trajectories for part in t.parts]
+        unknown = [part.name for part in parts if not np.isfinite(part.logp_N).all()]
         if self.is_bypassed and unknown:
             raise CheckFailed(
                 f"old_logprobs=engine, and the engine gave no logprobs for {len(unknown)} completions, such as "
@@ -326,13 +334,17 @@ class PolicyCredit(Credit):
         return Outcomes(
             reward_S=reward_S,
             group_S=group_S,
-            length_S=torch.tensor([t.sampled_at_N.size for t in trajectories]),
+            length_S=torch.tensor([t.num_sampled for t in trajectories]),
             parts=parts,
             weights=self.reward_weights,
             turn_ends=[end_U for end_U, _ in turns],
             turn_rewards=[scale.scaled(reward_U) for _, reward_U in turns],
             ids=[torch.tensor(t.ids_T) for t in trajectories],
             sampled_at=[torch.tensor(t.sampled_at_N) for t in trajectories],
+            branches=[
+                [(torch.tensor(b.ids_T), torch.tensor(b.sampled_at_N)) for b in t.branches]
+                for t in trajectories
+            ],
         )
 
     def _is_silent(self, trajectory: Trajectory) -> bool:
@@ -355,7 +367,7 @@ class PolicyCredit(Credit):
         metrics: dict[str, float] = {}
         if self.shaping != ShapingConfig():
             metrics["reward_shaped"] = float(reward_S.mean())
-        penalties = [torch.zeros(t.sampled_at_N.size, dtype=torch.float64) for t in trajectories]
+        penalties = [torch.zeros(t.num_sampled, dtype=torch.float64) for t in trajectories]
         if self.penalty is not None:
             logps = [(_tensor(own[POLICY]), _tensor(own[REFERENCE])) for own in scores_S]
             penalties = [policy.penalty(old, reference, self._coef) for old, reference in logps]
@@ -386,6 +398,10 @@ class PolicyCredit(Credit):
             assessed = zip(group_S.tolist(), self.estimate.assessed(outcomes), strict=True)
             loud = {number for number, advantage_N in assessed if advantage_N.any()}
             has_signal = [number in loud for number in range(len(groups))]
+        if self.is_taught:
+            taught = [self._by_teacher(own) for own in scores_S]
+            advantages = [own + more for own, more in zip(advantages, taught, strict=True)]
+            has_signal = [True] * len(groups)
         samples_of: list[list[tuple[Trajectory, Sample]]] = [[] for _ in groups]
         num_learned = 0
         for number, trajectory, advantage_N, return_N in zip(
@@ -394,11 +410,11 @@ class PolicyCredit(Credit):
             if trajectory.is_cut and self.shaping.overlong == "drop":
                 continue
             num_learned += 1
-            for part in trajectory.parts:
+            parts = trajectory.parts
+            ends = np.cumsum([part.sampled_at_N.size for part in parts])
+            for part, own_N in zip(parts, np.split(advantage_N, ends[:-1]), strict=True):
                 own = scores_of(part)
-                if part.part:  # the tokens of a trajectory with branches have one advantage
-                    advantage_N = np.full(part.sampled_at_N.size, advantage_N[0])
-                streams = {"advantage_N": advantage_N, "engine_logp_N": part.logp_N}
+                streams = {"advantage_N": own_N, "engine_logp_N": part.logp_N}
                 if self.has_old:
                     streams[POLICY] = own[POLICY]
                 if REFERENCE in own and self.penalty is None:
@@ -423,6 +439,11 @@ class PolicyCredit(Credit):
             if made
         ]
         return train_samples, metrics
+
+    def _by_teacher(self, own: Mapping[str, FloatArray]) -> FloatArray:
+        """What a teacher adds to the advantages of a trajectory's tokens (module docstring)."""
+        added_N: FloatArray = self.distill_coef * (own[TEACHER_LOGP] - own[POLICY])
+        return added_N
 
     def learn(self, groups: Sequence[Group], metrics: Mapping[str, float]) -> None:
         self._scale, _ = self._shaped([t for group in groups for t in group.trajectories])
@@ -486,7 +507,7 @@ def _numbered(groups: Sequence[Group]) -> tuple[list[Trajectory], Tensor]:
 
 def _entropy_of(trajectories: Sequence[Trajectory]) -> float:
     """The mean of -logp of what the engine sampled, in nats a token: an unbiased estimate of its entropy."""
-    return float(-np.nanmean(np.concatenate([t.logp_N for t in trajectories])))
+    return float(-np.nanmean(np.concatenate([p.logp_N for t in trajectories for p in t.parts])))
 
 
 def turns_of(trajectory: Trajectory) -> tuple[Tensor, Tensor]:

@@ -99,6 +99,8 @@ def rollout_event(
     event["groups"] = len(rollout.all_groups)
     event["completions"] = len(trajectories)
     event["errors"] = len(failures)
+    if rollout.from_data:
+        event["from_data"] = len(rollout.from_data)
     event["seconds_generating"] = rollout.seconds_generating
     event["seconds_judging"] = rollout.seconds_judging
     event |= metrics

@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
 import numpy as np
@@ -375,7 +376,8 @@ class Online:
             with trainer.interrupts.at_once(trainer.ranks):
                 self._taken = number, generate()
         rollout = self._taken[1]
-        self.monitor.require_rewards(rollout.all_groups, step)
+        if rollout.all_groups:
+            self.monitor.require_rewards(rollout.all_groups, step)
         groups, seconds = rollout.rewarded, 0.0
         self.credit.require_usable(groups)
         samples: list[TrainSample] = []
@@ -404,7 +406,8 @@ class Online:
             **pushed,
         )
         warn_of_servers(pushed, step, emit)
-        self.monitor.look(step, fields, emit)
+        if rollout.all_groups:
+            self.monitor.look(step, fields, emit)
         if groups:
             self.credit.learn(groups, of_credit)
         trees = [sample.tree for sample in (*samples, *replayed)]
@@ -593,15 +596,18 @@ def made_up_trajectory(
     )
 
 
-def dry_run_group(sample: Sample, good: float) -> Group | None:
+def dry_run_group(
+    sample: Sample, good: float, columns: Mapping[str, Any] = MappingProxyType({})
+) -> Group | None:
     """A group of two answers, made of a prompt: its first half with all of its pictures is the prompt, its second half
     one answer, and the same tokens reversed the other. One answer gets a good reward. None if there is no second half.
+    ``columns``: of the prompt's row.
     """
     half = max((sample.num_tokens + 1) // 2, *(media.stop for media in sample.media), 1)
     if half >= sample.num_tokens:
         return None
     prompt = PromptRow(
-        sample.id, sample.id, sample.ids_T[:half], "", (), None, {}, media=sample.media
+        sample.id, sample.id, sample.ids_T[:half], "", (), None, columns, media=sample.media
     )
     end_N = sample.ids_T[half:]
     first = made_up_trajectory(prompt, 0, end_N, good)
@@ -614,7 +620,9 @@ def dry_run(source: Online, trainer: Trainer, samples: Sequence[Sample]) -> list
     to look at what a step computes before anything is generated.
     """
     credit = source.credit
-    groups = [group for s in samples if (group := dry_run_group(s, credit.good)) is not None]
+    columns_of = {row.place: row.columns for row in source.prompts.prompt_rows}
+    made = (dry_run_group(s, credit.good, columns_of.get(s.id, {})) for s in samples)
+    groups = [group for group in made if group is not None]
     trees = credit.bare(groups)
     policy_scores = score_trees(trainer, trees, Wants(temperature=credit.wants.temperature), (), 1)
     groups = [

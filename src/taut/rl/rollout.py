@@ -256,6 +256,8 @@ class Rollout:
     oversampled: Oversampled | None = None
     num_replaced: int = 0
     """Prompts that rollout.difficulty_filter has replaced."""
+    from_data: Sequence[Group] = ()
+    """Answers of the data, which were not generated."""
 
     @property
     def all_groups(self) -> list[Group]:
@@ -264,7 +266,8 @@ class Rollout:
     @property
     def rewarded(self) -> list[Group]:
         """The groups to learn from, with those of their trajectories that have a reward."""
-        groups = [Group(tuple(group.rewarded)) for group in self.groups]
+        every = (*self.groups, *self.from_data)
+        groups = [Group(tuple(group.rewarded)) for group in every]
         return [group for group in groups if group.trajectories]
 
 

@@ -1,27 +1,38 @@
 """Teachers that score the completions of a rollout before it is trained on.
 
 What a teacher gives a completion are streams of its targets (types.py): its logprob of each, and its likeliest tokens
-there. They are computed once, however many steps train on the rollout. A teacher is a server (``ServerTeacher``).
+there. They are computed once, however many steps train on the rollout. A teacher is
+
+    ServerTeacher    behind a server, which is asked
+    ModelTeacher     a model in this process, the policy among them. It may see a completion after another prompt than
+                     the student (``view``), and with other weights (``active``). The completions of a group are a tree
+                     in its layout too: their prompt is computed once
 
 Metrics of each teacher, over the tokens that it scored: ``teacher/kl``, the mean of the engine's logprob less the
 teacher's, which estimates KL(student || teacher) where the student sampled them at temperature 1; ``teacher/listed``,
-the mean probability of its likeliest tokens; ``teacher/tokens``.
+the mean probability of its likeliest tokens; ``teacher/tokens``. Of several teachers each has its own,
+``teacher/NAME/kl``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from torch import Tensor
 
 from taut.config import Decision
 from taut.errors import TautError
 from taut.inference.teacher_server import TeacherServer
-from taut.rl.rollout import Group, ModelScores, sample_of
+from taut.models.scorer import Scorer
+from taut.models.teacher import teacher_streams
+from taut.rl.rollout import Group, ModelScores, sample_of, score_trees
+from taut.rl.sampler import Trajectory
 from taut.train.trainer import Trainer
-from taut.types import TEACHER_LOGP, TOP_LOGP, FloatArray
+from taut.types import TEACHER_LOGP, TOP_LOGP, FloatArray, Packed, Sample, Tree, Wants
 
 
 class RolloutTeacher(Protocol):
@@ -61,10 +72,46 @@ class ServerTeacher:
 
 
 @dataclass(frozen=True)
-class Teachers:
-    """The teachers of a run."""
+class ModelTeacher:
+    """A teacher in this process: a role of the trainer, for the trees of its groups."""
 
-    teacher: RolloutTeacher
+    scorer: Scorer
+    top: int
+    """Likeliest tokens of each target; 0: none."""
+    num_rows: int
+    """Rows of the student's vocabulary: what is listed is among them."""
+    temperature: float = 1.0
+    """Divides the logits of the logprob; the list is at temperature 1."""
+    active: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """The context of its forwards: the weights that it has."""
+    view: Callable[[Trajectory], Sample] = sample_of
+    """How it sees a trajectory: with other tokens before the same targets."""
+    gives = TEACHER_LOGP
+
+    def score(self, trainer: Trainer, groups: Sequence[Group], step: int) -> ModelScores:
+        trees = [Tree(tuple(map(self.view, group.trajectories))) for group in groups]
+        return score_trees(trainer, trees, Wants(logp=False), [self], step)
+
+    def streams(self, packed: Packed) -> dict[str, Tensor]:
+        return teacher_streams(self.scorer, packed, self.top, self.num_rows, self.temperature)
+
+    def tensors(self) -> list[Tensor]:
+        return list(self.scorer.parameters())
+
+    def follow(self, step: int) -> None:
+        """Whoever owns the weights moves them."""
+
+    def close(self) -> None:
+        """Nothing to close: the model is the run's."""
+
+
+@dataclass(frozen=True)
+class Teachers:
+    """The teachers of a run, by name."""
+
+    by_name: Mapping[str, RolloutTeacher]
+    column: str | None = None
+    """The column with the name of a row's teacher; None: one teacher, named "", for all."""
     settled: Sequence[Decision] = ()
     """What was decided for the user when they were opened."""
 
@@ -72,12 +119,23 @@ class Teachers:
         self, trainer: Trainer, groups: Sequence[Group], step: int
     ) -> tuple[ModelScores, dict[str, float]]:
         """The streams of every trajectory of these groups, and metrics."""
-        scores = self.teacher.score(trainer, groups, step)
-        return scores, _metrics("teacher", groups, scores)
+        scores: ModelScores = {}
+        metrics: dict[str, float] = {}
+        for name, teacher in self.by_name.items():
+            own = [group for group in groups if self._name_of(group) == name]
+            if own:
+                of_teacher = teacher.score(trainer, own, step)
+                metrics |= _metrics(f"teacher/{name}" if name else "teacher", own, of_teacher)
+                scores |= of_teacher
+        return scores, metrics
+
+    def _name_of(self, group: Group) -> str:
+        return "" if self.column is None else str(group.row.columns[self.column])
 
     def close(self) -> None:
         """Close what was opened."""
-        self.teacher.close()
+        for teacher in self.by_name.values():
+            teacher.close()
 
 
 def _metrics(name: str, groups: Sequence[Group], scores: ModelScores) -> dict[str, float]:

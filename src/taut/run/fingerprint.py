@@ -137,8 +137,8 @@ def _read_text(path: Path) -> str:
         return files.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"found {path} named as code of a reward, an environment or a tool, or as a template, which cannot be "
-            f"read: {error}; expected a text file; correct the path"
+            f"found {path} named as code of a reward, an advantage, a loss, an environment or a tool, or as a "
+            f"template, which cannot be read: {error}; expected a text file; correct the path"
         ) from error
 
 
@@ -243,6 +243,8 @@ def _settings(run: RunConfig) -> dict[str, Any]:
         table, _, name = key.rpartition(".")
         if not table or table in config:  # some tables belong to one method
             (config[table] if table else config).pop(name, None)
+    for source in config.get("distill", {}).get("teachers", {}).values():
+        source.clear()  # as of a single teacher: directories are hashed, addresses may change
     if "reference" in config:  # whether there is a file; its content has an identity of its own
         config["reference"]["file"] = config["reference"]["file"] is not None
     return config

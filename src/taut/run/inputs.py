@@ -46,8 +46,12 @@ def load_stops(run: RunConfig, language: Language) -> StopSet:
     return derive_stop_set(language.renderer, stop_ids_in_files(run.model, language.config))
 
 
-def load_inputs(run: RunConfig, ranks: Ranks, day: date | None = None) -> Inputs:
-    """Tokenizer, template and tokenised data. The writer tokenises first; the others read its cache."""
+def load_inputs(
+    run: RunConfig, ranks: Ranks, day: date | None = None, *, trains: bool = False
+) -> Inputs:
+    """Tokenizer, template and tokenised data. The writer tokenises first; the others read its cache. ``trains``:
+    whether the run is about to train, and so to record a stream.
+    """
     if run.steps is not None and run.epochs is not None:
         raise ConfigError(f"steps={run.steps} and epochs={run.epochs} are both set; keep one")
     language = load_language(run, day)
@@ -55,7 +59,13 @@ def load_inputs(run: RunConfig, ranks: Ranks, day: date | None = None) -> Inputs
     renderer = language.renderer.stopping_at(stops.ids)
     if not ranks.is_writer:
         ranks.barrier()
-    load = partial(run.load_data, renderer=renderer, language=language, looks_again=ranks.is_writer)
+    load = partial(
+        run.load_data,
+        renderer=renderer,
+        language=language,
+        looks_again=ranks.is_writer,
+        ranks=ranks if trains else None,
+    )
     try:
         train = load("train")
         held_out = load("eval") if run.data.eval else None

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from taut.data.dataset import read_rows
 from taut.data.prompts import PromptSet
 from taut.data.schema import best_row
+from taut.data.stream import StreamDataset
 from taut.errors import CheckFailed, OutputError, TautError
 from taut.evals.contract import Origin, Question, answer_best, choose_questions, seal, seal_best
 from taut.evals.reload import (
@@ -52,8 +53,11 @@ def choose_goldens(built: Built) -> list[Question]:
     data = built.inputs.train if built.inputs.eval is None else built.inputs.eval
     if isinstance(data, PromptSet):
         return choose_questions(data.questions(), built.inputs.renderer, run.contract.prompts)
-    rows = map(best_row, read_rows(run.data, split, kind=run.row_kind))
-    return choose_questions(rows, built.inputs.renderer, run.contract.prompts)
+    if isinstance(data, StreamDataset):
+        rows = data.stream.first_rows()
+    else:
+        rows = read_rows(run.data, split, kind=run.row_kind)
+    return choose_questions(map(best_row, rows), built.inputs.renderer, run.contract.prompts)
 
 
 def _has_goldens(run: RunConfig) -> bool:

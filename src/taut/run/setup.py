@@ -307,6 +307,8 @@ def join_models(
         distributed.reshard(scorer)  # the optimizer takes the shards
     roles, reasons = others.build_roles(run, inputs, loaded, scorer, ranks)
     decisions.extend(reasons)
+    teachers, reasons = others.load_completion_teachers(run, inputs, loaded, ranks)
+    decisions.extend(reasons)
     return Models(
         scorer=scorer,
         loaded=loaded,
@@ -319,6 +321,8 @@ def join_models(
         compute_backward=partial(backward_context, dtype),
         saved_dtype=checkpoint_dtype(inputs.config),
         decisions=decisions,
+        teachers=teachers,
+        self_teacher=others.build_self_teacher(scorer),
     )
 
 
@@ -394,7 +398,7 @@ def build_trainer(
             one_sample=loaded.one_sample,
             recomputes=run.activation_checkpointing not in (False, "selective"),
         ),
-        roles=models.roles,
+        roles=[*models.roles, *([models.self_teacher] if models.self_teacher else [])],
         clip_grad_norm=optim.clip_grad_norm,
         monitors=[
             FirstStep(models.library_logps, TOLERANCE[loaded.dtype.dtype]),

@@ -257,6 +257,28 @@ def test_a_shard_that_changed_is_told(model: Path, shards: Path) -> None:
     assert "taut-shards.json cannot be read" in fault(model, str(shards))
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"ids": ', '"../../ids": '),
+        ('"name": "', '"name": "../'),
+        ('"key": "', '"key": "../'),
+        ('"settings": {', '"settings": [], "old": {'),
+        ('"format": 1,', '"format": 2,'),
+    ],
+)
+def test_a_table_of_contents_that_is_not_ours_is_refused(
+    model: Path, shards: Path, store: Store, tmp_path: Path, old: str, new: str
+) -> None:
+    path = shards / "taut-shards.json"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    for train in (str(shards), store.url):
+        assert "taut-shards.json " in fault(model, train)
+    assert not list(tmp_path.glob("cache/shards")) and not store.shards_asked
+
+
 # -- at an address
 
 
@@ -339,6 +361,8 @@ def test_a_run_with_little_room_is_the_local_run(
     assert column(tmp_path / "here", "loss") == column(tmp_path / "there", "loss")
     folders = [path for path in (tmp_path / "cache" / "shards").iterdir() if path.is_dir()]
     assert len(folders) <= 2 < len(store.shards_asked)
+    (said,) = load(model, store.url, **{"data.fetched_gb": 2 * largest / 1e9}).report.decisions
+    assert said.endswith("GB are kept") and f"in {store.url}" in said
     message = fault(model, store.url, **{"data.fetched_gb": largest / 2e9})
     assert "the largest shard has" in message and "raise it" in message
 

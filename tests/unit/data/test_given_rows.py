@@ -16,9 +16,10 @@ from tests.chat_runs import chats, save_model
 import taut
 from taut.config import from_mapping, to_dict
 from taut.data.dataset import DataConfig
-from taut.data.given_rows import as_paths
+from taut.data.given_rows import as_paths, given_iterable
 from taut.data.sources import Source, open_source
 from taut.errors import ConfigError, DataError
+from taut.methods.method import RunConfig
 
 ROWS = [{"text": "one"}, {"text": "two"}]
 
@@ -88,9 +89,19 @@ def test_rows_that_cannot_be_kept(rows: Any, message: str, cache: Path) -> None:
     assert not [path for path in cache.rglob("*") if path.is_file()]
 
 
+def test_an_iterable_is_a_stream_of_training_rows_alone() -> None:
+    rows = (row for row in ROWS)
+    assert as_paths(RunConfig, {"data": {"train": rows}}) == {"data": {"train": "iterable:"}}
+    assert given_iterable() is rows
+    with pytest.raises(
+        DataError, match=r"found an iterable for data\.eval; expected rows that can be read again"
+    ):
+        as_paths(RunConfig, {"data": {"eval": rows}})
+
+
 def test_other_objects_are_refused() -> None:
-    with pytest.raises(ConfigError, match="found a value of type generator"):
-        config_of(row for row in ROWS)
+    with pytest.raises(ConfigError, match="found a value of type object"):
+        config_of(object())
 
 
 def test_rows_that_are_gone_are_told() -> None:

@@ -239,6 +239,20 @@ def test_a_bucket(bucket: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_one_file_of_a_bucket(bucket: Server, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    assert remote.find("s3://bucket/d/none.json", tmp_path / "files") is None
+    found = remote.find("s3://bucket/d/a.jsonl", tmp_path / "files")
+    assert found is not None and found.files[0][1].read_bytes() == CONTENT and not found.note
+    monkeypatch.setattr(remote, "BLOCK", 1000)
+    remote.copy("s3://bucket/d/b.jsonl", tmp_path / "b", len(CONTENT))
+    assert (tmp_path / "b").read_bytes() == CONTENT
+    with pytest.raises(DataError, match=r"s3://bucket/d/b\.jsonl broke off at byte"):
+        remote.copy("s3://bucket/d/b.jsonl", tmp_path / "c", len(CONTENT) + 1)
+    assert not (tmp_path / "c").exists()
+
+
 def test_a_bucket_without_credentials(bucket: Server) -> None:
     message = fault("s3://bucket/d/a.jsonl")
     assert "may not be read (" in message

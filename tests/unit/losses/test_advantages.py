@@ -397,19 +397,27 @@ def test_segments_by_hand() -> None:
         [0.0, 2.25, 2.0, 2.0, 2.0],
     ]
     assert tree_of(forest("aX", "aXb")) == [[0.0], [0.0, 0.5]], "one ends where another goes on"
-    assert tree_of(forest("ab", "aB")) == [[0.0, -0.5], [0.0]], "the same token, said by another"
+
+
+def test_paths_of_one_sample_count_once() -> None:
+    """Rewards 1 and 2. The first sample has two paths, which part after a: a and b have the mean of both samples, and
+    x, y and the branch, with the tokens that are new in it, that of their sample.
+    """
+    outcomes = forest("abx", "aby")
+    branch = torch.tensor([0, *map(ord, "acz")]), torch.tensor([2, 3])
+    outcomes = outcomes._replace(length_S=torch.tensor([5, 3]), branches=[[branch], []])
+    assert tree_of(outcomes) == [[0.0, 0.0, -0.5, -0.5, -0.5], [0.0, 0.0, 0.5]]
 
 
 def leaves_with(outcomes: Outcomes, leaf: int, stop: int) -> list[int]:
-    """The leaves that have the same first ``stop`` tokens, sampled alike."""
-    ids, at = outcomes.ids, outcomes.sampled_at
+    """The leaves that have the same first ``stop`` tokens."""
+    ids = outcomes.ids
     return [
         other
         for other in range(len(ids))
         if outcomes.group_S[other] == outcomes.group_S[leaf]
         and ids[other][:stop].tolist() == ids[leaf][:stop].tolist()
         and ids[other].numel() >= stop
-        and at[other][at[other] < stop].tolist() == at[leaf][at[leaf] < stop].tolist()
     ]
 
 

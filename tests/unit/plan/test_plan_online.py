@@ -9,7 +9,9 @@ import pytest
 from tests.chat_runs import QUIET, save_model, write_rows
 from tests.online_runs import questions
 
+from taut.commands.plan import main
 from taut.config import from_mapping
+from taut.errors import ConfigError
 from taut.methods import METHODS
 from taut.methods.inputs import Inputs
 from taut.methods.method import RunConfig
@@ -121,3 +123,18 @@ def test_answers_that_are_good_enough_are_planned(model: Path, tmp_path: Path) -
     keys = {"best_of_n.keep": 3, "best_of_n.min_reward": 2.0}
     run, inputs = opened(model, tmp_path, "best_of_n", **keys)
     assert {len(tree.samples) for tree in workload(run, inputs, 1).supply.trees} == {3}
+
+
+def test_the_lists_of_a_teacher_behind_a_server_are_laid_out(model: Path, tmp_path: Path) -> None:
+    keys = {"rewards": [], "distill.url": "http://127.0.0.1:1/v1", "distill.top": 7}
+    run, inputs = opened(model, tmp_path, "gkd", **keys)
+    for tree in workload(run, inputs, 1).supply.trees:
+        for sample in tree.samples:
+            assert sample.streams["top_ids"].shape == sample.streams["top_logp"].shape == (32, 7)
+
+
+def test_models_that_score_rollouts_are_not_planned(model: Path, tmp_path: Path) -> None:
+    data = str(write_rows(tmp_path / "prompts.jsonl", questions(2)))
+    words = [f"model={model}", f"data.train={data}", f"distill.teacher={model}", "method=grpo"]
+    with pytest.raises(ConfigError, match=r"distill\.teacher of taut grpo: the memory"):
+        main(None, [*words, "rewards=exact_match", "measure=false"])

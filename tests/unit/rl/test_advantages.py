@@ -31,6 +31,7 @@ from taut.rl.advantages import (
     TrainSample,
     turns_of,
 )
+from taut.rl.conversations import Path
 from taut.rl.rollout import Group
 from taut.rl.sampler import Trajectory
 from taut.types import FinishReason, FloatArray, Tree
@@ -273,6 +274,7 @@ def test_a_turns_reward_is_charged_to_its_turn_and_those_before_it() -> None:
     group = Group((first, alike))
     assert not group.has_signal and made.is_useful(group), "equal sums, earned at other turns"
     assert not made.is_useful(Group((first, replace(first, index=1))))
+    assert not made.is_useful(Group((replace(first, error="cut off"),))), "nothing is rewarded"
 
 
 def test_credit_by_turns_needs_rewards_of_turns() -> None:
@@ -300,6 +302,39 @@ def test_where_the_engine_is_the_old_policy_nothing_is_scored_and_nothing_may_be
     with pytest.raises(CheckFailed, match=r"gave no logprobs for 1 completions, such as a#1"):
         made.require_usable(groups_of(every))
     policy(has_old=True).require_usable(groups_of(every))
+
+
+def test_branches_have_the_advantages_of_their_own_tokens() -> None:
+    """Paths 10 11 of reward 1 with a branch 10 20 21, of which 20 and 21 are new, and 10 30 of reward 0: what all begin
+    with has 0, the rest 1/2 and -1/2 (of group, by the deviation of sqrt 1/2, twice that times sqrt 1/2).
+    """
+    first, second = paths([[1.0, 0.0]])
+    first = replace(
+        first,
+        ids_T=np.array([*PROMPT, 10, 11]),
+        branches=(
+            Path(np.array([*PROMPT, 10, 20, 21]), np.array([4, 5]), np.zeros(2), np.full(2, 4)),
+        ),
+    )
+    second = replace(
+        second,
+        ids_T=np.array([*PROMPT, 10, 30]),
+        sampled_at_N=np.array([3, 4]),
+        logp_N=np.zeros(2),
+        version_N=np.full(2, 4),
+    )
+    made = policy(estimate=ESTIMATORS["tree"])
+    assert made.takes_branches and not by_turns().takes_branches
+    given = assign(made, [first, second], said([first, second]))
+    half = pytest.approx(0.5 / (0.5**0.5 + 1e-4), rel=1e-12)
+    found = {name: advantage_N.tolist() for name, advantage_N in given.advantages.items()}
+    assert found == {
+        first.name: [0.0, half],
+        f"{first.name}, branch 1": [half, half],
+        second.name: [0.0, pytest.approx(-0.5 / (0.5**0.5 + 1e-4), rel=1e-12)],
+    }
+    whole = assign(policy(), [first, second], said([first, second])).advantages
+    assert whole[f"{first.name}, branch 1"].tolist() == [0.5, 0.5]
 
 
 def test_several_rewards_have_the_weights_of_the_configuration() -> None:
