@@ -59,7 +59,6 @@ from taut.methods.inputs import Inputs, Plan, engine_of
 from taut.methods.method import RunConfig, Streamed
 from taut.methods.online import OnlineMethod
 from taut.plan.ways import memory_of, settings_that_help
-from taut.rewards.registry import require_judgeable
 from taut.run.fingerprint import TOLERANCE, identity_of, moved_servers, products_in, require_same
 from taut.run.inputs import load_inputs
 from taut.run.origin import origin
@@ -386,7 +385,6 @@ def _evaluations(built: Built, out: Path) -> Evaluations:
             "eval.answers.rewards is set and a reward model writes no answers; expected none; take the key out"
         )
     answers, make_engine = run.held_out_answers, engine_of(inputs, built.models, trainer.ranks)
-    require_judgeable(answers.rewards, trainer.ranks.size)
     renderer, kind = inputs.renderer, run.row_kind
     answering = build_answering(answers, run.data, renderer, make_engine, trainer, kind)
     if answering is not None:

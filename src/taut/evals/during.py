@@ -421,7 +421,9 @@ def build_answering(
     parts = read_parts(config.rewards, RESERVED)
     panel = None
     if trainer.ranks.is_writer:
-        panel = open_panel(config.rewards, reserved=RESERVED, open_rater=open_rater)
+        device = trainer.ranks.device if trainer.ranks.size > 1 else None
+        own = partial(open_rater, device=device)
+        panel = open_panel(config.rewards, reserved=RESERVED, open_rater=own)
     needs_reference = any(part.verifier.needs_reference for part in parts)
     rows, left_out = _load_rows(config, data, renderer, needs_reference, kind)
     if panel is not None:

@@ -216,8 +216,11 @@ class Judge:
         return [by_number[number] for number in range(len(samples))]
 
 
-def open_judge(use: JudgeUse, directory: Path | None = None) -> Judge:
+def open_judge(
+    use: JudgeUse, directory: Path | None = None, device: torch.device | None = None
+) -> Judge:
     """Load and test the reward model that ``use`` names. ``directory``: for copies of pictures; by default the cache's.
+    ``device``: in place of its own, where several processes have one each.
     Raises TautError where it cannot be loaded with these settings.
     """
     config = load_config(use.model, use.trust_remote_code)
@@ -240,7 +243,7 @@ def open_judge(use: JudgeUse, directory: Path | None = None) -> Judge:
         image_store=image_store,
     )
     context, decisions = exact_context(config, skeleton, "the batch's longest sample")
-    device = one_device(use.device)
+    device = one_device(use.device) if device is None else device
     dtype = inference_dtype(use.dtype, device, "bfloat16 is quicker, and rounds the scores")
     chosen = select(use.attention, device, dtype.dtype, config)
     decisions += [
@@ -421,12 +424,14 @@ def _guess(row: AnyRow | Rendered) -> int:
     return len(row.text if isinstance(row, Rendered) else repr(row)) // 3
 
 
-def open_rater(verifier: Verifier) -> Rater:
-    """Load and test the model of a ``reward_model``."""
+def open_rater(verifier: Verifier, device: torch.device | None = None) -> Rater:
+    """Load and test the model of a ``reward_model``. ``device``: where it names none and several processes have one."""
     assert isinstance(verifier, RewardModel)
     settings = to_dict(verifier)
     del settings["steps"]
-    judge = open_judge(from_mapping(JudgeUse, settings))
+    if device is not None and verifier.device != "auto":
+        device = torch.device(verifier.device)
+    judge = open_judge(from_mapping(JudgeUse, settings), device=device)
     if verifier.steps.separator is not None:
         judge.require_process("steps.separator")
     return rater(judge, verifier.steps)

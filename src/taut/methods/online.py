@@ -40,12 +40,14 @@ from taut.rewards.registry import (
     files_of,
     files_read,
     models_of,
+    read_parts,
     require_judgeable,
 )
 from taut.rl.advantages import Credit
 from taut.rl.environment import EnvironmentPool, open_environments
 from taut.rl.monitors import RolloutMonitor, RolloutMonitorConfig
 from taut.rl.online import Online
+from taut.rl.rating import SharedRating
 from taut.rl.rollout import RESERVED, RolloutConfig, RolloutSource, RolloutWorker
 from taut.rl.teachers import Teachers
 from taut.sandbox import shared
@@ -324,13 +326,18 @@ class OnlineMethod(RunConfig):
     ) -> RolloutWorker:
         """Open engine, rewards and environment. Raises TautError if one of them cannot be used; every rank calls it."""
         config, credit, rows = self.rollout, source.credit, source.prompts.prompt_rows
-        require_judgeable(self.rewards, ranks.size, lag=config.lag)
+        require_judgeable(self.rewards, config.lag)
         prompts = [row.as_prompt() for row in rows]
         if config.engine == "server":
             require_text(prompts)
         panel: Panel | None = None
+        rating: SharedRating | None = None
+        if ranks.size > 1 and models_of(self.rewards):
+            own = partial(open_rater, device=ranks.device)
+            rating = SharedRating(read_parts(self.rewards, RESERVED), own, ranks)
         if ranks.is_writer and self.rewards:
-            panel = open_panel(self.rewards, self.grading, reserved=RESERVED, open_rater=open_rater)
+            opener = open_rater if rating is None else rating.given
+            panel = open_panel(self.rewards, self.grading, reserved=RESERVED, open_rater=opener)
         engine: LocalEngine | ServerEngine | None = None
         environments: EnvironmentPool | None = None
         try:
@@ -384,6 +391,7 @@ class OnlineMethod(RunConfig):
             ranks=ranks,
             is_judged=self.is_judged,
             judges_together=bool(models_of(self.rewards)),
+            rating=rating,
             is_useful=credit.is_useful,
             needs_one=credit.needs_one,
             pieces=pieces_of(inputs.renderer.tokenizer) if charges_steps(self.rewards) else None,

@@ -210,16 +210,9 @@ def files_read(rewards: str | Sequence[str | RewardSpec]) -> list[str]:
     return [path for path in paths if path not in SHIPPED]
 
 
-def require_judgeable(
-    rewards: str | Sequence[str | RewardSpec], num_ranks: int, *, lag: int = 0
-) -> None:
+def require_judgeable(rewards: str | Sequence[str | RewardSpec], lag: int) -> None:
     """Raise ConfigError, on every rank alike, for a model that would judge in this process where it cannot."""
     for label in models_of(rewards):
-        if num_ranks > 1:
-            raise ConfigError(
-                f"found the reward {label}, a model in this process, and {num_ranks} ranks, which would wait while one "
-                "of them judges; expected it at a server; use `taut serve-reward` and the reward reward_server"
-            )
         if lag:
             raise ConfigError(
                 f"rollout.lag={lag} and the reward {label}, a model in this process: it would judge while "

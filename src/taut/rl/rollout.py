@@ -43,6 +43,7 @@ from taut.rewards.panel import Panel, Verdict
 from taut.rewards.verifier import Answered, Score
 from taut.rl.environment import EnvironmentConfig, EnvironmentPool
 from taut.rl.feed import Feed, Judge
+from taut.rl.rating import SharedRating
 from taut.rl.sampler import NO_VERDICT, Trajectory, sample_trajectories
 from taut.rl.steps import charged
 from taut.train.distributed import Ranks
@@ -308,6 +309,8 @@ class RolloutWorker:
     """False: completions have no reward, and all are learned from."""
     judges_together: bool = False
     """Whether a rollout is judged after its last trajectory: a model in this process judges."""
+    rating: SharedRating | None = None
+    """The reward models of several ranks."""
     is_useful: Callable[[Group], bool] = lambda group: group.has_signal
     """Whether anything can be learned from a group."""
     needs_one: bool = False
@@ -398,6 +401,8 @@ class RolloutWorker:
         else:
             sampled = sample_trajectories(self.engine, rows, sampling, self.environments)
             generated, cancelled = time.perf_counter(), None
+        if self.rating is not None:
+            self.rating.rate([answered(path) for path in sampled if path.error is None])
         verdicts = self._on_all_ranks(partial(self.judge, sampled))
         judged = [t.judged(v) for t, v in zip(sampled, verdicts, strict=True)]
         return judged, generated, cancelled

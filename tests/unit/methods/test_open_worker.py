@@ -15,7 +15,6 @@ from tests.online_runs import TWICE, keys_of, make
 from tests.sampling_server import SamplingServer
 from transformers import AutoModelForCausalLM
 
-from taut.commands import train
 from taut.config import from_mapping
 from taut.errors import ConfigError, DataError, EngineError
 from taut.inference.local import LocalEngine
@@ -124,26 +123,19 @@ def test_rewards_that_need_an_answer(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_model_that_judges_here_is_refused_on_every_rank_alike(rank: int) -> None:
-    """Before anything is opened: the ranks are not left to wait for one of them."""
+def test_a_model_that_judges_here_while_another_trains_is_refused(rank: int) -> None:
+    """On every rank alike, before anything is opened."""
     judged = {"name": "reward_model", "label": "worth", "options": {"model": "m"}}
     keys = {"model": "m", "data.train": "d.jsonl", "method": "grpo", "rewards": [judged]}
-    run = from_mapping(Grpo, keys)
+    lagging = {"rollout.engine": "server", "rollout.urls": ["http://h/v1"], "rollout.lag": 1}
+    run = from_mapping(Grpo, keys | lagging)
     source = cast(
         Online, SimpleNamespace(credit=run.make_credit(), prompts=SimpleNamespace(prompt_rows=[]))
     )
     ranks = Ranks(rank, 2, torch.device("cpu"))
     nothing: Any = None
-    with pytest.raises(ConfigError, match=r"the reward worth, a model in this process, and 2 rank"):
+    with pytest.raises(ConfigError, match=r"rollout\.lag=1 and the reward worth, a model in this"):
         run.open_worker(source, nothing, nothing, nothing, ranks)
-
-
-def test_so_is_one_that_judges_held_out_answers(model: Path, tmp_path: Path) -> None:
-    judged = [{"name": "reward_model", "options": {"model": str(model)}}]
-    built, _ = make(keys_of("grpo", model, tmp_path, eval__answers__rewards=judged))
-    built.trainer.ranks = Ranks(0, 2, torch.device("cpu"))
-    with pytest.raises(ConfigError, match="reward_model, a model in this process, and 2 ranks"):
-        train._evaluations(built, tmp_path)
 
 
 def test_what_holds_programs_is_what_the_reward_asks_for(
