@@ -113,6 +113,7 @@ ELSEWHERE = {
         "data.cache": "load_from_cache_file overwrite_cache",
         "data.streaming": "dataset_streaming streaming",
         "data.streaming_window": "shuffle_buffer_size",
+        "parallel.tensor": "tensor_model_parallel_size tensor_parallel_size tp_size",
         "steps": "max_steps num_steps num_training_steps total_steps total_training_steps train_iters",
         "epochs": "max_epochs n_epochs num_epochs num_train_epochs total_epochs",
         "seed": "data_seed random_seed",
@@ -276,10 +277,9 @@ INSTEAD = {
             "accelerate_config ddp_backend deepspeed fsdp fsdp_config nnodes nproc_per_node num_gpus num_processes "
             "zero_stage"
         ),
-        "torchrun shards over all ranks; there is no tensor, pipeline, expert or sequence parallelism": (
+        "torchrun shards over all ranks; there is no pipeline, expert or sequence parallelism": (
             "context_parallel_size expert_model_parallel_size pipeline_model_parallel_size ring_attn_size "
-            "sequence_parallel sequence_parallel_size tensor_model_parallel_size tensor_parallel_size "
-            "ulysses_sequence_parallel_size"
+            "sequence_parallel sequence_parallel_size ulysses_sequence_parallel_size"
         ),
         "rows are tokenised once and read ahead of training; there is nothing to set": (
             "dataloader_num_workers dataloader_pin_memory num_workers"

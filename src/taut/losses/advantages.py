@@ -249,7 +249,10 @@ def by_turn(compare: Compare, outcomes: Outcomes, *, discount: float) -> list[Te
     """A turn's tokens have the advantage of its reward and what follows it, and that of the path's other rewards."""
     total_S = torch.stack([reward_U.sum() for reward_U in outcomes.turn_rewards])
     of_path_S = compare(outcomes.reward_S - total_S, outcomes.group_S)
-    return_SU = torch.nn.utils.rnn.pad_sequence(list(outcomes.turn_rewards), batch_first=True)
+    most = max(reward_U.numel() for reward_U in outcomes.turn_rewards)
+    return_SU = total_S.new_zeros(total_S.numel(), most)  # 0 where a path has ended
+    for return_U, reward_U in zip(return_SU, outcomes.turn_rewards, strict=True):
+        return_U[: reward_U.numel()] = reward_U
     for turn in range(return_SU.shape[1] - 2, -1, -1):
         return_SU[:, turn] += discount * return_SU[:, turn + 1]
     of_turn = [compare(return_S, outcomes.group_S) for return_S in return_SU.unbind(1)]

@@ -44,7 +44,7 @@ from taut.models.precision import resolve_dtype
 from taut.rewards.registry import REWARDS, models_of
 from taut.train.distributed import Ranks
 
-ADDRESS = ("url", "key")
+ADDRESS = ("url", "api_key_env")
 """Options of a reward that name its server and its key: a resume may change them, and the log says so."""
 PARTS_WITH_NAMES = (
     "model",

@@ -270,7 +270,7 @@ def test_how_many_tokens_an_engine_decodes_at_once_is_rounding() -> None:
     assert differences(old, new) == ([], ["rollout.local.sequences: 64 then, 1 now"], [])
 
 
-JUDGE = {"url": "http://127.0.0.1:8000/v1", "model": "large", "key": "OLD_KEY"}
+JUDGE = {"url": "http://127.0.0.1:8000/v1", "model": "large", "api_key_env": "OLD_KEY"}
 
 
 def asking(name: str, **options: Any) -> dict[str, Any]:
@@ -285,7 +285,7 @@ def test_a_server_of_a_reward_may_move_and_both_addresses_are_told(
     name: str, options: dict[str, Any]
 ) -> None:
     began = json.loads(json.dumps(asking(name, **options)))
-    moved = asking(name, **{**options, "url": "http://other:5000", "key": "NEW_KEY"})
+    moved = asking(name, **{**options, "url": "http://other:5000", "api_key_env": "NEW_KEY"})
     assert require_same(began, moved, Path("x")) == ([], [], [])
     says = "reward quality: http://127.0.0.1:8000/v1 then, http://other:5000 now"
     assert moved_servers(began, moved) == [says]
