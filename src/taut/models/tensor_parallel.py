@@ -77,7 +77,7 @@ def divide_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     expanded = library._expand_parallel_plan(rules).items()
     plan: dict[str, str] = {name: style for name, style in expanded if is_inside(name)}
     unknown = sorted(set(plan.values()) - set(STYLES))
-    if unknown or not any(style in ("colwise", "rowwise") for style in plan.values()):
+    if unknown or not any(style.startswith(("colwise", "rowwise")) for style in plan.values()):
         found = f"divides a module by {unknown[0]}" if unknown else "divides none of its layers"
         raise ModelError(
             f"{KEY}: the library's plan for {model.config.model_type} {found}; expected one of {', '.join(STYLES)}; "
