@@ -55,7 +55,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -817,9 +817,7 @@ class _Writer:
     def _empty(self) -> None:
         """Remove what is not one of the shards taken over."""
         kept = {LOCK, *(shard_name(number) for number in range(len(self.listed)))}
-        for path in self.partial.iterdir():
-            if path.name not in kept:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        keep_only(self.partial, kept)
 
     @contextmanager
     def _as_output_error(self) -> Iterator[None]:
@@ -831,6 +829,13 @@ class _Writer:
                 f"the cache {self.directory} cannot be written: {reason}; expected a directory with space; set "
                 "data.cache or TAUT_CACHE, or another out"
             ) from None
+
+
+def keep_only(folder: Path, names: Collection[str]) -> None:
+    """Remove from a folder all but these files and folders."""
+    for path in folder.iterdir():
+        if path.name not in names:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def write_shard(folder: Path, entry: Entry) -> Listed:

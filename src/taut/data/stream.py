@@ -393,9 +393,7 @@ class Recorder(Recorded):
         kept = {cache.LOCK, *(_name(window) for window in self.windows)}
         if self.windows:
             kept |= {RECORD, FIRST}
-        for path in self.folder.iterdir():
-            if path.name not in kept:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        cache.keep_only(self.folder, kept)
 
     @contextmanager
     def _as_output_error(self) -> Iterator[None]:
