@@ -351,6 +351,9 @@ class WorkerState(BaseModel):
     folder: str
     """Their folder, a name that no other push had."""
     dtype: str
+    is_probed_alone: bool
+    """Whether a probe has to be its only request: on a CPU with --enable-lora, vLLM's engine ends at prompt_logprobs
+    in a batch with other requests (vllm-project/vllm#16668)."""
 
     @property
     def origin(self) -> str:
@@ -465,12 +468,12 @@ class VllmServer:
         with suppress(EngineError, TimeoutError):
             self.root.tell("v1/unload_lora_adapter", {"lora_name": name}, LEAVING)
 
-    def dtype(self) -> str:
-        """The dtype the server computes in; unknown without taut's extension."""
+    def worker(self) -> WorkerState | None:
+        """The state of the first worker; None without taut's extension."""
         try:
-            return self.workers()[0].dtype
+            return self.workers()[0]
         except EngineError:
-            return "unknown"
+            return None
 
     def takes_adapters(self) -> bool:
         """Whether the server loads adapters while it runs. One that does refuses an empty request."""
