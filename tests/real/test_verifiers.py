@@ -103,17 +103,24 @@ def test_a_game_of_several_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @below
-def test_a_package_from_pypi() -> None:
-    """Version 0.1.1 of staros-stardata: a form, judged line by line without a model."""
-    pytest.importorskip("stardata", reason="staros-stardata is not installed")
-    options = {"forms": ["haiku"]}
-    poem = "Quiet morning mist\nfolding over river stones\na heron lifts off"
-    good, bad = (
-        played("stardata.envs.constraint_gym", options, lambda turn, text=text: text)
-        for text in (poem, "No.")
+def test_an_environment_that_comes_with_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tasks of reasoning-gym, judged by its verifiers: the sum is worth 1, another number less."""
+    gym = pytest.importorskip("reasoning_gym")
+    (tmp_path / "sums_env.py").write_text(
+        "from verifiers.envs.integrations.reasoninggym_env import ReasoningGymEnv as Env\n"
+        "load_environment = lambda gym: Env(gym, num_train_examples=2, num_eval_examples=1)\n"
     )
-    assert (good.error, good.num_turns, bad.error) == (None, 1, None)
-    assert good.rewards["environment"] > bad.rewards["environment"] + 0.2
+    monkeypatch.syspath_prepend(str(tmp_path))
+    entry = gym.create_dataset("chain_sum", size=3, seed=0)[0]
+    for answer, is_right in ((entry["answer"], True), ("no number", False)):
+        said = f"<answer>{answer}</answer>"
+        found = played("sums-env", {"gym": "chain_sum"}, lambda turn, said=said: said)
+        assert (found.error, found.num_turns) == (None, 1)
+        assert (found.rewards["environment"] == 1.0) == is_right
+        assert found.first_messages is not None
+        assert found.first_messages[-1]["content"] == entry["question"]
 
 
 @newer

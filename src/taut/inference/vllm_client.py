@@ -280,9 +280,8 @@ def served(endpoint: Endpoint, name: str | None) -> Card:
     names, key = ", ".join(card.id for card in cards) or "none", f"{endpoint.section}server.name"
     if any(card.owned_by == "sglang" for card in cards):
         raise EngineError(
-            f"server: {endpoint.url} is SGLang, whose completions have no token ids, and whose own /generate keeps no "
-            f"request's seed unless it is started for that (docs/serving.md); expected vLLM; serve the model with it, "
-            f"or correct {endpoint.url_key}"
+            f"server: {endpoint.url} is SGLang, which is asked for completions only; expected vLLM; serve the model "
+            f"with it, or correct {endpoint.url_key}"
         )
     if name is None and len(cards) != 1:
         raise EngineError(
@@ -419,6 +418,11 @@ class VllmServer:
     base: str
     """The model's name there."""
 
+    @property
+    def keeps_seeds(self) -> bool:
+        """Whether a request's seed decides what is sampled."""
+        return True
+
     def workers(self) -> list[WorkerState]:
         """The state of each worker."""
         return parsed(_Results[WorkerState], self.control.ask("collective_rpc", {**_HELD})).results
@@ -439,8 +443,8 @@ class VllmServer:
                     "user may read, or run it as the user who trains (docs/weights.md)"
                 )
 
-    def checksums(self, folder: Path) -> list[list[ParameterReport]]:
-        """Each worker's reports on its parameters."""
+    def checksums(self, folder: Path) -> list[list[ParameterReport]] | None:
+        """Each worker's reports on its parameters; None: the server has none."""
         answer = self._call("taut_checksums", folder=str(folder))
         return parsed(_Results[list[ParameterReport]], answer).results
 

@@ -367,7 +367,10 @@ class Sync:
                 vllm.load(push.folder, push.version)
                 vllm.empty_prefix_cache()
                 checksums = vllm.checksums(push.folder)
-            num_equal, unread = self._require_arrived(push, checksums)
+            if checksums is None:
+                unread = [*written(push.folder)]
+            else:
+                num_equal, unread = self._require_arrived(push, checksums)
         else:  # under a new name and path, so that nothing cached of another version is used
             run = push.folder.parent.name.rpartition("-")[2]
             name = f"{vllm.base}{PUSHED}{run}-{push.folder.name}"
