@@ -151,7 +151,8 @@ def test_one_that_was_started_again_gets_its_weights_again(tmp_path: Path) -> No
         assert engine.sync is not None and engine.sync.restarts == 1
         assert server.weight_version == "taut-5"
     assert completion.version == 5 and completion.logp_N is not None
-    assert np.abs(completion.logp_N - logps(model, completion)).max() < 1e-5
+    assert np.abs(completion.logp_N - logps(server.worker.model, completion)).max() < 1e-5
+    assert np.abs(completion.logp_N - logps(tiny(), completion)).max() > 1e-3
 
 
 def test_weights_of_another_client_are_not_used(tmp_path: Path) -> None:
