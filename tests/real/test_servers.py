@@ -29,7 +29,7 @@ from taut.inference.weight_sync import Trained, checkpoint_tensors, write
 from taut.models.load import load_tokenizer
 from taut.models.scorer import Scorer
 from taut.train.distributed import Ranks
-from taut.types import Prompt, Sample, Wants
+from taut.types import Prompt, Sample
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, needs_vllm]
 
@@ -104,7 +104,7 @@ def test_nothing_is_lost_and_stale_weights_are_not_used(real_model: Path, tmp_pa
         at_N = np.arange(asked.ids_T.size, ids_T.size)
         packed = pack([Sample("a", ids_T, at_N, np.ones(at_N.size))])
         with torch.no_grad():
-            logp_N = Scorer(model)(packed, Wants()).logp_N.numpy()
+            logp_N = Scorer(model)(packed).logp_N.numpy()
         assert completion.logp_N is not None
         assert np.abs(logp_N - completion.logp_N).max() < LIMIT
 
