@@ -97,6 +97,14 @@ OTHERS = {
         is_raw=True,
         has_method=True,
     ),
+    "import": Command(
+        "KIND:FILE [--processes N] [--samples-per-pack N] [--force] > RUN.toml",
+        "write another framework's recipe as the file of a run",
+        "taut.commands.import_recipe:run",
+        "taut.commands.import_recipe:ImportRecipe",
+        ("recipe",),
+        extras=(),
+    ),
     "plan": Command(
         "[RUN.toml | RUN.yaml | --model DIR] [--gpus N] [--gpu-memory 80GiB]",
         "predict the memory and the step time of a run",
@@ -283,7 +291,7 @@ WITH_KEY = {
 """What a command is where a key is set."""
 GROUPS = {
     "Look at a run, before and after": (
-        *("show", "tokenise", "check", "plan", "resume", "runs", "rollouts", "page"),
+        *("show", "tokenise", "import", "check", "plan", "resume", "runs", "rollouts", "page"),
     ),
     "Look at data, and take rows out": tuple(name for name in OTHERS if name.startswith("data ")),
     "Use and judge a model": ("generate", "eval", "score", "serve-reward", "chat", "verify"),
