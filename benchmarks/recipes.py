@@ -202,7 +202,7 @@ def differences(report: RecipeReport, path: Path, text: str) -> Iterator[str]:
         setting = recipe.settings.get(key) or next(
             (one for one in recipe.settings.values() if one.key == key), None
         )
-        if setting is None or setting.obstacle:
+        if setting is None or setting.obstacle or str(setting.value).startswith("~"):
             continue
         if setting.value != value and not (
             str(setting.place).count(".yaml") and path.suffix == ".sh"

@@ -47,7 +47,7 @@ def problem_of(carried: Carried) -> str | None:
     packages that reports need, are not judged.
     """
     settings = {
-        key: None if key == "optim.clip_grad_norm" and value == "none" else value
+        key: value
         for key, value in carried.settings.items()
         if key not in ("log.wandb", "log.trackio", "log.tensorboard")
     }

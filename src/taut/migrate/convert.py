@@ -20,6 +20,7 @@ from taut.migrate.draft import (
     Carried,
     Draft,
     is_off,
+    words_of,
 )
 from taut.migrate.facts import Facts, count_processes
 from taut.migrate.frameworks import TABLES
@@ -56,6 +57,34 @@ DIRECT = {
     "label_smoothing": "{method}.label_smoothing",
 }
 """Options whose values mean the same in taut."""
+
+
+FAST_PLUGINS = "CutCrossEntropyPlugin LigerPlugin KernelsPlugin SwanLabPlugin ExpertParallelPlugin"
+"""Plugins of axolotl that change no number."""
+NO_CLIPPING = 1e9
+NO_OPTIMIZER = "taut has AdamW and Muon, no other optimizer"
+ALLOWED: dict[str, tuple[tuple[str | None, ...], str]] = {
+    "task_type": (
+        (None, "causal_lm"),
+        "taut trains language models: no classifiers, embedding models or rerankers",
+    ),
+    "tuner_type": (
+        (None, "full", "lora", "qlora"),
+        "taut trains all weights or LoRA adapters, with no other tuner",
+    ),
+    "optim": ((None, *ADAMW, *ADAMW_8BIT, "muon", "dist_muon"), NO_OPTIMIZER),
+    "optimizer": ((None, *ADAMW, "muon", "dist_muon"), NO_OPTIMIZER),
+}
+"""Options that decide whether there is such a run: the values with which there is one, and why there is no other."""
+SWITCHES = {
+    NO_OPTIMIZER: "use_galore use_apollo use_badam use_adam_mini lisa_activated_layers lorap_lr_ratio",
+    "taut has LoRA, no other tuner": "use_swift_lora use_llama_pro",
+    "taut has no loss that weights tokens by their probability": (
+        "enable_dft_loss use_dft_loss use_asft_loss use_eaft_loss"
+    ),
+    "sampling is another program of ms-swift": "sampler_type sampler_engine",
+}
+"""Options with which there is no such run, where they are on."""
 
 
 def convert(
@@ -108,49 +137,25 @@ def carry_objective(draft: Draft, lacks: str) -> None:
         draft.lacking(name, f"taut has no {lacks}", refuses=True)
     else:
         draft.carried(("rlhf_type", "rl", "stage", "do_train"), ["method"], f"taut {draft.method}")
-    tasks = (None, "causal_lm", *(("seq_cls",) if draft.method == "reward" else ()))
-    refused = {
-        "task_type": (
-            tasks,
-            "taut trains language models: no classifiers, embedding models or rerankers",
-        ),
-        "tuner_type": (
-            (None, "full", "lora", "qlora"),
-            "taut trains all weights or LoRA adapters, with no other tuner",
-        ),
-        "optim": (
-            (None, *ADAMW, *ADAMW_8BIT, "muon", "dist_muon"),
-            "taut has AdamW and Muon, no other optimizer",
-        ),
-        "optimizer": (
-            (None, *ADAMW, "muon", "dist_muon"),
-            "taut has AdamW and Muon, no other optimizer",
-        ),
-    }
-    for name, (allowed, why) in refused.items():
+    for name, (allowed, why) in ALLOWED.items():
         value = draft.value(name)
         value = value.lower() if isinstance(value, str) else value
+        if draft.method == "reward" and (name, value) == ("task_type", "seq_cls"):
+            continue
         if name in draft.given and not draft.is_unknown(name) and value not in allowed:
             draft.lacking(name, why, refuses=True)
-    other = "taut has AdamW and Muon, no other optimizer"
     draft.needless("a language model", "task_type")
-    switches = {
-        "use_galore": other, "use_apollo": other, "use_badam": other, "use_adam_mini": other,
-        "lisa_activated_layers": other, "lorap_lr_ratio": other, "use_swift_lora": "taut has LoRA, no other tuner",
-        "use_llama_pro": "taut has LoRA, no other tuner", "enable_dft_loss": "taut has no loss weighted by probability",
-        "use_dft_loss": "taut has no loss weighted by probability", "use_asft_loss": "taut has no ASFT loss",
-        "use_eaft_loss": "taut has no EAFT loss", "sampler_type": "sampling is another program of ms-swift",
-        "sampler_engine": "sampling is another program of ms-swift",
-        "process_reward_model": "", "reward_model_is_trained": "",
-    }  # fmt: skip
-    for name, why in switches.items():
-        if why and name in draft.given and not draft.is_unknown(name):
-            if draft.value(name) in (None, False, 0, ""):
-                draft.needless("off", name)
-            else:
+    for why, names in SWITCHES.items():
+        for name in words(names):
+            if draft.is_on(name) and draft.value(name) != 0:
                 draft.lacking(name, why, refuses=True)
+            elif not draft.is_unknown(name):
+                draft.needless("off", name)
     draft.carried(("process_reward_model",), ["reward.loss"])
     if draft.framework == "axolotl":
+        plugins = [str(plugin).rpartition(".")[2] for plugin in words_of(draft.value("plugins"))]
+        if set(plugins) <= set(words(FAST_PLUGINS)):
+            draft.needless("kernels, and where curves go: the numbers are the same", "plugins")
         draft.carried(("reward_model",) if draft.method == "reward" else (), ["method"])
     if (
         draft.framework in ("swift", "megatron", "llamafactory")
@@ -192,7 +197,8 @@ def carry_names(draft: Draft) -> None:
     if draft.is_unknown("max_grad_norm"):
         draft.set("optim.clip_grad_norm", None, "max_grad_norm")
     elif norm is not None or "max_grad_norm" in draft.given:
-        draft.set("optim.clip_grad_norm", norm or "none", "max_grad_norm")
+        why = "" if norm else "no gradient is that large: no clipping"
+        draft.set("optim.clip_grad_norm", norm or NO_CLIPPING, "max_grad_norm", why=why)
     recompute = draft.value("gradient_checkpointing")
     if draft.is_on("disable_gradient_checkpointing"):
         recompute = False

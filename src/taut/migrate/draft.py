@@ -163,11 +163,12 @@ class Draft:
         changes: bool = False,
         refuses: bool = False,
     ) -> None:
+        """Keep an option's first outcome; the keys that carry it are added up, and lacking overrides the others."""
         before = self.outcomes.get(option.key)
         if before is not None and before.outcome == outcome == "carried":
             keys = tuple(dict.fromkeys((*before.keys, *keys)))
             why = before.why if why in before.why else f"{before.why}; {why}"
-        elif before is not None:
+        elif before is not None and (outcome != "lacking" or before.outcome == "lacking"):
             return
         entry = Option(
             option.key, option.place, option.value, outcome, why, tuple(keys), changes, refuses
@@ -233,6 +234,8 @@ class Draft:
             )
 
         tables = self.tables
+        if name == "config":
+            return judged("needless", "the settings of the file are read")
         if name.startswith("--"):
             return judged("machine", "how the processes are started")
         if name.startswith("$") and name in tables.variables_elsewhere:

@@ -21,7 +21,8 @@ SECRET = re.compile(r"(?i)token$|key$|secret$|password$")
 
 def printable(option: Option) -> Any:
     """The option's value; ``***`` for a secret; a date, or a number that JSON cannot express, as text."""
-    if SECRET.search(option.key):
+    is_private = option.outcome == "machine" or option.key.startswith("$")
+    if is_private and SECRET.search(option.key):
         return "***"
     try:
         json.dumps(option.value, allow_nan=False)
@@ -72,11 +73,6 @@ def run_file(recipe: Recipe, carried: Carried, notes: Iterable[str] = ()) -> str
         table, _, name = key.partition(".")
         if not name:
             table, name = "", key
-        if value == "none" and key == "optim.clip_grad_norm":
-            tables.setdefault(table, []).append(
-                f"# {name}: none; give {key}=none on the command line  # {carried.sources.get(key, '')}"
-            )
-            continue
         source = one_line(carried.sources.get(key, ""))
         tables.setdefault(table, []).append(f"{name} = {toml(value)}  # {source}")
     for key, why in carried.unfilled.items():

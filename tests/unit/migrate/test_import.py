@@ -400,8 +400,10 @@ def test_no_value_makes_it_crash(case: str, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    ["trl grpo", "trl dpo", "trl ppo", "swift grpo", "swift gkd", "megatron dpo", "openrlhf grpo"]
-    + ["openrlhf dpo", "llamafactory sft", "axolotl sft"],
+    [
+        *("trl grpo", "trl dpo", "trl ppo", "swift grpo", "swift gkd", "megatron dpo"),
+        *("openrlhf grpo", "openrlhf dpo", "llamafactory sft", "axolotl sft"),
+    ],
 )
 def test_options_that_are_not_set_may_be_of_any_kind_too(case: str, folder: Path) -> None:
     report = imported(folder, *RECIPES[case][:3])
@@ -411,3 +413,15 @@ def test_options_that_are_not_set_may_be_of_any_kind_too(case: str, folder: Path
             recipe = dataclasses.replace(report.recipe, settings=settings)
             carried = convert(recipe, Facts(recipe, folder))
             assert key in {option.key for option in carried.options} or isinstance(value, dict)
+
+
+def test_no_clipping_is_no_default_of_tauts(folder: Path) -> None:
+    report = imported(folder, "trl", "a.sh", f"trl dpo {TRL}--max_grad_norm 0")
+    assert report.carried.settings["optim.clip_grad_norm"] >= 1e9
+
+
+def test_a_loss_that_is_lacking_is_not_said_to_be_carried(folder: Path) -> None:
+    text = f"{RLHF}gkd --teacher_model_server http://t:8000 --gkd_logits_topk 20 --lmbda 1"
+    carried = imported(folder, "swift", "a.sh", text).carried
+    assert carried.settings["distill.url"] == "http://t:8000/v1"
+    assert "beta" in {option.key for option in carried.having("lacking") if option.changes}

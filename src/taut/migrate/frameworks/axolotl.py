@@ -147,7 +147,10 @@ AXOLOTL = Tables(
                     "evals_per_epoch eval_batch_size eval_table_size eval_max_new_tokens eval_causal_lm_metrics "
                     "do_causal_lm_eval do_bench_eval bench_dataset bench_split eval_sequence_len"
                 ),
-                "derived from the chat template and the tokenizer": "eot_tokens fix_untrained_tokens",
+                "derived from the chat template and the tokenizer": (
+                    "eot_tokens fix_untrained_tokens special_tokens.pad_token special_tokens.eos_token "
+                    "special_tokens.unk_token"
+                ),
                 "the order of rows follows from seed": "shuffle_merged_datasets shuffle_before_merging_datasets",
                 "loss_monitor": "loss_watchdog_threshold loss_watchdog_patience",
             },
@@ -242,7 +245,10 @@ AXOLOTL = Tables(
             expert_parallel_size=1,
             tensor_parallel_size=1,
         ),
-        **lacking("special tokens in the place of the tokenizer's", "special_tokens"),
+        **lacking(
+            "special tokens in the place of the tokenizer's",
+            "special_tokens special_tokens.bos_token special_tokens.additional_special_tokens",
+        ),
     },
     variables=transformers.VARIABLES,
     none_is_unset=True,

@@ -45,7 +45,6 @@ NEEDLESS = {
         "eval_strategy evaluation_strategy num_generations_eval generate_during_eval num_sample_generations"
     ),
     "every token of a step counts the same, on all processes": "average_tokens_across_devices",
-    "the settings of the file are read": "config",
     "the order of rows follows from seed": "shuffle_dataset dataset_shuffle data_seed train_dataloader_shuffle",
     "the group's rows are computed together, whatever the batch of a forward": (
         "precompute_ref_batch_size local_rollout_forward_batch_size token_budget prompt_sample_size"

@@ -44,6 +44,9 @@ FACTORY_COLUMNS = {
 OFFLINE_EVAL = ("sft", "dpo", "kto", "orpo", "cpo", "simpo", "reward", "distill")
 """Methods with a held-out loss, ``eval.every``."""
 
+ALL_ROWS = 10**6
+"""OpenRLHF's default of data.max_samples for sft, dpo and rm."""
+
 Source = dict[str, Any]
 
 
@@ -322,16 +325,13 @@ def _carry_openrlhf(draft: Draft) -> None:
         sources = [
             {"path": path} if Path(path).suffix in SUFFIXES else hub(path) | split for path in paths
         ]
-        if key == "data.train" and is_count(most := draft.value("data.max_samples")):
-            if most < 10**6 or len(sources) == 1:
-                sources = (
-                    [source | {"limit": most} for source in sources] if most < 10**6 else sources
-                )
-            if len(sources) > 1 and most < 10**6:
-                draft.lacking(
-                    "data.max_samples",
-                    "at most so many rows of all data sets together: limit is of each",
-                )
+        most = draft.value("data.max_samples")
+        if key == "data.train" and is_count(most):
+            if most < ALL_ROWS:
+                sources = [source | {"limit": most} for source in sources]
+                if len(sources) > 1:
+                    why = "at most so many rows of all data sets together: limit is of each"
+                    draft.lacking("data.max_samples", why)
             draft.carried(["data.max_samples"], ["data.train"])
         _set_sources(draft, name, key, sources, lacks)
         draft.carried([split_name], [key])
@@ -358,21 +358,11 @@ def _carry_openrlhf_columns(draft: Draft) -> None:
         _carry_openrlhf_template(draft, is_text=False)
         return
     if draft.method != "sft":
-        if value("data.apply_chat_template") or question != "input":
-            draft.set("data.columns", {"prompt": question}, keys[0])
-        else:
-            draft.set("data.columns", {"prompt": question}, keys[0])
-        label = value("data.label_key")
+        image, label = value("data.image_key", "images"), value("data.label_key")
+        columns = {"prompt": question} | ({} if image == "images" else {"images": image})
+        draft.set("data.columns", columns, keys[0], "data.image_key")
         if label:
             draft.set("rollout.reference", label, "data.label_key")
-        if value("data.image_key") not in (None, "images"):
-            draft.set(
-                "data.columns",
-                {"prompt": question, "images": value("data.image_key")},
-                "data.image_key",
-            )
-        else:
-            draft.needless("what taut reads in any case", "data.image_key")
         _carry_openrlhf_template(draft, is_text=not value("data.apply_chat_template"))
         return
     if value("model.pretrain_mode_enable"):
@@ -553,13 +543,14 @@ def _axolotl_sources(draft: Draft, name: str) -> tuple[list[Source], list[str], 
             field = entry.get("field_messages")
             if field not in (None, "messages", "conversations"):
                 columns["messages"] = field
-            mapping = entry.get("message_property_mappings") or {}
-            names = {
-                entry.get("message_field_role") or mapping.get("role") or "role",
-                entry.get("message_field_content") or mapping.get("content") or "content",
-            }
-            if names not in ({"role", "content"}, {"from", "value"}):
-                lacks.append(f"{path}: messages with the keys {', '.join(sorted(map(str, names)))}")
+            given = entry.get("message_property_mappings")
+            mapping = given if isinstance(given, dict) else {}
+            keys = [
+                str(entry.get(f"message_field_{part}") or mapping.get(part) or part)
+                for part in ("role", "content")
+            ]
+            if keys not in (["role", "content"], ["from", "value"]):
+                lacks.append(f"{path}: messages with the keys {', '.join(keys)}")
             roles = entry.get("roles_to_train")
             if roles not in (
                 None,

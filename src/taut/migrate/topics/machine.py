@@ -82,7 +82,6 @@ def _carry_deepspeed_file(draft: Draft, name: str, value: str) -> None:
         if (content.get(key) or {}).get("params") and "auto" not in str(content[key])
     ]
     if odd:
-        draft.outcomes.pop(name, None)
         draft.lacking(name, f"{value} sets its own {' and '.join(odd)}")
 
 

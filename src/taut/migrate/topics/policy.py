@@ -199,7 +199,7 @@ def _carry_correction(draft: Draft) -> None:
             "vllm_importance_sampling_correction",
             "vllm_importance_sampling_mode",
         )
-        caps = (
+        caps: tuple[str, ...] = (
             "vllm_importance_sampling_cap",
             "vllm_importance_sampling_clip_max",
             "vllm_importance_sampling_clip_min",
@@ -219,7 +219,7 @@ def _carry_correction(draft: Draft) -> None:
         draft.set("grpo.rollout_correction", "none", *names)
         draft.needless("no weights are used", *caps)
         return
-    if mode not in CORRECTIONS:
+    if str(mode) not in CORRECTIONS:
         draft.lacking(names[-1], f"expected one of {', '.join(CORRECTIONS)}")
         return
     kind, level = CORRECTIONS[str(mode)]
@@ -246,7 +246,7 @@ def _is_weighted_by_lag(draft: Draft, name: str) -> bool:
 def _carry_openrlhf_policy(draft: Draft) -> None:
     """The options of algo.* and actor.* for GRPO and PPO."""
     method, value = draft.method, draft.value
-    kind = value("actor.policy_loss_type")
+    kind = str(value("actor.policy_loss_type"))
     if kind in POLICY_LOSSES:
         loss, aggregation = POLICY_LOSSES[kind]
         draft.set(f"{method}.loss", loss, "actor.policy_loss_type")
@@ -292,10 +292,8 @@ def _carry_openrlhf_policy(draft: Draft) -> None:
     draft.off("reward.normalize_enable")
     corrected = value("algo.advantage.is_correction_enable")
     kinds = {"tis": ("truncated", "token"), "icepop": ("masked", "token")}
-    kind, bounds = (
-        value("algo.advantage.is_correction_type"),
-        value("algo.advantage.is_correction_threshold"),
-    )
+    kind = str(value("algo.advantage.is_correction_type"))
+    bounds = value("algo.advantage.is_correction_threshold")
     names = ("algo.advantage.is_correction_type", "algo.advantage.is_correction_threshold")
     if corrected and kind in kinds:
         draft.set(

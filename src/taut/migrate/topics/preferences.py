@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from taut.migrate.draft import (
     Draft,
+    is_number,
     is_off,
     words_of,
 )
@@ -129,11 +130,9 @@ def _carry_dpo(draft: Draft) -> None:
             draft.set("dpo.divergence", divergences[divergence], "f_divergence_type")
         draft.needless("the default", "f_divergence_type")
         if divergence == "alpha_divergence":
-            draft.set(
-                "dpo.alpha",
-                1 - (draft.value("f_alpha_divergence_coef", 0.5)),
-                "f_alpha_divergence_coef",
-            )
+            name = "f_alpha_divergence_coef"
+            alpha = draft.value(name, 0.5)
+            draft.set("dpo.alpha", 1 - alpha if is_number(alpha) else None, name)
         draft.needless("of alpha_divergence", "f_alpha_divergence_coef")
     else:
         draft.lacking("f_divergence_type", f"divergences are {', '.join(divergences)}")

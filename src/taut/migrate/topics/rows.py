@@ -112,6 +112,10 @@ def carry_length(draft: Draft) -> None:
             draft.assumed.append(
                 "no row is longer than the model's context, which would be trained on"
             )
+        if framework == "llamafactory" and not is_policy:
+            draft.assumed.append(
+                "no row is longer than cutoff_len, where LLaMA-Factory cuts questions and answers in proportion"
+            )
     elif strategy in ("right", "truncate") and not is_policy:
         too_long = "truncate"
     elif strategy == "split" and not is_policy:

@@ -27,7 +27,8 @@ def carry_batch(draft: Draft, samples_per_pack: int | None) -> None:
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "sequence_parallel_size")
     number, stated_by = draft.processes.number, draft.processes.stated_by
     if draft.value("global_batch_size") is not None or draft.is_unknown("global_batch_size"):
-        rows, used = draft.value("global_batch_size"), ("global_batch_size",)
+        rows = draft.value("global_batch_size")
+        used: tuple[str, ...] = ("global_batch_size",)
         draft.needless("the whole batch is given", *(name for name in names[:2]))
         why = ""
     else:

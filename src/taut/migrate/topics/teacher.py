@@ -44,7 +44,6 @@ def carry_teacher(draft: Draft) -> None:
         draft.set("distill.url", url, "teacher_model_server")
         if is_count(top := draft.value("gkd_logits_topk")):
             draft.set("distill.top", top, "gkd_logits_topk")
-            draft.set("distill.tail", "renormalise")
     elif not is_off(server):
         draft.lacking("teacher_model_server", "several servers: distill.teachers")
         draft.leave_open("distill.teachers", "a table of teachers")
@@ -66,12 +65,21 @@ def carry_teacher(draft: Draft) -> None:
     if divergence == "js":
         draft.set("distill.beta", beta, "beta")
     temperature = draft.value("temperature")
-    if draft.framework in ("trl", "open-r1", "swift", "megatron") and is_number(temperature):
+    is_listed = "distill.teacher" not in draft.settings and "distill.teacher" not in draft.unfilled
+    if is_listed and divergence == "forward":
+        draft.set("distill.tail", "renormalise")
+    elif is_listed:
+        why = "of a teacher's likeliest tokens the rest counts as one more, at temperature 1"
+        draft.lacking(
+            "beta", f"{why}; there it counts not at all: distill.tail, distill.temperature"
+        )
+        temperature = 1.0
+    if is_number(temperature):
         draft.set("distill.temperature", temperature, "temperature")
         if temperature != 1:
             draft.assumed.append(
-                f"the divergence is multiplied by {temperature:g}^2 here: a factor that AdamW does "
-                "not see and clipping does"
+                f"the divergence is multiplied by {temperature:g}^2 here: a factor that AdamW does not see and "
+                "clipping does"
             )
     if draft.method == "gkd":
         lmbda = draft.value("lmbda")
@@ -109,7 +117,6 @@ def _carry_privileged(draft: Draft, is_fixed: bool) -> None:
     draft.set("distill.privileged", "teacher_prompt", "teacher_model")
     draft.set("distill.privileged_template", "{privileged}")
     draft.set("distill.weights", "start" if is_fixed else "now", "teacher_model")
-    draft.set("distill.tail", "renormalise")
     why = "the model as its own teacher lists its likeliest tokens (distill.top), where all count there"
     draft.lacking("teacher_model", why)
 
