@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from taut.cli import main
 from taut.commands.import_recipe import ImportRecipe, run
 from taut.config import from_mapping
 from taut.methods import METHODS
@@ -425,3 +426,13 @@ def test_a_loss_that_is_lacking_is_not_said_to_be_carried(folder: Path) -> None:
     carried = imported(folder, "swift", "a.sh", text).carried
     assert carried.settings["distill.url"] == "http://t:8000/v1"
     assert "beta" in {option.key for option in carried.having("lacking") if option.changes}
+
+
+@pytest.mark.parametrize("kind", ["trl", "trl.dpo", "trl==1.0.0", "trl.dpo==1.0.0"])
+def test_the_command_takes_a_file_of_another_framework(
+    kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "dpo.yaml").write_text("model_name_or_path: m\ndataset_name: org/set\nbeta: 0.2\n")
+    assert main(["import", f"{kind}:{folder / 'dpo.yaml'}"]) == 0
+    content = tomllib.loads(capsys.readouterr().out)
+    assert (content["method"], content["dpo"]["beta"]) == ("dpo", 0.2)

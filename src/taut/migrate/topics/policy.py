@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from taut.migrate.draft import (
     Draft,
     is_count,
@@ -20,6 +22,12 @@ POLICY_LOSSES = {
     "ppo": ("clip", "token"),
     "gspo": ("gspo", "sequence"),
 }
+
+
+def symmetric(bounds: Any) -> float | None:
+    """The upper bound, where the lower one is its opposite."""
+    is_pair = isinstance(bounds, list) and len(bounds) == 2 and all(map(is_number, bounds))
+    return float(bounds[1]) if is_pair and bounds[0] == -bounds[1] and bounds[1] > 0 else None
 
 
 def carry_policy(draft: Draft) -> None:
@@ -77,10 +85,10 @@ def _carry_policy_loss(draft: Draft) -> None:
             draft.lacking(
                 "epsilon", "the ratio of a whole answer, clipped: grpo.loss=reinforce has none"
             )
-        bound = draft.value("reward_clip_range")
-        if isinstance(bound, list) and len(bound) == 2 and bound[0] == -bound[1]:
-            draft.set("shaping.clip", bound[1], "reward_clip_range")
-        elif not is_off(bound):
+        bounds = draft.value("reward_clip_range")
+        if (bound := symmetric(bounds)) is not None:
+            draft.set("shaping.clip", bound, "reward_clip_range")
+        elif not is_off(bounds):
             draft.lacking("reward_clip_range", "shaping.clip is the same on both sides")
         return
     if draft.is_unknown("loss_type") or loss not in POLICY_LOSSES:
@@ -274,14 +282,8 @@ def _carry_openrlhf_policy(draft: Draft) -> None:
     draft.needless("algo.kl.init_coef is 0", "algo.kl.use_loss", "algo.kl.estimator")
     if draft.is_on("algo.kl.target"):
         draft.set(f"{method}.kl_target", value("algo.kl.target"), "algo.kl.target")
-    bounds = value("reward.clip_range")
-    if (
-        isinstance(bounds, list)
-        and len(bounds) == 2
-        and bounds[0] == -bounds[1]
-        and not value("reward.normalize_enable")
-    ) or (isinstance(bounds, list) and bounds[0] == -bounds[1]):
-        draft.set("shaping.clip", float(bounds[1]), "reward.clip_range")
+    if (bound := symmetric(value("reward.clip_range"))) is not None:
+        draft.set("shaping.clip", bound, "reward.clip_range")
     else:
         draft.lacking("reward.clip_range", "shaping.clip is the same on both sides")
     if value("reward.normalize_enable"):
