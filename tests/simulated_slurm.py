@@ -34,7 +34,7 @@ Path(__file__).with_name("srun.words").write_text("\\n".join(words))
 is_fatal = "--kill-on-bad-exit=1" in words
 command = words[next(i for i, word in enumerate(words) if not word.startswith("--")) :]
 nodes = [
-    subprocess.Popen(command, env={**os.environ, "SLURM_NODEID": str(node), "NODE": f"node{node}"})
+    subprocess.Popen(command, env={**os.environ, "SLURM_NODEID": str(node), "SLURMD_NODENAME": "127.0.0.1", "NODE": f"node{node}"})
     for node in range(int(os.environ["SLURM_NNODES"]))
 ]
 
