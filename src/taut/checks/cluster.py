@@ -171,7 +171,7 @@ def _listed(ranks: Sequence[int]) -> str:
 # -- what they have
 
 
-@check("cluster.versions", after=["cluster.processes"])
+@check("cluster.versions")
 def versions_agree(cluster: Cluster) -> Finding:
     """Have all nodes the same Python, packages, taut, CUDA, driver and NCCL?"""
     cluster.require_several()
@@ -205,7 +205,7 @@ def installed(device: torch.device) -> dict[str, str]:
     }
 
 
-@check("cluster.settings", after=["cluster.processes"])
+@check("cluster.settings")
 def settings_agree(cluster: Cluster) -> Finding:
     """Has each node read the same settings?"""
     cluster.require_several()
@@ -263,7 +263,7 @@ def _compared(
 # -- folders
 
 
-@check("cluster.output", after=["cluster.processes"])
+@check("cluster.output")
 def output_is_shared(cluster: Cluster) -> Finding:
     """Do all nodes see one and the same out, and may they write there?"""
     cluster.require_several()
@@ -282,7 +282,7 @@ def output_is_shared(cluster: Cluster) -> Finding:
     return passed(f"{out} is shared, and all may write there", len(seen), "nodes")
 
 
-@check("cluster.cache", after=["cluster.processes"])
+@check("cluster.cache")
 def cache_is_known(cluster: Cluster) -> Finding:
     """Is the cache of tokenised data shared, where the run needs it to be?"""
     cluster.require_several()
@@ -358,7 +358,7 @@ class Hashed(NamedTuple):
     num_read: int
 
 
-@check("cluster.data", after=["cluster.processes", "cluster.settings"])
+@check("cluster.data", after=["cluster.settings"])
 def data_agrees(cluster: Cluster) -> Finding:
     """Does each node read the same data, code and other files?"""
     cluster.require_several()
@@ -367,7 +367,7 @@ def data_agrees(cluster: Cluster) -> Finding:
     return _same_files(cluster, "data", [path for path in run.input_files() if path not in others])
 
 
-@check("cluster.model", after=["cluster.processes", "cluster.settings"])
+@check("cluster.model", after=["cluster.settings"])
 def models_agree(cluster: Cluster) -> Finding:
     """Does each node read the same model?"""
     cluster.require_several()
@@ -402,9 +402,8 @@ def _same_files(cluster: Cluster, what: Literal["data", "model"], paths: Iterabl
     size = sum(file.size for file in first.values())
     num_read = sum(file.num_read for file in first.values())
     whole = "whole" if num_read == size else f"by size and {num_read / 1e9:.1f} GB of content"
-    return passed(
-        f"the same on all nodes: {size / 1e9:.3g} GB, compared {whole}", len(first), "files"
-    )
+    shown = f"{size / 1e9:.2f} GB" if size > 1e7 else f"{size:,} bytes"
+    return passed(f"the same on all nodes: {shown}, compared {whole}", len(first), "files")
 
 
 def _difference(found: Hashed | None, expected: Hashed | None) -> str:
@@ -465,7 +464,7 @@ def hash_file(path: Path, most: int) -> Hashed:
 # -- clocks, devices, network, disks
 
 
-@check("cluster.clocks", after=["cluster.processes"])
+@check("cluster.clocks")
 def clocks_agree(cluster: Cluster) -> Finding:
     """Do the clocks of all nodes agree?"""
     cluster.require_several()
@@ -474,9 +473,8 @@ def clocks_agree(cluster: Cluster) -> Finding:
         cluster.ranks.gather_in_step(None)
         times = cluster.ranks.gather_in_step(time.time())
         rounds.append([times[ranks[0]] for ranks in cluster.nodes.values()])
-    middle = [statistics.median_low(times) for times in rounds]
     offsets = {
-        node: statistics.median(times[i] - m for times, m in zip(rounds, middle, strict=True))
+        node: statistics.median(times[i] - _agreed(times) for times in rounds)
         for i, node in enumerate(cluster.nodes)
     }
     spread = max(offsets.values()) - min(offsets.values())
@@ -493,7 +491,12 @@ def clocks_agree(cluster: Cluster) -> Finding:
     )
 
 
-@check("cluster.gpus", after=["cluster.processes"])
+def _agreed(times: Sequence[float]) -> float:
+    """The time that most nodes agree with; of equally many, with the first."""
+    return max(times, key=lambda time: sum(abs(time - other) <= CLOCK_LIMIT for other in times))
+
+
+@check("cluster.gpus")
 def devices_agree(cluster: Cluster) -> Finding:
     """Does each rank compute on the same kind of device?"""
     skip_if(cluster.ranks.size == 1, "there is one process")
@@ -519,7 +522,7 @@ def devices_agree(cluster: Cluster) -> Finding:
     return passed(f"{kind} {next(iter(answers.values()))}", len(answers), "ranks")
 
 
-@check("cluster.all_reduce", after=["cluster.processes"])
+@check("cluster.all_reduce")
 def sums_are_right(cluster: Cluster) -> Finding:
     """Are sums over all ranks right, and fast enough?"""
     ranks = cluster.ranks
@@ -591,7 +594,7 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-@check("cluster.disk", after=["cluster.processes"])
+@check("cluster.disk")
 def disks_have_room(cluster: Cluster) -> Finding:
     """Has every node room on disk for output, cache and temporary files?
 
