@@ -33,10 +33,12 @@ words = sys.argv[1:]
 Path(__file__).with_name("srun.words").write_text("\\n".join(words))
 is_fatal = "--kill-on-bad-exit=1" in words
 command = words[next(i for i, word in enumerate(words) if not word.startswith("--")) :]
-nodes = [
-    subprocess.Popen(command, env={**os.environ, "SLURM_NODEID": str(node), "SLURMD_NODENAME": "127.0.0.1", "NODE": f"node{node}"})
-    for node in range(int(os.environ["SLURM_NNODES"]))
-]
+
+def start(node):
+    own = {"SLURM_NODEID": str(node), "SLURMD_NODENAME": "127.0.0.1", "NODE": f"node{node}"}
+    return subprocess.Popen(command, env={**os.environ, **own})
+
+nodes = [start(node) for node in range(int(os.environ["SLURM_NNODES"]))]
 
 def of_job():
     parents = {}
