@@ -47,7 +47,7 @@ from taut.checks.registry import Finding, check, failed, passed, skip_if, skippe
 from taut.config import to_dict, user_path
 from taut.data.cache import directory_of
 from taut.data.sources import IS_PATTERN
-from taut.errors import CheckFailed, TautError
+from taut.errors import CheckFailed, TautError, redacted_in
 from taut.io import files
 from taut.io.console import counted, tell
 from taut.methods.method import RunConfig
@@ -55,6 +55,7 @@ from taut.models.load import load_config
 from taut.run.origin import describe, versions
 from taut.train import distributed
 from taut.train.distributed import Ranks
+from taut.train.run_dir import dotted
 from taut.train.watch import this_machine
 
 T = TypeVar("T")
@@ -209,7 +210,7 @@ def installed(device: torch.device) -> dict[str, str]:
 def settings_agree(cluster: Cluster) -> Finding:
     """Has each node read the same settings?"""
     cluster.require_several()
-    found = cluster.on_each_node(lambda: dict(_leaves(to_dict(cluster.run))))
+    found = cluster.on_each_node(lambda: redacted_in(dict(dotted(to_dict(cluster.run)))))
     names = list(dict.fromkeys(name for of_node in found.values() for name in of_node))
     odd = {
         name: odd_ones({node: of_node.get(name) for node, of_node in found.items()})
@@ -223,14 +224,6 @@ def settings_agree(cluster: Cluster) -> Finding:
         "settings",
         remedy="start every node with the same file and the same settings on top of it",
     )
-
-
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for name, item in value.items():
-            yield from _leaves(item, f"{key}.{name}" if key else name)
-    else:
-        yield key, value
 
 
 def _compared(
@@ -313,15 +306,17 @@ def _seen(cluster: Cluster, folder: Path) -> dict[str, str]:
     """By node, whether it sees what the first rank writes to a folder, or to the nearest one above it that exists:
     ``seen``, or why not. Raises CheckFailed on all ranks where the first rank cannot write there.
     """
-    place, up = folder.absolute(), 0
-    while not place.is_dir() and place != place.parent:
-        place, up = place.parent, up + 1
+    file: Path | None = None
     mark: tuple[int, str] | None = None
     trouble: str | None = None
     if cluster.ranks.is_writer:
-        mark = up, f".taut-preflight-{secrets.token_hex(8)}"
+        place, up = folder.absolute(), 0
         try:
-            (place / mark[1]).touch(exist_ok=False)
+            while not place.is_dir() and place != place.parent:
+                place, up = place.parent, up + 1
+            file = place / f".taut-preflight-{secrets.token_hex(8)}"
+            file.touch(exist_ok=False)
+            mark = up, file.name
         except OSError as error:
             trouble = f"{place} cannot be written: {error.strerror}; expected a folder with room; name another"
     try:
@@ -330,9 +325,9 @@ def _seen(cluster: Cluster, folder: Path) -> dict[str, str]:
             raise CheckFailed(f"on {next(iter(cluster.nodes))}: {trouble}")
         return cluster.on_each_node(partial(_look, folder, *mark))
     finally:
-        if cluster.ranks.is_writer and mark is not None:
+        if file is not None:
             with suppress(OSError):
-                (place / mark[1]).unlink(missing_ok=True)
+                file.unlink(missing_ok=True)
 
 
 def _look(folder: Path, up: int, name: str) -> str:
