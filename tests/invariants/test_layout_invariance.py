@@ -51,9 +51,7 @@ LAYOUTS: dict[str, Layouts] = {
 
 
 def load(name: str, backend: str) -> Scorer:
-    model: PreTrainedModel = tiny_model(name)
-    model.set_attn_implementation(f"taut_{backend}")
-    return Scorer(model)
+    return Scorer(tiny_model(name, attention=f"taut_{backend}"))
 
 
 def measure(

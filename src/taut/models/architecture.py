@@ -338,12 +338,15 @@ def _stateful_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _follows_layout(block: nn.Module) -> bool:
-    """Whether every module of the block that carries state lets it follow the layout."""
+    """Whether every module in the block that carries state lets it follow the layout."""
     carrying = [
         module
         for module in block.modules()
-        if _STATEFUL_CLASS.search(type(module).__name__)
-        or any(isinstance(child, nn.Conv1d) for child in module.children())
+        if module is not block
+        and (
+            _STATEFUL_CLASS.search(type(module).__name__)
+            or any(isinstance(child, nn.Conv1d) for child in module.children())
+        )
     ]
     return bool(carrying) and all(map(recurrent_layers.follows_layout, carrying))
 

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,19 +28,30 @@ TOLERANCE = 1e-5
 """Largest difference from the library's function that is rounding, in float32, of numbers around 1."""
 
 
+KINDS = {
+    "GatedDeltaNet": ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"),
+    "ShortConv": ("causal_conv1d_fn",),
+}
+"""How a layer's class name ends -> the library's functions through which all its state goes."""
+
+
 def install(model: nn.Module) -> None:
     """Let the state of the model's layers follow the layout, where a layer allows it."""
     for module in model.modules():
         forward: Any = inspect.unwrap(type(module).forward)
-        if "forward" in vars(module) or not isinstance(forward, FunctionType):
+        names = _names(module)
+        if (
+            not names
+            or "forward" in vars(module)
+            or not set(names) <= set(forward.__code__.co_names)
+        ):
             continue
-        ours = {
-            name: partial(function, forward.__globals__[name])
-            for name, (function, is_same) in _FUNCTIONS.items()
-            if name in forward.__code__.co_names and is_same(forward.__globals__[name])
-        }
-        if ours:
+        library = {name: forward.__globals__[name] for name in names}
+        if all(_FUNCTIONS[name].is_same(function) for name, function in library.items()):
             # The module's own globals, but for these names: nothing of the library's is changed for others.
+            ours = {
+                name: partial(_FUNCTIONS[name].ours, function) for name, function in library.items()
+            }
             replaced = FunctionType(
                 forward.__code__,
                 {**forward.__globals__, **ours},
@@ -52,11 +63,15 @@ def install(model: nn.Module) -> None:
 
 
 def follows_layout(module: nn.Module) -> bool:
-    """Whether all state that the module's forward carries is ``install``'s."""
-    forward: Any = inspect.unwrap(type(module).forward)
-    called = set(_FUNCTIONS) & set(forward.__code__.co_names)
+    """Whether ``install`` let the module's state follow the layout."""
     replaced = getattr(vars(module).get("forward"), "__globals__", {})
-    return bool(called) and all(isinstance(replaced.get(name), partial) for name in called)
+    names = _names(module)
+    return bool(names) and all(isinstance(replaced.get(name), partial) for name in names)
+
+
+def _names(module: nn.Module) -> tuple[str, ...]:
+    made_of = type(module).__name__
+    return next((names for kind, names in KINDS.items() if made_of.endswith(kind)), ())
 
 
 # -- in the place of the library's functions -------------------------------------------------------
@@ -143,8 +158,14 @@ def _agree(
     return float(difference.abs().max()) <= TOLERANCE
 
 
-_FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[Any], bool]]] = {
-    "causal_conv1d_fn": (_convolution, _is_same_convolution),
-    "torch_chunk_gated_delta_rule": (_delta_rule, _is_same_delta_rule),
+class _Function(NamedTuple):
+    ours: Callable[..., Any]
+    """Called with the library's function, then with its arguments."""
+    is_same: Callable[[Any], bool]
+    """Whether the library's function computes what ours does."""
+
+
+_FUNCTIONS = {
+    "causal_conv1d_fn": _Function(_convolution, _is_same_convolution),
+    "torch_chunk_gated_delta_rule": _Function(_delta_rule, _is_same_delta_rule),
 }
-"""The library's name of a function -> ours, and whether the library's computes what ours does."""
