@@ -47,7 +47,8 @@ def install(model: nn.Module) -> None:
         ):
             continue
         library = {name: forward.__globals__[name] for name in names}
-        if all(_FUNCTIONS[name].is_same(function) for name, function in library.items()):
+        # Unwrapped: the definition in PyTorch, whatever kernels are installed.
+        if all(_FUNCTIONS[name].is_same(inspect.unwrap(it)) for name, it in library.items()):
             # The module's own globals, but for these names: nothing of the library's is changed for others.
             ours = {
                 name: partial(_FUNCTIONS[name].ours, function) for name, function in library.items()
