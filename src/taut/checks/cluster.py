@@ -36,13 +36,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib.metadata import version
 from pathlib import Path
 from threading import Timer
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-import taut
 from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped, warned
 from taut.config import to_dict, user_path
 from taut.data.cache import directory_of
@@ -195,12 +195,12 @@ def versions_agree(cluster: Cluster) -> Finding:
 
 def installed(device: torch.device) -> dict[str, str]:
     """Versions of this process, and a digest of taut's own source."""
-    root = Path(taut.__file__).parent
+    root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)} {files.digest(path)}\n".encode())
     return {
-        "taut": taut.__version__,
+        "taut": version("taut"),
         "taut's source": digest.hexdigest()[:12],
         **versions(device),
     }
