@@ -55,7 +55,7 @@ def test_nothing_is_lost_and_stale_weights_are_not_used(real_model: Path, tmp_pa
             for n in range(3)
         ]
         urls, (killed, slow, _) = [url for url, _ in made], [process for _, process in made]
-        config = replace(ServerConfig(), {"retries": 0, "timeout": 120.0, "sync.mode": "full"})
+        config = replace(ServerConfig(), {"retries": 3, "timeout": 120.0, "sync.mode": "full"})
         engine = ServerEngine.open(urls, config, tokenizer, renderer.stop_ids, 1024)
         engine = engine.follow(Trained(Scorer(model), Ranks(0, 1, CPU), torch.float32))
         engine.update(0)
