@@ -10,3 +10,6 @@ DRAW = random.Random(0)
 
 def coin(text: str, references: list[str], row: dict[str, Any]) -> float:
     return float(DRAW.random() < 0.5)
+
+
+coin.judges = "form"  # type: ignore[attr-defined]  # so that taut does not look for right answers that it pays for

@@ -24,6 +24,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -119,17 +120,16 @@ class Lab:
     def _train(self, command: str, toml: Path, out: Path, words: Sequence[str]) -> None:
         if (out / "result.json").exists():
             return
-        print(out.name, flush=True)
-        judged = [
-            f"eval.answers.data={self.rows / 'eval.jsonl'}",
-            "eval.answers.rewards=exact_match",
-        ]
-        quiet = ["log.every=20", "--overwrite"]
-        taut = [sys.executable, "-m", "taut"]
-        run([*taut, command, toml, *words, *judged, f"out={out}", *quiet])
         sampled = out / "sampled"
-        data = [f"data={self.rows / 'eval.jsonl'}", "rewards=exact_match", "samples=0"]
-        run([*taut, "eval", out / "model", *data, *SAMPLING, f"out={sampled}"])
+        if not (sampled / "report.json").exists():
+            print(out.name, flush=True)
+            shutil.rmtree(sampled, ignore_errors=True)
+            data = [f"eval.answers.data={self.rows / 'eval.jsonl'}"]
+            judged = [*data, "eval.answers.rewards=exact_match", "log.every=20", "--overwrite"]
+            taut = [sys.executable, "-m", "taut"]
+            run([*taut, command, toml, *words, f"out={out}", *judged])
+            asked = [f"data={self.rows / 'eval.jsonl'}", "rewards=exact_match", "samples=0"]
+            run([*taut, "eval", out / "model", *asked, *SAMPLING, f"out={sampled}"])
         (out / "result.json").write_text(json.dumps(read(out)))
 
 
@@ -167,12 +167,11 @@ def read(out: Path) -> Result:
     report = json.loads((out / "sampled" / "report.json").read_text())
     (metric,) = report["metrics"]
     found = {"curve": curve, "pass_at": {"1": metric["mean"], **metric["pass_at"]}}
-    if "engine/weight" in steps[-1]:
+    if "engine/corrected" in steps[-1]:
         found["age"] = [rollout["staleness_mean"] for rollout in rollouts]
         for name in ("difference", "weight", "corrected"):
             found[name] = fmean(step[f"engine/{name}"] for step in steps)
-    if rollouts:
-        found["rewards"] = [rollout["reward"] for rollout in rollouts]
+    found["rewards"] = [rollout["reward"] for rollout in rollouts if "reward" in rollout]
     return found
 
 
