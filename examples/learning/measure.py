@@ -68,13 +68,11 @@ SERVED = (
     f"log.sinks=[{HERE / 'settled.py'}:Settled]",
     "rewards=exact_match",
 )
-FASTER = ("optim.learning_rate=3e-4", "optim.warmup_steps=5")
 WAYS = {
     "lag_0": Way("grpo", "GRPO, lag 0", SERVED),
     "lag_1": Way("grpo", "GRPO, lag 1", (*SERVED, "rollout.lag=1")),
     "lag_4": Way("grpo", "GRPO, lag 4", (*SERVED, "rollout.lag=4")),
     "coin": Way("grpo", "GRPO, a coin as the reward", (*LOCAL, f"rewards={COIN}")),
-    "faster": Way("grpo", "GRPO, at its best rate", (*LOCAL, *FASTER, "rewards=exact_match")),
     "gkd": Way("gkd", "on-policy distillation"),
 }
 
@@ -257,16 +255,19 @@ def shown(value: dict[str, float], sign: str = "") -> str:
 
 def tables(found: Result) -> list[str]:
     """The lines of README.md's two tables."""
-    ways = found["ways"]
-    lines = ["| | accuracy | less lag 0 | mean age | tokens corrected |", "|---|---|---|---|---|"]
-    lines += [f"| {name} | {found[name]['accuracy']:.3f} | | | |" for name in ("base", "teacher")]
+    ways, columns = (
+        found["ways"],
+        ("accuracy", "less lag 0", "reward", "less lag 0", "age", "corrected"),
+    )
+    lines = [f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    for name in ("base", "teacher"):
+        cells = [f"{found[name]['accuracy']:.3f}", "", f"{found[name]['pass_at']['1']:.3f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} | | | |")
     for name, way in ways.items():
         less = found["less_lag_0"].get(name)
-        cells = [
-            WAYS[name].label,
-            shown(way["accuracy"]),
-            shown(less["accuracy"], "+") if less else "",
-        ]
+        cells = [WAYS[name].label]
+        for key, value in (("accuracy", way["accuracy"]), ("pass_at_1", way["pass_at"]["1"])):
+            cells += [shown(value), shown(less[key], "+") if less else ""]
         cells += [f"{way['age']:.2f}", f"{way['corrected']:.2%}"] if "age" in way else ["", ""]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", f"| | {' | '.join(f'pass@{k}' for k in KS)} |", "|---" * (len(KS) + 1) + "|"]

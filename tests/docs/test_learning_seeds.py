@@ -116,6 +116,16 @@ def test_the_page_shows_it(measure: ModuleType, expected: dict[str, Any]) -> Non
     assert "\n".join(measure.tables(expected)) in page
 
 
+def test_what_the_page_concludes_is_so(expected: dict[str, Any]) -> None:
+    ways, less = expected["ways"], expected["less_lag_0"]
+    for name in ("lag_0", "lag_1", "lag_4"):
+        assert ways[name]["raise"]["low"] > 0
+    assert ways["lag_0"]["age"] == 0 and ways["lag_1"]["age"] > 0.9 and ways["lag_4"]["age"] > 3
+    assert ways["lag_4"]["corrected"] > ways["lag_1"]["corrected"] > 0
+    assert ways["coin"]["raise"]["high"] < 0
+    assert less["gkd"]["accuracy"]["low"] > 0.4
+
+
 @pytest.mark.slow
 def test_all_of_it_is_made_by_one_command(
     measure: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
