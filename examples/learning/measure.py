@@ -243,7 +243,8 @@ def summary(runs: Runs) -> Result:
 
 def pairs(runs: Runs, name: str) -> list[tuple[Result, Result]]:
     """The runs of a way and those of lag 0, by seed."""
-    return [(result, runs["lag_0"][seed]) for seed, result in runs[name].items()]
+    others = runs["lag_0"]
+    return [(result, others[seed]) for seed, result in runs[name].items() if seed in others]
 
 
 def shown(value: dict[str, float], sign: str = "") -> str:
