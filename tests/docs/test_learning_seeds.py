@@ -120,8 +120,11 @@ def test_what_the_page_concludes_is_so(expected: dict[str, Any]) -> None:
     ways, less = expected["ways"], expected["less_lag_0"]
     for name in ("lag_0", "lag_1", "lag_4"):
         assert ways[name]["raise"]["low"] > 0
-    assert ways["lag_0"]["age"] == 0 and ways["lag_1"]["age"] > 0.9 and ways["lag_4"]["age"] > 2
+    assert ways["lag_0"]["age"] == 0 and ways["lag_1"]["age"] > 0.8 and ways["lag_4"]["age"] > 2
     assert ways["lag_4"]["corrected"] > ways["lag_1"]["corrected"] > 0
+    for name in ("lag_1", "lag_4"):
+        assert less[name]["accuracy"]["low"] < 0 < less[name]["accuracy"]["high"]
+        assert less[name]["pass_at_1"]["high"] < 0
     assert ways["coin"]["raise"]["high"] < 0
     assert less["gkd"]["accuracy"]["low"] > 0.4
 
