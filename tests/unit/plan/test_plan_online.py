@@ -181,7 +181,7 @@ WHOLE: list[tuple[str, dict[str, Any]]] = [
 def test_a_whole_run_takes_what_is_predicted(
     method: str, keys: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Two rollouts with their generation, scoring and training."""
+    """Two rollouts with their generation, scoring and training; completions may end early."""
     shape = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
     paths = {n: save_model(tmp_path / n, "llama", seed=n == "beside", **shape) for n in NAMES}
     named = {
@@ -200,4 +200,4 @@ def test_a_whole_run_takes_what_is_predicted(
     measured = peak_bytes(lambda: run_steps(trainer), held_tensors(built), RANKS.device)
     trainer.source.close()
     predicted = max(needed.step, needed.generating, needed.scoring)
-    assert 0.97 * measured <= predicted <= 1.1 * measured
+    assert 0.97 * measured <= predicted <= 1.2 * measured
