@@ -90,7 +90,7 @@ OTHERS = {
     ),
     "check": Command(
         "[RUN.toml | RUN.yaml | --model DIR --data FILE | --recipe KIND:FILE [--processes N]] "
-        "[--full] [--all] [--json]",
+        "[--full] [--all] [--json] [--cluster]",
         "find what is wrong with a run before it is trained",
         "taut.commands.check:main",
         "taut.commands.check:CheckRun",
@@ -271,6 +271,14 @@ WITH_KEY = {
         "taut.commands.evaluate_tasks:EvaluateTasks",
         ("model",),
         extras=("train", "lm-eval"),
+    ),
+    ("check", "cluster"): Command(
+        "--cluster [RUN.toml | RUN.yaml] [key=value ...] [--json]",
+        "find what is wrong with the machines of a run before it is launched",
+        "taut.commands.check_cluster:main",
+        "taut.commands.check_cluster:CheckClusterRun",
+        is_raw=True,
+        has_method=True,
     ),
     ("check", "recipe"): Command(
         "--recipe KIND:FILE [--processes N] [--json]",

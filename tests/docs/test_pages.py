@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 from tests.docs.pages import (
     CHECK_PAGE,
+    CLUSTER_PAGE,
     CONFIG_PAGE,
     KEYS_FILE,
     RATES_PAGE,
     ROOT,
     SCHEMA_FILE,
     check_page,
+    cluster_page,
     config_page,
     keys_file,
     rates_page,
@@ -186,3 +188,4 @@ def test_the_configuration_page_has_the_default_of_every_command() -> None:
 
 def test_the_table_of_checks_is_current() -> None:
     assert CHECK_PAGE.read_text(encoding="utf-8") == check_page(), "run make docs"
+    assert CLUSTER_PAGE.read_text(encoding="utf-8") == cluster_page(), "run make docs"
