@@ -104,7 +104,7 @@ def test_every_command_of_a_page_is_accepted(
     page: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("taut.train.log.require", lambda *_: None)  # extras that tests do without
-    words = shlex.split(command.replace(" -> ", " "))
+    words = shlex.split(re.sub(r" > \S+$", "", command).replace(" -> ", " "))
     if words[0] == "make":
         targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert words[1] in targets, f"{page}: make has no target {words[1]}"
