@@ -426,12 +426,12 @@ def _apart(built: Built) -> dict[str, list[Tensor]]:
     roles = [role for role in built.trainer.roles if role is not own]
     if built.run.models().reference_file is not None:
         roles = []
-    teachers = [list(scorer.parameters()) for scorer in built.models.teachers.values()]
-    if own is not None:
-        teachers.append(own.tensors())
+    teachers: list[Tensor] = [] if own is None else own.tensors()
+    for scorer in built.models.teachers.values():
+        teachers = [*teachers, *scorer.parameters()]
     return {
         REFERENCE: [tensor for role in roles for tensor in role.tensors()],
-        TEACHER: [tensor for tensors in teachers for tensor in tensors],
+        TEACHER: teachers,
     }
 
 
