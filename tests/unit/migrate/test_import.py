@@ -187,6 +187,15 @@ RECIPES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "--model.ipo_enable --model.beta 0.2 --adam.betas 0.8 0.9",
         {"dpo.loss": "ipo", "dpo.beta": 0.2, "optim.beta1": 0.8, "optim.min_learning_rate_ratio": 0.1},
     ),
+    "openrlhf plain dpo": (
+        "openrlhf", "a.sh", f"{OPENRLHF.format('dpo')}--pretrain m --dataset p.jsonl --beta 0.2",
+        {"dpo.loss": "sigmoid", "dpo.beta": 0.2, "model": "m", "data.max_length": 512},
+    ),
+    "swift pictures": (
+        "swift", "a.sh", "MAX_PIXELS=50176 IMAGE_MAX_TOKEN_NUM=100 swift sft --model Qwen/Qwen2.5-VL-3B-Instruct "
+        "--dataset r.jsonl --tuner_type full",
+        {"freeze": ["vision_tower", "projector"], "data.images.max_pixels": 50176},
+    ),
     "openrlhf rm": (
         "openrlhf", "a.sh", f"{OPENRLHF.format('rm')}--model.model_name_or_path m --data.dataset p.jsonl "
         "--model.margin_loss_enable",
