@@ -148,7 +148,8 @@ class Draft:
         option = self.given.get(name)
         if option is None:
             return self.defaults.get(name, default)
-        return None if option.obstacle else option.value
+        word = option.value if isinstance(option.value, str) else ""
+        return None if option.obstacle else BOOLEANS.get(word.lower(), option.value)
 
     def is_unknown(self, *names: str) -> bool:
         """Whether one is set to a value that is not known."""
@@ -311,6 +312,8 @@ TAKES_PICTURES = (
     r"gemma-?3-(4|12|27)b|gemma-?4"
 )
 """What the name of a model that is not here says of it."""
+BOOLEANS = {"yes": True, "no": False}
+"""Words that the frameworks' parsers of options take for true and false, besides those two."""
 PLACES = ("output_dir", "logging_dir", "hub_token", "run_name")
 """Options of a place or a name, which change nothing that is learned."""
 
@@ -337,7 +340,7 @@ def is_off(value: Any, off: tuple[Any, ...] = ()) -> bool:
     """Whether this value switches an option off."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
-    return value is None or value in (False, "", "none", [], {}, *off)
+    return value is None or value in (False, "", "none", "no", [], {}, *off)
 
 
 def words_of(value: Any) -> list[str]:

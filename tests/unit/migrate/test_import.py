@@ -445,3 +445,12 @@ def test_the_command_takes_a_file_of_another_framework(
     assert main(["import", f"{kind}:{folder / 'dpo.yaml'}"]) == 0
     content = tomllib.loads(capsys.readouterr().out)
     assert (content["method"], content["dpo"]["beta"]) == ("dpo", 0.2)
+
+
+@pytest.mark.parametrize(
+    ("word", "is_on"), [("yes", True), ("1", True), ("no", False), ("0", False)]
+)
+def test_words_for_true_and_false(word: str, is_on: bool, folder: Path) -> None:
+    text = f"swift sft {SWIFT}--packing {word} --use_dora {word}"
+    carried = imported(folder, "swift", "a.sh", text).carried
+    assert ("packing" in {option.key for option in carried.having("lacking")}) == is_on
