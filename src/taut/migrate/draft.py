@@ -51,12 +51,6 @@ class Option(NamedTuple):
     refuses: bool = False
     """Lacking, and there is no such run in taut."""
 
-    @property
-    def line(self) -> str:
-        """The option and its reason as one line of text."""
-        value = "" if not self.place else f" = {' '.join(str(self.value).split())[:60]}"
-        return f"{self.place}{': ' if self.place else ''}{self.key}{value}: {self.why}"
-
 
 @dataclass(frozen=True)
 class Carried:
