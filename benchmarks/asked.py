@@ -20,10 +20,16 @@ _WORD = re.compile(r"^Ġ[a-z]{3,}$")
 
 
 def write_prompts(
-    path: Path, model: Path, *, count: int, length: int, are_half_silent: bool = False
+    path: Path,
+    model: Path,
+    *,
+    count: int,
+    length: int,
+    are_half_silent: bool = False,
+    turns: int = 1,
 ) -> None:
     """``count`` rows of messages, each ``length`` tokens with template and generation prompt. ``are_half_silent``:
-    every other one says that all of its answers are worth the same.
+    every other one says that all of its answers are worth the same. ``turns``: of an agent, for ``peers/turns.py``.
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
     words = _words(tokenizer)
@@ -37,7 +43,8 @@ def write_prompts(
             size = len(_rendered(tokenizer, messages[0]["content"]))
             assert size == length, f"prompt {number} has {size} tokens, not {length}"
             is_silent = are_half_silent and number % 2 == 1
-            file.write(json.dumps({"prompt": messages, "is_silent": is_silent}) + "\n")
+            row = {"prompt": messages, "is_silent": is_silent, "turns": turns, "word": words[0]}
+            file.write(json.dumps(row) + "\n")
 
 
 def _rendered(tokenizer: Any, content: str) -> list[int]:

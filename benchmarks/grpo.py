@@ -5,12 +5,14 @@
     135M        SmolLM2-135M-Instruct, as the demo converts it
     long        4 prompts of 64 tokens, 8 completions of 512 tokens each
     silent      small, at 256; all answers to every other prompt get one reward, and their groups teach nothing
+    agents      2 prompts of 8,000 tokens, 4 trajectories of each: 8 turns of 32 tokens, and a short message after each.
+                TRL generates and trains on as many tokens in one turn
     group       4, 16 and 32 completions of each prompt
     losses      the losses that both have, on one rollout of TRL's: values and gradients, in float64
 
-Every completion has 64 tokens (long: 512): no token ends one. Each run is a process of its own, in its own environment,
-on CPU with the same threads; the contenders take turns, round after round. The first step warms up and is not timed.
-Reported per contender, of the other steps and of rounds the median:
+Every completion has 64 tokens (long: 512, agents: 32 a turn): no token ends one. Each run is a process of its own, in
+its own environment, on CPU with the same threads; the contenders take turns, round after round. The first step warms up
+and is not timed. Reported per contender, of the other steps and of rounds the median:
 
     s a step     whole, and of it: generation; scoring (rewards, logprobs of a reference, credit); training (the rest)
     CPU s        seconds of processor time, which other work on the machine disturbs less
@@ -35,7 +37,7 @@ from typing import Any
 
 import data
 from asked import write_prompts
-from data import SMALL, Model
+from data import LONG, SMALL, Model
 from machine import memory_line, not_compared, print_memory, print_uncompared, take_turns, verdict
 from policies import POLICIES
 from report import Contender, is_taut, median_of_steps, memory_of, with_products
@@ -56,6 +58,8 @@ TRL = (
 PHASES = ("generation", "scoring", "training")
 NEW_TOKENS = 64
 PROMPTS = 8
+MESSAGE = 3
+"""Tokens of a message of ``peers/turns.py``: the end of the turn before, a word, and the end of the message."""
 ENTROPY, ENTROPY_OF_WORDS = 0.02, 0.05
 """How far the mean of -log p of what is sampled may be from the entropy that TRL reports, relatively; and of a model
 that has learned a language: there one answer's entropy is far from another's.
@@ -80,6 +84,8 @@ class Case:
     is_half_silent: bool = False
     prompts: int = PROMPTS
     new_tokens: int = NEW_TOKENS
+    """Of each turn."""
+    turns: int = 1
     target: float | None = None
     peak_mb: float | None = None
     """Peak memory, at most: what the version before took on an Intel machine. None: not known yet."""
@@ -92,7 +98,12 @@ class Case:
     @property
     def num_distinct(self) -> int:
         """Tokens of a step, each prompt counted once."""
-        return self.prompts * self.length + self.num_completions * self.new_tokens
+        return self.prompts * self.length + self.num_completions * self.after
+
+    @property
+    def after(self) -> int:
+        """Tokens after the prompt of a trajectory: its turns, and the messages between them."""
+        return self.turns * self.new_tokens + (self.turns - 1) * MESSAGE
 
 
 def _groups(length: int, contenders: tuple[Contender, ...]) -> list[Case]:
@@ -106,6 +117,17 @@ CASES = (
     Case("small, 256", 256, target=5.0, peak_mb=858, contenders=(TAUT, *TRL, UNSHARED)),
     Case("small, 1024", 1024, target=9.0, peak_mb=900, contenders=(TAUT, *TRL[:2])),
     Case("long answers", 64, num_steps=2, prompts=4, new_tokens=512),
+    Case(
+        "agents, 8000",
+        8000,
+        model=LONG,
+        prompts=2,
+        group=4,
+        turns=8,
+        new_tokens=32,
+        num_steps=2,
+        contenders=(TAUT, UNSHARED, Contender("trl", "batch")),
+    ),
     Case("silent, 256", 256, is_half_silent=True, contenders=(TAUT, EVERYTHING, ACCUMULATED)),
     Case("reference, 256", 256, divergence=0.04, target=4.0),
     Case("135M, 256", 256, model=None, num_steps=2, target=4.0),
@@ -177,13 +199,22 @@ def prepare(bench: Bench, case: Case) -> Result:
     model = model_of(bench, case.model)
     prompts = bench.work / f"{case.name.replace(', ', '-')}.jsonl"
     count, half = case.prompts * case.num_steps, case.is_half_silent
-    write_prompts(prompts, model, count=count, length=case.length, are_half_silent=half)
+    write_prompts(
+        prompts,
+        model,
+        count=count,
+        length=case.length,
+        are_half_silent=half,
+        turns=case.turns,
+    )
     return {
         "model": str(model),
         "data": str(prompts),
         "prompts_per_step": case.prompts,
         "group": case.group,
         "new_tokens": case.new_tokens,
+        "turns": case.turns,
+        "tokens_after": case.after,
         "num_steps": case.num_steps,
         "learning_rate": 1e-5,
         "tokens_at_a_time": case.num_distinct // case.prompts,
@@ -208,7 +239,8 @@ def run_once(bench: Bench, case: Case, contender: Contender, job: Result) -> Res
     computed = case.num_completions
     if case.is_half_silent and contender == TAUT:
         computed //= 2
-    wanted = [computed * case.length, computed * case.new_tokens]
+    sampled = case.turns * case.new_tokens if contender.framework == "taut" else case.after
+    wanted = [computed * (case.length + case.after - sampled), computed * sampled]
     for number, step in enumerate(run["steps"], start=1):
         found = [step["prompt_tokens"], step["completion_tokens"]]
         if found != wanted:

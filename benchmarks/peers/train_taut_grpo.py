@@ -3,13 +3,14 @@
 Modes: ``shared`` (the default), ``unshared`` (each completion is trained with the prompt to itself) and ``everything``
 (groups without a signal are computed too). The checks
 before a run, and the evaluation and the checkpoints after it, are off: what is timed is the steps. No token ends a
-completion, so that all have the same length.
+completion, so that all have the same length; each of several turns goes on as if a token had.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,18 @@ from taut.train import trainer
 Job = dict[str, Any]
 OFF = {"check": "off", "stop_check.prompts": 0, "contract.prompts": 0, "checkpoint.every": 0}
 REWARD = Path(__file__).with_name("reward.py")
+TURNS = Path(__file__).with_name("turns.py")
 
 
 def main() -> None:
     job: Job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(job["threads"])
     out = Path(job["scratch"], "run")
-    phases = watch()
+    phases = watch(is_agent=job["turns"] > 1)
     if job["mode"] == "everything":
         PolicyGradient.is_silent = lambda *_: False  # type: ignore[method-assign]
     import_mb = peak_mb()
-    keys = {
+    keys: dict[str, Any] = {
         "model": job["model"],
         "data": {"train": job["data"]},
         "out": str(out),
@@ -61,6 +63,9 @@ def main() -> None:
         "grading": {"workers": 1},
         "grpo": job["taut"],
     }
+    if job["turns"] > 1:
+        own = {"name": f"{TURNS}:Turns", "max_turns": job["turns"]}
+        keys["rollout"] |= {"environment": own}
     if "products" in job:
         keys["products"] = job["products"]
     train.train(from_mapping(Grpo, keys | OFF))
@@ -73,6 +78,7 @@ def main() -> None:
             "loss": step["loss"],
             "prompt_tokens": step["num_tokens_unshared"] - step["num_targets"],
             "completion_tokens": step["num_targets"],
+            "distinct_tokens": step["num_tokens"],
             "reward": roll["reward"],
             "entropy": step["entropy_estimate"],
         }
@@ -88,12 +94,19 @@ def main() -> None:
     Path(job["result"]).write_text(json.dumps(result))
 
 
-def watch() -> Phases:
-    """The phases of each step."""
+def watch(*, is_agent: bool) -> Phases:
+    """The phases of each step. ``is_agent``: a completion of full length is a turn like any other."""
     phases = Phases()
     phases.watch(online.Online, "_new_phase", "scoring")
     phases.watch(LocalEngine, "generate", "generation")
     phases.watch(trainer, "fill_streams", "scoring")
+    if is_agent:
+        generate = LocalEngine.generate
+
+        def ended(*args: Any, **kwargs: Any) -> Any:
+            return [replace(done, finish_reason="stop") for done in generate(*args, **kwargs)]
+
+        LocalEngine.generate = ended  # type: ignore[method-assign]
     take_step, make = trainer._take_step, LocalEngine.__init__
 
     def timed(running: trainer.Trainer, step: int) -> None:

@@ -8,7 +8,8 @@ Modes, which differ in how a step's completions are cut for training and in whet
     batch          the step as one batch
 
 TRL's defaults stay as they are except for what must be equal for all: dtype, order of the prompts, learning rate, the
-length of a completion, nothing saved. No token ends a completion, so that all have the same length.
+length of a completion, nothing saved. No token ends a completion, so that all have the same length. Several turns are
+one completion of as many tokens, those of the messages between them included.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def make_trainer(job: Job, recorder: Recorder) -> GRPOTrainer:
         bf16=job["dtype"] == "bfloat16",
         shuffle_dataset=False,
         num_generations=job["group"],
-        max_completion_length=job["new_tokens"],
+        max_completion_length=job["tokens_after"],
         generation_kwargs={"eos_token_id": None},
         per_device_train_batch_size=at_a_time,
         gradient_accumulation_steps=size // at_a_time,
