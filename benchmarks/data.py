@@ -150,6 +150,10 @@ def write_rows(rows: Sequence[Row], folder: Path) -> None:
             messages_file.write(json.dumps({"messages": messages}) + "\n")
 
 
+REPLIES = ("Replied0.",)
+"""Words that taut puts in the place of an environment's messages when it asks whether a template writes them."""
+
+
 def word(token_id: int) -> str:
     return f"w{token_id}"
 
@@ -180,6 +184,7 @@ def write_tokenizer(
     """Words up to an id of ``num_words``, and after them ``more`` specials."""
     ids = {name: index for index, name in enumerate(SPECIALS)}
     ids |= {word(index): index for index in range(len(SPECIALS), num_words)}
+    ids |= {reply: ids.pop(word(num_words - 1 - place)) for place, reply in enumerate(REPLIES)}
     ids |= {name: num_words + index for index, name in enumerate(more)}
     backend = Tokenizer(WordLevel(ids, unk_token="<unk>"))
     backend.pre_tokenizer = WhitespaceSplit()
