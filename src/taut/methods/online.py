@@ -156,7 +156,12 @@ class OnlineMethod(RunConfig):
                 f"rewards is not set, and {self.command()} learns from what completions are worth; expected a "
                 "reward, or an environment that gives one; set rewards=exact_match"
             )
-
+        if self.rollout.fork.is_on and not self.compares_trees:
+            raise ConfigError(
+                f"rollout.fork.turns={self.rollout.fork.turns}, and this {self.command()} compares answers as if each "
+                "had been sampled by itself; expected taut grpo with grpo.advantage=tree, which compares what paths "
+                "have after their fork; set that, or take rollout.fork out"
+            )
         if charges_steps(self.rewards) and not (self.reads_turn_rewards or self.is_replayed):
             raise ConfigError(
                 f"a reward has steps.charge=true, and {self.command()} charges whole answers; expected a method that "
@@ -164,6 +169,11 @@ class OnlineMethod(RunConfig):
             )
 
     # -- members of such a method
+
+    @property
+    def compares_trees(self) -> bool:
+        """Whether answers that begin alike are compared by the segments in which they differ."""
+        return False
 
     @property
     def is_judged(self) -> bool:
@@ -355,6 +365,7 @@ class OnlineMethod(RunConfig):
                 ranks,
                 rows=rows,
                 stop=config.stop,
+                fork=config.fork,
             )
             if config.environment.is_agent and not credit.takes_branches:
                 raise ConfigError(

@@ -29,6 +29,7 @@ time is abandoned and ends with the process.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -61,6 +62,7 @@ from taut.rl.environments.tools import (
     load_own,
     open_tools,
 )
+from taut.rl.forks import NO_FORKS, ForkConfig, copied
 from taut.rl.turns import Bridge
 from taut.sandbox import Remote
 from taut.train.distributed import Ranks
@@ -226,6 +228,7 @@ class EnvironmentPool:
     """What it is made of where that has to be closed."""
     by_row: Mapping[str, Kind] = field(default_factory=dict)
     """Several environments, by the name that rows have; then ``make`` and ``tools`` are of none."""
+    fork: ForkConfig = NO_FORKS
 
     @property
     def kinds(self) -> list[Kind]:
@@ -274,8 +277,25 @@ class EnvironmentPool:
         return outcomes
 
     def is_mine(self, number: int) -> bool:
-        """Whether this rank has the environment of a trajectory."""
-        return self.ranks is None or number % self.ranks.size == self.ranks.rank
+        """Whether this rank has the environment of a trajectory, and of those that it forks into."""
+        if self.ranks is None:
+            return True
+        return number // self.fork.leaves % self.ranks.size == self.ranks.rank
+
+    def require_copies(self, row: PromptRow | None) -> None:
+        """Raise UserCodeError where the environment of this row, once it is reset, cannot be copied for a fork. What
+        else fails with it is no matter here.
+        """
+
+        def act() -> None:
+            assert row is not None
+            environment = self.kind_of(row).make()
+            if (reset := getattr(environment, "reset", None)) is not None:
+                reset(copy.deepcopy(dict(row.columns)))
+            copied(environment)
+
+        if row is not None:
+            self.each({0: act})
 
     def abandon(self, thread: Thread) -> None:
         """Leave a call that is late to itself. Raises CheckFailed where too many are."""
@@ -355,6 +375,7 @@ def open_environments(
     *,
     rows: Sequence[PromptRow] = (),
     stop: Sequence[str] = (),
+    fork: ForkConfig = NO_FORKS,
 ) -> EnvironmentPool | None:
     """The environment that ``config`` names; None where it names none.
 
@@ -370,7 +391,7 @@ def open_environments(
         assert config.name is not None
         source = Agents(config.name.removeprefix(AGENT), config.timeout)
     try:
-        return _opened(config, source, renderer, stop_ids, context, ranks, rows, stop)
+        return _opened(config, source, renderer, stop_ids, context, ranks, rows, stop, fork)
     except BaseException:
         if source is not None:
             source.close()
@@ -386,6 +407,7 @@ def _opened(
     ranks: Ranks | None,
     rows: Sequence[PromptRow],
     stop: Sequence[str],
+    fork: ForkConfig,
 ) -> EnvironmentPool:
     by_row = {name: _load_environment(spec, config, source) for name, spec in config.by_row.items()}
     if by_row:
@@ -434,11 +456,17 @@ def _opened(
         shares = ", ".join(f"{name}: {counts[name]:,} rows" for name in by_row)
         decisions.append(Decision("environments", shares, "by the rows' column environment"))
         offered = ()
-    return EnvironmentPool(
+    pool = EnvironmentPool(
         *(config, make, bridge, calls, offered, context, ranks, tuple(decisions)),
         source=source,
         by_row=by_row,
+        fork=fork,
     )
+    if fork.is_on and fork.state == "copy":
+        for name in by_row or [""]:
+            of_kind = (row for row in rows if not by_row or row.columns[COLUMN] == name)
+            pool.require_copies(next(of_kind, None))
+    return pool
 
 
 def _require_names(by_row: Mapping[str, Kind], rows: Sequence[PromptRow]) -> None:
@@ -553,6 +581,10 @@ class ToolEnvironment:
     def __init__(self, kit: Mapping[str, ToolFunction], seconds: float) -> None:
         """``seconds``: a call that would begin later in a turn is not made; its result is an error."""
         self.kit, self.seconds = kit, seconds
+
+    def __deepcopy__(self, memo: object) -> ToolEnvironment:
+        """Itself: it has no state."""
+        return self
 
     def step(self, text: str, calls: list[ToolCall]) -> Step:
         """One message of role tool for each call, in their order."""

@@ -122,6 +122,10 @@ def rollout_event(
         event["turns_mean"] = fmean(trajectory.num_turns for trajectory in whole)
         event["calls"] = sum(trajectory.num_calls for trajectory in whole)
         event["malformed_calls"] = sum(trajectory.num_malformed_calls for trajectory in whole)
+    if config.fork.is_on and whole:
+        new = [trajectory.num_sampled - trajectory.num_inherited for trajectory in whole]
+        event["fork_distinct"] = fmean(count > 0 for count in new)
+        event["fork_new_tokens"] = sum(new) / sum(trajectory.num_sampled for trajectory in whole)
     for name in config.environment.by_row:
         of_it = [t for t in trajectories if t.row.columns.get(COLUMN) == name]
         scored = [t.reward for t in of_it if t.has_reward]

@@ -43,6 +43,7 @@ from taut.rewards.panel import Panel, Verdict
 from taut.rewards.verifier import Answered, Score
 from taut.rl.environment import EnvironmentConfig, EnvironmentPool
 from taut.rl.feed import Feed, Judge
+from taut.rl.forks import ForkConfig
 from taut.rl.rating import SharedRating
 from taut.rl.sampler import NO_VERDICT, Trajectory, sample_trajectories
 from taut.rl.steps import charged
@@ -114,8 +115,11 @@ class RolloutConfig:
     local: LocalConfig = LocalConfig()
     server: ServerConfig = ServerConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    fork: ForkConfig = ForkConfig()
 
     def __post_init__(self) -> None:
+        if self.fork.is_on:
+            self._require_forks()
         if (self.engine == "server") != (self.urls is not None):
             raise ConfigError(
                 f"rollout.engine={self.engine} and rollout.urls={self.urls} contradict each other: urls are where "
@@ -177,6 +181,27 @@ class RolloutConfig:
                 f"rollout.max_staleness={self.max_staleness} and a rollout that is trained on for {self.updates} "
                 f"updates{f', generated up to {self.lag} before' if self.lag else ''}: its last is {stalest} behind; "
                 f"expected {stalest} or more; raise it, or lower rollout.minibatches, rollout.epochs or rollout.lag"
+            )
+
+    def _require_forks(self) -> None:
+        """Raise ConfigError where no path could fork as rollout.fork says."""
+        fork, environment = self.fork, self.environment
+        if not environment.is_on or environment.is_agent:
+            is_what = "an agent, which branches by itself" if environment.is_on else "not set"
+            raise ConfigError(
+                f"rollout.fork.turns={fork.turns} and rollout.environment.name is {is_what}; expected an environment, "
+                "whose turns paths fork at; name one, or take rollout.fork out"
+            )
+        if fork.turns[-1] >= environment.max_turns:
+            raise ConfigError(
+                f"rollout.fork.turns={fork.turns} with rollout.environment.max_turns={environment.max_turns}: no turn "
+                f"comes after turn {fork.turns[-1]}; expected turns before the last; lower them, or raise max_turns"
+            )
+        if self.n % fork.leaves:
+            raise ConfigError(
+                f"rollout.n={self.n} with rollout.fork.n={fork.n} and rollout.fork.turns={fork.turns}: a path that "
+                f"begins becomes {fork.leaves}; expected rollout.n to be a multiple, for it counts them at their end; "
+                f"set rollout.n={-(-self.n // fork.leaves) * fork.leaves}"
             )
 
     @property
