@@ -41,7 +41,6 @@ from taut.rewards.registry import (
     files_read,
     models_of,
     read_parts,
-    require_judgeable,
 )
 from taut.rl.advantages import Credit
 from taut.rl.environment import EnvironmentPool, open_environments
@@ -336,17 +335,16 @@ class OnlineMethod(RunConfig):
     ) -> RolloutWorker:
         """Open engine, rewards and environment. Raises TautError if one of them cannot be used; every rank calls it."""
         config, credit, rows = self.rollout, source.credit, source.prompts.prompt_rows
-        require_judgeable(self.rewards, config.lag)
         prompts = [row.as_prompt() for row in rows]
         if config.engine == "server":
             require_text(prompts)
         panel: Panel | None = None
         rating: SharedRating | None = None
-        if ranks.size > 1 and models_of(self.rewards):
-            own = partial(open_rater, device=ranks.device)
+        own = open_rater if ranks.size == 1 else partial(open_rater, device=ranks.device)
+        if ranks.size > 1 and models_of(self.rewards) and not config.lag:
             rating = SharedRating(read_parts(self.rewards, RESERVED), own, ranks)
         if ranks.is_writer and self.rewards:
-            opener = open_rater if rating is None else rating.given
+            opener = own if rating is None else rating.given
             panel = open_panel(self.rewards, self.grading, reserved=RESERVED, open_rater=opener)
         engine: LocalEngine | ServerEngine | None = None
         environments: EnvironmentPool | None = None
@@ -471,6 +469,10 @@ class OnlineMethod(RunConfig):
             decisions += engine.decisions
         if panel is not None:
             decisions += panel.decisions
+        if self.rollout.lag and models_of(self.rewards):
+            value = "judge between updates, on the first rank"
+            reason = "rollout.lag: groups are judged as they are taken, while nothing trains"
+            decisions.append(Decision("reward models", value, reason))
         if self.rollout.oversample:
             value = f"{self.rollout.oversample} more prompts asked than taken"
             reason = (

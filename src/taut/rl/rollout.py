@@ -333,7 +333,8 @@ class RolloutWorker:
     is_judged: bool = True
     """False: completions have no reward, and all are learned from."""
     judges_together: bool = False
-    """Whether a rollout is judged after its last trajectory: a model in this process judges."""
+    """Whether a rollout is judged after its last trajectory, with a lag each group where it is taken: a model in this
+    process judges."""
     rating: SharedRating | None = None
     """The reward models of several ranks."""
     is_useful: Callable[[Group], bool] = lambda group: group.has_signal
