@@ -24,7 +24,6 @@ from taut.methods.grpo import Grpo
 from taut.rewards.panel import Panel
 from taut.rl.online import Online
 from taut.rl.rollout import RolloutWorker
-from taut.train.distributed import Ranks
 
 
 @pytest.fixture(scope="module")
