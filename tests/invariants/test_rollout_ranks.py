@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.chat_runs import column, largest_difference, weights
+from tests.chat_runs import column, largest_difference, weights, write_rows
 from tests.e2e.test_agents import AGENT
 from tests.forked_processes import run
 from tests.invariants.test_ranks import PROGRAM
-from tests.online_runs import keys_of, save_models
+from tests.online_runs import keys_of, questions, save_models
 
 from taut.run.recorded import Recorded
 
@@ -37,6 +37,13 @@ KINDS: dict[str, dict[str, Any]] = {
         "grpo.advantage": "tree",
     },
     "agents": {"rollout.environment.name": "agent:{python} {place}/agent.py", "rollout.n": 3},
+    "by row": {
+        "rollout.environment.by_row": {
+            "talk": "{place}/talk.py:Talk",
+            "agent": "agent:{python} {place}/agent.py",
+        },
+        "rollout.n": 3,
+    },
 }
 
 
@@ -46,10 +53,14 @@ def test_two_ranks_sample_as_one(kind: str, tmp_path: Path) -> None:
     (tmp_path / "talk.py").write_text(TALK)
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "program.py").write_text(PROGRAM)
-    own = dict(KINDS[kind])
-    name = "rollout.environment.name"
-    own[name] = own[name].format(place=tmp_path, python=sys.executable)
+    given = json.dumps(KINDS[kind]).replace("{place}", str(tmp_path))
+    own = json.loads(given.replace("{python}", sys.executable))
     keys = keys_of("grpo", model, tmp_path, rewards=[], steps=2, **{"batch.samples_per_step": 3})
+    named = [
+        {**row, "environment": ["talk", "agent"][number % 2]}
+        for number, row in enumerate(questions(13))
+    ]
+    keys["data.train"] = str(write_rows(tmp_path / "named.jsonl", named))
     rows = []
     for num_ranks in (1, 2):
         out = tmp_path / f"{num_ranks}"
@@ -68,6 +79,8 @@ def test_two_ranks_sample_as_one(kind: str, tmp_path: Path) -> None:
             assert mine["ids_T"] == theirs["ids_T"]
     if kind == "forks":
         assert {len(row["forks"]) for row in rows[0]} == {0, 1, 2}, "some end before a fork"
+    else:
+        assert any(row["branches"] for row in rows[0]), "agents branch"
     one, two = tmp_path / "1", tmp_path / "2"
     assert column(one, "loss") == pytest.approx(column(two, "loss"), abs=LIMIT)
     assert any(column(one, "loss"))

@@ -466,7 +466,7 @@ def each_group_answers_one_prompt(session: Session) -> Finding:
             name = f"{row.id}#{trajectory.index}"
             prompt: list[int] = row.ids_T.tolist()
             media: Sequence[Media] = row.media
-            if environments is not None and environments.is_agent:
+            if environments is not None and environments.kind_of(row).is_agent:
                 prompt, media = [], ()  # what it asks, with tools of its own, is not of the row
             elif (
                 environments is not None

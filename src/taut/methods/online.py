@@ -365,9 +365,9 @@ class OnlineMethod(RunConfig):
                 stop=config.stop,
                 fork=config.fork,
             )
-            if config.environment.is_agent and not credit.takes_branches:
+            if config.environment.agents and not credit.takes_branches:
                 raise ConfigError(
-                    f"rollout.environment.name is {config.environment.name}, and what an agent asks may branch, which "
+                    f"rollout.environment has {config.environment.agents[0]}, and what an agent asks may branch, which "
                     "turns and penalties of tokens do not; expected taut grpo with advantage_level=trajectory and no "
                     "KL penalty in the reward; set those, or take an environment"
                 )

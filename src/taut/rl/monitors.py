@@ -135,10 +135,11 @@ def rollout_event(
             event[f"environment/{name}/reward"] = fmean(scored)
         if of_it:
             event[f"environment/{name}/turns_mean"] = fmean(t.num_turns for t in of_it)
-    if config.environment.is_agent and whole:
-        event["paths_mean"] = fmean(1 + len(trajectory.branches) for trajectory in whole)
-        event["conversations"] = sum(trajectory.num_conversations for trajectory in whole)
-        event["edited_histories"] = sum(trajectory.num_edited for trajectory in whole)
+    of_agents = [t for t in whole if config.environment.is_agent(t.row.columns)]
+    if of_agents:
+        event["paths_mean"] = fmean(1 + len(trajectory.branches) for trajectory in of_agents)
+        event["conversations"] = sum(trajectory.num_conversations for trajectory in of_agents)
+        event["edited_histories"] = sum(trajectory.num_edited for trajectory in of_agents)
     if failures:
         event["first_error"] = failures[0]
     event["samples"] = [logged(trajectory, samples) for trajectory in best_and_worst(rollout)]

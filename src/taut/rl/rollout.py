@@ -158,7 +158,7 @@ class RolloutConfig:
                 f"rollout.oversample={self.oversample} with rollout.lag={self.lag}, where the first groups that finish "
                 "are taken anyway, and the others go on; expected one of the two; take one out"
             )
-        if self.oversample and self.environment.is_agent:
+        if self.oversample and self.environment.agents:
             raise ConfigError(
                 f"rollout.oversample={self.oversample} with an agent (rollout.environment.name), which goes on when "
                 "its trajectory is cancelled; expected one of the two; take one out"
@@ -186,11 +186,13 @@ class RolloutConfig:
     def _require_forks(self) -> None:
         """Raise ConfigError where no path could fork as rollout.fork says."""
         fork, environment = self.fork, self.environment
-        if not environment.is_on or environment.is_agent:
-            is_what = "an agent, which branches by itself" if environment.is_on else "not set"
+        if not environment.is_on or environment.agents:
+            is_what = (
+                "has an agent, which branches by itself" if environment.is_on else "is not set"
+            )
             raise ConfigError(
-                f"rollout.fork.turns={fork.turns} and rollout.environment.name is {is_what}; expected an environment, "
-                "whose turns paths fork at; name one, or take rollout.fork out"
+                f"rollout.fork.turns={fork.turns} and rollout.environment {is_what}; expected an environment, whose "
+                "turns paths fork at; name one, or take rollout.fork out"
             )
         if fork.turns[-1] >= environment.max_turns:
             raise ConfigError(

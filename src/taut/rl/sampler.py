@@ -44,6 +44,7 @@ from taut.inference.engine import Engine, Sampling
 from taut.rewards.panel import Verdict
 from taut.rl.conversations import Conversations, Path
 from taut.rl.environment import (
+    AgentCall,
     EnvironmentPool,
     Outcome,
     Step,
@@ -422,7 +423,7 @@ def begin(
     """
     if environments is None:
         return _alone(path)
-    if environments.is_agent:
+    if environments.kind_of(path.row).is_agent:
         return _with_agent(path, environments)
     return _with_environment(path, environments, rendered)
 
@@ -512,7 +513,7 @@ def _with_agent(path: PartialTrajectory, environments: EnvironmentPool) -> Cours
     config = environments.config
 
     def start() -> Next:
-        path.environment = environments.make()
+        path.environment = environments.kind_of(path.row).make()
         return read_next(path.environment.begin(copy.deepcopy(dict(path.row.columns))))
 
     def reply(answer: ChatAnswer | Refusal) -> Next:
@@ -527,7 +528,7 @@ def _with_agent(path: PartialTrajectory, environments: EnvironmentPool) -> Cours
     def end() -> None:
         path.environment.end()
 
-    outcome: Outcome = yield start
+    outcome: Outcome = yield AgentCall(start)
     while path.finish is None:
         if outcome.error is not None:
             path.fail(f"the agent {outcome.error}")
@@ -570,8 +571,8 @@ def _with_agent(path: PartialTrajectory, environments: EnvironmentPool) -> Cours
                         f"messages: found {len(question.ids):,} tokens; expected less than {limit:,}, by the model's "
                         "context and rollout.environment.max_tokens; send a shorter history"
                     )
-            outcome = yield partial(reply, answer)
-    yield end
+            outcome = yield AgentCall(partial(reply, answer))
+    yield AgentCall(end)
     if conversations.answers:
         path.adopt(conversations)
         is_cut = conversations.answers[-1].completion.finish_reason == "length"
