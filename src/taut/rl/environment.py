@@ -322,8 +322,8 @@ class AgentCall:
 
 class Calls:
     """Calls of environments as they come, one at a time of each trajectory: ``config.workers`` of them at a time, each
-    in a thread, each within ``config.timeout`` seconds, those of agents ``GRACE`` more. Used by one thread; ``put`` is called from the others with the
-    number of a trajectory and the outcome of its call.
+    in a thread, each within ``config.timeout`` seconds, those of agents ``GRACE`` more. Used by one thread; ``put`` is
+    called from the others with the number of a trajectory and the outcome of its call.
     """
 
     def __init__(self, pool: EnvironmentPool, put: Callable[[int, Outcome], object]) -> None:
