@@ -233,6 +233,9 @@ class RolloutConfig:
             f"{counted(num_steps, 'steps')}, {self.updates} on each rollout: {num_prompts}, "
             f"{counted(self.n, 'completions')} each, of at most {counted(self.grows, 'tokens')}"
         )
+        if self.fork.is_on:
+            turns = ", ".join(map(str, self.fork.turns))
+            plan += f"; a path goes on as {self.fork.n} at the end of turn {turns}"
         return plan if self.replay_from is None else f"{plan}; recorded by {self.replay_from}"
 
 
