@@ -139,6 +139,29 @@ def test_with_a_lag_a_reward_model_in_this_process_judges_what_is_taken(
     assert feeds() == []
 
 
+def test_with_a_lag_a_teacher_in_this_process_learns_what_is_taken(
+    server: SamplingServer, model: Path, tmp_path: Path
+) -> None:
+    """Answers of weights an update old; the divergence is computed when they are trained on."""
+    teacher = save_model(tmp_path / "teacher", "llama", seed=1)
+    keys = keys_of(
+        "gkd",
+        model,
+        tmp_path,
+        **{**COMMON, "rollout__urls": server.url, "rollout__lag": 1, "rollout__n": 1},
+        distill__teacher=str(teacher),
+    )
+    train(keys)
+    out = Path(keys["out"])
+    rollouts = events(out, "rollout")
+    assert [e["staleness_max"] for e in rollouts][0] == 0
+    assert {e["staleness_max"] for e in rollouts[1:]} <= {0, 1}
+    draws = [draw for e in rollouts for draw in e["draws"]]
+    assert sorted(draws) == list(range(8))
+    assert min(column(out, "loss")) > 0
+    assert feeds() == []
+
+
 def test_a_group_that_takes_too_long_is_asked_again(model: Path, tmp_path: Path) -> None:
     """A prompt whose first answer comes once the third rollout is due, of weights two updates old: the server freezes
     it at each push. One that cannot pause is not given new weights before.
