@@ -154,7 +154,7 @@ def test_with_a_lag_a_teacher_in_this_process_learns_what_is_taken(
     train(keys)
     out = Path(keys["out"])
     rollouts = events(out, "rollout")
-    assert [e["staleness_max"] for e in rollouts][0] == 0
+    assert rollouts[0]["staleness_max"] == 0
     assert {e["staleness_max"] for e in rollouts[1:]} <= {0, 1}
     draws = [draw for e in rollouts for draw in e["draws"]]
     assert sorted(draws) == list(range(8))

@@ -293,7 +293,7 @@ def tree(compare: Compare, outcomes: Outcomes) -> list[Tensor]:
             value, first_T = mean_of(leaves), paths[leaves[0]][1]
             stop = min(paths[leaf][1].numel() for leaf in leaves)
             ahead = (fork for leaf in leaves for fork in forks[paths[leaf][0]] if fork > start)
-            stop = min(stop, *ahead, stop)
+            stop = min([stop, *ahead])
             for leaf in leaves[1:]:
                 differs_T = paths[leaf][1][start:stop] != first_T[start:stop]
                 stop = start + int(differs_T.int().argmax()) if differs_T.any() else stop
