@@ -136,6 +136,9 @@ def test_with_a_lag_a_reward_model_in_this_process_judges_what_is_taken(
         (score,) = rate([Answered(text=row["text"], prompt=prompt)])
         assert row["reward"] == pytest.approx(score.value, abs=1e-9)
     assert len({row["reward"] for row in rows}) > 4
+    (start,) = events(out, "start")
+    recorded = {name: value for name, value, _ in start["decisions"]}
+    assert recorded["reward models"] == "judge between updates, on the first rank"
     assert feeds() == []
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from tests.chat_runs import column, largest_difference, weights, write_rows
-from tests.e2e.test_agents import AGENT
 from tests.forked_processes import run
 from tests.invariants.test_ranks import PROGRAM
 from tests.online_runs import keys_of, questions, save_models
+from tests.unit.rl.test_agents import PROGRAM as ASK
 
 from taut.run.recorded import Recorded
 
@@ -29,6 +29,17 @@ class Talk:
         done = len(self.said) == 3 or len(text) % 7 == 3
         return Step([{"role": "user", "content": f"I heard {self.said}."}], done, -sum(self.said))
 """
+AGENT = (
+    ASK
+    + """
+asked, length = row["messages"], 0
+first = ask(asked)
+for question in ("Sure?", "Why?"):
+    told = ask([*asked, first, user(question)])  # refused where the first answer is empty
+    length += len(told["content"] or "") if isinstance(told, dict) else 0
+print(json.dumps({"reward": length / 10}))
+"""
+)
 KINDS: dict[str, dict[str, Any]] = {
     "forks": {
         "rollout.environment.name": "{place}/talk.py:Talk",

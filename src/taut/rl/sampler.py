@@ -394,7 +394,7 @@ def sample_trajectories(
                 case call:
                     calls[number] = call
         if calls:
-            results = environments.each(calls)
+            results = {**environments.each(calls)}
         elif waiting:
             in_order = sorted(waiting)
             completions = engine.generate(

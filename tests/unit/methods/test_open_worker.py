@@ -99,20 +99,6 @@ def test_an_environment_that_rewards_cut_paths_is_refused_where_values_replace_t
     opened(model, tmp_path, **{**keys, "ppo__bootstrap_truncated": False}).close()
 
 
-def test_with_a_lag_a_model_judges_where_groups_are_taken(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(online, "open_rater", lambda verifier: lambda answers: [])
-    judged = [{"name": "reward_model", "options": {"model": str(model)}}]
-    with FakeServer() as server:
-        worker = opened(model, tmp_path, rewards=judged, **at(server, rollout__lag=1))
-        worker.close()
-    assert worker.judges_together
-    assert {d.name: d.value for d in worker.settled}["reward models"] == (
-        "judge between updates, on the first rank"
-    )
-
-
 def test_rewards_that_need_an_answer(model: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "1?", "answer": "1"}, {"prompt": "2?"}]
     data = str(write_rows(tmp_path / "some.jsonl", rows))
