@@ -8,10 +8,10 @@
         follows_prompt = True                       the messages of reset come after the row's prompt; optional: False
 
 ``rollout.environment.name`` is ``FILE.py:Game``, ``tools`` for the built-in one, ``gym:ENV_ID``, or an agent, which is
-another thing (``environments/agent.py``). Each trajectory has an instance of its own, made without arguments, which
-holds its state. Steps of different trajectories run side by side in threads, each with a time limit. An exception or a
-timeout makes the trajectory an error with the reason, never a reward of 0. A result of the wrong type (no Step, a text
-as the reward) stops the run at the first trajectory.
+another thing (``environments/agent.py``), as is ``verifiers:ENV_ID``. Each trajectory has an instance of its own, made
+without arguments, which holds its state. Steps of different trajectories run side by side in threads, each with a time
+limit. An exception or a timeout makes the trajectory an error with the reason, never a reward of 0. A result of the
+wrong type (no Step, a text as the reward) stops the run at the first trajectory.
 
 A reward is a number (True and False are 1 and 0), or numbers by name; the rewards of all steps are added. Where an
 environment gives none, the run's rewards judge the trajectory.
@@ -71,6 +71,8 @@ GYM = "gym:"
 """Before the id of an environment of Gymnasium."""
 AGENT = "agent:"
 """Before the command or function of an agent."""
+VERIFIERS = "verifiers:"
+"""Before the id of an environment of verifiers, which is an agent."""
 
 Reward: TypeAlias = float | bool | Mapping[str, float | bool] | None
 """The reward of a step, a number or numbers by name; None: the step has no reward."""
@@ -96,7 +98,8 @@ class EnvironmentConfig:
 
     name: str | None = None
     """tools: the tools named below. FILE.py:Class: your own environment. gym:ENV_ID: one of Gymnasium's. agent:COMMAND
-    or agent:FILE.py:function: an agent that asks the policy by itself. None: each completion is judged as it is."""
+    or agent:FILE.py:function: an agent that asks the policy by itself. verifiers:ENV_ID: one of the library verifiers,
+    which does so too. None: each completion is judged as it is."""
     by_row: dict[str, str] = field(default_factory=dict)
     """Several environments in place of name: by the name that a row has in its column environment, what name would be.
     They share the other keys."""
@@ -104,7 +107,8 @@ class EnvironmentConfig:
     """With name=tools: calculator, python, FILE.py:function with type hints and a docstring, or mcp:COMMAND or mcp:URL,
     the tools of an MCP server."""
     options: dict[str, Any] = field(default_factory=dict)
-    """With name=gym:ENV_ID: the keywords of gymnasium.make."""
+    """With name=gym:ENV_ID: the keywords of gymnasium.make. With name=verifiers:ENV_ID: those of its load_environment,
+    or from verifiers 0.4 on its configuration."""
     max_turns: Annotated[int, Field(ge=1)] = 8
     """Maximum number of turns of the policy; then the trajectory is cut. Of an agent: of answers that it gets."""
     max_tokens: Annotated[int, Field(ge=1)] = 4096
@@ -134,10 +138,11 @@ class EnvironmentConfig:
                 "rollout.environment.name=tools and rollout.environment.tools is empty; expected at least one; set "
                 'rollout.environment.tools=["calculator"]'
             )
-        if self.options and not any(name.startswith(GYM) for name in self.names):
+        if self.options and not any(name.startswith((GYM, VERIFIERS)) for name in self.names):
             raise ConfigError(
                 f"rollout.environment.options has {next(iter(self.options))} and rollout.environment.name is "
-                f"{self.name}: nothing reads it; expected name=gym:ENV_ID; take options out, or correct name"
+                f"{self.name}: nothing reads it; expected name=gym:ENV_ID or verifiers:ENV_ID; take options out, or "
+                "correct name"
             )
         for key in ("max_turns", "max_tokens", "timeout", "workers"):
             if not self.is_on and getattr(self, key) != getattr(EnvironmentConfig, key):
@@ -173,20 +178,19 @@ class EnvironmentConfig:
     def code(self) -> list[str]:
         """What is named of the user's own: FILE.py:NAME."""
         agents = [name.removeprefix(AGENT) for name in self.agents]
-        others = [
-            name for name in (*self.names, *self.tools) if not name.startswith((AGENT, GYM, MCP))
-        ]
+        kinds = (AGENT, GYM, MCP, VERIFIERS)
+        others = [name for name in (*self.names, *self.tools) if not name.startswith(kinds)]
         return [*filter(is_function, agents), *(name for name in others if ":" in name)]
 
     @property
     def agents(self) -> list[str]:
         """Those of the environments that ask the policy by themselves."""
-        return [name for name in self.names if name.startswith(AGENT)]
+        return [*filter(_is_agent, self.names)]
 
     def is_agent(self, columns: Mapping[str, Any]) -> bool:
         """Whether an agent asks for a row with these columns."""
-        name = self.name if self.name is not None else self.by_row.get(columns.get(COLUMN, ""), "")
-        return name.startswith(AGENT)
+        name = self.by_row.get(columns.get(COLUMN, ""), "") if self.name is None else self.name
+        return _is_agent(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,7 +407,9 @@ def open_environments(
         if config.tools:
             sources["tools"] = open_tools(config.tools, config.remote, config.timeout / 2)
         for name in config.agents:
-            sources[name] = Agents(name.removeprefix(AGENT), config.timeout)
+            of_it = [key for key, value in config.by_row.items() if value == name]
+            own = [row for row in rows if not of_it or row.columns.get(COLUMN) in of_it]
+            sources[name] = _open_agents(name, config, own)
         return _opened(config, sources, renderer, stop_ids, context, ranks, rows, stop, fork)
     except BaseException:
         for source in sources.values():
@@ -609,6 +615,21 @@ class ToolEnvironment:
                 call = replace(call, error="the time of this turn is up; the call was not made")
             messages.append(answer(self.kit, call))
         return Step(messages)
+
+
+def _is_agent(name: str) -> bool:
+    """Whether the environment of this name asks the policy by itself."""
+    return name.startswith((AGENT, VERIFIERS))
+
+
+def _open_agents(name: str, config: EnvironmentConfig, rows: Sequence[PromptRow]) -> Agents:
+    if not name.startswith(VERIFIERS):
+        return Agents(name.removeprefix(AGENT), config.timeout)
+    require("verifiers", f"rollout.environment.name={name}")
+    from taut.rl.environments.verifiers import VerifiersAgent
+
+    agent = VerifiersAgent(name.removeprefix(VERIFIERS), config.options, rows)
+    return Agents(name, config.timeout, agent, agent.close)
 
 
 def _load(name: str, config: EnvironmentConfig, sources: Mapping[str, Kit | Agents]) -> Kind:
