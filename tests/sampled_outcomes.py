@@ -38,4 +38,5 @@ def outcomes_of(
         ids=[torch.full((1 + size,), n) for n, size in enumerate(length_S.tolist())],
         sampled_at=[1 + torch.arange(size) for size in length_S.tolist()],
         branches=[()] * reward_S.numel(),
+        forks=[()] * reward_S.numel(),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -17,10 +18,15 @@ from tests.fake_vllm import Body, Fault
 from tests.fake_weight_sync import tiny
 from tests.online_runs import keys_of, train
 from tests.sampling_server import SamplingServer
+from tests.unit.commands.test_score import save_reward
 from transformers import AutoModelForCausalLM
 
 from taut.errors import CheckFailed, EngineError, Interrupted
+from taut.inference.reward_model import JudgeUse, open_judge, rater
 from taut.io import tables
+from taut.models.reward_model import NewHead
+from taut.rewards import Answered
+from taut.run.recorded import Recorded
 
 COMMON: dict[str, Any] = {
     "dtype": "float32",
@@ -109,6 +115,53 @@ def test_with_a_lag_groups_are_of_older_weights_and_corrected(
     assert max(apart[:2]) < 1e-5
     weight = column(out, "engine/weight")
     assert weight[0] == pytest.approx(1.0, abs=1e-5)
+    assert feeds() == []
+
+
+def test_with_a_lag_a_reward_model_in_this_process_judges_what_is_taken(
+    server: SamplingServer, model: Path, tmp_path: Path
+) -> None:
+    """Its numbers are those that it gives the same answers alone."""
+    judge = save_reward(tmp_path, NewHead(seed=3))
+    options = {"model": str(judge), "dtype": "float64"}
+    rewards = [{"name": "reward_model", "options": options}]
+    keys = keys_for(server, model, tmp_path, rollout__lag=1, steps=3, rewards=rewards)
+    train(keys)
+    out = Path(keys["out"])
+    rows = [row for step in (1, 2, 3) for row in Recorded(out).rollouts(step)]
+    assert len(rows) == 3 * 4 and any(column(out, "loss"))
+    rate = rater(open_judge(JudgeUse(model=str(judge), dtype="float64")))
+    for row in rows:
+        prompt = tuple(json.loads(row["prompt"]))
+        (score,) = rate([Answered(text=row["text"], prompt=prompt)])
+        assert row["reward"] == pytest.approx(score.value, abs=1e-9)
+    assert len({row["reward"] for row in rows}) > 4
+    (start,) = events(out, "start")
+    recorded = {name: value for name, value, _ in start["decisions"]}
+    assert recorded["reward models"] == "judge between updates, on the first rank"
+    assert feeds() == []
+
+
+def test_with_a_lag_a_teacher_in_this_process_learns_what_is_taken(
+    server: SamplingServer, model: Path, tmp_path: Path
+) -> None:
+    """Answers of weights an update old; the divergence is computed when they are trained on."""
+    teacher = save_model(tmp_path / "teacher", "llama", seed=1)
+    keys = keys_of(
+        "gkd",
+        model,
+        tmp_path,
+        **{**COMMON, "rollout__urls": server.url, "rollout__lag": 1, "rollout__n": 1},
+        distill__teacher=str(teacher),
+    )
+    train(keys)
+    out = Path(keys["out"])
+    rollouts = events(out, "rollout")
+    assert rollouts[0]["staleness_max"] == 0
+    assert {e["staleness_max"] for e in rollouts[1:]} <= {0, 1}
+    draws = [draw for e in rollouts for draw in e["draws"]]
+    assert sorted(draws) == list(range(8))
+    assert min(column(out, "loss")) > 0
     assert feeds() == []
 
 

@@ -27,6 +27,7 @@ from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
 from taut.rl.advantages import PolicyCredit, ShapingConfig
 from taut.rl.environment import EnvironmentConfig, EnvironmentPool, Step
+from taut.rl.forks import ForkConfig
 from taut.rl.rollout import Group
 from taut.rl.sampler import Trajectory, sample_trajectories
 from taut.rl.turns import Bridge
@@ -52,6 +53,19 @@ def scorer() -> Scorer:
 def environments(renderer: Renderer, stop_ids: tuple[int, ...], turns: int) -> EnvironmentPool:
     config = EnvironmentConfig(name="asks", max_turns=turns)
     return EnvironmentPool(config, Asks, Bridge(renderer, stop_ids), None, (), 256, None)
+
+
+def steps_of(scorer: Scorer, loss: PolicyGradient, layouts: list[Packed]) -> dict[str, Tensor]:
+    """The loss, and the gradient of each parameter, summed over layouts."""
+    scorer.zero_grad()
+    total = torch.zeros((), dtype=torch.float64)
+    for packed in layouts:
+        with compute_context(torch.float64, torch.device("cpu")):
+            term = loss(scorer(packed), packed).terms["policy"]
+            term.backward()
+            total = total + term.detach()
+    grads = {name: p.grad.clone() for name, p in scorer.named_parameters() if p.grad is not None}
+    return {**grads, "loss": total}
 
 
 def sample(trajectory: Trajectory, seed: int) -> Sample:
@@ -158,15 +172,69 @@ def test_a_tree_of_paths_is_trained_as_its_leaves_are_one_by_one(scorer: Scorer)
             replace(sample(path, 0), streams={"advantage_N": advantage_N * 0.5 / 0.5001})
         )
 
-    def step(layouts: list[Packed]) -> dict[str, Tensor]:
-        scorer.zero_grad()
-        for packed in layouts:
-            with compute_context(torch.float64, torch.device("cpu")):
-                loss(scorer(packed), packed).terms["policy"].backward()
-        return {name: p.grad.clone() for name, p in scorer.named_parameters() if p.grad is not None}
-
     shared = pack(samples, PackPolicy(True, 1))
     assert shared.num_tokens < sum(path.ids_T.size for path in paths)
-    together, alone = step([shared]), step([pack([leaf], ALONE) for leaf in by_hand])
+    together = steps_of(scorer, loss, [shared])
+    alone = steps_of(scorer, loss, [pack([leaf], ALONE) for leaf in by_hand])
     for name, expected in alone.items():
+        assert float((together[name] - expected).norm() / expected.norm()) < LIMIT, name
+
+
+def test_a_forked_tree_is_trained_as_its_paths_are_with_their_weights(scorer: Scorer) -> None:
+    """The engine samples two paths that become eight in two forks, some of which end before the second. The tree in one
+    layout has the loss and the gradient of its distinct paths, each by itself with the number of its leaves as weight.
+    What the engine says of each token is what the trainer says.
+    """
+    renderer = Renderer(tiny_tokenizer("qwen3"))
+    stop_ids = (*range(0, len(tiny_tokenizer()), 3), *renderer.stop_ids)
+
+    class AsksUntil(Asks):
+        def step(self, text: str, calls: list[ToolCall]) -> Step:
+            return replace(super().step(text, calls), done=len(text) % 5 == 1)
+
+    engine = LocalEngine(scorer, tiny_tokenizer(), stop_ids, context=256)
+    pool = environments(renderer, stop_ids, turns=3)
+    pool = replace(pool, make=AsksUntil, fork=ForkConfig(turns=[1, 2]))
+    rows, sampling = (
+        [row_of(renderer, name) for name in "abc"],
+        Sampling(n=8, max_new_tokens=20, seed=1),
+    )
+    paths = sample_trajectories(engine, rows, sampling, pool)
+    assert len(paths) == 24
+    weights: dict[tuple[int, ...], list[int]] = {}
+    for number, path in enumerate(paths):
+        weights.setdefault((number // 8, *path.ids_T.tolist()), []).append(number)
+    sizes = {len(numbers) for numbers in weights.values()}
+    assert {1, 2} <= sizes <= {1, 2, 4}, "some ended before a fork"
+
+    random = np.random.default_rng(0)
+    judged = [
+        replace(path, verdict=Verdict({}, reward))
+        for numbers in weights.values()
+        for reward in [float(random.normal())]
+        for path in [paths[number] for number in numbers]
+    ]
+    groups = [Group(tuple(p for p in judged if p.row.id == row.id)) for row in rows]
+    loss = PolicyGradient()
+    credit = PolicyCredit(
+        loss, ESTIMATORS["tree"], ShapingConfig(), limit=99, temperature=1.0, has_old=False
+    )
+    made, _ = credit.assign(groups, {})
+    samples = [leaf for train_sample in made for leaf in train_sample.tree.samples]
+    shared = pack(samples, PackPolicy(True, 1))
+    with torch.no_grad():
+        logp_N = scorer(shared).logp_N
+    assert float((logp_N - shared.streams["engine_logp_N"]).abs().max()) < LIMIT
+
+    by_name = {leaf.id: leaf for leaf in samples}
+    alone = []
+    for numbers in weights.values():
+        leaves = [by_name[paths[number].name] for number in numbers]
+        for leaf in leaves[1:]:  # all leaves of a path have its advantages
+            assert (leaf.streams["advantage_N"] == leaves[0].streams["advantage_N"]).all()
+        weighted = replace(leaves[0], weight_N=leaves[0].weight_N * len(leaves))
+        alone.append(pack([weighted], ALONE))
+    assert shared.num_tokens < sum(packed.num_tokens for packed in alone)
+    together, apart = steps_of(scorer, loss, [shared]), steps_of(scorer, loss, alone)
+    for name, expected in apart.items():
         assert float((together[name] - expected).norm() / expected.norm()) < LIMIT, name

@@ -423,9 +423,10 @@ def _small_rollout(session: Session) -> list[Group]:
     """
     full = rollout_worker(session)
     skip_if(full.config.engine == "server", "a server is asked by engine.logps, in the full part")
+    fork = full.config.fork
     config = replace(
         full.config,
-        n=max(2, min(full.config.n, 3)),
+        n=fork.leaves if fork.is_on else max(2, min(full.config.n, 3)),
         max_new_tokens=min(full.config.max_new_tokens, 8),
         dynamic_sampling_rounds=0,
     )
@@ -465,7 +466,7 @@ def each_group_answers_one_prompt(session: Session) -> Finding:
             name = f"{row.id}#{trajectory.index}"
             prompt: list[int] = row.ids_T.tolist()
             media: Sequence[Media] = row.media
-            if environments is not None and environments.is_agent:
+            if environments is not None and environments.kind_of(row).is_agent:
                 prompt, media = [], ()  # what it asks, with tools of its own, is not of the row
             elif (
                 environments is not None
@@ -478,8 +479,9 @@ def each_group_answers_one_prompt(session: Session) -> Finding:
             begin = trajectory.ids_T[: len(prompt)].tolist(), trajectory.media[: len(media)]
             if begin != (prompt, tuple(media)):
                 wrong.append(f"{name} does not begin with its prompt")
-            if first[trajectory.ids_T.tobytes()] is not trajectory:
-                chance += float(trajectory.logp_N.sum())
+            drawn_N = trajectory.logp_N[trajectory.num_inherited :]  # by itself, after its fork
+            if first[trajectory.ids_T.tobytes()] is not trajectory and drawn_N.size:
+                chance += float(drawn_N.sum())
                 same.append(f"{name} is another completion of it once more")
     counts = Counter(group.row.id for group in groups)
     wrong += [f"{name} has two groups" for name, times in counts.items() if times > 1][:1]

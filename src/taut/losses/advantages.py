@@ -44,7 +44,8 @@ leaves below it (one for each sample, of however many paths), and
 
 What all samples of a group have in common has 0, and where no two begin alike tree is group. Along a path the
 advantages add up to the leaf's, segment by segment. A token that n leaves share is a target of each: its weight is n,
-the mean over leaves is that of the expected gradient, and one forward computes all.
+the mean over leaves is that of the expected gradient, and one forward computes all. Where paths were made to fork
+(rl/forks.py) a segment ends, even if what they go on with begins alike.
 
 "Whitened over tokens" is (x - mean) / deviation, both taken over all sampled tokens of the rollout, so a long sample
 counts for more than a short one: the batch normalisation of arXiv 2501.03262, and what verl (masked_whiten over the
@@ -122,6 +123,8 @@ class Outcomes(NamedTuple):
     branches: Sequence[Sequence[tuple[Tensor, Tensor]]]
     """Of an agent that branches or begins anew: ids and sampled_at of each other path, with the sampled tokens that no
     earlier path of the sample has."""
+    forks: Sequence[Sequence[int]]
+    """How many tokens had been sampled where the sample's path forked; ascending."""
 
 
 Assess: TypeAlias = Callable[[Compare, Outcomes], list[Tensor]]
@@ -271,6 +274,10 @@ def tree(compare: Compare, outcomes: Outcomes) -> list[Tensor]:
         for sample, own in enumerate(zip(outcomes.ids, outcomes.sampled_at, strict=True))
         for ids_T, at_N in (own, *outcomes.branches[sample])
     ]
+    forks = [
+        [int(at_N[number - 1]) + 1 for number in of_sample]
+        for of_sample, at_N in zip(outcomes.forks, outcomes.sampled_at, strict=True)
+    ]
 
     def mean_of(leaves: Sequence[int]) -> float:
         values = [value_S[sample] for sample in sorted({paths[leaf][0] for leaf in leaves})]
@@ -285,6 +292,8 @@ def tree(compare: Compare, outcomes: Outcomes) -> list[Tensor]:
             leaves, start, before = nodes.pop()
             value, first_T = mean_of(leaves), paths[leaves[0]][1]
             stop = min(paths[leaf][1].numel() for leaf in leaves)
+            ahead = (fork for leaf in leaves for fork in forks[paths[leaf][0]] if fork > start)
+            stop = min([stop, *ahead])
             for leaf in leaves[1:]:
                 differs_T = paths[leaf][1][start:stop] != first_T[start:stop]
                 stop = start + int(differs_T.int().argmax()) if differs_T.any() else stop

@@ -203,16 +203,25 @@ class Gkd(OnlineMethod):
             self.distill.require_teacher(self.model, has_eval=False)
         self.require_rollouts_for(self.distill)
         others = {
-            "rollout.replay_from": self.is_replayed,
-            "rollout.environment": self.rollout.environment.is_on,
-            "rollout.lag": self.rollout.lag > 0,
-            "distill.privileged": self.distill.privileged is not None,
+            "rollout.replay_from": (self.is_replayed, "what was recorded was sampled"),
+            "rollout.environment": (
+                self.rollout.environment.is_on,
+                "an environment's turns have no answers in the data",
+            ),
+            "rollout.lag": (
+                self.rollout.lag > 0,
+                "groups are taken as they finish, and the data's answers would be taken before all others",
+            ),
+            "distill.privileged": (
+                self.distill.privileged is not None,
+                "the data's answers were given to the student's prompt",
+            ),
         }
-        for other, is_set in others.items() if self.distill.lmbda < 1 else ():
+        for other, (is_set, why) in others.items() if self.distill.lmbda < 1 else ():
             if is_set:
                 raise ConfigError(
-                    f"distill.lmbda={self.distill.lmbda:g} with {other}: the data's answers are neither sampled, nor "
-                    "given to another prompt; expected lmbda=1; take one of the two out"
+                    f"distill.lmbda={self.distill.lmbda:g} with {other}: {why}; expected lmbda=1; take one of the two "
+                    "out"
                 )
         for key in ("dynamic_sampling_rounds", "replay_groups"):
             if getattr(self.rollout, key):

@@ -207,6 +207,10 @@ class Grpo(PolicyMethod):
         return self.grpo.estimator
 
     @property
+    def compares_trees(self) -> bool:
+        return self.grpo.advantage == "tree" or is_own(self.grpo.advantage)
+
+    @property
     def charges_turns(self) -> bool:
         return self.grpo.advantage_level == "turn"
 

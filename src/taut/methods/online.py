@@ -41,7 +41,6 @@ from taut.rewards.registry import (
     files_read,
     models_of,
     read_parts,
-    require_judgeable,
 )
 from taut.rl.advantages import Credit
 from taut.rl.environment import EnvironmentPool, open_environments
@@ -156,7 +155,12 @@ class OnlineMethod(RunConfig):
                 f"rewards is not set, and {self.command()} learns from what completions are worth; expected a "
                 "reward, or an environment that gives one; set rewards=exact_match"
             )
-
+        if self.rollout.fork.is_on and not self.compares_trees:
+            raise ConfigError(
+                f"rollout.fork.turns={self.rollout.fork.turns}, and this {self.command()} compares answers as if each "
+                "had been sampled by itself; expected taut grpo with grpo.advantage=tree, which compares what paths "
+                "have after their fork; set that, or take rollout.fork out"
+            )
         if charges_steps(self.rewards) and not (self.reads_turn_rewards or self.is_replayed):
             raise ConfigError(
                 f"a reward has steps.charge=true, and {self.command()} charges whole answers; expected a method that "
@@ -164,6 +168,11 @@ class OnlineMethod(RunConfig):
             )
 
     # -- members of such a method
+
+    @property
+    def compares_trees(self) -> bool:
+        """Whether answers that begin alike are compared by the segments in which they differ."""
+        return False
 
     @property
     def is_judged(self) -> bool:
@@ -326,17 +335,16 @@ class OnlineMethod(RunConfig):
     ) -> RolloutWorker:
         """Open engine, rewards and environment. Raises TautError if one of them cannot be used; every rank calls it."""
         config, credit, rows = self.rollout, source.credit, source.prompts.prompt_rows
-        require_judgeable(self.rewards, config.lag)
         prompts = [row.as_prompt() for row in rows]
         if config.engine == "server":
             require_text(prompts)
         panel: Panel | None = None
         rating: SharedRating | None = None
-        if ranks.size > 1 and models_of(self.rewards):
-            own = partial(open_rater, device=ranks.device)
+        own = open_rater if ranks.size == 1 else partial(open_rater, device=ranks.device)
+        if ranks.size > 1 and models_of(self.rewards) and not config.lag:
             rating = SharedRating(read_parts(self.rewards, RESERVED), own, ranks)
         if ranks.is_writer and self.rewards:
-            opener = open_rater if rating is None else rating.given
+            opener = own if rating is None else rating.given
             panel = open_panel(self.rewards, self.grading, reserved=RESERVED, open_rater=opener)
         engine: LocalEngine | ServerEngine | None = None
         environments: EnvironmentPool | None = None
@@ -355,10 +363,11 @@ class OnlineMethod(RunConfig):
                 ranks,
                 rows=rows,
                 stop=config.stop,
+                fork=config.fork,
             )
-            if config.environment.is_agent and not credit.takes_branches:
+            if config.environment.agents and not credit.takes_branches:
                 raise ConfigError(
-                    f"rollout.environment.name is {config.environment.name}, and what an agent asks may branch, which "
+                    f"rollout.environment has {config.environment.agents[0]}, and what an agent asks may branch, which "
                     "turns and penalties of tokens do not; expected taut grpo with advantage_level=trajectory and no "
                     "KL penalty in the reward; set those, or take an environment"
                 )
@@ -460,6 +469,10 @@ class OnlineMethod(RunConfig):
             decisions += engine.decisions
         if panel is not None:
             decisions += panel.decisions
+        if self.rollout.lag and models_of(self.rewards):
+            value = "judge between updates, on the first rank"
+            reason = "rollout.lag: groups are judged as they are taken, while nothing trains"
+            decisions.append(Decision("reward models", value, reason))
         if self.rollout.oversample:
             value = f"{self.rollout.oversample} more prompts asked than taken"
             reason = (

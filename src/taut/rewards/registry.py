@@ -208,14 +208,3 @@ def files_read(rewards: str | Sequence[str | RewardSpec]) -> list[str]:
     models = models_of(rewards).values()
     paths = [path for model in models for path in (model.model, model.template) if path]
     return [path for path in paths if path not in SHIPPED]
-
-
-def require_judgeable(rewards: str | Sequence[str | RewardSpec], lag: int) -> None:
-    """Raise ConfigError, on every rank alike, for a model that would judge in this process where it cannot."""
-    for label in models_of(rewards):
-        if lag:
-            raise ConfigError(
-                f"rollout.lag={lag} and the reward {label}, a model in this process: it would judge while "
-                "another model trains here; expected it at a server; use `taut serve-reward` and the reward "
-                "reward_server"
-            )

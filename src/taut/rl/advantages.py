@@ -345,6 +345,7 @@ class PolicyCredit(Credit):
                 [(torch.tensor(b.ids_T), torch.tensor(b.sampled_at_N)) for b in t.branches]
                 for t in trajectories
             ],
+            forks=[t.forks for t in trajectories],
         )
 
     def _is_silent(self, trajectory: Trajectory) -> bool:

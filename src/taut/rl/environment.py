@@ -29,6 +29,7 @@ time is abandoned and ends with the process.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -61,6 +62,7 @@ from taut.rl.environments.tools import (
     load_own,
     open_tools,
 )
+from taut.rl.forks import NO_FORKS, ForkConfig, copied
 from taut.rl.turns import Bridge
 from taut.sandbox import Remote
 from taut.train.distributed import Ranks
@@ -99,8 +101,8 @@ class EnvironmentConfig:
     or agent:FILE.py:function: an agent that asks the policy by itself. verifiers:ENV_ID: one of the library verifiers,
     which does so too. None: each completion is judged as it is."""
     by_row: dict[str, str] = field(default_factory=dict)
-    """Several environments in place of name: by the name that a row has in its column environment, what name would be
-    (no agent). They share the other keys."""
+    """Several environments in place of name: by the name that a row has in its column environment, what name would be.
+    They share the other keys."""
     tools: list[str] = field(default_factory=list)
     """With name=tools: calculator, python, FILE.py:function with type hints and a docstring, or mcp:COMMAND or mcp:URL,
     the tools of an MCP server."""
@@ -125,11 +127,6 @@ class EnvironmentConfig:
             raise ConfigError(
                 f"rollout.environment.by_row has {', '.join(self.by_row)} and rollout.environment.name is {self.name}; "
                 "expected one of the two; take one out"
-            )
-        if agent := next((name for name in self.by_row.values() if _is_agent(name)), None):
-            raise ConfigError(
-                f"rollout.environment.by_row has {agent}; expected environments that answer turns, since an agent asks "
-                "by itself; set rollout.environment.name to it, in a run of its own"
             )
         if self.tools and "tools" not in self.names:
             raise ConfigError(
@@ -180,16 +177,20 @@ class EnvironmentConfig:
     @property
     def code(self) -> list[str]:
         """What is named of the user's own: FILE.py:NAME."""
-        names = [*self.names, *self.tools]
-        if self.is_agent:
-            names = [name for name in (names[0].removeprefix(AGENT),) if is_function(name)]
-        return [
-            name for name in names if ":" in name and not name.startswith((GYM, MCP, VERIFIERS))
-        ]
+        agents = [name.removeprefix(AGENT) for name in self.agents]
+        kinds = (AGENT, GYM, MCP, VERIFIERS)
+        others = [name for name in (*self.names, *self.tools) if not name.startswith(kinds)]
+        return [*filter(is_function, agents), *(name for name in others if ":" in name)]
 
     @property
-    def is_agent(self) -> bool:
-        return _is_agent(self.name or "")
+    def agents(self) -> list[str]:
+        """Those of the environments that ask the policy by themselves."""
+        return [*filter(_is_agent, self.names)]
+
+    def is_agent(self, columns: Mapping[str, Any]) -> bool:
+        """Whether an agent asks for a row with these columns."""
+        name = self.by_row.get(columns.get(COLUMN, ""), "") if self.name is None else self.name
+        return _is_agent(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +211,8 @@ class Kind(NamedTuple):
     """A new instance."""
     tools: tuple[Tool, ...] = ()
     """The tools of every trajectory; empty: those of its row."""
+    is_agent: bool = False
+    """Whether it asks the policy by itself."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,29 +232,29 @@ class EnvironmentPool:
     decisions: tuple[Decision, ...] = ()
     late: list[Thread] = field(default_factory=list)
     """Threads of abandoned calls that still run."""
-    source: Kit | Agents | None = None
-    """What it is made of where that has to be closed."""
+    sources: Sequence[Kit | Agents] = ()
+    """What it is made of that has to be closed."""
     by_row: Mapping[str, Kind] = field(default_factory=dict)
     """Several environments, by the name that rows have; then ``make`` and ``tools`` are of none."""
+    fork: ForkConfig = NO_FORKS
 
     @property
     def kinds(self) -> list[Kind]:
         """Its environments."""
-        return [*self.by_row.values()] or [Kind(self.make, self.tools)]
+        return [*self.by_row.values()] or [self._only]
 
     def kind_of(self, row: PromptRow) -> Kind:
         """The environment of a row."""
-        return self.by_row[row.columns[COLUMN]] if self.by_row else Kind(self.make, self.tools)
+        return self.by_row[row.columns[COLUMN]] if self.by_row else self._only
 
     @property
-    def is_agent(self) -> bool:
-        """Whether it asks the policy by itself."""
-        return isinstance(self.source, Agents)
+    def _only(self) -> Kind:
+        return Kind(self.make, self.tools, bool(self.config.agents))
 
     def close(self) -> None:
-        """End the servers of its tools, or its agents."""
-        if self.source is not None:
-            self.source.close()
+        """End the servers of its tools, and its agents."""
+        for source in self.sources:
+            source.close()
 
     def each(self, jobs: Mapping[int, Callable[[], Any]]) -> dict[int, Outcome]:
         """The outcome of each call: ``config.workers`` at a time, ``config.timeout`` seconds each. A key is the number
@@ -281,8 +284,25 @@ class EnvironmentPool:
         return outcomes
 
     def is_mine(self, number: int) -> bool:
-        """Whether this rank has the environment of a trajectory."""
-        return self.ranks is None or number % self.ranks.size == self.ranks.rank
+        """Whether this rank has the environment of a trajectory, and of those that it forks into."""
+        if self.ranks is None:
+            return True
+        return number // self.fork.leaves % self.ranks.size == self.ranks.rank
+
+    def require_copies(self, row: PromptRow | None) -> None:
+        """Raise UserCodeError where the environment of this row, once it is reset, cannot be copied for a fork. What
+        else fails with it is no matter here.
+        """
+
+        def act() -> None:
+            assert row is not None
+            environment = self.kind_of(row).make()
+            if (reset := getattr(environment, "reset", None)) is not None:
+                reset(copy.deepcopy(dict(row.columns)))
+            copied(environment)
+
+        if row is not None:
+            self.each({0: act})
 
     def abandon(self, thread: Thread) -> None:
         """Leave a call that is late to itself. Raises CheckFailed where too many are."""
@@ -294,17 +314,27 @@ class EnvironmentPool:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class AgentCall:
+    """A call of an agent, which keeps to its own time limit and then takes some time to end."""
+
+    act: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        return self.act()
+
+
 class Calls:
     """Calls of environments as they come, one at a time of each trajectory: ``config.workers`` of them at a time, each
-    in a thread, each within ``config.timeout`` seconds. Used by one thread; ``put`` is called from the others with the
-    number of a trajectory and the outcome of its call.
+    in a thread, each within ``config.timeout`` seconds, those of agents ``GRACE`` more. Used by one thread; ``put`` is
+    called from the others with the number of a trajectory and the outcome of its call.
     """
 
     def __init__(self, pool: EnvironmentPool, put: Callable[[int, Outcome], object]) -> None:
         self._pool, self._put = pool, put
         self._waiting: deque[tuple[int, Callable[[], Any]]] = deque()
-        self._running: dict[int, tuple[Thread, float]] = {}
-        """The thread of a call, and when it is late."""
+        self._running: dict[int, tuple[Thread, float, float]] = {}
+        """The thread of a call, when it is late, and the seconds that it has."""
 
     @property
     def is_busy(self) -> bool:
@@ -314,7 +344,7 @@ class Calls:
     @property
     def left(self) -> float | None:
         """Seconds until the first call is late; None: none runs."""
-        late = min((late for _, late in self._running.values()), default=None)
+        late = min((late for _, late, _ in self._running.values()), default=None)
         return None if late is None else max(late - time.monotonic(), 0.0)
 
     def start(self, number: int, act: Callable[[], Any]) -> None:
@@ -331,15 +361,16 @@ class Calls:
     def overdue(self) -> tuple[int, Outcome]:
         """The call that is late, to be taken; its thread is left to itself."""
         number = min(self._running, key=lambda number: self._running[number][1])
-        self._pool.abandon(self._running[number][0])
-        seconds = self._pool.config.timeout
+        thread, _, seconds = self._running[number]
+        self._pool.abandon(thread)
         return number, Outcome(error=f"did not return within {seconds:g} s")
 
     def _fill(self) -> None:
         while self._waiting and len(self._running) < self._pool.config.workers:
             number, act = self._waiting.popleft()
             thread = Thread(target=self._run, args=(number, act), daemon=True)
-            self._running[number] = thread, time.monotonic() + self._pool.config.timeout
+            seconds = self._pool.config.timeout + (GRACE if isinstance(act, AgentCall) else 0.0)
+            self._running[number] = thread, time.monotonic() + seconds, seconds
             thread.start()
 
     def _run(self, number: int, act: Callable[[], Any]) -> None:
@@ -362,6 +393,7 @@ def open_environments(
     *,
     rows: Sequence[PromptRow] = (),
     stop: Sequence[str] = (),
+    fork: ForkConfig = NO_FORKS,
 ) -> EnvironmentPool | None:
     """The environment that ``config`` names; None where it names none.
 
@@ -370,38 +402,40 @@ def open_environments(
     """
     if not config.is_on:
         return None
-    source: Kit | Agents | None = None
-    if config.tools:
-        source = open_tools(config.tools, config.remote, config.timeout / 2)
-    elif config.is_agent:
-        assert config.name is not None
-        source = _open_agents(config.name, config, rows)
+    sources: dict[str, Kit | Agents] = {}
     try:
-        return _opened(config, source, renderer, stop_ids, context, ranks, rows, stop)
+        if config.tools:
+            sources["tools"] = open_tools(config.tools, config.remote, config.timeout / 2)
+        for name in config.agents:
+            of_it = [key for key, value in config.by_row.items() if value == name]
+            own = [row for row in rows if not of_it or row.columns.get(COLUMN) in of_it]
+            sources[name] = _open_agents(name, config, own)
+        return _opened(config, sources, renderer, stop_ids, context, ranks, rows, stop, fork)
     except BaseException:
-        if source is not None:
+        for source in sources.values():
             source.close()
         raise
 
 
 def _opened(
     config: EnvironmentConfig,
-    source: Kit | Agents | None,
+    sources: Mapping[str, Kit | Agents],
     renderer: Renderer,
     stop_ids: Collection[int],
     context: int | None,
     ranks: Ranks | None,
     rows: Sequence[PromptRow],
     stop: Sequence[str],
+    fork: ForkConfig,
 ) -> EnvironmentPool:
-    by_row = {name: _load_environment(spec, config, source) for name, spec in config.by_row.items()}
+    by_row = {name: _load(spec, config, sources) for name, spec in config.by_row.items()}
     if by_row:
         _require_names(by_row, rows)
         tools_of_all = [tool for kind in by_row.values() for tool in kind.tools]
         make, offered = next(iter(by_row.values())).make, tuple(tools_of_all)
     else:
         assert config.name is not None
-        make, offered = _load_environment(config.name, config, source)
+        make, offered, _ = _load(config.name, config, sources)
     bridge, template = Bridge(renderer, stop_ids), renderer.template
     place, tools = next(((f"{row.place}: ", row.tools) for row in rows if row.tools), ("", ()))
     if offered:
@@ -431,21 +465,26 @@ def _opened(
                 f"may call; give another with {template.key}=FILE, or {template.key}=hermes"
             )
     decisions = [decision, _history(bridge, calls, tools)]
-    if isinstance(source, Agents):
+    if config.agents:
         ignored = ", ".join(IGNORED[:5])
         reason = f"what is trained on is its distribution; {ignored}, ... of a request are not read"
         decisions.append(Decision("the agent's sampling", "the rollout's", reason))
-        config = replace(config, timeout=config.timeout + GRACE)  # the agent keeps to its own
     if by_row:
         counts = Counter(row.columns[COLUMN] for row in rows)
         shares = ", ".join(f"{name}: {counts[name]:,} rows" for name in by_row)
         decisions.append(Decision("environments", shares, "by the rows' column environment"))
         offered = ()
-    return EnvironmentPool(
+    pool = EnvironmentPool(
         *(config, make, bridge, calls, offered, context, ranks, tuple(decisions)),
-        source=source,
+        sources=[*sources.values()],
         by_row=by_row,
+        fork=fork,
     )
+    if fork.is_on and fork.state == "copy":
+        for name in by_row or [""]:
+            of_kind = (row for row in rows if not by_row or row.columns[COLUMN] == name)
+            pool.require_copies(next(of_kind, None))
+    return pool
 
 
 def _require_names(by_row: Mapping[str, Kind], rows: Sequence[PromptRow]) -> None:
@@ -561,6 +600,10 @@ class ToolEnvironment:
         """``seconds``: a call that would begin later in a turn is not made; its result is an error."""
         self.kit, self.seconds = kit, seconds
 
+    def __deepcopy__(self, memo: object) -> ToolEnvironment:
+        """Itself: it has no state."""
+        return self
+
     def step(self, text: str, calls: list[ToolCall]) -> Step:
         """One message of role tool for each call, in their order."""
         if not calls:
@@ -589,10 +632,11 @@ def _open_agents(name: str, config: EnvironmentConfig, rows: Sequence[PromptRow]
     return Agents(name, config.timeout, agent, agent.close)
 
 
-def _load_environment(name: str, config: EnvironmentConfig, source: Kit | Agents | None) -> Kind:
+def _load(name: str, config: EnvironmentConfig, sources: Mapping[str, Kit | Agents]) -> Kind:
     """The environment of this name."""
+    source = sources.get(name)
     if isinstance(source, Agents):
-        return Kind(source.start)
+        return Kind(source.start, is_agent=True)
     if name == "tools":
         assert source is not None, "the configuration has tools"
         schemas = tuple(tool.schema for tool in source.functions.values())

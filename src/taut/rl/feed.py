@@ -28,7 +28,7 @@ from taut.inference.engine import Sampling
 from taut.inference.vllm import ServerEngine, Stream
 from taut.rewards.panel import Verdict
 from taut.rl.environment import Calls, EnvironmentPool, Outcome
-from taut.rl.sampler import Course, PartialTrajectory, Trajectory, begin, resume
+from taut.rl.sampler import Course, PartialTrajectory, Trajectory, begin, resume, roots
 from taut.rl.turns import Rendered
 from taut.types import Completion, Prompt
 
@@ -51,6 +51,8 @@ class _Group:
     paths: list[PartialTrajectory]
     trajectories: dict[int, Trajectory] = field(default_factory=dict)
     """Those that are finished, by index."""
+    rendered: dict[str, Rendered] = field(default_factory=dict)
+    """The ids of messages that were rendered before."""
 
 
 class Feed:
@@ -87,17 +89,10 @@ class Feed:
 
     def ask(self, number: int, row: PromptRow) -> None:
         """Begin the trajectories of a group. Raises TautError for a prompt that cannot be asked."""
-        paths = [
-            PartialTrajectory(row, index, self._num_begun + index, row.ids_T.tolist(), row.media)
-            for index in range(self.size)
-        ]
+        group = self._groups[number] = _Group(number, [])
+        begun = roots(row, self.size, self._environments, self._num_begun)
         self._num_begun += self.size
-        group = self._groups[number] = _Group(number, paths)
-        rendered: dict[str, Rendered] = {}
-        for path in paths:
-            course = begin(path, self._environments, rendered)
-            self._courses[path.number] = group, path, course
-            self._go_on(path.number, None)
+        self._begin(group, begun)
 
     @property
     def has_room(self) -> bool:
@@ -134,6 +129,7 @@ class Feed:
             len(path.sampled_at) + pace * (now - self._asked_at.get(path.number, now))
             for group in self._groups.values()
             for path in group.paths
+            for _ in range(path.leaves)
         ]
 
     def drop_older(self, version: int) -> list[tuple[int, PromptRow]]:
@@ -191,6 +187,14 @@ class Feed:
             return
         self._go_on(number, outcome)
 
+    def _begin(self, group: _Group, paths: Sequence[PartialTrajectory]) -> None:
+        group.paths += paths
+        for path in paths:
+            course = begin(path, self._environments, group.rendered)
+            self._courses[path.number] = group, path, course
+        for path in paths:
+            self._go_on(path.number, None)
+
     def _go_on(self, number: int, result: Completion | Outcome | None) -> None:
         """Start what a trajectory waits for next. ``result``: what it waited for."""
         group, path, course = self._courses[number]
@@ -202,15 +206,18 @@ class Feed:
             case None:
                 del self._courses[number]
                 self.generated_at = time.perf_counter()
-                group.trajectories[path.index] = path.finished()
-                if len(group.trajectories) == len(group.paths):
+                group.trajectories |= {leaf.index: leaf for leaf in path.finished()}
+                if len(group.trajectories) == self.size:
                     self._judge_group(group)
+            case list() as forked:
+                self._begin(group, forked)
+                self._go_on(number, None)
             case call:
                 assert self._calls is not None
                 self._calls.start(number, call)
 
     def _judge_group(self, group: _Group) -> None:
-        trajectories = [group.trajectories[path.index] for path in group.paths]
+        trajectories = [group.trajectories[index] for index in range(self.size)]
         if self._judge is None:
             self._end(group, trajectories)
             return

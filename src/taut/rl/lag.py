@@ -16,7 +16,8 @@ when it is drawn until its group is trained on, or left out for want of a signal
 The state is what was drawn and is open after the last rollout was taken. A checkpoint keeps it; what was in flight, or
 finished and not taken, is asked again on resume, before new draws. So no prompt is lost, and none comes twice.
 
-The writer asks and judges. Every rank gets the same groups, in the same order.
+The writer asks and judges. Every rank gets the same groups, in the same order. A group is judged where it finishes; a
+model in this process, which cannot compute while another trains, judges it where it is taken.
 """
 
 from __future__ import annotations
@@ -202,7 +203,8 @@ class Lagging:
         engine = worker.engine
         assert isinstance(engine, ServerEngine)
         sampling = worker.config.sampling(seed_of(worker.seed, 0, 0))
-        environments, judge = worker.environments, worker.judge
+        environments = worker.environments
+        judge = None if worker.judges_together else worker.judge
         background = Background(partial(Feed, engine, sampling, environments, judge))
         for number, index in self.draws["open"]:
             background.ask(number, self._row(number, index))
@@ -235,6 +237,9 @@ class Lagging:
                 num_stale += 1
                 background.ask(number, self._row(number, open_draws[number]))
                 continue
+            if worker.judges_together:
+                verdicts = worker.judge(trajectories)
+                trajectories = [t.judged(v) for t, v in zip(trajectories, verdicts, strict=True)]
             is_kept = not worker.must_choose or worker.is_useful(Group(tuple(trajectories)))
             (kept if is_kept else left_out)[number] = trajectories
             num_tried = len(kept) + len(left_out)

@@ -122,6 +122,10 @@ def rollout_event(
         event["turns_mean"] = fmean(trajectory.num_turns for trajectory in whole)
         event["calls"] = sum(trajectory.num_calls for trajectory in whole)
         event["malformed_calls"] = sum(trajectory.num_malformed_calls for trajectory in whole)
+    if config.fork.is_on and whole:
+        new = [trajectory.num_sampled - trajectory.num_inherited for trajectory in whole]
+        event["fork_distinct"] = fmean(count > 0 for count in new)
+        event["fork_new_tokens"] = sum(new) / sum(trajectory.num_sampled for trajectory in whole)
     for name in config.environment.by_row:
         of_it = [t for t in trajectories if t.row.columns.get(COLUMN) == name]
         scored = [t.reward for t in of_it if t.has_reward]
@@ -131,10 +135,11 @@ def rollout_event(
             event[f"environment/{name}/reward"] = fmean(scored)
         if of_it:
             event[f"environment/{name}/turns_mean"] = fmean(t.num_turns for t in of_it)
-    if config.environment.is_agent and whole:
-        event["paths_mean"] = fmean(1 + len(trajectory.branches) for trajectory in whole)
-        event["conversations"] = sum(trajectory.num_conversations for trajectory in whole)
-        event["edited_histories"] = sum(trajectory.num_edited for trajectory in whole)
+    of_agents = [t for t in whole if config.environment.is_agent(t.row.columns)]
+    if of_agents:
+        event["paths_mean"] = fmean(1 + len(trajectory.branches) for trajectory in of_agents)
+        event["conversations"] = sum(trajectory.num_conversations for trajectory in of_agents)
+        event["edited_histories"] = sum(trajectory.num_edited for trajectory in of_agents)
     if failures:
         event["first_error"] = failures[0]
     event["samples"] = [logged(trajectory, samples) for trajectory in best_and_worst(rollout)]

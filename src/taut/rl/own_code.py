@@ -139,6 +139,7 @@ def _small_rollout() -> Outcomes:
         ids=[torch.arange(3 + n) for n in length_S.tolist()],
         sampled_at=[3 + torch.arange(n) for n in length_S.tolist()],
         branches=[()] * 6,
+        forks=[()] * 6,
     )
 
 

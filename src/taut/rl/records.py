@@ -81,6 +81,9 @@ SCHEMA = pa.schema(
                 }
             )
         ),
+        # how many tokens had been sampled at each fork of its path, and how many it has of the one it forked from
+        "forks": PLACES,
+        "num_inherited": pa.int32(),
         "media": pa.list_(PICTURE),
         "num_turns": pa.int32(),
         "num_calls": pa.int32(),
@@ -152,6 +155,8 @@ def _row(trajectory: Trajectory, advantages: Mapping[str, FloatArray]) -> dict[s
         "branches": [
             {name: getattr(branch, name) for name in ARRAYS} for branch in trajectory.branches
         ],
+        "forks": list(trajectory.forks),
+        "num_inherited": trajectory.num_inherited,
         "media": [
             {
                 "source": media.picture.source,
@@ -184,7 +189,7 @@ READ = (
     *("group", "prompt_id", "place", "index", "is_kept", "prompt", "references", "messages"),
     *("text", *ARRAYS, "finish_reason", "error", "reward", "rewards", "turn_rewards", "media"),
     *("num_turns", "num_calls", "num_malformed_calls"),
-    *("branches", "num_conversations", "num_edited"),
+    *("branches", "num_conversations", "num_edited", "forks", "num_inherited"),
 )
 """The columns that ``read_rollout`` reads."""
 
@@ -281,6 +286,8 @@ def _trajectory(
         branches=branches,
         num_conversations=row["num_conversations"],
         num_edited=row["num_edited"],
+        forks=tuple(row["forks"]),
+        num_inherited=row["num_inherited"],
         media=media,
         rollout=number,
         verdict=Verdict(parts, row["reward"]),

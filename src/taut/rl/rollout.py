@@ -43,6 +43,7 @@ from taut.rewards.panel import Panel, Verdict
 from taut.rewards.verifier import Answered, Score
 from taut.rl.environment import EnvironmentConfig, EnvironmentPool
 from taut.rl.feed import Feed, Judge
+from taut.rl.forks import ForkConfig
 from taut.rl.rating import SharedRating
 from taut.rl.sampler import NO_VERDICT, Trajectory, sample_trajectories
 from taut.rl.steps import charged
@@ -114,8 +115,11 @@ class RolloutConfig:
     local: LocalConfig = LocalConfig()
     server: ServerConfig = ServerConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    fork: ForkConfig = ForkConfig()
 
     def __post_init__(self) -> None:
+        if self.fork.is_on:
+            self._require_forks()
         if (self.engine == "server") != (self.urls is not None):
             raise ConfigError(
                 f"rollout.engine={self.engine} and rollout.urls={self.urls} contradict each other: urls are where "
@@ -154,7 +158,7 @@ class RolloutConfig:
                 f"rollout.oversample={self.oversample} with rollout.lag={self.lag}, where the first groups that finish "
                 "are taken anyway, and the others go on; expected one of the two; take one out"
             )
-        if self.oversample and self.environment.is_agent:
+        if self.oversample and self.environment.agents:
             raise ConfigError(
                 f"rollout.oversample={self.oversample} with an agent (rollout.environment.name), which goes on when "
                 "its trajectory is cancelled; expected one of the two; take one out"
@@ -177,6 +181,29 @@ class RolloutConfig:
                 f"rollout.max_staleness={self.max_staleness} and a rollout that is trained on for {self.updates} "
                 f"updates{f', generated up to {self.lag} before' if self.lag else ''}: its last is {stalest} behind; "
                 f"expected {stalest} or more; raise it, or lower rollout.minibatches, rollout.epochs or rollout.lag"
+            )
+
+    def _require_forks(self) -> None:
+        """Raise ConfigError where no path could fork as rollout.fork says."""
+        fork, environment = self.fork, self.environment
+        if not environment.is_on or environment.agents:
+            is_what = (
+                "has an agent, which branches by itself" if environment.is_on else "is not set"
+            )
+            raise ConfigError(
+                f"rollout.fork.turns={fork.turns} and rollout.environment {is_what}; expected an environment, whose "
+                "turns paths fork at; name one, or take rollout.fork out"
+            )
+        if fork.turns[-1] >= environment.max_turns:
+            raise ConfigError(
+                f"rollout.fork.turns={fork.turns} with rollout.environment.max_turns={environment.max_turns}: no turn "
+                f"comes after turn {fork.turns[-1]}; expected turns before the last; lower them, or raise max_turns"
+            )
+        if self.n % fork.leaves:
+            raise ConfigError(
+                f"rollout.n={self.n} with rollout.fork.n={fork.n} and rollout.fork.turns={fork.turns}: a path that "
+                f"begins becomes {fork.leaves}; expected rollout.n to be a multiple, for it counts them at their end; "
+                f"set rollout.n={-(-self.n // fork.leaves) * fork.leaves}"
             )
 
     @property
@@ -206,6 +233,9 @@ class RolloutConfig:
             f"{counted(num_steps, 'steps')}, {self.updates} on each rollout: {num_prompts}, "
             f"{counted(self.n, 'completions')} each, of at most {counted(self.grows, 'tokens')}"
         )
+        if self.fork.is_on:
+            turns = ", ".join(map(str, self.fork.turns))
+            plan += f"; a path goes on as {self.fork.n} at the end of turn {turns}"
         return plan if self.replay_from is None else f"{plan}; recorded by {self.replay_from}"
 
 
@@ -308,7 +338,8 @@ class RolloutWorker:
     is_judged: bool = True
     """False: completions have no reward, and all are learned from."""
     judges_together: bool = False
-    """Whether a rollout is judged after its last trajectory: a model in this process judges."""
+    """Whether a rollout is judged after its last trajectory, with a lag each group where it is taken: a model in this
+    process judges."""
     rating: SharedRating | None = None
     """The reward models of several ranks."""
     is_useful: Callable[[Group], bool] = lambda group: group.has_signal

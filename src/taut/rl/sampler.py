@@ -9,6 +9,8 @@ the environment's answer, with the tokens that the template writes between two t
 environment is done, where a completion was cut (a half answer gets no reply), at the limits of turns, tokens or
 context, or with an error: then it is not trained on.
 
+With ``rollout.fork`` a trajectory may go on as several at the end of a turn (``forks.py``).
+
 With an agent (``environments/agent.py``) a trajectory is all that the agent asks until it ends: conversations, which
 may branch and begin anew (``conversations.py``). Its path is the one with the newest answer; what was sampled elsewhere
 is in ``branches``.
@@ -42,6 +44,7 @@ from taut.inference.engine import Engine, Sampling
 from taut.rewards.panel import Verdict
 from taut.rl.conversations import Conversations, Path
 from taut.rl.environment import (
+    AgentCall,
     EnvironmentPool,
     Outcome,
     Step,
@@ -51,6 +54,7 @@ from taut.rl.environment import (
 )
 from taut.rl.environments.agent import Ended, Next, Refusal
 from taut.rl.environments.chat_endpoint import Asked, ChatAnswer
+from taut.rl.forks import copied, replayed
 from taut.rl.turns import Rendered, moved
 from taut.types import Completion, FinishReason, FloatArray, IntArray, Media, Prompt
 from taut.vision.content import ImageRef
@@ -103,6 +107,10 @@ class Trajectory:
     """Conversations that an agent began."""
     num_edited: int = 0
     """Those that begin as an earlier one, whose history the agent has edited."""
+    forks: tuple[int, ...] = ()
+    """How many tokens had been sampled at each fork of its path."""
+    num_inherited: int = 0
+    """Sampled tokens that it has of another trajectory, from which it forked; all where it ended before the fork."""
     part: int = 0
     """Which of ``parts`` it is; 0: it is whole."""
     rollout: int = 0
@@ -182,6 +190,8 @@ class PartialTrajectory:
     number: int
     """Its place among all that are sampled in one call."""
     ids: list[int]
+    leaves: int = 1
+    """Trajectories that it may still become by forks; the places after its own are theirs."""
     media: tuple[Media, ...] = ()
     """The pictures among the ids, ascending."""
     environment: Any = None
@@ -206,8 +216,42 @@ class PartialTrajectory:
     num_conversations: int = 1
     num_edited: int = 0
     text: str = ""
+    forks: tuple[int, ...] = ()
+    """How many tokens had been sampled at each fork."""
+    num_inherited: int = 0
+    """Sampled tokens that it has of the trajectory from which it forked."""
+    asked: list[tuple[str, list[ToolCall]]] = field(default_factory=list)
+    """What the environment answered: text and calls of each turn."""
+    heard: list[Any] = field(default_factory=list)
+    """What the environment returned: of reset, then of each step."""
     finish: FinishReason | None = None
     error: str | None = None
+
+    def fork(self, n: int) -> list[PartialTrajectory]:
+        """Share its leaves out among n that go on from here; the others of them, without environments."""
+        places = range(self.leaves // n, self.leaves, self.leaves // n)
+        self.leaves //= n
+        self.forks = (*self.forks, len(self.sampled_at))
+        return [
+            replace(
+                self,
+                index=self.index + place,
+                number=self.number + place,
+                ids=[*self.ids],
+                environment=None,
+                sampled=[*self.sampled],
+                sampled_at=[*self.sampled_at],
+                logp=[*self.logp],
+                version=[*self.version],
+                messages=[*self.messages],
+                rewards=dict(self.rewards),
+                turn_rewards=[*self.turn_rewards],
+                num_inherited=len(self.sampled_at),
+                asked=[*self.asked],
+                heard=[*self.heard],
+            )
+            for place in places
+        ]
 
     def prompt(self) -> Prompt:
         """The prompt of its next turn."""
@@ -258,13 +302,15 @@ class PartialTrajectory:
         for name, number in reward.items():
             self.rewards[name] = self.rewards.get(name, 0.0) + number
 
-    def finished(self) -> Trajectory:
-        """The trajectory. Asserts that its ids are those that were sampled."""
+    def finished(self) -> list[Trajectory]:
+        """The trajectory, once for each of its leaves: one that ended before a fork is all that it would have become.
+        Asserts that its ids are those that were sampled.
+        """
         assert self.finish is not None, f"{self.row.id}: the path has not ended"
         ids_T, at_N = np.array(self.ids, np.int64), np.array(self.sampled_at, np.int64)
         sampled_N = np.concatenate([np.array([], np.int64), *self.sampled])
         assert (ids_T[at_N] == sampled_N).all(), f"{self.row.id}: other ids than were sampled"
-        return Trajectory(
+        trajectory = Trajectory(
             row=self.row,
             index=self.index,
             ids_T=ids_T,
@@ -285,7 +331,25 @@ class PartialTrajectory:
             branches=self.branches,
             num_conversations=self.num_conversations,
             num_edited=self.num_edited,
+            forks=self.forks,
+            num_inherited=self.num_inherited,
         )
+        others = range(self.index + 1, self.index + self.leaves)
+        return [
+            trajectory,
+            *(replace(trajectory, index=index, num_inherited=at_N.size) for index in others),
+        ]
+
+
+def roots(
+    row: PromptRow, n: int, environments: EnvironmentPool | None, first: int
+) -> list[PartialTrajectory]:
+    """The paths of a row that begin, which become n trajectories. ``first``: the number of the first of those."""
+    leaves = 1 if environments is None else environments.fork.leaves
+    return [
+        PartialTrajectory(row, index, first + index, row.ids_T.tolist(), leaves, row.media)
+        for index in range(0, n, leaves)
+    ]
 
 
 def sample_trajectories(
@@ -299,33 +363,38 @@ def sample_trajectories(
 
     Raises DataError for a row that is a text where there is an environment: an environment needs messages.
     """
-    samples = [(row, index) for row in rows for index in range(sampling.n)]
-    paths = [
-        PartialTrajectory(row, index, number, row.ids_T.tolist(), row.media)
-        for number, (row, index) in enumerate(samples)
-    ]
+    n = sampling.n
+    begun = [roots(row, n, environments, number * n) for number, row in enumerate(rows)]
+    paths = {path.number: path for of_row in begun for path in of_row}
     if environments is None:
         prompts = [Prompt(row.id, row.ids_T, media=row.media) for row in rows]
-        for path, completion in zip(paths, engine.generate(prompts, sampling), strict=True):
+        completions = engine.generate(prompts, sampling)
+        for path, completion in zip(paths.values(), completions, strict=True):
             path.take(completion)
             path.finish = path.finish or "stop"
-        return [path.finished() for path in paths]
+        return [trajectory for path in paths.values() for trajectory in path.finished()]
     rendered: dict[str, Rendered] = {}
-    courses = {path.number: begin(path, environments, rendered) for path in paths}
-    results: Mapping[int, Completion | Outcome | None] = dict.fromkeys(courses)
+    courses = {number: begin(path, environments, rendered) for number, path in paths.items()}
+    results: dict[int, Completion | Outcome | None] = dict.fromkeys(courses)
     waiting: dict[int, Prompt] = {}
     while True:
         calls: dict[int, Call] = {}
-        for number, result in results.items():
-            match resume(courses[number], result):
+        while results:
+            number = next(iter(results))
+            match resume(courses[number], results.pop(number)):
                 case Prompt() as prompt:
                     waiting[number] = prompt
                 case None:
                     pass
+                case list() as forked:
+                    for path in forked:
+                        paths[path.number] = path
+                        courses[path.number] = begin(path, environments, rendered)
+                    results |= dict.fromkeys((number, *(path.number for path in forked)))
                 case call:
                     calls[number] = call
         if calls:
-            results = environments.each(calls)
+            results = {**environments.each(calls)}
         elif waiting:
             in_order = sorted(waiting)
             completions = engine.generate(
@@ -333,32 +402,36 @@ def sample_trajectories(
             )
             results, waiting = dict(zip(in_order, completions, strict=True)), {}
         else:
-            return [path.finished() for path in paths]
+            ended = [paths[number] for number in sorted(paths)]
+            return [trajectory for path in ended for trajectory in path.finished()]
 
 
 # -- the course of a trajectory
 
 Call: TypeAlias = Callable[[], Any]
 """Calls an environment."""
-Course: TypeAlias = Generator[Prompt | Call, Any, None]
-"""What a trajectory waits for, one after another: a completion of a prompt, or the outcome of a call."""
+Course: TypeAlias = Generator[Prompt | Call | list[PartialTrajectory], Any, None]
+"""What a trajectory waits for, one after another: a completion of a prompt, or the outcome of a call; or, with nothing
+to wait for, the trajectories that it has forked into, to be begun beside it."""
 
 
 def begin(
     path: PartialTrajectory, environments: EnvironmentPool | None, rendered: dict[str, Rendered]
 ) -> Course:
-    """A trajectory from its first message to its end, as a coroutine. ``rendered``: the ids of messages that were
-    rendered before.
+    """A trajectory from its first message, or from a fork, to its end, as a coroutine. ``rendered``: the ids of
+    messages that were rendered before.
     """
     if environments is None:
         return _alone(path)
-    if environments.is_agent:
+    if environments.kind_of(path.row).is_agent:
         return _with_agent(path, environments)
     return _with_environment(path, environments, rendered)
 
 
-def resume(course: Course, result: Completion | Outcome | None) -> Prompt | Call | None:
-    """What a trajectory waits for next; None: it has ended. ``result``: what it waited for."""
+def resume(
+    course: Course, result: Completion | Outcome | None
+) -> Prompt | Call | list[PartialTrajectory] | None:
+    """What a trajectory waits for next, or has forked into; None: it has ended. ``result``: what it waited for."""
     try:
         return course.send(result)
     except StopIteration:
@@ -376,14 +449,31 @@ def _with_environment(
 ) -> Course:
     """Turns of the policy, and what its environment says to them."""
 
-    def reset() -> Any:
-        path.environment = environments.kind_of(path.row).make()
-        act = getattr(path.environment, "reset", None)
+    fork = environments.fork
+
+    def reset(environment: Any) -> Any:
+        act = getattr(environment, "reset", None)
         row = copy.deepcopy(dict(path.row.columns))  # a trajectory may change its copy
         return None if act is None else read_reset(act(row), path.row.place)
 
-    def step() -> Step:
-        return read_step(path.environment.step(path.text, path.calls), path.row.place)
+    def step(environment: Any, text: str, calls: list[ToolCall]) -> Step:
+        return read_step(environment.step(text, [*calls]), path.row.place)
+
+    def make() -> Any:
+        return environments.kind_of(path.row).make()
+
+    def start() -> Any:
+        path.environment = make()
+        return reset(path.environment)
+
+    def replay() -> Any:
+        steps = (partial(step, text=text, calls=calls) for text, calls in path.asked)
+        return replayed([reset, *steps], path.heard, make())
+
+    def share(forked: Sequence[PartialTrajectory]) -> None:
+        for other in forked:
+            is_copy = fork.state == "copy"
+            other.environment = copied(path.environment) if is_copy else replay()
 
     def cut() -> Mapping[str, float]:
         act = getattr(path.environment, "cut", None)
@@ -399,12 +489,20 @@ def _with_environment(
         except (RenderError, PictureError) as error:
             path.fail(str(error))
 
-    follow("reset", (yield reset), lambda said: _open(path, said, environments, rendered))
+    if path.num_turns == 0:
+        follow("reset", (yield start), lambda said: _open(path, said, environments, rendered))
     while path.finish is None:
         path.take((yield path.prompt()))
         if path.finish is None:
             _read_calls(path, environments)
-            follow("step", (yield step), lambda said: _continue(path, said, environments))
+            act = partial(step, path.environment, path.text, path.calls)
+            follow("step", (yield act), lambda said: _continue(path, said, environments))
+        if path.finish is None and path.num_turns in fork.turns:
+            forked = path.fork(fork.n)
+            follow("copy", (yield partial(share, forked)), lambda _: None)
+            for other in forked:
+                other.finish, other.error = path.finish, path.error  # where there was no copy
+            yield forked
     if path.finish == "length":
         follow("cut", (yield cut), path.earn)
 
@@ -415,7 +513,7 @@ def _with_agent(path: PartialTrajectory, environments: EnvironmentPool) -> Cours
     config = environments.config
 
     def start() -> Next:
-        path.environment = environments.make()
+        path.environment = environments.kind_of(path.row).make()
         return read_next(path.environment.begin(copy.deepcopy(dict(path.row.columns))))
 
     def reply(answer: ChatAnswer | Refusal) -> Next:
@@ -430,7 +528,7 @@ def _with_agent(path: PartialTrajectory, environments: EnvironmentPool) -> Cours
     def end() -> None:
         path.environment.end()
 
-    outcome: Outcome = yield start
+    outcome: Outcome = yield AgentCall(start)
     while path.finish is None:
         if outcome.error is not None:
             path.fail(f"the agent {outcome.error}")
@@ -473,8 +571,8 @@ def _with_agent(path: PartialTrajectory, environments: EnvironmentPool) -> Cours
                         f"messages: found {len(question.ids):,} tokens; expected less than {limit:,}, by the model's "
                         "context and rollout.environment.max_tokens; send a shorter history"
                     )
-            outcome = yield partial(reply, answer)
-    yield end
+            outcome = yield AgentCall(partial(reply, answer))
+    yield AgentCall(end)
     if conversations.answers:
         path.adopt(conversations)
         is_cut = conversations.answers[-1].completion.finish_reason == "length"
@@ -504,6 +602,7 @@ def _open(
             f"{path.row.place}: the row's source has chat_template_kwargs of its own, and an environment's turns are "
             "all rendered alike; expected the same for all rows; set data.chat_template_kwargs instead"
         )
+    path.heard.append(messages)
     path.first_messages = first
     tools = environments.kind_of(path.row).tools
     path.tools = tools or path.row.tools
@@ -552,6 +651,8 @@ def _read_calls(path: PartialTrajectory, environments: EnvironmentPool) -> None:
 def _continue(path: PartialTrajectory, step: Step, environments: EnvironmentPool) -> None:
     """Append the environment's answer and the tokens up to the next turn, or end the trajectory."""
     assert isinstance(step.reward, Mapping)
+    path.asked.append((path.text, path.calls))
+    path.heard.append(step)
     path.earn(step.reward)
     if path.sampled_at and step.reward:
         path.turn_rewards.append((len(path.sampled_at) - 1, sum(step.reward.values())))

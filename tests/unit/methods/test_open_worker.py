@@ -24,7 +24,6 @@ from taut.methods.grpo import Grpo
 from taut.rewards.panel import Panel
 from taut.rl.online import Online
 from taut.rl.rollout import RolloutWorker
-from taut.train.distributed import Ranks
 
 
 @pytest.fixture(scope="module")
@@ -100,15 +99,6 @@ def test_an_environment_that_rewards_cut_paths_is_refused_where_values_replace_t
     opened(model, tmp_path, **{**keys, "ppo__bootstrap_truncated": False}).close()
 
 
-def test_a_model_that_judges_here_cannot_while_another_trains(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(online, "open_rater", lambda verifier: lambda answers: [])
-    judged = [{"name": "reward_model", "options": {"model": str(model)}}]
-    with FakeServer() as server, pytest.raises(ConfigError, match="a model in this process"):
-        opened(model, tmp_path, rewards=judged, **at(server, rollout__lag=1))
-
-
 def test_rewards_that_need_an_answer(model: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "1?", "answer": "1"}, {"prompt": "2?"}]
     data = str(write_rows(tmp_path / "some.jsonl", rows))
@@ -120,22 +110,6 @@ def test_rewards_that_need_an_answer(model: Path, tmp_path: Path) -> None:
         opened(model, tmp_path, data__train=none, rewards=["numeric", "exact_match"])
     worker = opened(model, tmp_path, data__train=none, rewards=["numeric", "stop"])
     assert worker.settled[0][1] == "nothing of 1 of 1 rows"
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_model_that_judges_here_while_another_trains_is_refused(rank: int) -> None:
-    """On every rank alike, before anything is opened."""
-    judged = {"name": "reward_model", "label": "worth", "options": {"model": "m"}}
-    keys = {"model": "m", "data.train": "d.jsonl", "method": "grpo", "rewards": [judged]}
-    lagging = {"rollout.engine": "server", "rollout.urls": ["http://h/v1"], "rollout.lag": 1}
-    run = from_mapping(Grpo, keys | lagging)
-    source = cast(
-        Online, SimpleNamespace(credit=run.make_credit(), prompts=SimpleNamespace(prompt_rows=[]))
-    )
-    ranks = Ranks(rank, 2, torch.device("cpu"))
-    nothing: Any = None
-    with pytest.raises(ConfigError, match=r"rollout\.lag=1 and the reward worth, a model in this"):
-        run.open_worker(source, nothing, nothing, nothing, ranks)
 
 
 def test_what_holds_programs_is_what_the_reward_asks_for(

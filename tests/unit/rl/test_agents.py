@@ -84,9 +84,10 @@ def opened(function: Callable[..., Any] | str, **keys: Any) -> Iterator[Environm
     """An agent that is a function, or a command."""
     name = "agent:true" if callable(function) else f"agent:{function}"
     pool = world_of(EnvironmentConfig(name=name, **keys), renderer_of())
-    assert isinstance(pool.source, Agents)
+    (source,) = pool.sources
+    assert isinstance(source, Agents)
     if callable(function):
-        pool.source.function = function
+        source.function = function
     with closing(pool):
         yield pool
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -142,6 +142,29 @@ def lagging(
         made.close()
         assert script.is_closed
         assert "feed" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_model_in_this_process_judges_in_the_thread_that_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And before a group is chosen: the first draw has no signal then, whatever it had."""
+    threads = []
+
+    def judge(trajectories: Sequence[Trajectory]) -> list[Verdict]:
+        threads.append(threading.current_thread())
+        number = int(trajectories[0].row.id.rpartition(" ")[2])
+        return [Verdict({}, float(number * t.index)) for t in trajectories]
+
+    script = Script(lambda number, before: (0, [0.0] * N))
+    with lagging(script, monkeypatch, dynamic_sampling_rounds=1) as made:
+        object.__setattr__(made.worker, "judges_together", True)
+        object.__setattr__(made.worker, "judge", judge)
+        rollout = made.take(0, 0, 1)
+    assert [[t.reward for t in group.trajectories] for group in rollout.groups] == [
+        [float(number * index) for index in range(N)] for number in rollout.draws[:2]
+    ]
+    assert 0 not in rollout.draws[:2] and len(rollout.left_out) == 1
+    assert set(threads) == {threading.current_thread()} and len(threads) == 3
 
 
 def taken(rollout: Rollout) -> list[tuple[str, ...]]:

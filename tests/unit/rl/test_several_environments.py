@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,28 @@ class Game:
         if text == "break":
             raise RuntimeError("broken")
         return Step(messages=[{"role": "user", "content": "And?"}])
+"""
+
+
+ASKS = """
+import json, urllib.request
+
+def ask(endpoint, text):
+    body = {"model": endpoint.model, "messages": [{"role": "user", "content": text}]}
+    head = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
+    url = f"{endpoint.base_url}/chat/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), head)
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return json.load(answer)
+
+def once(row, endpoint):
+    ask(endpoint, "Now?")
+    return 1
+
+def twice(row, endpoint):
+    ask(endpoint, "First?")
+    ask(endpoint, "Second?")
+    return 2
 """
 
 
@@ -94,7 +117,6 @@ def test_rows_and_environments_name_each_other(config: EnvironmentConfig) -> Non
     ("keys", "message"),
     [
         ({"name": "game.py:Game"}, "take one out"),
-        ({"by_row": {"a": "agent:true"}}, "an agent asks by itself"),
         ({"tools": ["calculator"]}, "expected name=tools"),
         ({"by_row": {"a": "tools"}}, "tools is empty"),
         ({"options": {"size": 3}}, "options has size"),
@@ -107,6 +129,31 @@ def test_keys_that_contradict_are_refused(keys: dict[str, Any], message: str) ->
 
 def test_code_of_all_is_the_users_own() -> None:
     by_row = {"a": "game.py:Game", "b": "gym:CartPole-v1", "c": "tools"}
+    by_row |= {"d": "agent:python other.py", "e": "agent:agent.py:solve"}
     config = EnvironmentConfig(by_row=by_row, tools=["calculator", "own.py:area"])
-    assert config.code == ["game.py:Game", "own.py:area"]
-    assert config.is_on
+    assert config.code == ["agent.py:solve", "game.py:Game", "own.py:area"]
+    assert config.is_on and len(config.agents) == 2
+
+
+def test_agents_and_environments_answer_their_rows_in_one_run(tmp_path: Path) -> None:
+    """Two agents, of one of which the function says so itself, and a game; metrics of agents are of their rows."""
+    (tmp_path / "game.py").write_text(GAME)
+    (tmp_path / "agent.py").write_text(ASKS)
+    by_row = {"game": f"{tmp_path}/game.py:Game"}
+    by_row |= {name: f"agent:{tmp_path}/agent.py:{name}" for name in ("once", "twice")}
+    config, renderer = EnvironmentConfig(by_row=by_row, timeout=20.0), renderer_of()
+    rows = [row_of(renderer, name[0], environment=name) for name in by_row]
+    pool = world_of(config, renderer, rows=rows)
+    engine = Scripted(renderer, lambda name, index, turn: "stop")
+    with closing(pool):
+        game, once, twice = sample_trajectories(engine, rows, Sampling(), pool)
+    assert [path.error for path in (game, once, twice)] == [None] * 3
+    assert [path.num_turns for path in (game, once, twice)] == [1, 1, 2]
+    assert [path.rewards["environment"] for path in (game, once, twice)] == [4.0, 1.0, 2.0]
+    assert len(twice.branches) == 1 and not once.branches
+    judged = [replace(t, verdict=with_own(Verdict({}, None), t)) for t in (game, once, twice)]
+    rollout = Rollout([Group((trajectory,)) for trajectory in judged])
+    full = RolloutConfig(environment=config)
+    event = rollout_event(rollout, [], {}, 3, full, is_judged=True)
+    assert (event["paths_mean"], event["conversations"]) == (1.5, 3)
+    assert event["environment/twice/reward"] == 2.0
