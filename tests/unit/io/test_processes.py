@@ -90,8 +90,11 @@ def test_a_fork_has_a_process_of_its_own() -> None:
 
 def test_a_helper_runs_functions_itself_and_ends_at_a_limit() -> None:
     helper = Helper()
-    ask = "print(processes.call('operator:add', 2, 3), flush=True); processes.call('operator:pow', 7, 10**9, seconds=0.2)"
-    source = f"from taut.io import helper, processes; helper.begin({{}}, {{}}); processes.run_here(); {ask}"
+    source = (
+        "from taut.io import helper, processes; helper.begin({}, {}); processes.run_here();"
+        "print(processes.call('operator:add', 2, 3), flush=True);"
+        "processes.call('operator:pow', 7, 10**9, seconds=0.2)"
+    )
     helper.start(source, processes.environment(), stdout=subprocess.PIPE)
     assert helper.process is not None and helper.process.stdout is not None
     with helper.process.stdout as output:
