@@ -272,9 +272,10 @@ class Template:
                 f"{place}: the chat template does not take these messages ({roles[:80]}): {str(error)[:200]}; expected "
                 f"messages it accepts; change the row or give another template with {self.key}=FILE"
             ) from None
-        images = tuple(placed[: len(images_of(messages))])
+        images = tuple(placed[: len(images_of(messages))]) if placed else ()
         text = self.pictures.write(text, images, place)
-        return replace(checked(text, place, is_rendering=True), pictures=images)
+        rendering = checked(text, place, is_rendering=True)
+        return replace(rendering, pictures=images) if images else rendering
 
     def apply_to(
         self,
@@ -313,10 +314,14 @@ class Template:
             yield
             return
         try:
-            requests = [
-                self._request(self._all_adapted(messages), tools, variables, is_prompt=is_prompt)
-                for messages, tools, variables, is_prompt in named.values()
-            ]
+            settings: dict[tuple[bool, int], tuple[str, dict[str, Any]]] = {}
+            requests = []
+            for messages, tools, variables, is_prompt in named.values():
+                key = bool(tools), id(variables) if variables else 0
+                if key not in settings:
+                    settings[key] = self._settings(tools, variables)
+                adapted = self._all_adapted(messages)
+                requests.append(_request(adapted, tools, *settings[key], is_prompt=is_prompt))
             outcomes = processes.call_each(RENDER, requests)
         except (processes.FunctionFailed, processes.LimitExceeded):
             outcomes = []
@@ -373,7 +378,8 @@ class Template:
 
         Raises processes.FunctionFailed with the template's error.
         """
-        request = self._request(messages, tools, switches, is_prompt=is_prompt)
+        template, variables = self._settings(tools, switches)
+        request = _request(messages, tools, template, variables, is_prompt=is_prompt)
         if self._renders_itself:  # trust_remote_code allows its code to run here
             try:
                 render: Any = self.tokenizer.apply_chat_template
@@ -404,25 +410,15 @@ class Template:
         """The template, where there is one alone."""
         return self._dated() if isinstance(self.template, str) else None
 
-    def _request(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool],
-        switches: Mapping[str, Any],
-        *,
-        is_prompt: bool,
-    ) -> tuple[Any, ...]:
-        """The arguments of RENDER. Raises processes.FunctionFailed where no template fits."""
+    def _settings(
+        self, tools: Sequence[Tool], switches: Mapping[str, Any]
+    ) -> tuple[str, dict[str, Any]]:
+        """The template and all its variables. Raises processes.FunctionFailed where no template fits."""
         try:
             template = self.tokenizer.get_chat_template(self._named, list(tools) or None)
         except ValueError as error:  # several templates, none of which is the default
             raise processes.FunctionFailed(str(error)) from None
-        present = [
-            {key: value for key, value in message.items() if value is not None}
-            for message in messages
-        ]
-        special = self.tokenizer.special_tokens_map
-        return template, present, list(tools) or None, is_prompt, {**special, **switches}
+        return template, {**self.tokenizer.special_tokens_map, **switches}
 
     @property
     def _source(self) -> str:
@@ -665,6 +661,21 @@ class Template:
         elif "strftime_now" in template:
             parts.append(str(datetime.date.today()))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _request(
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    template: str,
+    variables: Mapping[str, Any],
+    *,
+    is_prompt: bool,
+) -> tuple[Any, ...]:
+    """The arguments of RENDER."""
+    present = [
+        {key: value for key, value in message.items() if value is not None} for message in messages
+    ]
+    return template, present, list(tools) or None, is_prompt, variables
 
 
 def with_defaults(template: str, variables: Mapping[str, Any]) -> str:

@@ -193,6 +193,8 @@ def _read_message(
         value = shown(role) if "role" in item else "missing"
         raise DataError(f"{where}.role is {value}; expected system, user, assistant or tool{hint}")
     for key in item:
+        if key in ("role", "content", "train") or key in KEYS_OF_ROLE[role]:
+            continue
         if key in MEDIA:
             raise DataError(
                 f"{where} has {key}; expected pictures as parts of its content, or in a column of the "
@@ -207,11 +209,10 @@ def _read_message(
             raise DataError(
                 f"{where} has the unknown key {shown(key)}; expected role, content, train{hint}"
             )
-        if key not in KEYS_OF_ROLE[role] and key not in ("role", "content", "train"):
-            owner = next(name for name in ROLES if key in KEYS_OF_ROLE[name])
-            raise DataError(
-                f"{where} has {key} on a {role} message; expected it on {owner} messages only"
-            )
+        owner = next(name for name in ROLES if key in KEYS_OF_ROLE[name])
+        raise DataError(
+            f"{where} has {key} on a {role} message; expected it on {owner} messages only"
+        )
     content = read_content(item.get("content"), where, role, media, ignore)
     message: Message = {"role": role, "content": content}
     for key in sorted(KEYS_OF_ROLE[role] & item.keys()):
@@ -593,6 +594,8 @@ def place_media(
     A row without such columns is returned unchanged, ``<image>`` in its texts included. What is no message is left for
     ``read_conversation`` to refuse; values are read there too.
     """
+    if row.keys().isdisjoint((*PICTURES, *VIDEOS)):
+        return messages
     columns = {
         kind: _media_column(row, names, place)
         for kind, names in (("image", PICTURES), ("video", VIDEOS))

@@ -303,8 +303,11 @@ class Renderer:
         """One sample where the whole conversation begins with every R_i; else one per turn."""
         spans = [self._span(row, turn, ids_of) for turn in turns]
         full, rows = ids_of[text], [ids_of[turn.row] for turn in turns]
-        if all(full[:stop] == ids[:stop] for ids, (_, stop) in zip(rows, spans, strict=True)):
-            at = [position for start, stop in spans for position in range(start, stop)]
+        if all(
+            ids is full or full[:stop] == ids[:stop]
+            for ids, (_, stop) in zip(rows, spans, strict=True)
+        ):
+            at = [position for span in spans for position in range(*span)]
             return [self._sample(row.place, full, at, text.pictures)]
         return [
             self._sample(
@@ -352,8 +355,9 @@ class Renderer:
 
     def require_none_inside(self, inside: Ids, end: int, place: str) -> None:
         """Refuse targets with a token that ends an answer before their end."""
-        stop = next((token for token in inside if token == end or token in self.stop_set), None)
-        if stop is not None:
+        ends = {end, *self.stop_set}
+        if not ends.isdisjoint(inside):
+            stop = next(token for token in inside if token in ends)
             raise RenderError(
                 f"{place}: {self.template.quoted([stop])} ends an answer and is inside this one too; expected "
                 "it once, or the model would learn to stop there; remove it from the content"

@@ -4,8 +4,10 @@
 
 A block is BATCH_ROWS rows that follow each other, fewer if they hold many images. Blocks are tokenised apart and joined
 in their order, so entries are the same bytes whatever ``num_workers``, and the error that is raised is the same. This
-process reads the records and writes the shards; each worker is a helper process (``taut.io.helper``) that is sent the
-renderer once, and then blocks. At most DEPTH blocks of a worker are on their way at a time.
+process reads the records, writes the shards, and tokenises where it would wait; each other worker is a helper process
+(``taut.io.helper``) that is sent the renderer once, and then blocks. At most DEPTH blocks of a worker are on their way
+at a time. A worker renders chat templates itself, under the limits of ``taut.io.processes``: if one ends it, this
+process tokenises its blocks, whose templates run in their own process, and so finds the row and its error.
 
 Workers are not used for rows of a model that takes images, whose store is one process's, or with a tokenizer whose code
 comes with the model. ``attempt_rows`` goes on past rows with errors, to count them.
@@ -13,6 +15,8 @@ comes with the model. ``attempt_rows`` goes on past rows with errors, to count t
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import pickle
 import queue
@@ -31,6 +35,7 @@ from taut.data.render import Incident, Limits, Renderer, answers_of, fit_any, re
 from taut.data.schema import AnyRow, Columns, best_row, read_any
 from taut.data.sources import Opened, full_place, place_of
 from taut.errors import DataError, PictureError, TautError
+from taut.io import processes
 from taut.io.console import counted
 from taut.io.helper import Helper, begin, how_it_ended
 from taut.io.threads import usable
@@ -44,11 +49,11 @@ Records: TypeAlias = Iterable[tuple[int, Any]]
 LARGE = 2**24
 """Bytes of a source for which starting processes pays."""
 MOST = 16
-"""Processes, unless more are asked for: each takes 100 MiB or more, and its template's process 60."""
-DEPTH = 4
+"""Processes, unless more are asked for: each takes 100 MiB or more."""
+DEPTH = 3
 """Blocks that a worker has been sent and not answered: while shards are written, it goes on."""
 COMMAND = "from taut.data.tokenise import serve; serve({}, {})"
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "USE_TORCH": "0"}
+ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false"}
 """Added to a worker's environment: as many workers as cores leave none for threads."""
 
 
@@ -207,11 +212,14 @@ def _blocks(how: _How, records: Records) -> Iterator[Block]:
     _, names, columns, limits, renderer = how
     drops_images = renderer.image_store is not None and renderer.image_store.images.bad == "drop"
     tolerated = (PictureError,) if drops_images else ()
+    gc.freeze()  # else each full collection looks at all objects of the libraries again
     try:
         for attempts in _attempt_blocks(records, names, columns, renderer, limits, tolerated):
             yield _block(attempts)
     except PictureError as error:
         raise PictureError(f"{error}; or leave such rows out with data.images.bad=drop") from None
+    finally:
+        gc.unfreeze()
 
 
 def _block(attempts: Sequence[Attempt]) -> Block:
@@ -271,23 +279,15 @@ def _by_workers(
     how: _How, blocks: Iterator[list[tuple[int, Any]]], num_workers: int
 ) -> Iterator[Block]:
     """The blocks of a source's records, in their order."""
-    helpers = [Helper() for _ in range(num_workers)]
-    num_waiting = dict.fromkeys(helpers, 0)
+    sent: dict[Helper, dict[int, list[tuple[int, Any]]]]
+    sent = {Helper(): {} for _ in range(num_workers - 1)}
     done: dict[int, Block | TautError] = {}
     numbered = enumerate(blocks)
     num_yielded = 0
     try:
-        for helper in helpers:
-            try:
-                helper.start(COMMAND, {**os.environ, **ENVIRONMENT})
-            except OSError as error:
-                raise WorkerDied(
-                    f"{how.path}: the system starts no process to tokenise it: {error.strerror or error}; expected "
-                    f"{num_workers}; set data.workers=1"
-                ) from None
         setup = pickle.dumps(how)
-        for helper in helpers:
-            _send(helper, setup, how.path)
+        for helper in sent:
+            _start(helper, setup, how.path, num_workers)
         while True:
             while num_yielded in done:
                 block = done.pop(num_yielded)
@@ -295,38 +295,65 @@ def _by_workers(
                     raise block
                 num_yielded += 1
                 yield block
-            for helper in helpers:
-                room = DEPTH - num_waiting[helper]
-                for item in islice(numbered, room if len(done) < DEPTH * num_workers else 0):
-                    _send(helper, pickle.dumps(item), how.path)
-                    num_waiting[helper] += 1
-            at_work = {helper.pipe: helper for helper in helpers if num_waiting[helper]}
+            has_room = len(done) < DEPTH * num_workers
+            for helper, waiting in sent.items():
+                for item in islice(numbered, DEPTH - len(waiting) if has_room else 0):
+                    waiting.update([item])
+                    _send(helper, pickle.dumps(item))
+            at_work = {helper.pipe: helper for helper, waiting in sent.items() if waiting}
+            answered = wait(list(at_work), 0)
+            if not answered and (own := next(numbered, None) if has_room else None):
+                done[own[0]] = _answer(how, own[1])
+                continue
             if not at_work:
                 assert not done, "every block before the last answered one has been answered"
                 return
-            for pipe in wait(list(at_work)):
+            for pipe in answered or wait(list(at_work)):
                 helper = at_work[pipe]  # type: ignore[index]
                 try:
                     number, answer = helper.pipe.recv()
                 except (EOFError, OSError):
-                    raise _death(helper, how.path) from None
-                num_waiting[helper] -= 1
+                    if not processes.is_limit(status := helper.reap()):
+                        raise _death(how.path, status) from None
+                    done |= {number: _answer(how, sent[helper][number]) for number in sent[helper]}
+                    sent[helper].clear()
+                    _start(helper, setup, how.path, num_workers)
+                    continue
+                del sent[helper][number]
                 done[number] = answer
     finally:
-        for helper in helpers:
+        for helper in sent:
             helper.end()
 
 
-def _send(helper: Helper, message: bytes, path: str) -> None:
+def _answer(how: _How, records: list[tuple[int, Any]]) -> Block | TautError:
+    """The block of these records, or its error."""
     try:
+        (block,) = _blocks(how, records)
+    except TautError as error:
+        return error
+    return block
+
+
+def _start(helper: Helper, setup: bytes, path: str, num_workers: int) -> None:
+    try:
+        helper.start(COMMAND, {**processes.environment(), **ENVIRONMENT})
+    except OSError as error:
+        raise WorkerDied(
+            f"{path}: the system starts no process to tokenise it: {error.strerror or error}; expected "
+            f"{num_workers}; set data.workers=1"
+        ) from None
+    _send(helper, setup)
+
+
+def _send(helper: Helper, message: bytes) -> None:
+    with contextlib.suppress(OSError):  # it ended: seen when its answer is read
         helper.pipe.send_bytes(message)
-    except OSError:
-        raise _death(helper, path) from None
 
 
-def _death(helper: Helper, path: str) -> WorkerDied:
+def _death(path: str, status: int | None) -> WorkerDied:
     return WorkerDied(
-        f"{path}: a process that tokenised it {how_it_ended(helper.reap())}; expected it to run until the end; free "
+        f"{path}: a process that tokenised it {how_it_ended(status)}; expected it to run until the end; free "
         "memory, or set data.workers=1, and run again: what is finished is kept"
     )
 
@@ -337,6 +364,7 @@ def serve(descriptor: int, leash: int) -> None:
     A thread reads them, so that the other side never waits to send while this one does.
     """
     pipe = begin(descriptor, leash)
+    processes.run_here()
     how: _How = pickle.loads(pipe.recv_bytes())
     arrived: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
@@ -346,13 +374,10 @@ def serve(descriptor: int, leash: int) -> None:
                 arrived.put(pipe.recv_bytes())
         except (EOFError, OSError):
             arrived.put(None)
+        except MemoryError:  # a template took it
+            os._exit(processes.OUT_OF_MEMORY)
 
     threading.Thread(target=receive, daemon=True).start()
     while (message := arrived.get()) is not None:
         number, records = pickle.loads(message)
-        answer: Block | TautError
-        try:
-            (answer,) = _blocks(how, records)
-        except TautError as error:
-            answer = error
-        pipe.send((number, answer))
+        pipe.send((number, _answer(how, records)))

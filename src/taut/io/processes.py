@@ -10,7 +10,8 @@ limited. Processor time depends neither on the load of the machine nor on a susp
 
 One helper process (``helper.py``) serves all calls of this process, one at a time. It starts at the first call, or at
 ``start``, and a new one takes its place after a limit was exceeded. It gets no environment variables but those Python
-and the clock need.
+and the clock need. A process that is itself a helper, which may end at any time, can run the functions itself
+(``run_here``): it ends where a limit is exceeded, and ``is_limit`` tells by its exit status.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import pickle
 import resource
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,7 @@ class FunctionFailed(TautError):
 
 _helper = Helper()
 _lock = threading.Lock()
+_runs_here = False
 
 
 def _begin_forked() -> None:
@@ -78,8 +81,24 @@ def start() -> None:
 
 def _start() -> None:
     if not _helper.is_alive:
-        names = [name for name in ENVIRONMENT if name in os.environ]
-        _helper.start(COMMAND, {**{name: os.environ[name] for name in names}, **ONE_THREAD})
+        _helper.start(COMMAND, environment())
+
+
+def environment() -> dict[str, str]:
+    """The variables of a process that runs functions on untrusted input."""
+    names = [name for name in ENVIRONMENT if name in os.environ]
+    return {**{name: os.environ[name] for name in names}, **ONE_THREAD}
+
+
+def run_here() -> None:
+    """Run the functions in this process from now on: a helper, which a limit may end."""
+    global _runs_here
+    _runs_here = True
+
+
+def is_limit(status: int | None) -> bool:
+    """Whether a process with this exit status (``Helper.reap``) was ended by a limit."""
+    return status in (-signal.SIGPROF, OUT_OF_MEMORY)
 
 
 def call(
@@ -106,6 +125,10 @@ def call_each(
     outcome: ``value``, ``limit`` or ``failed``, and the value or the reason. Raises LimitExceeded where one of them
     ended the process; which, is not known.
     """
+    if _runs_here:
+        named = _function(function)
+        with _limited_memory(_address_space(), memory_mb):
+            return _outcomes(named, arguments, seconds)
     request = pickle.dumps((function, seconds, memory_mb, arguments))
     with _lock:
         _start()
@@ -140,38 +163,59 @@ def serve(descriptor: int, leash: int) -> None:
         except EOFError:
             return
         if name not in known:
-            module, _, attribute = name.partition(":")
-            known[name] = getattr(importlib.import_module(module), attribute)
-            try:  # bytes of address space that the process has
-                pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[0]
-                held = int(pages) * resource.getpagesize()
-            except OSError:  # the system does not say
-                held = None
-        if held is not None:
-            _limit_address_space(held + memory_mb * 2**20)
-        answers = []
+            known[name] = _function(name)
+            held = _address_space()
+        with _limited_memory(held, memory_mb):
+            answer = json.dumps(_outcomes(known[name], each, seconds), ensure_ascii=False)
+            pipe.send_bytes(answer.encode("utf-8", "surrogatepass"))
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module, _, attribute = name.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    return function
+
+
+def _outcomes(
+    function: Callable[..., Any], each: Sequence[tuple[Any, ...]], seconds: float
+) -> list[tuple[str, Any]]:
+    """The outcome of each call. The timer of the last one goes on, for what is done with them."""
+    outcomes: list[tuple[str, Any]] = []
+    for arguments in each:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
-            for arguments in each:
-                signal.setitimer(signal.ITIMER_PROF, seconds)
-                answers.append(_answer(known[name], arguments))
-            pipe.send_bytes(f"[{','.join(answers)}]".encode("utf-8", "surrogatepass"))
+            outcomes.append(("value", function(*arguments)))
         except MemoryError:
-            os._exit(OUT_OF_MEMORY)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        if held is not None:
-            _limit_address_space(resource.RLIM_INFINITY)
+            raise
+        except LimitExceeded as error:
+            outcomes.append(("limit", str(error)))
+        except Exception as error:  # noqa: BLE001 - raised again in the process that called
+            reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+            outcomes.append(("failed", reason))
+    return outcomes
 
 
-def _answer(function: Callable[..., Any], arguments: Sequence[Any]) -> str:
+@contextmanager
+def _limited_memory(held: int | None, memory_mb: int) -> Iterator[None]:
+    """End this process where it needs more memory than this beyond what it held; then stop the timer."""
+    if held is not None:
+        _limit_address_space(held + memory_mb * 2**20)
     try:
-        answer = ["value", function(*arguments)]
+        yield
     except MemoryError:
-        raise
-    except LimitExceeded as error:
-        answer = ["limit", str(error)]
-    except Exception as error:  # noqa: BLE001 - raised again in the process that called
-        answer = ["failed", (str(error).splitlines() or [""])[0] or type(error).__name__]
-    return json.dumps(answer, ensure_ascii=False)
+        os._exit(OUT_OF_MEMORY)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    if held is not None:
+        _limit_address_space(resource.RLIM_INFINITY)
+
+
+def _address_space() -> int | None:
+    """Bytes of address space that this process has; None: the system does not say."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[0]
+    except OSError:
+        return None
+    return int(pages) * resource.getpagesize()
 
 
 def _limit_address_space(number: int) -> None:

@@ -18,15 +18,15 @@ import numpy as np
 import pytest
 from tests.chat_runs import PLAIN, chats, column, save_model, sft, write_rows
 from tests.forked_processes import run
-from tests.tiny_tokenizers import tiny_tokenizer
+from tests.tiny_tokenizers import CHATML, tiny_tokenizer
 
 from taut.commands.data_filter import Filter, filter_rows
 from taut.data import blocks, cache, images, tokenise
 from taut.data.dataset import DataConfig, Dataset, load_dataset
 from taut.data.render import Renderer
 from taut.data.sources import Source, fraction_of
-from taut.errors import DataError, OutputError, TautError
-from taut.io import temporary
+from taut.errors import DataError, ModelError, OutputError, TautError
+from taut.io import processes, temporary
 from taut.types import Sample
 
 ROWS = 60
@@ -48,8 +48,14 @@ def source(tmp_path: Path) -> str:
     return str(write_rows(tmp_path / "a.jsonl", chats(ROWS)))
 
 
-def load(path: str | list[Source], place: Path, limit: int = 512, **options: Any) -> Dataset:
-    config, renderer = DataConfig(train=path, **options), Renderer(tiny_tokenizer())
+def load(
+    path: str | list[Source],
+    place: Path,
+    limit: int = 512,
+    template: str | None = None,
+    **options: Any,
+) -> Dataset:
+    config, renderer = DataConfig(train=path, **options), Renderer(tiny_tokenizer(), template)
     renderer = renderer.stopping_at(renderer.template.stop_ids)
     return load_dataset(config, "train", renderer, limit, place)
 
@@ -395,6 +401,34 @@ def test_the_first_bad_row_is_the_one_that_is_named(kind: str, tmp_path: Path) -
         messages.append((type(raised.value), str(raised.value)))
     assert messages[0] == messages[1]
     assert f"a.jsonl:{min(BAD[kind])}: " in messages[0][1]
+
+
+def test_a_template_that_takes_all_memory_in_a_worker_is_the_error_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker renders by itself, and the limit ends it; the row is found all the same."""
+    rows = chats(ROWS)
+    rows[7]["messages"][0]["content"] = "sesame"
+    path, lost = write_rows(tmp_path / "a.jsonl", rows), list[int | None]()
+    hostile = (
+        "{% if messages[0].content == 'sesame' %}{{ messages[0].content * 10**10 }}{% endif %}"
+    )
+
+    class Noted(tokenise.Helper):
+        def reap(self) -> int | None:
+            lost.append(super().reap())
+            return lost[-1]
+
+    messages = []
+    monkeypatch.setattr(tokenise, "Helper", Noted)
+    for workers in (1, 2):
+        with pytest.raises(ModelError) as raised:
+            load(str(path), tmp_path / "c", template=CHATML + hostile, workers=workers)
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
+    assert "a.jsonl:8: " in messages[0] and "1,024 MB of memory" in messages[0]
+    assert lost == [processes.OUT_OF_MEMORY]
+    assert not shard_names(tmp_path / "c")
 
 
 @pytest.mark.slow

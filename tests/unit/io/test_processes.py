@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from taut.io import processes
+from taut.io.helper import Helper
 
 
 def test_a_function_answers() -> None:
@@ -85,6 +86,22 @@ def test_a_fork_has_a_process_of_its_own() -> None:
         os._exit(processes.call("operator:add", 2, 3))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
     assert processes.call("operator:add", 2, 3) == 5
+
+
+def test_a_helper_runs_functions_itself_and_ends_at_a_limit() -> None:
+    helper = Helper()
+    source = (
+        "from taut.io import helper, processes; helper.begin({}, {}); processes.run_here();"
+        "print(processes.call('operator:add', 2, 3), flush=True);"
+        "processes.call('operator:pow', 7, 10**9, seconds=0.2)"
+    )
+    helper.start(source, processes.environment(), stdout=subprocess.PIPE)
+    assert helper.process is not None and helper.process.stdout is not None
+    with helper.process.stdout as output:
+        assert output.read() == b"5\n"
+    status = helper.reap()
+    assert status == -signal.SIGPROF and processes.is_limit(status)
+    assert not processes.is_limit(-signal.SIGKILL)
 
 
 def test_it_ends_with_its_parent_even_in_a_call(tmp_path: Path) -> None:
