@@ -12,7 +12,7 @@ STAMP := $(VENV)/.taut-installed
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv wheel demo test test-slow test-parallel test-cluster test-page test-real test-versions lint format docs bench bench-dpo bench-grpo bench-vision bench-generate bench-checkpoint bench-check bench-plan bench-memory gpu
+.PHONY: help venv wheel demo test test-slow test-parallel test-cluster test-page test-real test-versions lint format docs bench bench-dpo bench-grpo bench-vision bench-generate bench-checkpoint bench-check bench-plan bench-memory bench-launch gpu
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -106,6 +106,9 @@ bench-check: $(STAMP) ## what taut check costs on the 135M model (run make demo 
 
 bench-plan: $(STAMP) ## what taut plan predicts against what is measured (run make demo once before)
 	$(RUN)/python benchmarks/plan.py $(ARGS)
+
+bench-launch: $(STAMP) ## seconds to the first step, and from a killed rank to the next: Ray beside torchrun
+	$(RUN)/python -m benchmarks.launch $(ARGS)
 
 bench-memory: $(STAMP) ## settings for little memory beside plain, transformers with peft, and TRL
 	$(RUN)/python benchmarks/memory.py $(ARGS)

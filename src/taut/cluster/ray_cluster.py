@@ -177,7 +177,14 @@ class Relay:
 
 
 def launch(
-    job: Job, ranks: Ranks, expected: Expected, *, address: str | None, restarts: int, wait: float
+    job: Job,
+    ranks: Ranks,
+    expected: Expected,
+    *,
+    address: str | None,
+    restarts: int,
+    wait: float,
+    resize_every: float,
 ) -> int:
     """Run the job on a cluster; its exit code. Raises ClusterError where there is no room for it or a node does not
     fit, RankFailed where ranks have died more than ``restarts`` times.
@@ -188,7 +195,7 @@ def launch(
             with interrupts.at_once():
                 _require_room(ranks, wait)
                 _require_fit(expected, ranks)
-            return _run(job, ranks, expected.folder, interrupts, restarts, wait)
+            return _run(job, ranks, expected.folder, interrupts, restarts, wait, resize_every)
         finally:
             ray.shutdown()
 
@@ -320,7 +327,13 @@ def _require_fit(expected: Expected, ranks: Ranks) -> None:
 
 
 def _run(
-    job: Job, ranks: Ranks, folder: str, interrupts: Interrupts, restarts: int, wait: float
+    job: Job,
+    ranks: Ranks,
+    folder: str,
+    interrupts: Interrupts,
+    restarts: int,
+    wait: float,
+    resize_every: float,
 ) -> int:
     """Start the trainer, and stand between it and the terminal until it ends."""
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = f"{wait:g}"
@@ -341,6 +354,7 @@ def _run(
             num_workers=(ranks.fewest, ranks.most) if ranks.is_elastic else ranks.most,
             resources_per_worker=ranks.one,
             use_gpu=bool(ranks.gpus),
+            elastic_resize_monitor_interval_s=resize_every,
             placement_strategy="SPREAD" if ranks.per_node == 1 else "PACK",
         ),
         run_config=RunConfig(

@@ -44,6 +44,8 @@ class LaunchRay:
     max_workers: Count | None = None
     """Most ranks, started where there is room for them; default: nodes times the ranks on each. With fewer or more
     ranks the samples of each step stay the same."""
+    resize_every: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds between two looks whether there is room for more ranks; taking them in starts all ranks again."""
     restarts: Annotated[int, Field(ge=0)] = 3
     """How often the run is started again, from its newest checkpoint, after a rank or a machine has died."""
     address: str | None = None
@@ -150,6 +152,7 @@ def ray(path: Path | None, overrides: Sequence[str]) -> int:
             address=launcher.address,
             restarts=launcher.restarts,
             wait=launcher.wait,
+            resize_every=launcher.resize_every,
         )
 
 
