@@ -342,7 +342,7 @@ def _run(
 
     here = ray.get_runtime_context().get_node_id()
     relay = (
-        ray.remote(num_cpus=0, max_concurrency=1000)(Relay)
+        ray.remote(num_cpus=0, max_concurrency=4 * ranks.most + 16)(Relay)
         .options(scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False))
         .remote()
     )
