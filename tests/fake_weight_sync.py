@@ -74,7 +74,9 @@ class Worker(taut_worker.TautWorker):
         self.keeps: Callable[[str], bool] = lambda name: False
         """Which tensors stay as they are, whatever is loaded."""
         self.model_runner = SimpleNamespace(
-            get_model=lambda: self.model, model_config=SimpleNamespace(dtype=torch.float32)
+            get_model=lambda: self.model,
+            model_config=SimpleNamespace(dtype=torch.float32),
+            lora_config=None,
         )
 
     def reload_weights(self, weights_iterator: Iterable[tuple[str, Tensor]]) -> None:

@@ -58,6 +58,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "s3": ("s3fs",),
     "tensorboard": ("tensorboard",),
     "trackio": ("trackio",),
+    "verifiers": ("verifiers",),
     "wandb": ("wandb",),
 }
 """Extra -> the modules of its packages, as pyproject.toml lists them. The libraries of the extras ``rl`` and ``video``

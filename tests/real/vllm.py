@@ -38,6 +38,18 @@ def served(
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
     """The URL, /v1 included, of a float32 server of ``model`` on this machine."""
+    with started(model, log, options, variables) as (url, _):
+        yield url
+
+
+@contextmanager
+def started(
+    model: Path,
+    log: Path,
+    options: tuple[str, ...] = (),
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The same, and the server's process, which leads a group of its own."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with log.open("wb") as out:
@@ -50,7 +62,7 @@ def served(
         )
     try:
         _wait(server, f"http://127.0.0.1:{port}/health", log)
-        yield f"http://127.0.0.1:{port}/v1"
+        yield f"http://127.0.0.1:{port}/v1", server
     finally:
         server.terminate()
         try:

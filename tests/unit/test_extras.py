@@ -113,7 +113,7 @@ def test_the_extras_are_those_of_the_project() -> None:
     assert asked <= EXTRAS.keys() <= OPTIONAL.keys()
     (own,) = [line for line in PROJECT["optional-dependencies"]["dev"] if line.startswith("taut[")]
     assert Requirement(own).extras == OPTIONAL.keys() - {
-        *("dev", "page-tests", "wandb", "trackio", "gs", "modelscope")
+        *("dev", "page-tests", "wandb", "trackio", "verifiers", "gs", "modelscope")
     }
 
 

@@ -1,4 +1,5 @@
-"""The engine behind an OpenAI-compatible /v1/completions endpoint that takes and returns token ids (vLLM).
+"""The engine behind an OpenAI-compatible /v1/completions endpoint that takes and returns token ids: vLLM, or SGLang as
+``sglang.py`` makes it one.
 
 Ids are those the server sampled; text is decoded here and never tokenised again. A server that returns no ids, or that
 reads another prompt than was sent, is refused. Each completion is a separate request with a separate seed, so neither
@@ -47,6 +48,7 @@ from taut.inference.engine import (
     stream_seed,
 )
 from taut.inference.server_pool import Homes, Pool, Server, Serving
+from taut.inference.sglang import DETERMINISTIC, SglangEndpoint, SglangServer, is_sglang
 from taut.inference.vllm_client import (
     ABOVE_ZERO,
     Answer,
@@ -157,6 +159,11 @@ class ServerEngine:
             Decision("server tokenizer", "not compared", f"{one.url} {one.untold}")
             for one in opened
             if one.untold
+        ]
+        told += [
+            Decision("server seeds", "not kept", f"{one.url} is SGLang without {DETERMINISTIC}")
+            for one in opened
+            if not one.server.vllm.keeps_seeds
         ]
         if len(opened) > 1:
             reason = (
@@ -426,8 +433,11 @@ def _opened(
     be used.
     """
     openai = Endpoint.of(url, config, section, url_key="urls", thread=thread)
+    at, kind_of_server = openai.url.removesuffix("/v1"), VllmServer
+    if is_sglang(openai):
+        openai = SglangEndpoint.of(at, config, section, url_key="urls", thread=thread)
+        kind_of_server = SglangServer
     card = served(openai, config.name)
-    at = openai.url.removesuffix("/v1")
     control = Endpoint.of(at, config, section, url_key="urls", thread=thread)
     root = Endpoint(
         at,
@@ -442,7 +452,7 @@ def _opened(
     )
     kind = _kind(openai, card.id, texts)
     untold = _untold_tokenizer(openai, card.id, texts, card.max_model_len)
-    server = Server(VllmServer(openai, control, root, card.id), Serving(card.id))
+    server = Server(kind_of_server(openai, control, root, card.id), Serving(card.id))
     return _Opened(server, card.max_model_len, kind, untold)
 
 

@@ -280,9 +280,8 @@ def served(endpoint: Endpoint, name: str | None) -> Card:
     names, key = ", ".join(card.id for card in cards) or "none", f"{endpoint.section}server.name"
     if any(card.owned_by == "sglang" for card in cards):
         raise EngineError(
-            f"server: {endpoint.url} is SGLang, whose completions have no token ids, and whose own /generate keeps no "
-            f"request's seed unless it is started for that (docs/serving.md); expected vLLM; serve the model with it, "
-            f"or correct {endpoint.url_key}"
+            f"server: {endpoint.url} is SGLang, which is asked for completions only; expected vLLM; serve the model "
+            f"with it, or correct {endpoint.url_key}"
         )
     if name is None and len(cards) != 1:
         raise EngineError(
@@ -351,6 +350,9 @@ class WorkerState(BaseModel):
     folder: str
     """Their folder, a name that no other push had."""
     dtype: str
+    is_probed_alone: bool
+    """Whether a probe has to be its only request: on a CPU with --enable-lora, vLLM's engine ends at prompt_logprobs
+    in a batch with other requests (vllm-project/vllm#16668)."""
 
     @property
     def origin(self) -> str:
@@ -416,6 +418,11 @@ class VllmServer:
     base: str
     """The model's name there."""
 
+    @property
+    def keeps_seeds(self) -> bool:
+        """Whether a request's seed decides what is sampled."""
+        return True
+
     def workers(self) -> list[WorkerState]:
         """The state of each worker."""
         return parsed(_Results[WorkerState], self.control.ask("collective_rpc", {**_HELD})).results
@@ -436,8 +443,8 @@ class VllmServer:
                     "user may read, or run it as the user who trains (docs/weights.md)"
                 )
 
-    def checksums(self, folder: Path) -> list[list[ParameterReport]]:
-        """Each worker's reports on its parameters."""
+    def checksums(self, folder: Path) -> list[list[ParameterReport]] | None:
+        """Each worker's reports on its parameters; None: the server has none."""
         answer = self._call("taut_checksums", folder=str(folder))
         return parsed(_Results[list[ParameterReport]], answer).results
 
@@ -465,12 +472,12 @@ class VllmServer:
         with suppress(EngineError, TimeoutError):
             self.root.tell("v1/unload_lora_adapter", {"lora_name": name}, LEAVING)
 
-    def dtype(self) -> str:
-        """The dtype the server computes in; unknown without taut's extension."""
+    def worker(self) -> WorkerState | None:
+        """The state of the first worker; None without taut's extension."""
         try:
-            return self.workers()[0].dtype
+            return self.workers()[0]
         except EngineError:
-            return "unknown"
+            return None
 
     def takes_adapters(self) -> bool:
         """Whether the server loads adapters while it runs. One that does refuses an empty request."""

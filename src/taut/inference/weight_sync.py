@@ -27,6 +27,7 @@ Requests under way during a push:
                                     again; each token's logprob is that of the weights that sampled it
     full, it cannot                 they are waited for; meanwhile no new ones are sent
     adapter                         they end under the adapter that they began with
+    a probe has to be alone         they are waited for
 
 A completion's version is that of the weights at its beginning: of its oldest token.
 
@@ -172,7 +173,10 @@ class Sync:
         self.mode: Mode
         self._dtype: str
         self._can_pause: bool
-        self.mode, self._dtype, self._can_pause = _together(trained.ranks, self._look_at_servers)
+        self._is_probed_alone: bool
+        self.mode, self._dtype, self._can_pause, self._is_probed_alone = _together(
+            trained.ranks, self._look_at_servers
+        )
         self._folder = Folder(config.folder) if trained.ranks.is_writer else None
         self._count = 0
         self._last: _Push | None = None
@@ -195,7 +199,13 @@ class Sync:
     @property
     def decisions(self) -> list[Decision]:
         """What happens to requests that are under way during a push."""
-        if self.mode == "adapter":
+        if self._is_probed_alone:
+            value = "are waited for"
+            reason = (
+                "a server with --enable-lora on a CPU, whose vLLM ends at a probe next to other requests "
+                "(vllm-project/vllm#16668)"
+            )
+        elif self.mode == "adapter":
             value, reason = "end under their own adapter", "each version has a name of its own"
         elif self._can_pause:
             value = "go on with the new weights"
@@ -226,7 +236,7 @@ class Sync:
                 with self._lock:
                     outcome = _outcome(partial(self._write, version, whole, expected_N))
         _shared(ranks, outcome)
-        waits = self.mode == "full" and not self._can_pause
+        waits = self._is_probed_alone or (self.mode == "full" and not self._can_pause)
         with self.pool.held(until_empty=waits):
             ranks.gather(None)  # requests of all ranks have ended, or are held
             outcomes = _together(ranks, self._feed_all)
@@ -254,8 +264,10 @@ class Sync:
         if not self.pool.in_use:
             raise self.pool.failure
 
-    def _look_at_servers(self) -> tuple[Mode, str, bool]:
-        """How all servers get weights, the dtype they compute in, and whether all can pause."""
+    def _look_at_servers(self) -> tuple[Mode, str, bool, bool]:
+        """How all servers get weights, the dtype they compute in, whether all can pause, and whether one has to be
+        probed alone.
+        """
         model, servers = self.trained.scorer.model, [server.vllm for server in self.pool.servers]
         wanted, obstacle = self.config.mode, _obstacle(model)
         if wanted == "adapter" and obstacle is not None:
@@ -270,7 +282,9 @@ class Sync:
                 "expected a plain LoRA adapter, pushed alone (rollout.server.sync.mode=adapter); or set "
                 "rollout.engine=local"
             )
-        dtypes = [server.dtype() for server in servers]
+        workers = [server.worker() for server in servers]
+        dtypes = ["unknown" if worker is None else worker.dtype for worker in workers]
+        is_alone = any(worker is not None and worker.is_probed_alone for worker in workers)
         mode: Mode | None = None
         takes_adapters = [
             wanted != "full" and obstacle is None and server.takes_adapters() for server in servers
@@ -296,7 +310,8 @@ class Sync:
             raise EngineError(
                 f"server: {listed}; expected all servers to compute in one dtype; start them with the same --dtype"
             )
-        return mode, dtypes[0], mode == "full" and all(server.pauses for server in servers)
+        can_pause = mode == "full" and not is_alone and all(server.pauses for server in servers)
+        return mode, dtypes[0], can_pause, is_alone
 
     def _write(self, version: int, whole: Whole, expected_N: FloatArray) -> None:
         """Write the next push as the writer."""
@@ -352,7 +367,10 @@ class Sync:
                 vllm.load(push.folder, push.version)
                 vllm.empty_prefix_cache()
                 checksums = vllm.checksums(push.folder)
-            num_equal, unread = self._require_arrived(push, checksums)
+            if checksums is None:
+                unread = [*written(push.folder)]
+            else:
+                num_equal, unread = self._require_arrived(push, checksums)
         else:  # under a new name and path, so that nothing cached of another version is used
             run = push.folder.parent.name.rpartition("-")[2]
             name = f"{vllm.base}{PUSHED}{run}-{push.folder.name}"

@@ -8,10 +8,10 @@
         follows_prompt = True                       the messages of reset come after the row's prompt; optional: False
 
 ``rollout.environment.name`` is ``FILE.py:Game``, ``tools`` for the built-in one, ``gym:ENV_ID``, or an agent, which is
-another thing (``environments/agent.py``). Each trajectory has an instance of its own, made without arguments, which
-holds its state. Steps of different trajectories run side by side in threads, each with a time limit. An exception or a
-timeout makes the trajectory an error with the reason, never a reward of 0. A result of the wrong type (no Step, a text
-as the reward) stops the run at the first trajectory.
+another thing (``environments/agent.py``), as is ``verifiers:ENV_ID``. Each trajectory has an instance of its own, made
+without arguments, which holds its state. Steps of different trajectories run side by side in threads, each with a time
+limit. An exception or a timeout makes the trajectory an error with the reason, never a reward of 0. A result of the
+wrong type (no Step, a text as the reward) stops the run at the first trajectory.
 
 A reward is a number (True and False are 1 and 0), or numbers by name; the rewards of all steps are added. Where an
 environment gives none, the run's rewards judge the trajectory.
@@ -69,6 +69,8 @@ GYM = "gym:"
 """Before the id of an environment of Gymnasium."""
 AGENT = "agent:"
 """Before the command or function of an agent."""
+VERIFIERS = "verifiers:"
+"""Before the id of an environment of verifiers, which is an agent."""
 
 Reward: TypeAlias = float | bool | Mapping[str, float | bool] | None
 """The reward of a step, a number or numbers by name; None: the step has no reward."""
@@ -94,7 +96,8 @@ class EnvironmentConfig:
 
     name: str | None = None
     """tools: the tools named below. FILE.py:Class: your own environment. gym:ENV_ID: one of Gymnasium's. agent:COMMAND
-    or agent:FILE.py:function: an agent that asks the policy by itself. None: each completion is judged as it is."""
+    or agent:FILE.py:function: an agent that asks the policy by itself. verifiers:ENV_ID: one of the library verifiers,
+    which does so too. None: each completion is judged as it is."""
     by_row: dict[str, str] = field(default_factory=dict)
     """Several environments in place of name: by the name that a row has in its column environment, what name would be
     (no agent). They share the other keys."""
@@ -102,7 +105,8 @@ class EnvironmentConfig:
     """With name=tools: calculator, python, FILE.py:function with type hints and a docstring, or mcp:COMMAND or mcp:URL,
     the tools of an MCP server."""
     options: dict[str, Any] = field(default_factory=dict)
-    """With name=gym:ENV_ID: the keywords of gymnasium.make."""
+    """With name=gym:ENV_ID: the keywords of gymnasium.make. With name=verifiers:ENV_ID: those of its load_environment,
+    or from verifiers 0.4 on its configuration."""
     max_turns: Annotated[int, Field(ge=1)] = 8
     """Maximum number of turns of the policy; then the trajectory is cut. Of an agent: of answers that it gets."""
     max_tokens: Annotated[int, Field(ge=1)] = 4096
@@ -122,7 +126,7 @@ class EnvironmentConfig:
                 f"rollout.environment.by_row has {', '.join(self.by_row)} and rollout.environment.name is {self.name}; "
                 "expected one of the two; take one out"
             )
-        if agent := next((name for name in self.by_row.values() if name.startswith(AGENT)), None):
+        if agent := next((name for name in self.by_row.values() if _is_agent(name)), None):
             raise ConfigError(
                 f"rollout.environment.by_row has {agent}; expected environments that answer turns, since an agent asks "
                 "by itself; set rollout.environment.name to it, in a run of its own"
@@ -137,10 +141,11 @@ class EnvironmentConfig:
                 "rollout.environment.name=tools and rollout.environment.tools is empty; expected at least one; set "
                 'rollout.environment.tools=["calculator"]'
             )
-        if self.options and not any(name.startswith(GYM) for name in self.names):
+        if self.options and not any(name.startswith((GYM, VERIFIERS)) for name in self.names):
             raise ConfigError(
                 f"rollout.environment.options has {next(iter(self.options))} and rollout.environment.name is "
-                f"{self.name}: nothing reads it; expected name=gym:ENV_ID; take options out, or correct name"
+                f"{self.name}: nothing reads it; expected name=gym:ENV_ID or verifiers:ENV_ID; take options out, or "
+                "correct name"
             )
         for key in ("max_turns", "max_tokens", "timeout", "workers"):
             if not self.is_on and getattr(self, key) != getattr(EnvironmentConfig, key):
@@ -178,11 +183,13 @@ class EnvironmentConfig:
         names = [*self.names, *self.tools]
         if self.is_agent:
             names = [name for name in (names[0].removeprefix(AGENT),) if is_function(name)]
-        return [name for name in names if ":" in name and not name.startswith((GYM, MCP))]
+        return [
+            name for name in names if ":" in name and not name.startswith((GYM, MCP, VERIFIERS))
+        ]
 
     @property
     def is_agent(self) -> bool:
-        return (self.name or "").startswith(AGENT)
+        return _is_agent(self.name or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +375,7 @@ def open_environments(
         source = open_tools(config.tools, config.remote, config.timeout / 2)
     elif config.is_agent:
         assert config.name is not None
-        source = Agents(config.name.removeprefix(AGENT), config.timeout)
+        source = _open_agents(config.name, config, rows)
     try:
         return _opened(config, source, renderer, stop_ids, context, ranks, rows, stop)
     except BaseException:
@@ -565,6 +572,21 @@ class ToolEnvironment:
                 call = replace(call, error="the time of this turn is up; the call was not made")
             messages.append(answer(self.kit, call))
         return Step(messages)
+
+
+def _is_agent(name: str) -> bool:
+    """Whether the environment of this name asks the policy by itself."""
+    return name.startswith((AGENT, VERIFIERS))
+
+
+def _open_agents(name: str, config: EnvironmentConfig, rows: Sequence[PromptRow]) -> Agents:
+    if not name.startswith(VERIFIERS):
+        return Agents(name.removeprefix(AGENT), config.timeout)
+    require("verifiers", f"rollout.environment.name={name}")
+    from taut.rl.environments.verifiers import VerifiersAgent
+
+    agent = VerifiersAgent(name.removeprefix(VERIFIERS), config.options, rows)
+    return Agents(name, config.timeout, agent, agent.close)
 
 
 def _load_environment(name: str, config: EnvironmentConfig, source: Kit | Agents | None) -> Kind:

@@ -275,14 +275,6 @@ def test_a_tokenizer_that_cannot_be_compared_is_told(told: str | None) -> None:
     assert ("takes no text" if told else "does not say which ids") in decision[2]
 
 
-def test_a_server_of_another_program_is_refused_by_name() -> None:
-    with (
-        FakeServer(owner="sglang") as server,
-        pytest.raises(EngineError, match=r"is SGLang, .*no token ids.*; serve the model with it"),
-    ):
-        ServerEngine.open(server.url, CONFIG, tiny_tokenizer(), [7], 64)
-
-
 def test_servers_must_be_started_alike() -> None:
     with (
         pytest.raises(EngineError, match=r"gives processed logprobs and .* raw ones; .*alike"),

@@ -96,11 +96,17 @@ def test_a_request_that_is_paused_goes_on_with_the_new_weights(tmp_path: Path) -
     assert decision[1] == "go on with the new weights"
 
 
-def test_a_request_at_a_server_that_cannot_pause_is_waited_for(tmp_path: Path) -> None:
-    """And a new one waits for the push."""
+@pytest.mark.parametrize("has", [("full",), ("full", "pause")])
+def test_a_request_at_a_server_that_cannot_pause_is_waited_for(
+    tmp_path: Path, has: tuple[str, ...]
+) -> None:
+    """And a new one waits for the push. So it is where vLLM, on a CPU and with adapters, would end at a probe next to
+    another request.
+    """
     model, old = tiny(), tiny()
-    amid = Amid("full", folder=tmp_path, model=model)
+    amid = Amid(*has, folder=tmp_path, model=model)
     with amid.server as server:
+        server.worker.model_runner.lora_config = object() if "pause" in has else None
         engine = amid.open()
         engine.update(5)
         stream = Stream(engine, SAMPLING, amid.done.put)
@@ -123,6 +129,7 @@ def test_a_request_at_a_server_that_cannot_pause_is_waited_for(tmp_path: Path) -
         assert np.abs(completion.logp_N - logps(weights, completion)).max() < 1e-5
     (decision,) = [it for it in engine.decisions if it[0] == "requests during a push"]
     assert decision[1] == "are waited for"
+    assert ("vllm#16668" in decision[2]) == ("pause" in has)
 
 
 def test_a_request_ends_under_the_adapter_that_it_began_with(tmp_path: Path) -> None:

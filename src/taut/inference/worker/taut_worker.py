@@ -45,9 +45,12 @@ class TautWorker:
 
     def taut_held(self) -> dict[str, Any]:
         """The process and its weights."""
-        dtype = str(_worker(self).model_runner.model_config.dtype).removeprefix("torch.")
+        runner = _worker(self).model_runner
+        dtype = str(runner.model_config.dtype).removeprefix("torch.")
         held = {"start": START, "version": self.taut_version, "folder": self.taut_folder}
-        return {**held, "dtype": dtype}
+        device = next(runner.get_model().parameters()).device.type
+        is_alone = device == "cpu" and runner.lora_config is not None
+        return {**held, "dtype": dtype, "is_probed_alone": is_alone}
 
     def taut_load(self, folder: str, version: int) -> dict[str, Any]:
         """Replace the model's weights by those of a folder's files, named as in the checkpoint."""

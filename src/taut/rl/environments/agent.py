@@ -2,6 +2,7 @@
 
     rollout.environment.name = "agent:COMMAND"              a process for each trajectory
                                "agent:FILE.py:function"     a thread for each
+                               "verifiers:ENV_ID"           a thread for each, which calls ``verifiers.py``
 
 A process gets the row as JSON on its standard input, and OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its
 environment. Its end is the end of the trajectory; where the last line of its standard output is a JSON object with the
@@ -79,16 +80,24 @@ class Next(NamedTuple):
 class Agents:
     """What starts agents. ``close`` ends all of them."""
 
-    def __init__(self, spec: str, seconds: float) -> None:
-        """``spec``: a command or FILE.py:function. ``seconds``: of an agent's own time.
+    def __init__(
+        self,
+        spec: str,
+        seconds: float,
+        function: Callable[..., Any] | None = None,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``spec``: a command or FILE.py:function; or the name of ``function``. ``seconds``: of an agent's own time.
 
         Raises ConfigError where there is nothing to start.
         """
-        self.spec, self.seconds = spec, seconds
-        self.function: Callable[..., Any] | None = None
+        self.spec, self.seconds, self._on_close = spec, seconds, on_close
+        self.function = function
         self.command: list[str] = []
         key = "rollout.environment.name"
-        if is_function(spec):
+        if function is not None:
+            pass
+        elif is_function(spec):
             self.function = load_own(spec, key, "function")
         else:
             try:
@@ -114,6 +123,7 @@ class Agents:
         for run in list(self.runs):
             run.end()
         self.endpoint.close()
+        self._on_close()
 
 
 class AgentRun:
