@@ -40,8 +40,11 @@ EIGHT = (
 """Every proof of taut must hold for these; refusing one is not an answer."""
 CARRIED = (*EIGHT, "olmo2", "granite", "cohere2", "phi3", "qwen2_moe", "gemma4_text")
 """These too are carried exactly."""
-STATEFUL = ("qwen3_next", "qwen3_5_text", "lfm2", "bamba")
+FOLLOWING = ("qwen3_next", "qwen3_5_text", "olmo_hybrid", "lfm2")
+"""Some layers carry state from token to token, and it follows the layout."""
+LEAKING = ("bamba",)
 """Some layers carry state from token to token and never see the layout."""
+STATEFUL = (*FOLLOWING, *LEAKING)
 REFUSED = ("llama4_text", "phi3_longrope")
 """Chunked attention; RoPE that depends on the longest sample of the batch."""
 
@@ -146,6 +149,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     },
     "qwen3_next": {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 24},
     "qwen3_5_text": _LINEAR,
+    "olmo_hybrid": {key: value for key, value in _LINEAR.items() if key != "head_dim"},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "bamba": {
         "attn_layer_indices": [1],

@@ -40,7 +40,7 @@ FAMILIES = (
 )
 
 """One of each."""
-EVERY = (*FAMILIES, "qwen3_vl_moe")
+EVERY = (*FAMILIES, "qwen3_vl_moe", "qwen3_5")
 
 HIDDEN = 16
 _TEXT: dict[str, Any] = {
@@ -212,6 +212,14 @@ _FAMILIES = {
 _FAMILIES["qwen3_vl_moe"] = _FAMILIES["qwen3_vl"].with_text(
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12
 )
+_FAMILIES["qwen3_5"] = _FAMILIES["qwen3_vl"].with_text(
+    num_hidden_layers=2,
+    layer_types=["linear_attention", "full_attention"],
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    linear_num_key_heads=1,
+    linear_num_value_heads=2,
+)
 """Between them: windows, untied heads, deepstack, tiles, an own row at a line's end, blocks that see both ways."""
 
 
@@ -224,7 +232,7 @@ def tiny_vlm(kind: str, directory: Path, seed: int = 0, **text: int) -> Path:
         save_tokenizer(tokenizer, directory)
         eos = tokenizer.eos_token_id
         GenerationConfig(eos_token_id=eos).save_pretrained(directory)
-    save_processor(_like(kind), directory)
+    save_processor(pictures_of(kind), directory)
     return directory
 
 
@@ -259,22 +267,22 @@ def vision_tokenizer(kind: str) -> PreTrainedTokenizerBase:
     """The tokenizer with the family's words and its chat template."""
     family = _FAMILIES[kind]
     base = tiny_tokenizer(None)
-    words = [*image_tokens(_like(kind)), family.eos]
+    words = [*image_tokens(pictures_of(kind)), family.eos]
     base.add_special_tokens({"additional_special_tokens": list(dict.fromkeys(words))})
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=base.backend_tokenizer,
         bos_token=family.bos,
         eos_token=family.eos,
         pad_token="<|endoftext|>",
-        model_specific_special_tokens=named_tokens(_like(kind)),
+        model_specific_special_tokens=named_tokens(pictures_of(kind)),
     )
     tokenizer.chat_template = family.template
     return tokenizer
 
 
-def _like(kind: str) -> str:
+def pictures_of(kind: str) -> str:
     """The family whose pictures it has."""
-    return kind.removesuffix("_moe")
+    return {"qwen3_vl_moe": "qwen3_vl", "qwen3_5": "qwen3_vl"}.get(kind, kind)
 
 
 @torch.no_grad()

@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
-from tests.vision_models import vision_model, vision_tokenizer
+from tests.vision_models import pictures_of, vision_model, vision_tokenizer
 from tests.vision_processors import save_processor
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from taut.models import recurrent_layers
 from taut.models.attention_backends import PREFIX
 from taut.models.load import set_attention
 from taut.models.scorer import Scorer
@@ -82,7 +83,7 @@ class Seeing:
 
     @staticmethod
     def of(kind: str, directory: Path) -> Seeing:
-        save_processor(kind.removesuffix("_moe"), directory)
+        save_processor(pictures_of(kind), directory)
         tokenizer = vision_tokenizer(kind)
         processor = open_processor(str(directory), vision_model(kind).config, tokenizer)
         assert processor is not None, "a family that takes pictures"
@@ -92,6 +93,7 @@ class Seeing:
     def scorer(self) -> Scorer:
         model = vision_model(self.kind)
         set_attention(model, PREFIX + "reference")
+        recurrent_layers.install(model)
         return Scorer(model)
 
     def sample(self, name: str, pieces: Sequence[str | Drawn]) -> Sample:

@@ -37,6 +37,8 @@ from taut.io.console import guarded, is_first_on_host, one_line, tell
 from taut.methods import METHODS
 from taut.train.signals import SIGNALS, Interrupt, Interrupts
 
+OF_KIND = re.compile(r"[\w.-]+(==[\w.]+)?:")
+"""How a word begins that is a file of another framework, as trl:run.yaml or trl==0.18.0:run.yaml."""
 CTRL_C = 130
 ENDING = tuple(number for number in SIGNALS if number != signal.SIGINT)
 """Signals that end any command in one line; Ctrl-C is Python's own KeyboardInterrupt."""
@@ -90,12 +92,20 @@ OTHERS = {
     ),
     "check": Command(
         "[RUN.toml | RUN.yaml | --model DIR --data FILE | --recipe KIND:FILE [--processes N]] "
-        "[--full] [--all] [--json]",
+        "[--full] [--all] [--json] [--cluster]",
         "find what is wrong with a run before it is trained",
         "taut.commands.check:main",
         "taut.commands.check:CheckRun",
         is_raw=True,
         has_method=True,
+    ),
+    "import": Command(
+        "KIND:FILE [--processes N] [--samples-per-pack N] [--force] > RUN.toml",
+        "write another framework's recipe as the file of a run",
+        "taut.commands.import_recipe:run",
+        "taut.commands.import_recipe:ImportRecipe",
+        ("recipe",),
+        extras=(),
     ),
     "plan": Command(
         "[RUN.toml | RUN.yaml | --model DIR] [--gpus N] [--gpu-memory 80GiB]",
@@ -281,6 +291,14 @@ WITH_KEY = {
         ("model",),
         extras=("train", "lm-eval"),
     ),
+    ("check", "cluster"): Command(
+        "--cluster [RUN.toml | RUN.yaml] [key=value ...] [--json]",
+        "find what is wrong with the machines of a run before it is launched",
+        "taut.commands.check_cluster:main",
+        "taut.commands.check_cluster:CheckClusterRun",
+        is_raw=True,
+        has_method=True,
+    ),
     ("check", "recipe"): Command(
         "--recipe KIND:FILE [--processes N] [--json]",
         "find what is wrong with another framework's recipe",
@@ -292,7 +310,7 @@ WITH_KEY = {
 """What a command is where a key is set."""
 GROUPS = {
     "Look at a run, before and after": (
-        *("show", "tokenise", "check", "plan", "resume", "runs", "rollouts", "page"),
+        *("show", "tokenise", "import", "check", "plan", "resume", "runs", "rollouts", "page"),
     ),
     "Train on several machines": tuple(name for name in OTHERS if name.startswith("launch ")),
     "Look at data, and take rows out": tuple(name for name in OTHERS if name.startswith("data ")),
@@ -583,11 +601,11 @@ def sort_words(
         word = rest.popleft()
         if word.startswith("--"):
             overrides.append(_from_flag(word[2:], rest, switches, foreign))
-        elif "=" in word:
+        elif "=" in word and not (alone and OF_KIND.match(word)):
             overrides.append(word)
         elif many:
             together.append(word)
-        elif alone and not word.endswith(SUFFIXES):
+        elif alone and (OF_KIND.match(word) or not word.endswith(SUFFIXES)):
             key = next(keys, None)
             if key is None:
                 wanted = " and ".join(name.upper() for name in alone)

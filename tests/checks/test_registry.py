@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from taut.checks import CHECKS, Check
+from taut.checks import CHECKS, OF_NODES, Check
 from taut.checks.registry import DECLARED, Finding, merged, passed
 
 
@@ -63,22 +63,25 @@ def test_causes_that_are_never_asked_before_are_an_error(topics: list[dict[str, 
         merged(topics)
 
 
+ALL = {**OF_NODES, **CHECKS}
+
+
 def test_each_check_is_asked_after_its_causes() -> None:
     asked: set[str] = set()
-    for name, one in CHECKS.items():
+    for name, one in ALL.items():
         assert set(one.after) <= asked, name
         asked.add(name)
 
 
 def test_only_direct_causes_are_declared() -> None:
     for name, one in DECLARED.items():
-        assert set(one.after) <= set(CHECKS[name].after)
-        implied = {cause for direct in one.after for cause in CHECKS[direct].after}
+        assert set(one.after) <= set(ALL[name].after)
+        implied = {cause for direct in one.after for cause in ALL[direct].after}
         assert not implied & set(one.after), name
 
 
 def test_each_declared_check_is_asked_and_asks_a_question() -> None:
-    assert set(DECLARED) == set(CHECKS)
-    assert all(one.question.endswith("?") for one in CHECKS.values())
-    functions = [one.ask.__name__ for one in CHECKS.values()]
+    assert set(DECLARED) == set(ALL)
+    assert all(one.question.endswith("?") for one in ALL.values())
+    functions = [one.ask.__name__ for one in ALL.values()]
     assert len(set(functions)) == len(functions)

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 from tests.docs.pages import (
     CHECK_PAGE,
+    CLUSTER_PAGE,
     CONFIG_PAGE,
     KEYS_FILE,
     RATES_PAGE,
     ROOT,
     SCHEMA_FILE,
     check_page,
+    cluster_page,
     config_page,
     keys_file,
     rates_page,
@@ -102,7 +104,7 @@ def test_every_command_of_a_page_is_accepted(
     page: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("taut.train.log.require", lambda *_: None)  # extras that tests do without
-    words = shlex.split(command.replace(" -> ", " "))
+    words = shlex.split(re.sub(r" > \S+$", "", command).replace(" -> ", " "))
     if words[0] == "make":
         targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert words[1] in targets, f"{page}: make has no target {words[1]}"
@@ -186,3 +188,4 @@ def test_the_configuration_page_has_the_default_of_every_command() -> None:
 
 def test_the_table_of_checks_is_current() -> None:
     assert CHECK_PAGE.read_text(encoding="utf-8") == check_page(), "run make docs"
+    assert CLUSTER_PAGE.read_text(encoding="utf-8") == cluster_page(), "run make docs"

@@ -26,7 +26,7 @@ from tests.chat_runs import (
 )
 from tests.forked_processes import run
 from tests.slow_cases import slow_except
-from tests.tiny_models import CARRIED, STATEFUL
+from tests.tiny_models import CARRIED, FOLLOWING, LEAKING
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import taut
@@ -389,7 +389,9 @@ def test_added_tokens_are_learned_and_saved(model: Path, tmp_path: Path) -> None
     assert not torch.allclose(table[new], known[:new].mean(0), atol=1e-6), "it has been trained"
 
 
-@pytest.mark.parametrize("name", slow_except(["gemma2", "qwen3_moe", "gemma4_text"], CARRIED))
+@pytest.mark.parametrize(
+    "name", slow_except(["gemma2", "qwen3_moe", "qwen3_5_text"], [*CARRIED, *FOLLOWING])
+)
 def test_every_architecture_trains_packed_and_saves_what_it_trained(
     name: str, train: Path, tmp_path: Path
 ) -> None:
@@ -435,7 +437,7 @@ def test_longrope_packs_within_its_first_regime_only(model: Path, tmp_path: Path
     assert alone.eval_loss == pytest.approx(mean_loss(alone.model, held_out), rel=1e-6)
 
 
-@pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.parametrize("name", LEAKING)
 def test_layers_with_state_run_one_sample_at_a_time(name: str, train: Path, tmp_path: Path) -> None:
     model = save_model(tmp_path / name, name)
     out = sft(model, train, tmp_path / "out", steps=2, dtype="float32").out

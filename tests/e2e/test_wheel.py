@@ -57,7 +57,7 @@ def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
         for path in (source / "taut").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert {"taut/py.typed", "taut/migrate/table/sft.toml"} <= expected
+    assert {"taut/py.typed", "taut/migrate/table/options.json"} <= expected
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         entry_points = archive.read(f"{ABOUT}/entry_points.txt").decode()

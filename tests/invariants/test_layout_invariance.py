@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.kernel_emulation import flash_on_cpu
 from tests.slow_cases import slow_except
-from tests.tiny_models import CARRIED, EIGHT, tiny_model
+from tests.tiny_models import CARRIED, EIGHT, FOLLOWING, tiny_model
 from tests.tiny_samples import nested_family
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -51,9 +51,7 @@ LAYOUTS: dict[str, Layouts] = {
 
 
 def load(name: str, backend: str) -> Scorer:
-    model: PreTrainedModel = tiny_model(name)
-    model.set_attn_implementation(f"taut_{backend}")
-    return Scorer(model)
+    return Scorer(tiny_model(name, attention=f"taut_{backend}"))
 
 
 def measure(
@@ -98,7 +96,10 @@ def emulated() -> Iterator[None]:
 
 
 CASES = [
-    (name, backend) for name in CARRIED for backend in BACKENDS if backend not in NO_BACKWARD_ON_CPU
+    (name, backend)
+    for name in (*CARRIED, *FOLLOWING)
+    for backend in BACKENDS
+    if backend not in NO_BACKWARD_ON_CPU
 ]
 WINDOWED = {"mistral", "gemma3", "cohere2", "qwen3_moe"}
 """Of the backends but the reference, these see the other architectures in the slow tests."""
@@ -145,7 +146,7 @@ def test_alone_equals_the_librarys_own_attention(name: str) -> None:
             torch.testing.assert_close(ours(packed).logp_N, expected, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", CARRIED)
+@pytest.mark.parametrize("name", [*CARRIED, *FOLLOWING])
 def test_touching_one_sample_leaves_the_others_alone(name: str) -> None:
     scorer = load(name, "reference")
     samples = nested_family(97)

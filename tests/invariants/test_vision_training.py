@@ -21,7 +21,7 @@ UNREAD = {
 }
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", [*FAMILIES, "qwen3_5"])
 def test_the_tower_computed_again_has_the_same_gradients(kind: str, tmp_path: Path) -> None:
     seeing = Seeing.of(kind, tmp_path)
     model = architecture.unwrap(seeing.scorer.model)

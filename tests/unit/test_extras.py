@@ -48,8 +48,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["schema"], 0, '{\n "$schema": "https://json-schema.org/'),
         (["schema", "best-of-n"], 0, '{\n "$schema": "https://json-schema.org/'),
         (["check", "--recipe", f"trl:{RECIPE}"], 1, f"{RECIPE}  trl sft"),
-        (["check", "--recipe", f"trl:{RECIPE}", "--json"], 1, '{"schema": "taut.recipe/2"'),
+        (["check", "--recipe", f"trl:{RECIPE}", "--json"], 1, '{"schema": "taut.recipe/3"'),
         (["check", "--recipe", "--help"], 0, "usage: taut check --recipe"),
+        (["import", "--help"], 0, "usage: taut import"),
     ],
     ids=str,
 )
@@ -59,6 +60,15 @@ def test_what_the_base_installation_runs(
     ran = run_taut(base, *words)
     assert (ran.returncode, ran.stderr) == (code, "")
     assert ran.stdout.startswith(output)
+
+
+def test_a_recipe_becomes_a_run_without_torch(base: Path) -> None:
+    recipe = base / "run.sh"
+    recipe.write_text("trl dpo --model_name_or_path m --dataset_name org/set --beta 0.05\n")
+    ran = run_taut(base, "import", f"trl:{recipe}")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "beta = 0.05  # run.sh:1 beta" in ran.stdout
+    assert "not checked by the configuration's classes: torch is not installed" in ran.stdout
 
 
 def test_a_recipe_whose_model_is_here_is_examined_without_transformers(base: Path) -> None:

@@ -1,6 +1,7 @@
 """The checks of ``taut check``: questions about a run, asked before it costs anything.
 
-``quick`` checks are asked before each training. ``docs/check.md`` lists all of them.
+``quick`` checks are asked before each training. ``docs/check.md`` lists all of them; docs/cluster.md those of several
+machines (cluster.py), which are about processes and not about a session.
 
 A new check is one function with ``@check`` in the file of its topic, and in ``tests/checks/faults`` a planted fault
 that it alone catches, with an innocent twin that it passes. A check about one method is skipped, with the reason, for
@@ -12,6 +13,7 @@ from __future__ import annotations
 from taut.checks import (
     attention,
     chat_template,
+    cluster,
     data,
     data_quality,
     loss,
@@ -26,7 +28,7 @@ from taut.checks import (
 )
 from taut.checks.registry import Check, Part, in_order
 
-__all__ = ["CHECKS", "Check", "Part"]
+__all__ = ["CHECKS", "OF_NODES", "Check", "Part"]
 
 TOPICS = (
     chat_template,
@@ -45,3 +47,5 @@ TOPICS = (
 )
 """Files of checks. Of two checks that could be asked next, the one of the earlier file is (``registry.merged``)."""
 CHECKS: dict[str, Check] = in_order(TOPICS)
+OF_NODES: dict[str, Check] = in_order((cluster,))
+"""The checks of several machines together, asked before those of the run."""

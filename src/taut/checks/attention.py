@@ -107,7 +107,10 @@ def layers_with_state_are_known(session: Session) -> Finding:
     known = architecture.stateful_layers(session.scorer.model)
     if known:
         layers = ", ".join(known[:3])
-        says = f"{len(known)} layers carry state ({layers}); samples run one at a time"
+        runs = (
+            "samples run one at a time" if session.loaded.one_sample else "it follows each sample"
+        )
+        says = f"{len(known)} layers carry state ({layers}); {runs}"
         return passed(says, moved, unit)
     if moved > session.exact:
         with observe(is_deaf=True):

@@ -10,16 +10,19 @@ from __future__ import annotations
 import difflib
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from taut.checks import CHECKS, Check, Part
+from taut.checks import CHECKS, OF_NODES, Check, Part
+from taut.checks.cluster import Cluster
 from taut.checks.registry import Finding, Outcome, failed, skipped, split_error
 from taut.checks.session import Session, Unavailable
 from taut.errors import CheckFailed, ConfigError, OutOfMemory, TautError
 from taut.io.notebook import html_table
+from taut.methods.method import RunConfig
 from taut.run.setup import Built
 from taut.train import random_state
+from taut.train.distributed import Ranks
 from taut.train.log.events import to_json
 
 
@@ -62,6 +65,10 @@ class Examination:
     def seconds(self) -> float:
         return sum(answered.seconds for answered in self.answered)
 
+    def after(self, earlier: Examination) -> Examination:
+        """Both, as one."""
+        return replace(self, answered=earlier.answered + self.answered)
+
     def count(self, outcome: Outcome) -> int:
         return sum(answered.finding.outcome == outcome for answered in self.answered)
 
@@ -79,13 +86,13 @@ class Examination:
 
 
 def examine(
-    session: Session,
+    session: Session | Cluster,
     part: Part = "quick",
     only: Collection[str] | None = None,
     follow: Callable[[Answered], None] = lambda _: None,
 ) -> Examination:
-    """Ask every check of ``part`` (full: all of them), or those named by ``only``. ``follow`` is called with each
-    answer.
+    """Ask every check of ``part`` (full: all of them), or those named by ``only``; of a Cluster those of nodes.
+    ``follow`` is called with each answer.
 
     Raises ConfigError if ``checks.skip`` names no check.
     """
@@ -94,7 +101,7 @@ def examine(
     causes: dict[str, str] = {}
     answered = []
     state = random_state.capture(session.ranks.device)
-    for name, check in CHECKS.items():
+    for name, check in (OF_NODES if isinstance(session, Cluster) else CHECKS).items():
         if (part == "quick" and check.part == "full") or (only is not None and name not in only):
             continue
         began = time.perf_counter()
@@ -121,15 +128,15 @@ def examine(
 def require_known(names: Sequence[str]) -> None:
     """Raise ConfigError for a name in ``checks.skip`` that no check has."""
     for name in names:
-        if name not in CHECKS:
-            near = difflib.get_close_matches(name, CHECKS, 1)
+        if name not in CHECKS and name not in OF_NODES:
+            near = difflib.get_close_matches(name, [*CHECKS, *OF_NODES], 1)
             hint = f"did you mean {near[0]}?" if near else "docs/check.md lists them"
             raise ConfigError(
                 f"checks.skip names the check {name!r}, and there is none; expected names such as rewards.gold; {hint}"
             )
 
 
-def _ask(name: str, check: Check, session: Session) -> tuple[Finding, str | None]:
+def _ask(name: str, check: Check, session: Session | Cluster) -> tuple[Finding, str | None]:
     """The finding; and if a part of the run is missing for it, the check that says why."""
     try:
         return check.ask(session), None
@@ -146,9 +153,21 @@ def _ask(name: str, check: Check, session: Session) -> tuple[Finding, str | None
 
 def before_training(built: Built) -> Examination | None:
     """The quick part; None if it was turned off. Raises CheckFailed, before anything has been written."""
-    if built.run.check == "off":
+    return None if built.run.check == "off" else _sound(examine(Session.of(built)))
+
+
+def before_launch(run: RunConfig, ranks: Ranks) -> Examination | None:
+    """The checks of nodes; None if checks are turned off, or all ranks are on one. Raises CheckFailed, before anything
+    has been read. Every rank calls it.
+    """
+    if run.check == "off" or ranks.size == 1:
         return None
-    examination = examine(Session.of(built))
+    cluster = Cluster(run, ranks)
+    return None if len(cluster.nodes) == 1 else _sound(examine(cluster))
+
+
+def _sound(examination: Examination) -> Examination:
+    """The examination. Raises CheckFailed where a check failed."""
     failures = []
     for answered in examination.failures:
         shown = "; ".join(answered.finding.evidence[:3])

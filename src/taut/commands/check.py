@@ -5,7 +5,7 @@
 
 Prints failures and warnings, then one line about the rest: how many passed, and how many were not asked for this run,
 by the reason; with --all one row per check. Exit code 1 where a check failed; warnings do not change it. Nothing is
-trained and nothing is written. ``--recipe``: see check_recipe.py.
+trained and nothing is written. ``--recipe``: see check_recipe.py; ``--cluster``: check_cluster.py.
 """
 
 from __future__ import annotations
@@ -84,9 +84,21 @@ def run(config: RunConfig, options: CheckOptions) -> int:
         is_finding = answered.finding.outcome in ("failed", "warning")
         # what was not asked because of a failure, or was left out by name, is left to the end
         if (options.all or is_finding) and answered.cause is None and not answered.is_left_out:
-            _show_row(console, answered)
+            show_row(console, answered)
 
     examination = _examine(session, part, show)
+    show_rest(console, examination)
+    console.print(
+        Text(
+            f"\n{summary(examination)}{'' if options.all else '; --all shows every check'}",
+            STYLES["failed" if examination.failures else "passed"],
+        )
+    )
+    return 1 if examination.failures else 0
+
+
+def show_rest(console: Console, examination: Examination) -> None:
+    """What was not asked because of a failure, and what was left out by name."""
     num_not_asked = Counter(
         finding.cause for finding in examination.answered if finding.cause is not None
     )
@@ -97,13 +109,6 @@ def run(config: RunConfig, options: CheckOptions) -> int:
     if left_out:
         text = f"\nleft out by name (checks.skip): {', '.join(left_out)}"
         console.print(Text(text, STYLES["warning"]))
-    console.print(
-        Text(
-            f"\n{summary(examination)}{'' if options.all else '; --all shows every check'}",
-            STYLES["failed" if examination.failures else "passed"],
-        )
-    )
-    return 1 if examination.failures else 0
 
 
 def summary(examination: Examination) -> str:
@@ -129,7 +134,7 @@ def summary(examination: Examination) -> str:
     return f"{', '.join(parts)} in {examination.seconds:.1f} s"
 
 
-def _show_row(console: Console, answered: Answered) -> None:
+def show_row(console: Console, answered: Answered) -> None:
     """A question and its answer, with evidence and remedy of a finding and the notes of a check that passed."""
     table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
     for width in (7, 21, 17):  # of outcome, name and number; the rest is for the text
@@ -192,7 +197,7 @@ def session_of(config: RunConfig) -> Session:
     if distributed.world_size() > 1:
         raise ConfigError(
             "taut check was started on several ranks; expected one process; start it without torchrun (each training "
-            "asks the quick part on all of its ranks)"
+            "asks the quick part on all of its ranks), or with --cluster to compare machines"
         )
     ranks = distributed.start(config.device, replace(config.parallel, replicas=1, tensor=1))
     use_products(config, ranks)

@@ -19,14 +19,21 @@ class CheckRecipe:
     """Examine a recipe of another framework."""
 
     recipe: str
-    """KIND:FILE, with the kind one of trl, open-r1, swift, openrlhf; KIND==VERSION:FILE where the library is not the
-    newest known; KIND.METHOD:FILE where the file does not say its method."""
+    """KIND:FILE, with the kind one of trl, open-r1, swift, openrlhf, llamafactory, axolotl; KIND==VERSION:FILE where
+    the library is not the newest known; KIND.METHOD:FILE where the file does not say its method."""
     processes: Annotated[int, Field(ge=1)] | None = None
     """Number of training processes that the recipe is started with, where it does not say so."""
+    samples_per_pack: Annotated[int, Field(ge=1)] | None = None
+    """Samples of a packed sequence, where the recipe counts its batch in packs."""
     json: bool = False
     """Print one JSON object (see docs/recipes.md) instead of the report."""
 
 
 def run(config: CheckRecipe) -> int:
     """Print the report; 1 where the recipe walks into a trap that makes the result wrong, or taut lacks a setting."""
-    return examine.main(config.recipe, as_json=config.json, num_processes=config.processes)
+    return examine.main(
+        config.recipe,
+        as_json=config.json,
+        num_processes=config.processes,
+        samples_per_pack=config.samples_per_pack,
+    )

@@ -23,7 +23,7 @@ import pydantic
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from taut.checks.examine import Examination, before_training, require_known
+from taut.checks.examine import Examination, before_launch, before_training, require_known
 from taut.config import first_problem, to_dict, user_path
 from taut.data.order import Cursor
 from taut.data.stream import StreamDataset
@@ -161,6 +161,8 @@ def train(run: RunConfig) -> Result:
         with Lock(out) as lock:
             if ranks.is_writer and (out / MARK).is_file():
                 lock.take()
+            ranks.doing("comparing the nodes")
+            of_nodes = before_launch(run, ranks)
             before = read_resolved(out) if run.resume and (out / MARK).is_file() else None
             day = None if before is None else before.get("day")
             ranks.doing("reading the data")
@@ -178,6 +180,8 @@ def train(run: RunConfig) -> Result:
                     built.opened.extend(source.open())
                     evaluations, stop_check = _evaluations(built, out), _stop_check(built)
                     examination = before_training(built)
+                    if examination is not None and of_nodes is not None:
+                        examination = examination.after(of_nodes)
                     keep_reference(built)
                     preparation.close()  # from here on a signal saves the state
                     on_cpu = ranks.device.type == "cpu"

@@ -151,7 +151,7 @@ def score(scorer: Scorer, samples: Sequence[Sample]) -> list[Tensor]:
     dtype = torch.float64 if is_double else torch.float32
     model = architecture.unwrap(scorer.model)
     trained_with = architecture.text_config(model)._attn_implementation
-    is_alone = bool(architecture.stateful_layers(model))
+    is_alone = bool(architecture.leaking_layers(model))
     parts = [[sample] for sample in samples] if is_alone else [samples]
     scores: list[Tensor] = []
     set_attention(model, select("auto", scorer.device, dtype, model.config).implementation)

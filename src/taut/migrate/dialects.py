@@ -1,4 +1,4 @@
-"""The frameworks whose recipes are read: TRL, open-r1, ms-swift and OpenRLHF.
+"""The frameworks whose recipes are read: TRL, open-r1, ms-swift, OpenRLHF, LLaMA-Factory and axolotl.
 
 A ``Dialect`` says which commands start a framework, what its options are called and which names are aliases;
 ``read_recipe`` makes a ``Recipe`` of a settings file or a shell script. A settings file does not always name its
@@ -14,7 +14,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -55,6 +55,8 @@ class Found(NamedTuple):
     at: int
     """Index of the first option."""
     is_script: bool
+    name: str
+    """Of the command or the script."""
 
 
 class Release(NamedTuple):
@@ -91,6 +93,12 @@ class Dialect:
     """The key of a settings file under which it sets environment variables."""
     method_names: Mapping[str, Method | None] = field(default_factory=dict)
     """Names of commands that are not those of their methods -> the method; None: its options say it."""
+    more_methods: tuple[Method, ...] = ()
+    """Methods that no file of settings is taken for by its options alone."""
+    scripts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Names of scripts -> what their code sets, where the command does not."""
+    hoists: tuple[str, ...] = ()
+    """Tables of a settings file whose entries are options of the run."""
 
     def find_start(self, words: Sequence[str]) -> Found | None:
         """Where this framework's options begin in a command; None: it is another command."""
@@ -101,9 +109,13 @@ class Dialect:
                 match = re.fullmatch(start.words, text, re.DOTALL)
                 if match is None:
                     continue
-                names = {method: method for method in self.methods} | dict(self.method_names)
-                if match["name"] in names:
-                    return Found(names[match["name"]], at + num_words, start.is_script)
+                names: dict[str, Method | None] = {
+                    method: method for method in (*self.methods, *self.more_methods)
+                }
+                names |= self.method_names
+                name = match.groupdict().get("name") or ""
+                if name in names:
+                    return Found(names[name], at + num_words, start.is_script, name)
         return None
 
 
@@ -141,6 +153,9 @@ def read_recipe(
         for name, word in variables:
             environment[name] = Setting(name, word.text, f"{path.name}:{word.line}", word.obstacle)
         method = method or start.method
+        in_code = dialect.scripts.get(start.name, {}) if start.is_script else {}
+        script = f"{start.name}.py"
+        settings = [Setting(key, value, script) for key, value in in_code.items()] + settings
         launch = {
             "place": f"{path.name}:{words[max(start.at - 1, 0)].line}",
             "launcher": tuple(word.text for word in words[: start.at] if not _assigns(word)),
@@ -158,14 +173,26 @@ def read_recipe(
         settings = [
             setting for setting in settings if setting.key.partition(".")[0] != dialect.environment
         ]
+    if dialect.hoists:
+        settings = [
+            setting._replace(key=setting.key.partition(".")[2] or setting.key)
+            if setting.key.partition(".")[0] in dialect.hoists
+            else setting
+            for setting in settings
+            if setting.key not in dialect.hoists
+        ]
     by_given_key = {setting.key: setting for setting in settings}
     by_key: dict[str, Setting] = {}
     for setting in settings:
         key = dialect.aliases.get(setting.key, setting.key)
-        by_key[key] = setting._replace(key=key)
-        if setting.key.startswith("no_") and setting.value is True:
+        if (
+            setting.key.startswith("no_")
+            and setting.value is True
+            and not is_option(dialect.name, key)
+        ):
             key = key.removeprefix("no_")
-            by_key[key] = Setting(key, False, setting.place)
+            setting = Setting(key, False, setting.place)
+        by_key[key] = setting._replace(key=key)
     for alias in dialect.prefers_alias & by_given_key.keys():
         key = dialect.aliases[alias]
         by_key[key] = by_given_key[alias]._replace(key=key)
@@ -276,10 +303,10 @@ def _choose_method(
     """The method and the reason for it. Raises ConfigError where several are equally likely."""
     named = dialect.method_of(settings) or requested
     if named is not None:
-        for method in dialect.methods:
+        for method in (*dialect.methods, *dialect.more_methods):
             if method == named:
                 return method, "the recipe names it"
-        choices = ", ".join(dialect.methods)
+        choices = ", ".join((*dialect.methods, *dialect.more_methods))
         raise ConfigError(f"found method {named} for {dialect.name}; expected one of {choices}")
     counts = {
         method: len(by_given_key.keys() & options(dialect.name, method))
@@ -300,6 +327,13 @@ def _choose_method(
 
 
 @cache
+def is_option(dialect_name: str, key: str) -> bool:
+    """Whether a framework has an option of that name, for any method."""
+    text = files("taut.migrate").joinpath("table/options.json").read_text(encoding="utf-8")
+    return any(key in options(dialect_name, method) for method in json.loads(text)[dialect_name])
+
+
+@cache
 def options(framework: str, method: str) -> frozenset[str]:
     """Every known option of a framework for a method."""
     text = files("taut.migrate").joinpath("table/options.json").read_text(encoding="utf-8")
@@ -313,6 +347,9 @@ ALIASES: dict[str, dict[str, str]] = tomllib.loads(
 )
 
 # `trl METHOD`, its scripts under accelerate or torchrun, and YAML for `--config`
+IN_PYTHON = "the rows and some settings are made by Python code of the script"
+PICTURES = "lmms-lab/multimodal-open-r1-8k-verified"
+REWARDS = ["think_format_reward", "accuracy_reward"]
 TRL = Dialect(
     name="trl",
     library="trl",
@@ -322,9 +359,52 @@ TRL = Dialect(
         Start(r"trl\.scripts\.(?P<name>\w+)", is_script=True),
     ),
     methods=("sft", "dpo", "grpo", "kto", "rloo", "reward"),
+    more_methods=(
+        *("bco", "orpo", "cpo", "prm", "ppo", "online_dpo", "gkd", "gold", "distillation"),
+        "async_grpo",
+        *("nash_md", "xpo", "tpo", "sdft", "sdpo", "ssd", "minillm"),
+    ),
+    method_names={
+        name: method
+        for method, names in {
+            "sft": (
+                "sft_vlm sft_gemma3 sft_gpt_oss sft_nemotron_3 sft_vlm_gemma3 sft_video_llm "
+                "sft_tiny_aya_tool_calling"
+            ),
+            "dpo": "dpo_vlm mpo_vlm",
+            "grpo": "grpo_vlm gspo gspo_vlm grpo_agent grpo_2048 grpo_continuous_batching",
+            "rloo": "rloo_vlm",
+            "reward": "reward_modeling",
+            "ppo": "ppo_tldr",
+            "online_dpo": "online_dpo_vlm dpo_online",
+            "gold": "gold_vlm",
+        }.items()
+        for name in names.split()
+    },
+    scripts={
+        "sft_vlm": {"max_length": None},
+        "sft_vlm_gemma3": {"max_length": None},
+        "gspo": {
+            "dataset_name": "AI-MO/NuminaMath-TIR",
+            "reward_funcs": REWARDS,
+            "script": IN_PYTHON,
+        },
+        "online_dpo_vlm": {"dataset_name": PICTURES, "script": IN_PYTHON},
+        **{
+            name: {"dataset_name": PICTURES, "reward_funcs": REWARDS, "script": IN_PYTHON}
+            for name in ("grpo_vlm", "gspo_vlm", "rloo_vlm")
+        },
+        **{
+            name: {"script": IN_PYTHON}
+            for name in (
+                *("grpo_agent", "grpo_2048", "grpo_continuous_batching", "async_grpo"),
+                *("sft_gemma3", "rloo"),
+            )
+        },
+    },
     newest=Release("1.16.0", "the newest known; say another as trl==VERSION:FILE"),
     options_of="trl 1.16.0",
-    model=("model_name_or_path",),
+    model=("model_name_or_path", "sft_model_path", "student_model_name"),
     data=("dataset_name", "datasets"),
     aliases=ALIASES["trl"],
     prefers_alias=frozenset({"model_init_kwargs.attn_implementation", "model_init_kwargs.dtype"}),
@@ -348,34 +428,27 @@ OPEN_R1 = Dialect(
     environment="env",
 )
 
-SWIFT_TYPES: Mapping[str, Method] = {
-    "dpo": "dpo",
-    "grpo": "grpo",
-    "kto": "kto",
-    "ppo": "ppo",
-    "rm": "reward",
-}
-
 
 def swift_method(settings: Mapping[str, Setting]) -> Method | None:
     """The method that ``rlhf_type`` names; a file without it may be for any command."""
     setting = settings.get("rlhf_type")
     if setting is None or setting.obstacle:
         return None
-    return SWIFT_TYPES.get(str(setting.value), "other")
+    return {"rm": "reward"}.get(str(setting.value), str(setting.value))
 
 
 # `swift sft`, `swift rlhf --rlhf_type METHOD`, `swift pt`, swift/cli/sft.py under torchrun, with YAML or JSON as the
-# first word; `megatron sft` is another program and is not read
+# first word; without rlhf_type `swift rlhf` is dpo
 SWIFT = Dialect(
     name="swift",
     library="ms-swift",
     starts=(
         Start(r"(?:.*/)?swift (?P<name>sft|pt|rlhf)"),
-        Start(r".*cli/(?P<name>sft|pt|rlhf)\.py"),
-        Start(r".*swift\.cli\.(?P<name>sft|pt|rlhf)"),
+        Start(r"(?!.*_megatron).*cli/(?P<name>sft|pt|rlhf)\.py"),
+        Start(r"(?!.*_megatron).*swift\.cli\.(?P<name>sft|pt|rlhf)"),
     ),
-    methods=("sft", "dpo", "grpo", "kto", "ppo", "reward", "other"),
+    methods=("sft", "dpo", "grpo", "kto", "ppo", "reward", "pt"),
+    more_methods=("orpo", "cpo", "simpo", "gkd"),
     newest=Release("4.6.0", "the newest known; say another as swift==VERSION:FILE"),
     options_of="ms-swift 4.6",
     model=("model",),
@@ -383,7 +456,88 @@ SWIFT = Dialect(
     aliases=ALIASES["swift"],
     method_of=swift_method,
     environment="ENV",
-    method_names={"pt": "other", "rlhf": None},
+    method_names={"rlhf": "dpo"},
+)
+
+# `megatron sft | pt | rlhf`; its files of settings may have tables for Ray
+MEGATRON = replace(
+    SWIFT,
+    name="megatron",
+    starts=(
+        Start(r"(?:.*/)?megatron (?P<name>sft|pt|rlhf)"),
+        Start(r".*cli/_megatron/(?P<name>sft|pt|rlhf)\.py"),
+        Start(r".*swift\.cli\._megatron\.(?P<name>sft|pt|rlhf)"),
+    ),
+    options_of="Megatron-SWIFT 4.6",
+    hoists=("train", "rollout"),
+    model=("model", "mcore_model"),
+)
+
+
+def llamafactory_method(settings: Mapping[str, Setting]) -> Method | None:
+    """``stage``, and of dpo the loss."""
+    stage, loss = (
+        setting.value if (setting := settings.get(name)) is not None else None
+        for name in ("stage", "pref_loss")
+    )
+    if stage == "dpo" and loss in ("orpo", "simpo"):
+        return str(loss)
+    return {"rm": "reward"}.get(str(stage), str(stage)) if stage is not None else "sft"
+
+
+LLAMAFACTORY = Dialect(
+    name="llamafactory",
+    library="llamafactory",
+    starts=(
+        Start(r"(?:.*/)?(?:llamafactory-cli|lmf) (?P<name>train)"),
+        Start(r"(?:.*/)?(?P<name>train)\.py"),
+    ),
+    methods=("sft", "pt", "dpo", "kto", "reward", "ppo", "orpo", "simpo"),
+    newest=Release("0.9.5", "the newest known; say another as llamafactory==VERSION:FILE"),
+    options_of="LLaMA-Factory 0.9",
+    model=("model_name_or_path",),
+    data=("dataset",),
+    method_of=llamafactory_method,
+    method_names={"train": None},
+)
+
+
+def axolotl_method(settings: Mapping[str, Setting]) -> Method | None:
+    """``rl``, or a reward model, else fine-tuning."""
+    values = {name: setting.value for name, setting in settings.items()}
+    if values.get("rl"):
+        return str(values["rl"])
+    if values.get("process_reward_model"):
+        return "process_reward"
+    if values.get("reward_model"):
+        return "reward"
+    return "pt" if values.get("pretraining_dataset") and not values.get("datasets") else "sft"
+
+
+AXOLOTL = Dialect(
+    name="axolotl",
+    library="axolotl",
+    starts=(Start(r"(?:.*/)?axolotl (?P<name>train)"), Start(r"axolotl\.cli\.(?P<name>train)")),
+    methods=(
+        "sft",
+        "pt",
+        "dpo",
+        "ipo",
+        "kto",
+        "orpo",
+        "simpo",
+        "reward",
+        "process_reward",
+        "grpo",
+        "gdpo",
+    ),
+    more_methods=("ebft",),
+    newest=Release("0.13.0", "the newest known; say another as axolotl==VERSION:FILE"),
+    options_of="axolotl 0.13",
+    model=("base_model",),
+    data=("datasets",),
+    method_of=axolotl_method,
+    method_names={"train": None},
 )
 
 
@@ -414,5 +568,24 @@ OPENRLHF = Dialect(
 )
 
 DIALECTS: dict[str, Dialect] = {
-    dialect.name: dialect for dialect in (TRL, OPEN_R1, SWIFT, OPENRLHF)
+    dialect.name: dialect
+    for dialect in (TRL, OPEN_R1, SWIFT, MEGATRON, OPENRLHF, LLAMAFACTORY, AXOLOTL)
 }
+
+
+def dialect_of(name: str, path: Path) -> Dialect:
+    """The dialect of that name; for swift that of Megatron-SWIFT where the file is a recipe for it."""
+    if name != "swift":
+        return DIALECTS[name]
+    if path.suffix in SUFFIXES:
+        settings, _ = read_settings(path)
+        keys = {setting.key for setting in settings}
+        is_megatron = not keys.isdisjoint(
+            ("global_batch_size", "micro_batch_size", "train_iters", "lr")
+        )
+        return MEGATRON if is_megatron else SWIFT
+    words = [
+        [word.text for word in command.words] for command in commands(read_text(path), path.name)
+    ]
+    has_swift = any(SWIFT.find_start(line) for line in words)
+    return MEGATRON if not has_swift and any(map(MEGATRON.find_start, words)) else SWIFT

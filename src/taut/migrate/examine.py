@@ -25,18 +25,20 @@ from rich.text import Text
 from taut.config import home_path
 from taut.errors import ConfigError
 from taut.io.terminal import Terminal
-from taut.migrate.carry import Carried, Option, carry
-from taut.migrate.dialects import DIALECTS, read_recipe
+from taut.methods import command_of
+from taut.migrate.convert import convert
+from taut.migrate.dialects import DIALECTS, dialect_of, read_recipe
+from taut.migrate.draft import Carried
 from taut.migrate.facts import Facts
 from taut.migrate.recipe import Recipe
+from taut.migrate.run_file import as_words, option_line, printable
 from taut.migrate.traps import Judged, State, judge
 
 SPEC = re.compile(
     r"(?P<framework>[\w-]+)(?:\.(?P<method>\w+))?(?:==(?P<version>[^:]+))?:(?P<file>.+)"
 )
-SCHEMA = "taut.recipe/2"
+SCHEMA = "taut.recipe/3"
 """Raised when a field changes its meaning or is removed; docs/recipes.md describes it."""
-SECRET = re.compile(r"(?i)token$|key$|secret$")
 STYLES = {"wrong": "bold red", "late": "yellow", "slow": "cyan"}
 WIDTH = 100
 """Columns of a report that does not go to a terminal."""
@@ -46,11 +48,17 @@ MAX_LINES = 8
 """Lines of a list that are printed; JSON has all."""
 
 
-def main(spec: str, *, as_json: bool = False, num_processes: int | None = None) -> int:
-    """Print the report. The exit code is 1 where the recipe walks into a trap that makes the result wrong, or has a
-    setting that taut lacks.
+def main(
+    spec: str,
+    *,
+    as_json: bool = False,
+    num_processes: int | None = None,
+    samples_per_pack: int | None = None,
+) -> int:
+    """Print the report. The exit code is 1 where the recipe walks into a trap that makes the result wrong, or taut
+    lacks a setting that changes it.
     """
-    report = examine(spec, num_processes)
+    report = examine(spec, num_processes, samples_per_pack)
     if as_json:
         sys.stdout.write(json.dumps(report.as_json(), allow_nan=False) + "\n")
     else:
@@ -58,16 +66,18 @@ def main(spec: str, *, as_json: bool = False, num_processes: int | None = None) 
     return report.exit_code
 
 
-def examine(spec: str, num_processes: int | None = None) -> RecipeReport:
+def examine(
+    spec: str, num_processes: int | None = None, samples_per_pack: int | None = None
+) -> RecipeReport:
     """Read a recipe and judge it. Raises ConfigError where there is none.
 
-    ``num_processes``: the number of training processes, where the recipe does not say it.
+    ``num_processes``: the number of training processes, where the recipe does not say it; ``samples_per_pack``: of a
+    packed sequence.
     """
     match = SPEC.fullmatch(spec)
     if match is None:
         raise ConfigError(f"recipe={spec}: expected FRAMEWORK:FILE, e.g. trl:recipe.yaml")
-    dialect = DIALECTS.get(match["framework"])
-    if dialect is None:
+    if match["framework"] not in DIALECTS:
         near = difflib.get_close_matches(match["framework"], DIALECTS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}" if near else f"expected one of {', '.join(DIALECTS)}"
         raise ConfigError(f"recipe={spec}: unknown framework {match['framework']}; {hint}")
@@ -79,9 +89,10 @@ def examine(spec: str, num_processes: int | None = None) -> RecipeReport:
                 f"recipe={spec}: {match['version']} is no version; expected e.g. 0.18.0"
             ) from None
     path = home_path(match["file"])
+    dialect = dialect_of(match["framework"], path)
     recipe = read_recipe(dialect, path, match["method"], match["version"])
     facts = Facts(recipe, path.parent)
-    carried = carry(recipe, facts, num_processes)
+    carried = convert(recipe, facts, num_processes, samples_per_pack)
     return RecipeReport(recipe, str(path), tuple(judge(recipe, facts)), carried)
 
 
@@ -92,7 +103,7 @@ class RecipeReport:
     recipe: Recipe
     path: str
     judged: tuple[Judged, ...]
-    carried: Carried | None
+    carried: Carried
 
     def having(self, state: State) -> list[Judged]:
         """The traps that the recipe walks into, that are clear, or that are undecided."""
@@ -100,9 +111,18 @@ class RecipeReport:
 
     @property
     def exit_code(self) -> int:
-        """1 where it walks into a trap that makes the result wrong, or has a setting that taut lacks."""
+        """1 where it walks into a trap that makes the result wrong, or taut lacks a setting that changes it."""
         walks_in = any(judged.trap.severity == "wrong" for judged in self.having("walks_in"))
-        return int(walks_in or (self.carried is not None and bool(self.carried.having("lacking"))))
+        return int(walks_in or not self.carried.is_exact)
+
+    @property
+    def command(self) -> str | None:
+        """``taut METHOD key=value ...``; None where there is no such run in taut."""
+        if self.carried.refusals:
+            return None
+        return " ".join(
+            [command_of(self.carried.method), *map(shlex.quote, as_words(self.carried.settings))]
+        )
 
     def print(self, console: Console) -> None:
         """The report as text."""
@@ -146,7 +166,7 @@ class RecipeReport:
         ]
         _print_list(console, "Unknown keys:", unknown_lines)
         _print_list(console, "Not read:", list(recipe.unread))
-        _print_carried(console, recipe, self.carried)
+        _print_carried(console, self)
         counts = (
             f"{len(self.having('walks_in'))} walked into, {len(self.having('clear'))} clear, "
             f"{len(self.having('undecided'))} not decided"
@@ -194,10 +214,9 @@ class RecipeReport:
                 for unknown in recipe.unknown
             ],
             "unread": list(recipe.unread),
-            "carried": None
-            if carried is None
-            else {
-                "command": carried.command,
+            "carried": {
+                "method": carried.method,
+                "command": self.command,
                 "settings": dict(carried.settings),
                 "unfilled": dict(carried.unfilled),
                 "assumed": list(carried.assumed),
@@ -205,26 +224,16 @@ class RecipeReport:
                     {
                         "key": option.key,
                         "place": option.place or None,
-                        "value": _printable(option),
+                        "value": printable(option),
                         "outcome": option.outcome,
                         "why": option.why,
                         "keys": list(option.keys),
+                        "changes_result": option.changes or option.refuses,
                     }
                     for option in carried.options
                 ],
             },
         }
-
-
-def _printable(option: Option) -> Any:
-    """The option's value; ``***`` for a secret; a date, or a number that JSON cannot express, as text."""
-    if option.outcome == "machine" and SECRET.search(option.key):
-        return "***"
-    try:
-        json.dumps(option.value, allow_nan=False)
-    except (TypeError, ValueError):
-        return str(option.value)
-    return option.value
 
 
 def _by_reason(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
@@ -249,21 +258,19 @@ def _print_list(console: Console, title: str, lines: list[str], max_lines: int =
     console.print(table)
 
 
-def _print_carried(console: Console, recipe: Recipe, carried: Carried | None) -> None:
+def _print_carried(console: Console, report: RecipeReport) -> None:
     """The taut command to copy, every setting that taut lacks, and the other options by reason."""
-    if carried is None:
-        is_sft = recipe.method == "sft"
-        why = "the recipe names no model" if is_sft else "only recipes for SFT are written as one"
-        console.print(Text(f"\nIn taut: no command; {why}", "bold"))
-        return
-    lacking = sorted(carried.having("lacking"), key=lambda option: not option.refuses)
-    lacking_lines = [option.line for option in lacking]
-    if carried.command is None:
+    carried = report.carried
+    lacking = sorted(
+        carried.having("lacking"), key=lambda option: (not option.refuses, not option.changes)
+    )
+    lacking_lines = [option_line(option) for option in lacking]
+    if report.command is None:
         console.print(Text("\nIn taut: no command", "bold"))
         _print_list(console, "Not in taut:", lacking_lines, len(lacking))
         return
-    command_lines = ["taut sft"]  # broken between words, never within quotes
-    for word in map(shlex.quote, carried.words):
+    command_lines = [command_of(carried.method)]  # broken between words, never within quotes
+    for word in map(shlex.quote, as_words(carried.settings)):
         if len(command_lines[-1]) + len(word) < COMMAND_WIDTH:
             command_lines[-1] += f" {word}"
         else:
@@ -271,7 +278,10 @@ def _print_carried(console: Console, recipe: Recipe, carried: Carried | None) ->
     command = " \\\n      ".join(command_lines)
     console.print(Text("\nIn taut:", "bold"))
     console.print(Text(f"  {command}"), soft_wrap=True)
-    words = [f"{word}: a value for {key}" for key, word in carried.unfilled.items()]
+    console.print(
+        Text("  taut import writes it as a file, with the recipe's line at each key", "dim")
+    )
+    words = [f"{key}: {why}" for key, why in carried.unfilled.items()]
     _print_list(console, "To be filled in:", words, len(words))
     _print_list(console, "Lacking:", lacking_lines, len(lacking))
     _print_list(console, "Assumed:", list(carried.assumed), len(carried.assumed))

@@ -394,14 +394,20 @@ def count_processes(recipe: Recipe, directory: Path, requested: int | None = Non
         return Processes(number, f"--include {value}", frozenset({"--include"}))
     if "hostfile" in stated:
         return _from_hostfile(stated["hostfile"], directory)
+    if recipe.framework == "openrlhf" and "actor.num_gpus_per_node" in recipe.settings:
+        return _product(recipe.settings, ("actor.num_nodes", "actor.num_gpus_per_node"))
     if recipe.value("use_ray") is True:
         return Processes(None, "the device groups of Ray", frozenset({"use_ray"}))
-    if recipe.framework == "swift":
+    if recipe.framework in ("swift", "megatron", "llamafactory"):
         if "NPROC_PER_NODE" in variables or "NNODES" in variables:
             return _product(variables, ("NPROC_PER_NODE", "NNODES"))
-        if recipe.launcher[-2:-1] and recipe.launcher[-2].endswith("swift"):
+        if (
+            recipe.framework == "swift"
+            and recipe.launcher[-2:-1]
+            and recipe.launcher[-2].endswith("swift")
+        ):
             return Processes(1, "swift starts one process where NPROC_PER_NODE is not set")
-    else:
+    if recipe.framework != "swift":
         for name in VISIBLE_DEVICES:
             if name in variables and not variables[name].obstacle:
                 devices = str(variables[name].value)

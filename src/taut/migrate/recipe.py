@@ -22,8 +22,9 @@ import yaml
 from taut.errors import ConfigError
 from taut.io import files
 
-Framework = Literal["trl", "open-r1", "swift", "openrlhf"]
-Method = Literal["sft", "dpo", "grpo", "ppo", "kto", "rloo", "reward", "other"]
+Framework = Literal["trl", "open-r1", "swift", "megatron", "openrlhf", "llamafactory", "axolotl"]
+Method = str
+"""The framework's own name of what it trains."""
 
 SUFFIXES = (".yaml", ".yml", ".json")
 """Of settings files."""

@@ -22,7 +22,7 @@ import fnmatch
 import inspect
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -34,7 +34,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from taut.attention.decode import Decoding
 from taut.attention.layout import Layout
 from taut.errors import ModelError
-from taut.models import products
+from taut.models import products, recurrent_layers
 from taut.models.stateful_types import STATEFUL_TYPES
 from taut.types import Media, Packed
 from taut.vision import tower
@@ -314,20 +314,41 @@ def attention_layer_count(model: nn.Module) -> int:
 
 
 def stateful_layers(model: nn.Module) -> list[str]:
-    """Names of decoder blocks (or modules in them) that carry state from token to token, across the samples of a pack
-    whatever the layout says. They are found by layer type, by class name, and by any 1-D convolution.
+    """Names of decoder blocks (or modules in them) that carry state from token to token. They are found by layer type,
+    by class name, and by any 1-D convolution.
     """
-    names: list[str] = []
+    return [name for name, _ in _stateful_blocks(model)]
+
+
+def leaking_layers(model: nn.Module) -> list[str]:
+    """Those of ``stateful_layers`` whose state does not follow the layout: it goes on across the samples of a pack."""
+    return [name for name, block in _stateful_blocks(model) if not _follows_layout(block)]
+
+
+def _stateful_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     types = layer_types(model)
     for index, block in enumerate(layers(model)):
         if types[index] in STATEFUL_TYPES:
-            names.append(f"layers.{index} ({types[index]})")
+            yield f"layers.{index} ({types[index]})", block
             continue
         for name, module in block.named_modules():
             if isinstance(module, nn.Conv1d) or _STATEFUL_CLASS.search(type(module).__name__):
-                names.append(f"layers.{index}.{name} ({type(module).__name__})")
+                yield f"layers.{index}.{name} ({type(module).__name__})", block
                 break
-    return names
+
+
+def _follows_layout(block: nn.Module) -> bool:
+    """Whether every module in the block that carries state lets it follow the layout."""
+    carrying = [
+        module
+        for module in block.modules()
+        if module is not block
+        and (
+            _STATEFUL_CLASS.search(type(module).__name__)
+            or any(isinstance(child, nn.Conv1d) for child in module.children())
+        )
+    ]
+    return bool(carrying) and all(map(recurrent_layers.follows_layout, carrying))
 
 
 def length_dependent_rope(model: nn.Module) -> tuple[str, int] | None:

@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
 from taut.attention.layout import Layout
-from taut.models import architecture, products
+from taut.models import architecture, products, recurrent_layers
 from taut.models.noise import KeyedDropout
 
 ROTATION = "apply_rotary_pos_emb"
@@ -46,10 +46,12 @@ TOWER_ROTATION = "apply_rotary_pos_emb_vision"
 
 
 def install(model: PreTrainedModel) -> None:
-    """Give the layers of language model and vision tower their faster forms, and all linear layers the faster library
-    for their products. Weights, names and what is saved do not change.
+    """Give the layers of language model and vision tower their faster forms, all linear layers the faster library
+    for their products, and layers with state those whose state follows the layout. Weights, names and what is saved
+    do not change.
     """
     products.install(model)
+    recurrent_layers.install(model)
     for module in model.modules():
         if "forward" in vars(module):  # the library's, where ranks compute a layer together
             continue

@@ -8,8 +8,8 @@
 
 For a model with a scalar head, its number at each token takes the place of logprobs.
 
-A model whose layers carry state across tokens fails the neighbour test; it then runs one sample at a time, which the
-caller records. Any other failure is an error that names the layer or the number.
+A model with layers whose state does not follow the layout fails the neighbour test; it then runs one sample at a time,
+which the caller records. Any other failure is an error that names the layer or the number.
 
 ``library_logps`` and ``library_scalars`` compute the same numbers through the library's own attention, for comparisons
 elsewhere.
@@ -109,9 +109,9 @@ def run_self_test(
 def one_sample_reasons(model: nn.Module, max_length: int) -> list[str]:
     """What in this architecture prevents packing."""
     reasons = []
-    stateful = architecture.stateful_layers(model)
-    if stateful:
-        reasons.append(f"layers with state across tokens ({', '.join(stateful[:3])})")
+    leaking = architecture.leaking_layers(model)
+    if leaking:
+        reasons.append(f"layers with state across tokens ({', '.join(leaking[:3])})")
     rope = architecture.length_dependent_rope(model)
     if rope is not None and max_length > rope[1]:
         kind, original = rope

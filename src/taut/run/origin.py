@@ -4,7 +4,7 @@
     git            {"commit", "is_dirty"} of the directory that the run was started in; absent where there is none
     host           the name of the machine that writes the run
     devices        of each rank: {"host", "name", "memory_bytes"}, of a GPU, or of the processor and the host's memory
-    versions       python, each package of taut's that is installed here, and cuda and driver where there is a GPU
+    versions       python, each package of taut's that is installed here, and cuda, driver and nccl where there is a GPU
     num_cpus, num_threads    logical processors that the process may use, and threads that compute
 
 What cannot be found out is left out, and nothing here ends a run: git has ``GIT_SECONDS``.
@@ -26,7 +26,7 @@ from packaging.requirements import Requirement
 
 from taut.io import threads
 from taut.models.frozen import host_memory
-from taut.train.distributed import Ranks
+from taut.train.distributed import Ranks, nccl_version
 
 GIT_SECONDS = 5.0
 """Time limit of each call of git: the directory may be on a network."""
@@ -107,6 +107,7 @@ def versions(device: torch.device) -> dict[str, str]:
         compiled = torch.version.cuda or getattr(torch.version, "hip", None)
         found |= {"cuda": compiled} if compiled else {}
         found |= {"driver": driver} if (driver := _driver()) else {}
+        found |= {"nccl": nccl} if (nccl := nccl_version()) else {}
     return found
 
 

@@ -146,6 +146,11 @@ class Ranks:
         result: list[float] = tensor.tolist()
         return result
 
+    def sum_in_place(self, tensor: Tensor) -> None:
+        """Element-wise sum over ranks of a tensor on the CPU or on the device."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's small Python object, in rank order; waits for all, however long one works for the others."""
         if self.size == 1:
@@ -288,6 +293,12 @@ def _meshes(
     if together == 1:
         return mesh, None
     return mesh[tuple(name for name in names if name != TENSOR)], mesh[TENSOR]
+
+
+def nccl_version() -> str | None:
+    """The version of NCCL that PyTorch was built with, if it was."""
+    library: Any = torch.cuda.nccl  # it has no types
+    return ".".join(map(str, library.version())) if dist.is_nccl_available() else None
 
 
 def thread_decisions(device: torch.device) -> list[Decision]:

@@ -186,14 +186,15 @@ def read_resolved(out: Path) -> dict[str, Any]:
 
 def read_settings(out: Path) -> dict[str, Any]:
     """The configuration of the run by dotted key, secrets hidden, as reports outside of ``out`` show it."""
-    settings: dict[str, Any] = redacted_in(dict(_dotted(read_resolved(out).get("config", {}))))
+    settings: dict[str, Any] = redacted_in(dict(dotted(read_resolved(out).get("config", {}))))
     return settings
 
 
-def _dotted(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def dotted(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a tree of settings by dotted key."""
     for key, value in config.items():
         if isinstance(value, dict) and value:
-            yield from _dotted(value, f"{prefix}{key}.")
+            yield from dotted(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

@@ -103,7 +103,7 @@ class Watch:
         self.failure: RankFailed | None = None
         """Why this rank has to end, as soon as that is known."""
         self._store = store.clone()
-        self._mine = Card(_this_machine(), os.getpid(), "starting")
+        self._mine = Card(this_machine(), os.getpid(), "starting")
         self._others: dict[int, Card] = {}
         self._heard: dict[int, float] = {}
         self._apart: tuple[Any, float] | None = None
@@ -298,7 +298,7 @@ def _sentence(error: Exception) -> str:
     return re.sub(r"^\[[^\]]*\] ", "", text).split(". ")[0][:200]
 
 
-def _this_machine() -> str:
+def this_machine() -> str:
     """The host's name, and what tells apart machines of one name, and containers with processes of their own."""
     parts = [socket.gethostname()]
     boot = Path("/proc/sys/kernel/random/boot_id")

@@ -334,6 +334,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN,
     "qwen3_vl_moe": _QWEN,
+    "qwen3_5": _QWEN,
+    "qwen3_5_moe": _QWEN,
     "internvl": Family(_tiles, _by_tiles, _tile_noise, is_one_tensor=True),
     "idefics3": _IDEFICS,
     "smolvlm": _IDEFICS,

@@ -119,7 +119,7 @@ def test_what_was_decided_has_its_reason(model: Path) -> None:
 
 
 def test_a_model_with_state_across_tokens_is_known_by_its_skeleton() -> None:
-    model = save_tiny("qwen3_next", Path("tiny"), tiny_tokenizer())
+    model = save_tiny("bamba", Path("tiny"), tiny_tokenizer())
     data = write(Path("rows.jsonl"), rows("the cat", "the dog"))
     text = shown(model, data)
     assert "one sample at a time" in section(text, "decisions")

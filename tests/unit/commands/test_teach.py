@@ -63,7 +63,7 @@ def require_said(row: dict[str, Any], model: Any) -> None:
     torch.testing.assert_close(listed, best, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "lfm2"], ids=["packs", "one sample at a time"])
+@pytest.mark.parametrize("name", ["gemma2", "bamba"], ids=["packs", "one sample at a time"])
 def test_it_writes_what_the_teacher_says(
     name: str, teacher: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,7 +80,7 @@ def test_it_writes_what_the_teacher_says(
     told = capsys.readouterr().out
     mass = np.mean([np.exp(it).sum() for row in rows for it in row["top_logprobs"]])
     assert f"they have {mass:.2%} of the teacher's probability" in told
-    assert ("packing: one sample at a time" in told) == (name == "lfm2")
+    assert ("packing: one sample at a time" in told) == (name == "bamba")
 
 
 def test_how_it_is_laid_out_changes_nothing(teacher: Path, data: Path, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_teachers_that_cannot_teach_are_refused(tmp_path: Path) -> None:
     grown = tiny_tokenizer()
     grown = type(grown).from_pretrained(teacher)
     grown.add_tokens(["<|new|>"])
-    stateful = str(save_model(tmp_path / "stateful", "lfm2"))
+    stateful = str(save_model(tmp_path / "stateful", "bamba"))
     judge = str(save_model(tmp_path / "judge", "llama"))
     settings = json.loads(Path(judge, "config.json").read_text())
     settings["architectures"] = ["LlamaForSequenceClassification"]

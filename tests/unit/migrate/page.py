@@ -4,28 +4,35 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from taut.migrate.carry import load_table
+from taut.methods import METHODS
 from taut.migrate.dialects import DIALECTS
+from taut.migrate.frameworks import TABLES
 from taut.migrate.traps import Trap, all_traps
 
 PAGE = Path(__file__).parents[3] / "docs" / "recipes.md"
 
+ORDER = ("lacking, no run", "lacking", "lacking, same result", "needless", "machine")
+
 INTRODUCTION = """\
 # Recipes of other frameworks
 
-`taut check --recipe trl:recipe.yaml` reads a recipe of TRL, open-r1, ms-swift (`swift:`) or OpenRLHF (`openrlhf:`) and
-says which known traps it walks into: what happens, why, in which releases, and what to set in that framework.
-`--json` prints everything. Nothing is run and nothing is downloaded. The base installation is enough: without
-transformers, what only the model's tokenizer can tell is listed as not decided.
+    taut import trl:run.sh > run.toml       the run of a recipe of TRL, as a file
+    taut check --recipe trl:run.sh          which known traps it walks into, and the same run as a command
+
+Both read recipes of TRL, open-r1, ms-swift with Megatron-SWIFT (`swift:`), OpenRLHF (`openrlhf:`), LLaMA-Factory
+(`llamafactory:`) and axolotl (`axolotl:`). Nothing is run and nothing is downloaded. The base installation is enough:
+without transformers, what only the model's tokenizer can tell is listed as not decided.
 
 A recipe is a YAML or JSON file of settings, or the shell script that starts the training:
 
 | framework | what is read |
 |---|---|
-| `trl` | the file of `trl METHOD --config FILE`; scripts with `trl METHOD`, or METHOD.py under accelerate or torchrun |
+| `trl` | the file of `trl METHOD --config FILE`; scripts with `trl METHOD`, METHOD.py, or a script of its examples |
 | `open-r1` | recipes/MODEL/METHOD/config.yaml; scripts that start src/open_r1/METHOD.py |
-| `swift` | the file of `swift sft FILE`; scripts with `swift sft`, `swift rlhf` or `swift pt` |
+| `swift` | the file of `swift sft FILE`; scripts with `swift` or `megatron`, then `sft`, `rlhf` or `pt` |
 | `openrlhf` | scripts with openrlhf.cli.train_METHOD, in its dotted names of 0.11 and the flat ones before |
+| `llamafactory` | the file of `llamafactory-cli train FILE`; its `dataset_info.json` where it is here |
+| `axolotl` | the file of `axolotl train FILE` |
 
 Of a script are read: assignments, lists, here-documents, quotes, continued lines, `$NAME`, `${NAME:-default}`, and the
 files of settings it names. Arithmetic over known integers is computed (`$(expr 16 / $N)`, `$((16 / N))`). Another value
@@ -48,38 +55,61 @@ decided" otherwise. The same holds of the data's first row.
 
 ## The same run in taut
 
-A recipe for SFT is also written as a `taut sft` command of equal meaning. Every option of the recipe, every environment
-variable that it sets and every option of its launcher has one outcome:
+The file that `taut import` writes has the recipe's line at each key:
+
+```toml
+[optim]
+learning_rate = 1e-06  # run.sh:24 learning_rate
+weight_decay = 0.1  # what swift does where nothing is set
+```
+
+What the framework takes where the recipe is silent is in the file too, so that no default of taut's takes its place.
+Every option of the recipe, every environment variable that it sets and every option of its launcher has one outcome:
 
 | outcome | meaning |
 |---|---|
-| carried | the command says it |
+| carried | keys of taut have its meaning |
 | needless | taut needs no setting for it, or it is off |
-| machine | it concerns the machine, the logs or the saving, not what is learned |
-| lacking | taut has nothing of equal meaning, or its value is not known; exit code 1 |
+| machine | it concerns processes, memory, logs or saving, not what is learned |
+| lacking | taut has nothing of equal meaning, or its value is not known |
 
-An option that is in none of the tables [below](#options-that-are-not-carried) and that taut does not read is lacking.
-What the framework takes where the recipe is silent is in the command too, so that no default of taut's takes its place.
-Where the task, the tuner, the optimizer or the loss is one that taut does not have, there is no command.
+An option that the framework does not have is lacking. Where something is lacking that changes what is learned, the exit
+code is 1, each is named, and the file is written with `--force` alone. A method, a task, a tuner, an optimizer or a
+loss
+that taut does not have is refused by its name: there is no file.
 
-Some values only you know. They stand as a word in capitals, which taut refuses until you fill it in:
+The objective comes first: `trl kto` becomes `taut kto`, `loss_type: simpo` of CPO `taut simpo`, `gkd` with `lmbda: 0`
+`taut distill`, `openrlhf.cli.train_ppo_ray` without a critic `taut grpo`. These become runs:
 
-- `SAMPLES`, for `batch.samples_per_step`: TRL and ms-swift count a packed batch in packs of `max_length` tokens, taut
-  in samples. It is the packs of a step times the samples that a pack holds; `taut show` says how long samples are.
-- `TARGETS`, for `data.targets`: TRL learns all tokens of messages (`all`), and of prompts with completions the
-  completions (`assistant`). taut cannot tell which they are where the first row is not here.
-- `MODULES`, for `lora.targets`: TRL leaves the modules to peft, which goes by the model's type: q_proj and v_proj of
-  most. They are named where the model is here.
-- `ROWS.jsonl`, for `data.train`: data of ModelScope, or so many rows of a data set (`file#500`). Write them to a file.
-- `TEMPLATE.jinja`, for `data.template`: a chat template that stands in the recipe. Write it to a file.
+{METHODS}
 
-The batch is a product over the processes. How many there are is read from torchrun, accelerate, deepspeed, the files
-that they name, `NPROC_PER_NODE`, `NNODES` and `CUDA_VISIBLE_DEVICES`. Where the recipe does not say it, the command is
-for one process; `--processes 8` says it. What else the command rests on is listed under "Assumed".
+- **The batch** is a product over the processes. How many there are is read from torchrun, accelerate, deepspeed, the
+  files that they name, `NPROC_PER_NODE`, `NNODES`, `CUDA_VISIBLE_DEVICES` and OpenRLHF's numbers of GPUs. Where the
+  recipe
+  does not say it, the run is for one process, which is listed as assumed; `--processes 8` says it. GRPO counts
+  prompts in
+  taut and completions elsewhere: a step's completions are divided by the size of a group, and refused where that is no
+  whole number.
+- **Packs**: TRL, ms-swift and axolotl count a packed batch in packs of `max_length` tokens, taut in samples.
+  `--samples-per-pack 7` says how many a pack holds; `taut show` says how long samples are. Without it the batch is
+  lacking.
+- **Data** keep the names that hubs have for them; ModelScope's become `ms://owner/name`. `NAME#500` is `limit = 500`, a
+  share that is held out is `share`, of rows by their hash.
+- **Rewards** by the names of TRL, open-r1 and ms-swift are those of [rewards](rewards.md); functions of the recipe's
+own
+  are named as `own.py:NAME`, and are lacking until they are written as taut calls them.
+- **Dropout** of adapters is left out where answers are compared; of the frameworks that leave it on there, it is
+lacking.
+
+Some values only you know. They stand as a comment in the file, `# train = ?`, with the reason: a chat template that
+stands
+in the recipe, modules that peft chooses by the model's type where that is not known, a value that a script computes.
+
+Where torch is installed, the classes of the configuration check the file, and the file says so.
 
 ## JSON
 
-One object. `schema` is `taut.recipe/2`; the number is raised whenever a field changes its meaning or goes.
+One object. `schema` is `taut.recipe/3`; the number is raised whenever a field changes its meaning or goes.
 
 | field | what |
 |---|---|
@@ -94,19 +124,22 @@ One object. `schema` is `taut.recipe/2`; the number is raised whenever a field c
 | `traps[].seen` | how far we saw it: `source` (the files and releases named), `thread`, `run` |
 | `unknown_keys` | `key, place, nearest` |
 | `unread` | lines on what could not be resolved |
-| `carried` | null for another method than sft, or where no model is named; else the fields below |
-| `carried.command` | the command, or null where taut has no such task, tuner, optimizer or loss |
+| `carried.method` | the method of taut, or empty |
+| `carried.command` | the command, or null where there is no such run in taut |
 | `carried.settings` | taut's keys with their values |
-| `carried.unfilled` | taut's keys that you have to fill in, with the word that stands in the command |
-| `carried.assumed` | lines on what the recipe does not say and the command rests on |
+| `carried.unfilled` | taut's keys that you have to fill in, with the reason |
+| `carried.assumed` | lines on what the recipe does not say and the run rests on |
 | `carried.options` | all options, variables (`$NAME`) and options of the launcher (`--NAME`); secrets are `***` |
 | `carried.options[].key`, `place`, `value` | the option; `place` is null where it is not set and that is lacking |
 | `carried.options[].outcome`, `why`, `keys` | one of the four; the reason; the keys of taut that say it |
+| `carried.options[].changes_result` | whether what is learned is another model without it |
 
 ## An option
 
-What becomes of an option is an entry in `src/taut/migrate/table/sft.toml`, where a name and a value decide; what takes
-arithmetic or several options is in `src/taut/migrate/carry.py`.
+The names, the defaults and the outcomes of a framework's options are a file of `src/taut/migrate/frameworks`; what
+takes
+arithmetic or several options is in `src/taut/migrate/topics`, one file for each topic. `python benchmarks/recipes.py
+swift:DIR` counts what becomes of the recipes in a directory and compares what was read with bash and PyYAML.
 
 ## A new trap
 
@@ -120,22 +153,42 @@ both from there. `src/taut/migrate/traps.py` says how its condition is written a
 def page() -> str:
     """The whole page."""
     sections = "".join(_section(name) for name in ("trl", "open-r1", "swift", "openrlhf"))
-    return f"{INTRODUCTION}{_options()}\n## The traps\n{sections}"
+    introduction = INTRODUCTION.replace("{METHODS}", _methods())
+    return f"{introduction}{_options()}\n## The traps\n{sections}"
+
+
+def _methods() -> str:
+    """What becomes of each framework's methods."""
+    head = "| framework | methods |\n|---|---|\n"
+    rows = (
+        f"| {tables.title} | {', '.join(name for name in tables.methods if tables.methods[name] in METHODS)} |\n"
+        for tables in TABLES.values()
+    )
+    return (head + "".join(rows)).rstrip()
 
 
 def _options() -> str:
-    """The options of the table by outcome and reason."""
-    table = load_table()
+    """The options of the tables by outcome and reason."""
     reasons: dict[tuple[str, str], list[str]] = {}
-    for name, entry in table.lacking.items():
-        outcome = "lacking, no command" if entry.refuses else "lacking"
-        reasons.setdefault((outcome, entry.why), []).append(name)
-    for name, judged in table.aside.items():
-        reasons.setdefault((judged.outcome, judged.why), []).append(name)
+    for tables in TABLES.values():
+        for name, entry in tables.lacking.items():
+            outcome = (
+                "lacking, no run"
+                if entry.refuses
+                else "lacking"
+                if entry.changes
+                else "lacking, same result"
+            )
+            reasons.setdefault((outcome, entry.why), []).append(name)
+        for outcome, table in (("needless", tables.needless), ("machine", tables.machine)):
+            for name, why in table.items():
+                reasons.setdefault((outcome, why), []).append(name)
     head = "## Options that are not carried\n\n| outcome | why | options |\n|---|---|---|\n"
     rows = (
-        f"| {outcome} | {why} | {', '.join(f'`{name}`' for name in names)} |\n"
-        for (outcome, why), names in reasons.items()
+        f"| {outcome} | {why} | {', '.join(f'`{name}`' for name in dict.fromkeys(names))} |\n"
+        for (outcome, why), names in sorted(
+            reasons.items(), key=lambda item: ORDER.index(item[0][0])
+        )
     )
     return head + "".join(rows)
 

@@ -200,7 +200,7 @@ def _keys(condition: Mapping[str, Any]) -> list[str]:
 def test_the_table_is_large_enough_and_names_are_unique() -> None:
     assert len(TRAPS) >= 30
     assert len({trap.id for trap in TRAPS}) == len(TRAPS)
-    assert {framework for trap in TRAPS for framework in trap.frameworks} == DIALECTS.keys()
+    assert {framework for trap in TRAPS for framework in trap.frameworks} <= DIALECTS.keys()
 
 
 def test_the_traps_that_the_issue_names_are_there() -> None:

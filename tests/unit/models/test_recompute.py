@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny_models import CARRIED, STATEFUL, tiny_model
+from tests.tiny_models import CARRIED, LEAKING, STATEFUL, tiny_model
 from tests.tiny_samples import nested_family
 from torch import Tensor, nn
 
@@ -37,7 +37,7 @@ def step(
     model.train()
     recompute_activations(model, how, is_pinned=False)
     family = nested_family(90)
-    packed = pack(family[:1], ALONE) if name in STATEFUL else pack(family, PackPolicy(True, 1))
+    packed = pack(family[:1], ALONE) if name in LEAKING else pack(family, PackPolicy(True, 1))
     scorer = Scorer(model)
     with Ledger({"weights": [*scorer.parameters(), *scorer.buffers()]}) as ledger:
         total = scorer(packed).logp_N.sum()

@@ -6,14 +6,14 @@ import copy
 
 import pytest
 import torch
-from tests.tiny_models import CARRIED, EIGHT, STATEFUL, tiny_model
+from tests.tiny_models import CARRIED, EIGHT, FOLLOWING, STATEFUL, tiny_model
 from tests.tiny_samples import sample
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from taut.attention.layout import Call, Layout
 from taut.errors import AttentionError, ModelError
-from taut.models import attention_backends
+from taut.models import attention_backends, recurrent_layers
 from taut.models.precision import compute_context
 from taut.models.scorer import Scorer
 from taut.models.self_test import SelfTestResult, library_logps, run_self_test
@@ -55,8 +55,18 @@ def test_windows_are_seen() -> None:
     assert run(load("llama")).windows == ()
 
 
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_state_that_follows_the_layout_packs(name: str) -> None:
+    model = load(name)
+    recurrent_layers.install(model)
+    proof = run(model)
+    assert proof.one_sample is None
+    assert max(proof.neighbour, proof.future, proof.head) < 1e-9
+
+
 @pytest.mark.parametrize("name", STATEFUL)
 def test_layers_with_state_are_named_and_run_one_sample_at_a_time(name: str) -> None:
+    """Those whose state can follow the layout are loaded without ``recurrent_layers.install`` here."""
     proof = run(load(name, torch.float32), torch.float32)
     assert proof.one_sample is not None
     assert "layers with state across tokens (layers.0 (" in proof.one_sample

@@ -26,7 +26,7 @@ class Store:
 
 
 def card(number: int = 7, what: str = "all_reduce of Float [3]", **keys: Any) -> Card:
-    here = {"host": watch._this_machine(), "pid": os.getpid(), "doing": "taking step 2"}
+    here = {"host": watch.this_machine(), "pid": os.getpid(), "doing": "taking step 2"}
     return Card(**{**here, "last": {"0": Collective(number, what)}, **keys})
 
 

@@ -40,6 +40,8 @@ PROCESSORS = {
     "qwen2_5_vl": Kind(Qwen, "Qwen2_5_VLProcessor", "Qwen2VLImageProcessor"),
     "qwen3_vl": Kind(Qwen, "Qwen3VLProcessor", "Qwen2VLImageProcessor"),
     "qwen3_vl_moe": Kind(Qwen, "Qwen3VLProcessor", "Qwen2VLImageProcessor"),
+    "qwen3_5": Kind(Qwen, "Qwen3VLProcessor", "Qwen2VLImageProcessor"),
+    "qwen3_5_moe": Kind(Qwen, "Qwen3VLProcessor", "Qwen2VLImageProcessor"),
     "internvl": Kind(InternVL, "InternVLProcessor", "GotOcr2ImageProcessor"),
     "idefics3": Kind(Idefics3, "Idefics3Processor", "Idefics3ImageProcessor"),
     "smolvlm": Kind(Idefics3, "SmolVLMProcessor", "SmolVLMImageProcessor"),

@@ -1,5 +1,5 @@
-"""Qwen2-VL (arXiv:2409.12191), Qwen2.5-VL (arXiv:2502.13923) and Qwen3-VL: a picture keeps its shape, is scaled to
-whole cells of merge_size x merge_size patches, and is one token a cell, numbered in three dimensions.
+"""Qwen2-VL (arXiv:2409.12191), Qwen2.5-VL (arXiv:2502.13923), Qwen3-VL and Qwen3.5: a picture keeps its shape, is
+scaled to whole cells of merge_size x merge_size patches, and is one token a cell, numbered in three dimensions.
 
 Videos are not passed as videos: their frames are pictures.
 """

@@ -1,0 +1,335 @@
+"""A run of taut under construction, and the outcome of every option of a recipe.
+
+An option, an environment variable that the recipe sets (``$NAME``) and an option of the launcher (``--NAME``) have one
+of four outcomes:
+
+    carried    keys of taut have its meaning
+    needless   taut needs no setting for it, or it is off
+    machine    it concerns processes, memory, logs or saving, not what is learned
+    lacking    taut has nothing of equal meaning, or its value is not known
+
+``Draft`` reads options under one name for all frameworks (``frameworks/``), with the framework's default where the
+recipe is silent. What nothing has read is judged by the framework's tables, and is lacking where they do not know it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple
+
+from taut.migrate.dialects import DIALECTS
+from taut.migrate.dialects import options as options_of
+from taut.migrate.facts import Facts, Processes, launcher_options
+from taut.migrate.frameworks import Lacking, Tables
+from taut.migrate.frameworks.tables import words
+from taut.migrate.recipe import Recipe, Setting
+
+Outcome = Literal["carried", "needless", "machine", "lacking"]
+WHOLE = ("columns", "chat_template_kwargs", "generation_kwargs")
+"""Tables that are read as one value."""
+
+
+class Option(NamedTuple):
+    """An option of a recipe and its outcome."""
+
+    key: str
+    """Its name in the recipe; ``$NAME`` of an environment variable, ``--NAME`` of the launcher."""
+    place: str
+    """``FILE:LINE``; empty: the recipe does not set it, and the outcome is that of the framework's default."""
+    value: Any
+    outcome: Outcome
+    why: str
+    keys: tuple[str, ...] = ()
+    """The keys of taut that carry it."""
+    changes: bool = False
+    """Lacking, and what is learned is another model without it."""
+    refuses: bool = False
+    """Lacking, and there is no such run in taut."""
+
+    @property
+    def line(self) -> str:
+        """The option and its reason as one line of text."""
+        value = "" if not self.place else f" = {' '.join(str(self.value).split())[:60]}"
+        return f"{self.place}{': ' if self.place else ''}{self.key}{value}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A run of taut, and every option of the recipe with its outcome."""
+
+    method: str
+    """Of ``METHODS``; empty: there is no such method."""
+    settings: Mapping[str, Any]
+    """Keys of the run with their values."""
+    sources: Mapping[str, str]
+    """Key -> the options that say it with their places, or that it is the framework's default."""
+    unfilled: Mapping[str, str]
+    """Keys whose value only the user knows, with the reason."""
+    options: tuple[Option, ...]
+    assumed: tuple[str, ...]
+    """Assumptions of the run about what the recipe does not say."""
+    processes: int | None
+    """Training processes of the recipe; None: unknown."""
+
+    def having(self, outcome: Outcome) -> list[Option]:
+        """The options with an outcome."""
+        return [option for option in self.options if option.outcome == outcome]
+
+    @property
+    def refusals(self) -> list[Option]:
+        """The options with which there is no such run in taut."""
+        return [option for option in self.options if option.refuses]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing that the recipe sets is left out that changes what is learned."""
+        return not any(option.changes or option.refuses for option in self.options)
+
+
+class Draft:
+    """A run under construction."""
+
+    def __init__(
+        self, recipe: Recipe, facts: Facts, tables: Tables, processes: Processes, method: str
+    ) -> None:
+        """``method``: of taut."""
+        self.recipe, self.facts, self.tables = recipe, facts, tables
+        self.processes, self.method = processes, method
+        self.framework = recipe.framework
+        self.defaults = tables.defaults_of(recipe.method)
+        self.is_vision = facts.answer("is_vision").holds
+        self.settings: dict[str, Any] = {}
+        self.sources: dict[str, str] = {}
+        self.unfilled: dict[str, str] = {}
+        self.assumed: list[str] = []
+        self.outcomes: dict[str, Option] = {}
+        self.given: dict[str, Setting] = {}
+        names = tables.names_of(recipe.method)
+        for key, setting in recipe.settings.items():
+            table, _, entry = key.rpartition(".")
+            if table in WHOLE and entry:
+                continue
+            if isinstance(setting.value, dict) and setting.value and key not in WHOLE:
+                continue
+            if setting.value is None and not setting.obstacle and tables.none_is_unset:
+                self._record(setting, "needless", "not set")
+            else:
+                self.given[names.get(key, key)] = setting
+        for name, setting in recipe.environment.items():
+            self.given[f"${name}"] = setting._replace(key=f"${name}")
+        self.given |= launcher_options(recipe)
+        for name, option in self.given.items():
+            if option.obstacle:
+                continue
+            if isinstance(option.value, float) and not math.isfinite(option.value):
+                self.given[name] = option._replace(obstacle="not a finite number")
+            elif name in NUMBERS and not (option.value is None or is_number(option.value)):
+                self.given[name] = option._replace(obstacle="not a number")
+        for name, option in self.given.items():
+            is_lacking = name == "config" or self.judge(name, option).outcome == "lacking"
+            if option.obstacle and is_lacking:
+                why = f"the value is not known ({option.obstacle})"
+                self._record(option, "lacking", why, changes=name not in PLACES)
+
+    # -- values
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """An option's value, else the framework's default, else ``default``; None where it is unknown."""
+        option = self.given.get(name)
+        if option is None:
+            return self.defaults.get(name, default)
+        return None if option.obstacle else option.value
+
+    def is_unknown(self, *names: str) -> bool:
+        """Whether one is set to a value that is not known."""
+        return any(name in self.given and bool(self.given[name].obstacle) for name in names)
+
+    def is_on(self, name: str) -> bool:
+        """Whether the value asks for something."""
+        return not is_off(self.value(name))
+
+    # -- outcomes
+
+    def _record(
+        self,
+        option: Setting,
+        outcome: Outcome,
+        why: str,
+        keys: Sequence[str] = (),
+        changes: bool = False,
+        refuses: bool = False,
+    ) -> None:
+        """Keep an option's first outcome; the keys that carry it are added up, and lacking overrides the others."""
+        before = self.outcomes.get(option.key)
+        if before is not None and before.outcome == outcome == "carried":
+            keys = tuple(dict.fromkeys((*before.keys, *keys)))
+            why = before.why if why in before.why else f"{before.why}; {why}"
+        elif before is not None and (outcome != "lacking" or before.outcome == "lacking"):
+            return
+        entry = Option(
+            option.key, option.place, option.value, outcome, why, tuple(keys), changes, refuses
+        )
+        self.outcomes[option.key] = entry
+
+    def carried(self, names: Sequence[str], keys: Sequence[str], why: str = "") -> None:
+        """Options that keys of taut carry."""
+        for name in names:
+            if name in self.given:
+                self._record(self.given[name], "carried", why or ", ".join(keys), keys)
+
+    def set(self, key: str, value: Any, *names: str, why: str = "") -> None:
+        """Give taut's ``key`` a value that follows from the options ``names``, or from their defaults."""
+        unknown = [self.given[name] for name in names if self.is_unknown(name)]
+        if unknown:
+            self.settings.pop(key, None)
+            self.unfilled[key] = f"{unknown[0].place}: {unknown[0].key} is {unknown[0].obstacle}"
+            return
+        self.unfilled.pop(key, None)
+        self.settings[key] = value
+        given = [self.given[name] for name in names if name in self.given]
+        places = ", ".join(f"{option.place} {option.key}" for option in given)
+        self.sources[key] = places or f"what {self.framework} does where nothing is set"
+        self.carried(names, [key], why)
+
+    def needless(self, why: str, *names: str) -> None:
+        """Options for which taut needs no setting."""
+        for name in names:
+            if name in self.given:
+                self._record(self.given[name], "needless", why)
+
+    def off(self, *names: str) -> None:
+        """Options that are needless where they are off, or as taut does it in any case."""
+        self.needless(
+            "off", *(name for name in names if not self.is_unknown(name) and not self.is_on(name))
+        )
+
+    def machine(self, why: str, *names: str) -> None:
+        """Options that do not concern what is learned."""
+        for name in names:
+            if name in self.given:
+                self._record(self.given[name], "machine", why)
+
+    def lacking(self, name: str, why: str, changes: bool = True, refuses: bool = False) -> None:
+        """An option, or the framework's default of one that is not set, that taut has nothing for."""
+        option = self.given.get(name) or Setting(name, self.defaults.get(name), "")
+        self._record(option, "lacking", why, changes=changes, refuses=refuses)
+
+    def leave_open(self, key: str, why: str) -> None:
+        """A key of taut whose value only the user knows."""
+        self.settings.pop(key, None)
+        self.unfilled[key] = why
+
+    def judge(self, name: str, option: Setting) -> Option:
+        """The outcome by the tables of an option that nothing has read."""
+
+        def judged(
+            outcome: Outcome, why: str, changes: bool = False, refuses: bool = False
+        ) -> Option:
+            return Option(
+                option.key, option.place, option.value, outcome, why, (), changes, refuses
+            )
+
+        tables = self.tables
+        if name == "config":
+            return judged("needless", "the settings of the file are read")
+        if name.startswith("--"):
+            return judged("machine", "how the processes are started")
+        if name.startswith("$") and name in tables.variables_elsewhere:
+            return judged("lacking", tables.variables_elsewhere[name], True)
+        if name.startswith("$"):
+            if any(fnmatchcase(name[1:], pattern) for pattern in tables.variables):
+                return judged("machine", "how processes and memory are organised")
+            return judged("lacking", "an environment variable that is not known here", True)
+        stems = (name, option.key, name.partition(".")[0], option.key.partition(".")[0])
+        refused = next((tables.lacking[stem] for stem in stems if stem in tables.lacking), None)
+        if refused is not None and refused.refuses and not is_off(option.value, refused.off):
+            return judged("lacking", refused.why, refuses=True)
+        known = options_of(self.framework, self.recipe.method)
+        is_option = not known or any(
+            stem in known or stem.removeprefix("no_") in known for stem in stems
+        )
+        if is_option or option.key in DIALECTS[self.framework].aliases.values():
+            for stem in stems:
+                if stem in tables.needless:
+                    return judged("needless", tables.needless[stem])
+                if stem in tables.machine:
+                    return judged("machine", tables.machine[stem])
+                if stem in tables.lacking:
+                    entry: Lacking = tables.lacking[stem]
+                    if not option.obstacle and is_off(option.value, entry.off):
+                        return judged("needless", "off, or what taut does in any case")
+                    return judged("lacking", entry.why, entry.changes, entry.refuses)
+            if is_off(option.value) and not option.obstacle:
+                return judged("needless", "off")
+            return judged("lacking", "nothing in taut is known to mean the same", True)
+        near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.7)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return judged("lacking", f"no option of {self.recipe.options_of}{hint}", True)
+
+    def finish(self) -> Carried:
+        """The run, with the outcomes of the remaining options by the tables."""
+        for name, option in self.given.items():
+            if option.key not in self.outcomes:
+                self.outcomes[option.key] = self.judge(name, option)
+        return Carried(
+            self.method,
+            self.settings,
+            self.sources,
+            self.unfilled,
+            tuple(self.outcomes.values()),
+            tuple(dict.fromkeys(self.assumed)),
+            self.processes.number,
+        )
+
+
+NUMBERS = frozenset(
+    words(
+        "per_device_train_batch_size gradient_accumulation_steps sequence_parallel_size max_steps "
+        "max_epochs num_train_epochs warmup_steps warmup_ratio learning_rate "
+        "lr_scheduler_kwargs.min_lr lr_scheduler_kwargs.min_lr_rate min_lr min_lr_ratio lora_r "
+        "lora_alpha lora_dropout vit_lr aligner_lr max_length global_batch_size num_generations "
+        "max_completion_length temperature epsilon epsilon_high beta delta num_iterations "
+        "steps_per_generation generation_batch_size simpo_gamma cpo_alpha rpo_alpha lmbda seed "
+        "weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm rollout_batch_size "
+        "num_mini_batches num_ppo_epochs kl_coef critic_learning_rate split_dataset_ratio "
+        "f_alpha_divergence_coef rollout_batch_size total_episodes"
+    )
+)
+"""Options that enter arithmetic; another value than a number counts as unknown."""
+PLACES = ("output_dir", "logging_dir", "hub_token", "run_name")
+"""Options of a place or a name, which change nothing that is learned."""
+
+
+ADAMW = words(
+    "adam adamw adamw_hf adamw_torch adamw_torch_fused adamw_apex_fused adamw_torch_npu_fused "
+    "paged_adamw paged_adamw_32bit default multimodal"
+)
+"""AdamW in float32, in the names of transformers and of the frameworks. Paging is the machine's."""
+ADAMW_8BIT = words("adamw_8bit adamw_bnb_8bit adamw_torch_8bit paged_adamw_8bit")
+PREFERENCE_METHODS = ("dpo", "kto", "orpo", "cpo", "simpo", "reward")
+POLICY_METHODS = ("grpo", "ppo", "online_dpo", "gkd")
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def is_off(value: Any, off: tuple[Any, ...] = ()) -> bool:
+    """Whether this value switches an option off."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    return value is None or value in (False, "", "none", [], {}, *off)
+
+
+def words_of(value: Any) -> list[str]:
+    """Names, without the commas between them in some published commands."""
+    words = value if isinstance(value, list) else [] if is_off(value) else [value]
+    return [name for word in words for name in str(word).replace(",", " ").split()]

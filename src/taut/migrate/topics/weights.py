@@ -1,0 +1,333 @@
+"""The weights that train: adapters, a quantised base, the parts of a vision-language model, precision."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from taut.migrate.draft import (
+    Draft,
+    is_count,
+    is_number,
+    is_off,
+    words_of,
+)
+from taut.migrate.recipe import parsed
+
+PARTS = {
+    "freeze_llm": ("language_model", False),
+    "freeze_vit": ("vision_tower", True),
+    "freeze_aligner": ("projector", True),
+}
+"""Options for parts of a vision-language model: taut's name of the part, whether it is frozen by default."""
+RATES = {"vit_lr": "vision_tower", "aligner_lr": "projector"}
+PEFT_TARGETS = {
+    "q_proj v_proj": ("gemma gemma2 gemma3_text llama llama4 mistral mixtral qwen2 qwen3 stablelm"),
+    "q_proj v_proj fc1 fc2": "phi",
+    "query_key_value": "falcon gpt_neox",
+    "c_attn": "gpt2",
+}
+"""The modules that peft 0.21 adapts where none are named -> model types."""
+TYPES_BY_NAME = {
+    r"qwen-?(1\.5|2(\.5)?)(?!.*vl)": "qwen2",
+    r"qwen-?3(?!\.|.*vl|.*omni|.*moe|.*next|.*-a\d)": "qwen3",
+    r"llama(?!-?4|.*vision)|smollm[23]?-|tinyllama|deepseek-r1-distill-llama": "llama",
+    r"mistral|zephyr|ministral": "mistral",
+    r"gemma-?(1|2b|7b)": "gemma",
+    r"gemma-2": "gemma2",
+    r"pythia|gpt-neox": "gpt_neox",
+    r"gpt2": "gpt2",
+}
+"""What the name of a model that is not here says of its type."""
+
+
+def _has_adapters(draft: Draft) -> bool:
+    tuner = draft.value("tuner_type")
+    if draft.framework in ("trl", "open-r1"):
+        return bool(draft.value("use_peft"))
+    if draft.framework == "openrlhf":
+        return bool(draft.value("lora_r"))
+    return tuner in ("lora", "qlora")
+
+
+def carry_adapters(draft: Draft) -> None:
+    """LoRA: in trl with use_peft, in swift unless tuner_type differs, in OpenRLHF with a rank above 0."""
+    has = _has_adapters(draft)
+    draft.carried(("tuner_type", "use_peft"), ["lora.rank"])
+    names = ("lora_r", "lora_alpha", "lora_dropout")
+    others = (
+        "target_modules",
+        "target_regex",
+        "modules_to_save",
+        "use_rslora",
+        "use_dora",
+        "lora_target_linear",
+    )
+    adapter = draft.value("adapters")
+    if is_off(adapter):
+        draft.off("adapters")
+    elif not has and draft.framework != "megatron":
+        draft.lacking("adapters", "an adapter below a model that is trained whole: merge it first")
+    elif isinstance(adapter, list) and len(adapter) > 1:
+        draft.lacking("adapters", "several adapters")
+    else:
+        draft.set("lora.adapter", adapter[0] if isinstance(adapter, list) else adapter, "adapters")
+        draft.needless("the adapter's own settings hold", *names, *others)
+        return
+    if not has:
+        draft.needless("no adapters are trained", *names, *others)
+        return
+    rank = draft.value("lora_r")
+    if draft.is_unknown("lora_r") or is_count(rank):
+        draft.set("lora.rank", rank, "lora_r")
+    else:
+        draft.lacking("lora_r", "the rank of the adapters is not set")
+        draft.leave_open("lora.rank", "the rank of the adapters")
+    alpha = draft.value("lora_alpha")
+    if alpha is None and is_count(rank) and draft.framework in ("llamafactory", "axolotl"):
+        alpha = 2 * rank if draft.framework == "llamafactory" else rank
+    if alpha is not None or draft.is_unknown("lora_alpha"):
+        draft.set("lora.alpha", alpha, "lora_alpha")
+    _carry_dropout(draft)
+    for name in ("use_rslora", "use_dora"):
+        if draft.value(name):
+            draft.set(f"lora.{name.removeprefix('use_')}", True, name)
+        else:
+            draft.needless("off", name)
+    _carry_modules(draft)
+
+
+def _carry_dropout(draft: Draft) -> None:
+    """Methods that compare logprobs have no dropout in taut; most frameworks switch it off there as well."""
+    name, dropout = "lora_dropout", draft.value("lora_dropout") or 0
+    if draft.is_unknown(name) or draft.method == "sft":
+        draft.set("lora.dropout", dropout, name)
+    elif not dropout:
+        draft.needless("off", name)
+    elif draft.value("disable_dropout") or draft.method == "ppo":
+        draft.needless("dropout is off where answers are compared, there as here", name)
+    else:
+        draft.lacking(
+            name,
+            f"dropout of {dropout} while answers are compared, which would be noise: lora.dropout=0",
+        )
+    if draft.value("disable_dropout") is False and "disable_dropout" in draft.given:
+        draft.lacking("disable_dropout", "dropout is off where answers are compared")
+    else:
+        draft.needless("dropout is off where answers are compared", "disable_dropout")
+
+
+MEGATRON_MODULES = {
+    "linear_qkv": ["q_proj", "k_proj", "v_proj"],
+    "linear_proj": ["o_proj"],
+    "linear_fc1": ["gate_proj", "up_proj"],
+    "linear_fc2": ["down_proj"],
+    "word_embeddings": ["embed_tokens"],
+    "output_layer": ["lm_head"],
+}
+
+
+def _carry_modules(draft: Draft) -> None:
+    """The modules that are adapted, and those that are trained whole beside them."""
+    modules = [
+        module
+        for word in words_of(draft.value("target_modules"))
+        for module in (
+            MEGATRON_MODULES.get(word, [word]) if draft.framework == "megatron" else [word]
+        )
+    ]
+    expression, is_trl = draft.value("target_regex"), draft.framework in ("trl", "open-r1")
+    value = draft.value("target_modules")
+    every = {"all-linear", "all"} & set(modules) or draft.value("lora_target_linear")
+    if draft.is_unknown("target_modules", "target_regex"):
+        draft.set("lora.targets", None, "target_modules", "target_regex")
+    elif not is_off(expression):
+        draft.set("lora.targets", [f"/{expression}/"], "target_regex")
+        draft.needless("target_regex holds", "target_modules")
+    elif any(name.startswith("all-") and name != "all-linear" for name in modules):
+        draft.lacking("target_modules", "adapters are on linear modules")
+        draft.leave_open("lora.targets", "the names of linear modules")
+    elif every:
+        targets: Any = "all-linear"
+        if is_trl and draft.is_vision:
+            targets = ["language_model", "vision_tower", "projector"]
+        draft.set("lora.targets", targets, "target_modules", "lora_target_linear")
+    elif isinstance(value, str) and re.search(r"[|()\\*^$]", value):
+        draft.set("lora.targets", [f"/{value}/"], "target_modules")
+        draft.assumed.append(f"/{value}/ matches whole names of modules")
+    elif modules:
+        draft.set("lora.targets", modules, "target_modules")
+    elif is_trl:
+        _carry_peft_targets(draft)
+    else:
+        draft.lacking("target_modules", "no modules are named")
+        draft.leave_open("lora.targets", "the names of linear modules")
+    draft.needless("target_modules holds", "target_modules", "target_regex", "lora_target_linear")
+    whole = [
+        module
+        for word in words_of(draft.value("modules_to_save"))
+        for module in (
+            MEGATRON_MODULES.get(word, [word]) if draft.framework == "megatron" else [word]
+        )
+    ]
+    if any(name.startswith("all-") for name in whole):
+        draft.lacking("modules_to_save", "lora.modules_to_save takes names of modules")
+    elif whole:
+        draft.set("lora.modules_to_save", whole, "modules_to_save")
+    else:
+        draft.needless("off", "modules_to_save")
+
+
+def _carry_peft_targets(draft: Draft) -> None:
+    """Where no modules are named, peft goes by the model's type."""
+    config = draft.facts.file("config.json")
+    name = str(draft.value("model") or "").lower()
+    if config is not None:
+        model_type = str(config.get("model_type"))
+    else:
+        kinds = (kind for pattern, kind in TYPES_BY_NAME.items() if re.search(pattern, name))
+        model_type = next(kinds, "")
+        if model_type:
+            draft.assumed.append(f"by its name {draft.value('model')} is of the type {model_type}")
+    for modules, types in PEFT_TARGETS.items():
+        if model_type in types.split():
+            draft.set("lora.targets", modules.split(), "target_modules")
+            draft.sources["lora.targets"] = f"peft's choice for {model_type}"
+            return
+    draft.leave_open("lora.targets", "peft's choice for the model's type, which is not known here")
+    draft.lacking(
+        "target_modules", "not set: peft chooses by the model's type, which is not known here"
+    )
+
+
+def carry_quantisation(draft: Draft) -> None:
+    """A base in 4 or 8 bits under adapters, by bitsandbytes; the table has why the rest is lacking."""
+    kind, method = draft.value("bnb_4bit_quant_type"), draft.value("quant_method")
+    if not _has_adapters(draft) or draft.settings.get("lora.dora"):
+        return
+    if not is_off(method) and method not in ("bnb", "bitsandbytes", "BNB"):
+        return
+    bits = str(draft.value("quant_bits") or 0)
+    in_4bit = ("load_in_4bit", *(("quant_bits",) if bits == "4" else ()))
+    in_8bit = ("load_in_8bit", *(("quant_bits",) if bits == "8" else ()))
+    chosen = [name for name in in_4bit if draft.value(name)]
+    if chosen and kind in (None, "nf4"):
+        draft.set("quantise", "nf4", *chosen)
+        draft.needless(
+            "quantise=nf4 quantises the maxima of blocks too",
+            "bnb_4bit_use_double_quant", "use_bnb_nested_quant",
+        )  # fmt: skip
+        draft.needless(
+            "quantise=nf4", "bnb_4bit_quant_type", "quant_method", "load_in_8bit", "quant_bits"
+        )
+        draft.needless(
+            "products are in the run's dtype", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"
+        )
+    elif chosen := [name for name in in_8bit if draft.value(name)]:
+        draft.set("quantise", "int8", *chosen)
+        draft.needless(
+            "quantise=int8", "quant_method", "load_in_4bit", "bnb_4bit_quant_type", "quant_bits"
+        )
+        draft.needless("quantise=int8", "bnb_4bit_use_double_quant", "use_bnb_nested_quant")
+    draft.off("quant_bits")
+
+
+def carry_tokens(draft: Draft) -> None:
+    """New special tokens: words, or files of them."""
+    words = draft.value("new_special_tokens")
+    words = words if isinstance(words, list) else [] if is_off(words) else str(words).split(",")
+    if any(str(word).endswith(".txt") for word in words):
+        draft.lacking("new_special_tokens", "name the words of the file: tokens.add")
+    elif words:
+        draft.set("tokens.add", [str(word).strip() for word in words], "new_special_tokens")
+    draft.off("new_special_tokens")
+
+
+def carry_parts(draft: Draft) -> None:
+    """The parts of a vision-language model that train (by default the language model), with their rates."""
+    names = (*PARTS, *RATES)
+    if draft.framework == "openrlhf":
+        if draft.value("actor.freeze_visual_encoder"):
+            draft.set("freeze", ["vision_tower"], "actor.freeze_visual_encoder")
+        return
+    if not set(PARTS) & set(draft.defaults) or draft.is_vision is False:
+        draft.needless("the model takes no pictures", *names)
+        return
+    has_adapters = "lora.rank" in draft.settings or "lora.adapter" in draft.settings
+    asked = [name for name in names if name in draft.given]
+    if draft.is_vision is None and not asked:
+        if not has_adapters:
+            parts = " and ".join(RATES.values())
+            draft.assumed.append(
+                f"the model takes no pictures: of one that does {draft.framework} freezes {parts}"
+            )
+        return
+    frozen = [part for name, (part, default) in PARTS.items() if draft.value(name, default)]
+    trained = [part for part, _ in PARTS.values() if part not in frozen]
+    key = "lora.targets" if has_adapters else "freeze"
+    if not has_adapters and frozen:
+        draft.settings["freeze"], draft.sources["freeze"] = frozen, "the parts that are frozen"
+    elif has_adapters and trained != ["language_model"]:
+        if draft.settings.get("lora.targets") == "all-linear":
+            draft.settings["lora.targets"] = trained
+        else:
+            for name in (name for name in PARTS if name in draft.given):
+                draft.lacking(name, "parts of the model as well as modules by name: lora.targets")
+    draft.carried(list(PARTS), [key])
+    rates = {part: draft.value(name) for name, part in RATES.items() if part in trained}
+    if rates := {part: rate for part, rate in rates.items() if rate is not None}:
+        draft.settings["optim.group_learning_rates"] = rates
+        draft.sources["optim.group_learning_rates"] = "vit_lr, aligner_lr"
+    for name, part in RATES.items():
+        if part in trained:
+            draft.carried([name], ["optim.group_learning_rates"])
+        else:
+            draft.needless(f"{part} is frozen", name)
+
+
+def carry_pictures(draft: Draft) -> None:
+    """Limits of pictures and of videos."""
+    names = {
+        "$MAX_PIXELS": "data.images.max_pixels",
+        "max_pixels": "data.images.max_pixels",
+        "$FPS": "data.images.fps",
+        "fps": "data.images.fps",
+        "$FPS_MAX_FRAMES": "data.images.max_frames",
+        "fps_max_frames": "data.images.max_frames",
+        "$IMAGE_MAX_TOKEN_NUM": "data.images.max_pixels",
+    }
+    for name, key in names.items():
+        is_default = name not in draft.given and name in draft.defaults and draft.is_vision
+        if (name not in draft.given and not is_default) or draft.is_unknown(name):
+            continue
+        value = draft.value(name)
+        value = parsed(value) if isinstance(value, str) else value
+        if value is None or draft.is_vision is False:
+            draft.needless("the model takes no pictures", name)
+        elif not is_number(value):
+            draft.lacking(name, f"a number is expected by {key}")
+        elif name == "$IMAGE_MAX_TOKEN_NUM":
+            model = str(draft.value("model")).lower()
+            is_older = re.search(r"qwen-?2(\.5)?-?(vl|omni)|qvq", model)
+            side = 28 if is_older else 32 if re.search(r"qwen-?3(\.5)?", model) else 0
+            if side:
+                draft.set(key, value * side * side, name)
+            else:
+                draft.lacking(
+                    name, "how large the picture of a token is is not known of this model"
+                )
+        else:
+            draft.set(key, min(value, draft.settings.get(key, value)), name)
+
+
+def carry_precision(draft: Draft) -> None:
+    """Training entirely in float32; 16 bits are taut's default."""
+    if draft.framework == "openrlhf":
+        return
+    is_swift = draft.framework in ("swift", "megatron")
+    weights = draft.value("torch_dtype" if is_swift else "dtype") or "float32"
+    is_mixed = draft.value("bf16") is not False or bool(draft.value("fp16"))
+    if is_swift and draft.value("bf16") is None:
+        is_mixed = "torch_dtype" not in draft.given
+    if weights in ("float32", "fp32") and not is_mixed:
+        draft.set("dtype", "float32", "bf16", "torch_dtype", "dtype")
