@@ -412,7 +412,7 @@ def _outcome(
         interrupts.check()
         cause = " ".join(str(failures[0] if failures else "").split())[-300:]
         raise ClusterError(
-            f"Ray started no rank ({cause}); expected workers that meet; see its logs in /tmp/ray/session_latest/logs"
+            f"Ray started no rank ({cause}); expected workers that meet; see the logs of its session"
         )
     why = attempt.failure(signalled)
     if why is not None and failures:
