@@ -33,6 +33,7 @@ from taut.migrate.dialects import DIALECTS, Dialect
 from taut.migrate.examine import RecipeReport, examine
 from taut.migrate.frameworks.tables import words
 from taut.migrate.recipe import SUFFIXES, parsed, plain
+from taut.migrate.run_file import option_line
 from taut.migrate.script import Word, pairs
 
 LAUNCHERS = words(
@@ -176,11 +177,13 @@ def examine_one(framework: str, name: str, path: Path, text: str) -> Outcome | N
         return None
     lines = list(differences(report, path, text))
     if carried.refusals:
-        return Outcome(name, "refused", report, (*(one.line for one in carried.refusals), *lines))
+        return Outcome(
+            name, "refused", report, (*(option_line(one) for one in carried.refusals), *lines)
+        )
     problem = problem_of(carried)
     if problem is not None:
         return Outcome(name, "rejected", report, (problem, *lines))
-    changing = [one.line for one in carried.having("lacking") if one.changes]
+    changing = [option_line(one) for one in carried.having("lacking") if one.changes]
     return Outcome(name, "offered" if changing else "exact", report, (*changing, *lines))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from taut.config import replace
 from taut.data.packing import pack
 from taut.data.render import Renderer
 from taut.inference.engine import Sampling
-from taut.inference.vllm import ServerConfig, ServerEngine
+from taut.inference.vllm import ServerConfig, ServerEngine, Stream
 from taut.inference.vllm_client import TOLERANCE
 from taut.inference.weight_sync import Trained
 from taut.models.attention_backends import select
@@ -63,6 +64,31 @@ def test_what_is_sampled_after_a_push_is_the_training_model_s(
             assert completion.version == version and completion.logp_N is not None
             assert np.abs(mine_N - completion.logp_N).max() < LIMIT
             change(model, size=0.01)
+    finally:
+        engine.close()
+
+
+def test_a_server_with_adapters_goes_on_after_a_push_amid_requests(
+    pushed_to: str, real_model: Path
+) -> None:
+    """On a CPU its engine ended where the probe was in one batch with other requests (vllm-project/vllm#16668)."""
+    model, done = loaded(real_model), SimpleQueue[int]()
+    tokenizer = load_tokenizer(str(real_model))
+    renderer = Renderer(tokenizer)
+    config = replace(ServerConfig(), {"sync.mode": "full", "retries": 0})
+    engine = ServerEngine.open(pushed_to, config, tokenizer, renderer.stop_ids, 1024)
+    try:
+        engine = engine.follow(Trained(Scorer(model), Ranks(0, 1, CPU), torch.float32))
+        engine.update(0)
+        stream = Stream(engine, Sampling(max_new_tokens=64, seed=1), done.put)
+        for number in range(5):
+            chat = [{"role": "user", "content": f"Count from {number} to 200."}]
+            stream.ask(number, Prompt(f"p{number}", renderer.prompt_ids(chat)))
+        change(model, size=0.002)
+        engine.update(1)
+        completions = [stream.take(done.get(timeout=120)) for _ in range(5)]
+        assert [(it.error, it.version) for it in completions] == [(None, 0)] * 5
+        assert "#16668" in {it.name: it for it in engine.decisions}["requests during a push"].reason
     finally:
         engine.close()
 

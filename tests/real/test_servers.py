@@ -29,7 +29,7 @@ from taut.inference.weight_sync import Trained, checkpoint_tensors, write
 from taut.models.load import load_tokenizer
 from taut.models.scorer import Scorer
 from taut.train.distributed import Ranks
-from taut.types import Prompt, Sample, Wants
+from taut.types import Prompt, Sample
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, needs_vllm]
 
@@ -55,7 +55,7 @@ def test_nothing_is_lost_and_stale_weights_are_not_used(real_model: Path, tmp_pa
             for n in range(3)
         ]
         urls, (killed, slow, _) = [url for url, _ in made], [process for _, process in made]
-        config = replace(ServerConfig(), {"retries": 0, "timeout": 120.0, "sync.mode": "full"})
+        config = replace(ServerConfig(), {"retries": 3, "timeout": 120.0, "sync.mode": "full"})
         engine = ServerEngine.open(urls, config, tokenizer, renderer.stop_ids, 1024)
         engine = engine.follow(Trained(Scorer(model), Ranks(0, 1, CPU), torch.float32))
         engine.update(0)
@@ -104,7 +104,7 @@ def test_nothing_is_lost_and_stale_weights_are_not_used(real_model: Path, tmp_pa
         at_N = np.arange(asked.ids_T.size, ids_T.size)
         packed = pack([Sample("a", ids_T, at_N, np.ones(at_N.size))])
         with torch.no_grad():
-            logp_N = Scorer(model)(packed, Wants()).logp_N.numpy()
+            logp_N = Scorer(model)(packed).logp_N.numpy()
         assert completion.logp_N is not None
         assert np.abs(logp_N - completion.logp_N).max() < LIMIT
 

@@ -51,6 +51,7 @@ from taut.plan.memory import (
 from taut.plan.models import FUSED, Kernels, skeleton
 from taut.plan.rates import GPUS, Rates, Seconds, calibrate, from_data_sheet, recomputed
 from taut.plan.rollouts import rollout_of, seconds_of
+from taut.plan.scoring import scoring_of
 from taut.plan.steps import Workload, without_data, workload
 from taut.run.inputs import load_inputs
 from taut.train import distributed
@@ -63,7 +64,7 @@ ABOUT = {
     "critic": "the weights of PPO's critic",
     "teacher": "what the student learns from, in the compute dtype",
     "reference": "what the policy is measured against",
-    "rewards": "reward models in this process, on the first",
+    "rewards": "each: reward models in this process",
     "gradients": "float32, of what trains",
     "optimizer": "the moments of what trains",
     "casts": "autocast's copies of weights, kept for the backward",
@@ -71,6 +72,7 @@ ABOUT = {
     "logits": "the head's rows over the vocabulary, a chunk at a time",
     "temporary": "what a layer or the head has while it runs",
     "generating": "instead of a step: keys and values of completions of full length",
+    "scoring": "instead of a step: a forward of a reward model, or of a teacher",
     "ending": "what training holds while its result is written and compared",
     "reading": "each: what it reads of a model before it is on the GPU",
     "saving": "of the first: the result is read and compared in float32",
@@ -202,15 +204,6 @@ def plan(config: Plan) -> Planned:
     """The plan. Raises TautError for a run that cannot be planned."""
     distributed.require_divisors(config.gpus, config.parallel)
     model = load_config(config.model, config.trust_remote_code, needs_weights=False)
-    scorers = config.models().completions
-    loaded = [] if scorers is None else [key for _, key, _ in scorers.directories]
-    if scorers is not None and scorers.privileged is not None:
-        loaded.append("distill.privileged")
-    if loaded:
-        raise ConfigError(
-            f"{loaded[0]} of {config.command()}: the memory of a model that scores completions before training is not "
-            "planned; expected none; take it out, or measure a short run"
-        )
     machine = _machine(config, model)
     require_possible(
         config.activation_checkpointing,
@@ -339,6 +332,7 @@ class _Planner:
         self.half = self._trace(self.work.supply.filled(max(1, self.full.num_tokens // 2)))
         supply = self.work.supply
         self.rollout = rollout_of(self.run, self.model, kernels, supply, self.run.gpus)
+        self.scoring = scoring_of(self.run, kernels, supply, self.run.gpus)
 
     def way(self, name: str, configured: Plan, rates: Rates | None) -> Way:
         """The prediction on the given number of GPUs."""
@@ -368,7 +362,8 @@ class _Planner:
     def footprint(self, prediction: Prediction, num_ranks: int) -> Footprint:
         """The bytes of a rank."""
         kernels = self.machine.kernels
-        return footprint_of(self.run, prediction.traced, kernels, num_ranks, self.rollout)
+        rollout, scoring = self.rollout, self.scoring
+        return footprint_of(self.run, prediction.traced, kernels, num_ranks, rollout, scoring)
 
     def _trace(self, packed: Packed, num_ranks: int | None = None) -> Prediction:
         kernels, is_first = self.machine.kernels, self.work.later is None
@@ -506,8 +501,9 @@ def _parts(planned: Planned) -> Table:
     add("a step", about, [size.step for size in footprints], "bold")
     if planned.num_ranks > 1:
         add("loading", ABOUT["loading"], [size.loading for size in footprints])
-    if configured.footprint.generating:
-        add("generating", ABOUT["generating"], [size.generating for size in footprints])
+    for name in ("generating", "scoring"):
+        if getattr(configured.footprint, name):
+            add(name, ABOUT[name], [getattr(size, name) for size in footprints])
     add("saving", ABOUT["ending"], [size.ending for size in footprints])
     for name in ("reading", "saving", "staging", "offloaded"):
         size = getattr(configured.footprint, name)

@@ -595,6 +595,11 @@ class Stream:
         prompt, index, future = self._asked.pop(key)
         return self._engine.completion(prompt, index, self._sampling, future)
 
+    def cancel(self, key: int) -> None:
+        """Cancel a completion that was asked for and not taken, if there is one; the server stops working on it."""
+        if key in self._asked:
+            self._asked.pop(key)[2].cancel()
+
     def close(self) -> None:
         """Cancel what was not taken; the servers stop working on it."""
         for _, _, future in self._asked.values():

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -49,12 +50,6 @@ class Option(NamedTuple):
     """Lacking, and what is learned is another model without it."""
     refuses: bool = False
     """Lacking, and there is no such run in taut."""
-
-    @property
-    def line(self) -> str:
-        """The option and its reason as one line of text."""
-        value = "" if not self.place else f" = {' '.join(str(self.value).split())[:60]}"
-        return f"{self.place}{': ' if self.place else ''}{self.key}{value}: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -102,6 +97,7 @@ class Draft:
         self.framework = recipe.framework
         self.defaults = tables.defaults_of(recipe.method)
         self.is_vision = facts.answer("is_vision").holds
+        """None: not known."""
         self.settings: dict[str, Any] = {}
         self.sources: dict[str, str] = {}
         self.unfilled: dict[str, str] = {}
@@ -119,6 +115,10 @@ class Draft:
                 self._record(setting, "needless", "not set")
             else:
                 self.given[names.get(key, key)] = setting
+        model = str(recipe.model)
+        if self.is_vision is None and re.search(TAKES_PICTURES, model.lower()):
+            self.is_vision = True
+            self.assumed.append(f"by its name {model} takes pictures")
         for name, setting in recipe.environment.items():
             self.given[f"${name}"] = setting._replace(key=f"${name}")
         self.given |= launcher_options(recipe)
@@ -142,7 +142,8 @@ class Draft:
         option = self.given.get(name)
         if option is None:
             return self.defaults.get(name, default)
-        return None if option.obstacle else option.value
+        word = option.value if isinstance(option.value, str) else ""
+        return None if option.obstacle else BOOLEANS.get(word.lower(), option.value)
 
     def is_unknown(self, *names: str) -> bool:
         """Whether one is set to a value that is not known."""
@@ -300,6 +301,13 @@ NUMBERS = frozenset(
     )
 )
 """Options that enter arithmetic; another value than a number counts as unknown."""
+TAKES_PICTURES = (
+    r"\bvl\b|[-_\d]vl\b|vision|omni|llava|internvl|ovis|minicpm-v|pixtral|paligemma|smolvlm|qvq|qwen-?3\.\d|"
+    r"gemma-?3-(4|12|27)b|gemma-?4"
+)
+"""What the name of a model that is not here says of it."""
+BOOLEANS = {"yes": True, "no": False}
+"""Words that the frameworks' parsers of options take for true and false, besides those two."""
 PLACES = ("output_dir", "logging_dir", "hub_token", "run_name")
 """Options of a place or a name, which change nothing that is learned."""
 
@@ -326,7 +334,7 @@ def is_off(value: Any, off: tuple[Any, ...] = ()) -> bool:
     """Whether this value switches an option off."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
-    return value is None or value in (False, "", "none", [], {}, *off)
+    return value is None or value in (False, "", "none", "no", [], {}, *off)
 
 
 def words_of(value: Any) -> list[str]:

@@ -10,8 +10,8 @@ The prediction for one rank is the trace itself. With FSDP over N ranks (of each
     optimizer    2 G / N               as the run's optimizer stores it
     critic       as weights, with gradients and moments of its own
     reference    G / N, or another model as weights
-    teacher      as weights
-    rewards      W                     reward models in this process, on the first rank
+    teacher      as weights; of the model as its own teacher, as a reference
+    rewards      W                     reward models in this process, a copy on each rank
     casts, activations, logits, temporary      as with one rank: they belong to the micro-batch
     loading      (W - R) / N + R       each rank reads its part of the layers, and the rest whole
 
@@ -48,8 +48,6 @@ from taut.models import architecture
 from taut.models.frozen import host_memory
 from taut.plan.ledger import Ledger, Parts
 from taut.plan.models import (
-    CRITIC,
-    POLICY,
     REFERENCE,
     TEACHER,
     Held,
@@ -59,6 +57,7 @@ from taut.plan.models import (
     rank_of,
 )
 from taut.plan.rollouts import Rollout, rollout_of
+from taut.plan.scoring import scoring_of
 from taut.plan.steps import Workload
 from taut.plan.tracing import Traced, known_parts, trace
 from taut.run.setup import Built
@@ -88,6 +87,8 @@ class Footprint:
     """On the device while the result is saved: what training holds, and ``saving`` where the device is the host."""
     generating: int = 0
     """On the device while completions are generated in this process; 0: there are none."""
+    scoring: int = 0
+    """On the device while reward models and teachers score them; 0: there are none."""
 
     @property
     def step(self) -> int:
@@ -96,8 +97,8 @@ class Footprint:
 
     @property
     def around(self) -> int:
-        """Peak on the device around the steps: loading, generating, saving."""
-        return max(self.loading, self.generating, self.ending)
+        """Peak on the device around the steps: loading, generating, scoring, saving."""
+        return max(self.loading, self.generating, self.scoring, self.ending)
 
     @property
     def peak(self) -> int:
@@ -114,6 +115,7 @@ def footprint(
     is_host: bool = False,
     merges: bool = True,
     rollout: Rollout | None = None,
+    scoring: int = 0,
 ) -> Footprint:
     """The bytes of each rank; of ranks that compute together, with the activations of whole layers. ``stages``: whether
     checkpoints are written in the background; ``is_host``: whether the device is the host itself; ``merges``: whether
@@ -132,9 +134,10 @@ def footprint(
     for part, share in shares.items():
         parts[part] = int(parts[part] * share)
     parts["optimizer"] = own["optimizer"]
-    gathered = 0
+    gathered = others = 0
     if num_ranks > 1 or offloads:
         gathered = _at_a_time(models[0].gathered)
+        others = max(_at_a_time(model.gathered) for model in models if model.is_divided)
         for model in models:
             if model.is_divided:
                 parts[model.part] += _at_a_time(model.gathered)
@@ -157,6 +160,7 @@ def footprint(
         saving=saved,
         ending=held + saved if is_host else held,
         generating=0 if rollout is None else held + rollout.bytes + gathered,
+        scoring=held + scoring + others if scoring else 0,
     )
 
 
@@ -217,7 +221,7 @@ def _loading(models: Sequence[Held], num_shards: int) -> int:
     part of the layers and all that is outside them, which is divided once all of these are there.
     """
 
-    first = [model for model in models if model.part in (POLICY, CRITIC, TEACHER)]
+    first = [model for model in models if not model.is_apart]
     most = sum(_read(model, num_shards) for model in first)
     here = sum(_of_rank(model, num_shards) for model in first)
     for model in models:
@@ -263,8 +267,9 @@ def needs(
     num_ranks: int = 1,
     packed: Packed | None = None,
 ) -> Footprint:
-    """What a configuration would take of each rank: loading, the largest of its first steps, saving. ``packed``:
-    instead a step of this micro-batch. Raises ModelError where the model cannot run on fake tensors.
+    """What a configuration would take of each rank: loading, generating, scoring, the largest of its first steps,
+    saving. ``packed``: instead a step of this micro-batch. Raises ModelError for a model that cannot run on fake
+    tensors.
     """
     if packed is None:
         prediction = predict_steps(run, config, kernels, work, num_ranks=num_ranks)
@@ -272,7 +277,8 @@ def needs(
         is_first = work.later is None
         prediction = predict(run, config, kernels, packed, is_first=is_first, num_ranks=num_ranks)
     rollout = rollout_of(run, config, kernels, work.supply, num_ranks)
-    return footprint_of(run, prediction.traced, kernels, num_ranks, rollout)
+    scoring = scoring_of(run, kernels, work.supply, num_ranks)
+    return footprint_of(run, prediction.traced, kernels, num_ranks, rollout, scoring)
 
 
 def footprint_of(
@@ -281,8 +287,9 @@ def footprint_of(
     kernels: Kernels,
     num_ranks: int,
     rollout: Rollout | None = None,
+    scoring: int = 0,
 ) -> Footprint:
-    """The bytes of each rank of a run."""
+    """The bytes of each rank of a run. ``scoring``: see ``scoring_of``."""
     return footprint(
         traced,
         num_ranks,
@@ -291,6 +298,7 @@ def footprint_of(
         is_host=kernels.device.type == "cpu",
         merges=run.save.merged,
         rollout=rollout,
+        scoring=scoring,
     )
 
 
@@ -363,9 +371,7 @@ def measure(built: Built, packed: Packed, *, is_first: bool) -> Measured:
     seconds = time.perf_counter() - began
     if is_first:
         trainer.optimizer.zero_grad()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    others = [*tensors_of(trainer.optimizer), *_reference_tensors(built)]
-    before = [*itertools.chain(*known_parts(model).values()), *gradients, *others]
+    before = held_tensors(built)
     peak = peak_bytes(act, before, trainer.ranks.device)
     trainer.optimizer.zero_grad()
     return Measured(peak, seconds)
@@ -379,14 +385,9 @@ def measured_parts(built: Built, packed: Packed, *, is_first: bool) -> Parts:
         _run(built, packed)
     inner = model.get_submodule("model")
     vocabulary = architecture.head(inner).weight.shape[0] if architecture.has_head(inner) else None
-    ledger = Ledger(
-        {
-            REFERENCE: _reference_tensors(built),
-            "optimizer": tensors_of(trainer.optimizer),
-            **known_parts(model),
-        },
-        vocabulary,
-    )
+    apart, known = _apart(built), known_parts(model)
+    known[TEACHER] = [*known[TEACHER], *apart.pop(TEACHER)]
+    ledger = Ledger({**apart, "optimizer": tensors_of(trainer.optimizer), **known}, vocabulary)
     handles = ledger.watch_gradients(model.parameters())
     handles.append(model.register_forward_hook(lambda *_: ledger.end_forward()))
     try:
@@ -411,11 +412,27 @@ def _run(built: Built, packed: Packed) -> None:
     backward(built.trainer, packed, dict.fromkeys(loss.units, 1.0), 1)
 
 
-def _reference_tensors(built: Built) -> list[Tensor]:
-    """The tensors of a reference. One whose logprobs are in a file is freed before the first step."""
+def held_tensors(built: Built) -> list[Tensor]:
+    """What a run holds before a micro-batch: models, gradients, moments."""
+    known, apart = known_parts(built.scorer).values(), _apart(built).values()
+    return [*itertools.chain(*known, *apart), *tensors_of(built.trainer.optimizer)]
+
+
+def _apart(built: Built) -> dict[str, list[Tensor]]:
+    """Part -> the tensors of a reference, and of teachers that score completions. A reference whose logprobs are in a
+    file is freed before the first step.
+    """
+    own = built.models.self_teacher
+    roles = [role for role in built.trainer.roles if role is not own]
     if built.run.models().reference_file is not None:
-        return []
-    return [tensor for role in built.trainer.roles for tensor in role.tensors()]
+        roles = []
+    teachers: list[Tensor] = [] if own is None else own.tensors()
+    for scorer in built.models.teachers.values():
+        teachers = [*teachers, *scorer.parameters()]
+    return {
+        REFERENCE: [tensor for role in roles for tensor in role.tensors()],
+        TEACHER: teachers,
+    }
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -2,9 +2,10 @@
 
     policy      the model that trains, with adapters, freezing and stored as the run stores it
     critic      of PPO; an own one trains too, a shared one is a head on the policy
-    teacher     frozen, in the compute dtype
+    teacher     frozen, in the compute dtype; one that scores completions before training as it is stored, and the model
+                as its own teacher as a copy of what trains
     reference   a copy of what trains, or another model, sharded
-    rewards     reward models in this process, on the first rank
+    rewards     reward models in this process, whole on every rank
 
 Not included: rows that train by themselves, added tokens, buffers created while loading.
 """
@@ -34,6 +35,7 @@ from taut.models.recompute import recompute_activations
 from taut.models.reward_model import reward_skeleton
 from taut.models.scorer import Scorer
 from taut.models.teacher import ListedTeacher, ModelTeacher
+from taut.rewards.judge import RewardModel
 from taut.rewards.registry import models_of
 from taut.rl.critic import NEW_HEAD
 from taut.run.setup import storage_for
@@ -115,6 +117,8 @@ class Held:
     """Numbers of a token that its layers pass on, all together."""
     flops: architecture.Flops | None = None
     """What a token and a pair take of it, forward and backward; None: it runs in no micro-batch."""
+    is_apart: bool = False
+    """Whether it runs while no activations are kept: it adds what it holds, and is not traced."""
 
     @property
     def reduced(self) -> int:
@@ -124,7 +128,7 @@ class Held:
     @property
     def counted(self) -> int:
         """The bytes of its weights where a micro-batch is traced."""
-        if self.part in (REFERENCE, REWARDS):  # they are added
+        if self.is_apart:  # it is added
             return self.weights.all
         return self.gathered.all + self.whole.weights
 
@@ -168,16 +172,16 @@ def configs_of(run: RunConfig, config: PreTrainedConfig) -> dict[str, PreTrained
     models, configs = run.models(), {POLICY: config}
     critic, teacher = models.critic, models.teacher
     if critic is not None and critic.kind == "own":
-        same = critic.model is None
-        configs[CRITIC] = config if same else _config_of(run, critic.model)
+        own = critic.model
+        configs[CRITIC] = config if own is None else model_config(own, run.trust_remote_code)
     if teacher is not None and teacher.teacher is not None:
-        configs[TEACHER] = _config_of(run, teacher.teacher)
+        configs[TEACHER] = model_config(teacher.teacher, run.trust_remote_code)
     return configs
 
 
-def _config_of(run: RunConfig, path: str | None) -> PreTrainedConfig:
-    assert path is not None
-    return load_config(path, run.trust_remote_code, needs_weights=False)
+def model_config(path: str, trust_remote_code: bool) -> PreTrainedConfig:
+    """The configuration of a model whose weights are not read."""
+    return load_config(path, trust_remote_code, needs_weights=False)
 
 
 def planned_scorer(run: RunConfig, configs: Configs, kernels: Kernels) -> Scorer:
@@ -327,8 +331,7 @@ def held(run: RunConfig, scorer: Scorer, kernels: Kernels) -> tuple[Held, ...]:
         found.append(Held(CRITIC, sizes, sizes, whole.optimizer, whole, num_parameters=count))
     if TEACHER in models:
         found.append(_held(run, TEACHER, models[TEACHER], {}, kernels))
-    found += _reference(run, found[0], kernels)
-    found += _judges(run, kernels)
+    found += [replace(model, is_apart=True) for model in _apart(run, found[0], kernels)]
     return tuple(found)
 
 
@@ -361,33 +364,63 @@ def _held(
     )
 
 
-def _reference(run: RunConfig, policy: Held, kernels: Kernels) -> Iterator[Held]:
-    """A copy of what trains, or another model; none where its logprobs are in a file."""
-    reference = run.models().reference
-    if reference is None or reference.file is not None:
-        return
-    if reference.model is None:
+def _apart(run: RunConfig, policy: Held, kernels: Kernels) -> Iterator[Held]:
+    """What stands next to a micro-batch: a reference, teachers that score completions, and reward models."""
+    reference, teachers = run.models().reference, run.models().completions
+    if reference is not None and reference.file is None:  # else its logprobs are in a file
+        yield _frozen(run, REFERENCE, reference.model, policy, kernels)
+    if teachers is not None:
+        if teachers.has_copy:
+            yield _frozen(run, TEACHER, None, policy, kernels)
+        for _, _, path in teachers.directories:
+            yield _frozen(run, TEACHER, path, policy, kernels)
+    yield from _judges(run, kernels)
+
+
+def _frozen(run: RunConfig, part: str, path: str | None, policy: Held, kernels: Kernels) -> Held:
+    """A model as it is read; None: a copy of what trains of the policy."""
+    if path is None:
         copied = policy.trained._replace(layer=0, rest=0)
-        yield Held(REFERENCE, copied, whole=Whole(policy.whole.trained))
-        return
-    config = _config_of(run, reference.model)
-    other = _as_read(load_skeleton(reference.model, config, run.trust_remote_code), kernels)
-    yield _held(run, REFERENCE, other.requires_grad_(requires_grad=False), {}, kernels)
+        return Held(part, copied, whole=Whole(policy.whole.trained))
+    other = frozen_model(run, path, kernels, model_config(path, run.trust_remote_code))
+    return _held(run, part, other, {}, kernels)
+
+
+def frozen_model(
+    run: RunConfig, path: str, kernels: Kernels, config: PreTrainedConfig
+) -> PreTrainedModel:
+    """Another model for the policy's micro-batches, on the meta device."""
+    model = _as_read(load_skeleton(path, config, run.trust_remote_code), kernels)
+    return model.requires_grad_(requires_grad=False)
 
 
 def _judges(run: RunConfig, kernels: Kernels) -> Iterator[Held]:
-    """The reward models of training that are on the planned device."""
-    for judge in models_of(run.training_rewards).values():
-        if kernels.device.type == "cuda" and judge.device == "cpu":
-            continue
-        config = load_config(judge.model, judge.trust_remote_code, needs_weights=False)
-        model = reward_skeleton(judge.model, config, None, judge.trust_remote_code)
-        if kernels.device.type == "cuda":
-            dtype = torch.float32 if judge.dtype == "float32" else torch.bfloat16
-        else:
-            dtype = inference_dtype(judge.dtype, kernels.device, "").dtype
-        nn.Module.to(model, dtype).requires_grad_(requires_grad=False)
+    for judge in judges_of(run, kernels):
+        config = model_config(judge.model, judge.trust_remote_code)
+        model = judge_model(judge, kernels, config)
         yield replace(_held(run, REWARDS, model, {}, kernels), is_divided=False)
+
+
+def judges_of(run: RunConfig, kernels: Kernels) -> list[RewardModel]:
+    """The reward models of training that are on the planned device."""
+    is_cuda = kernels.device.type == "cuda"
+    judges = models_of(run.training_rewards).values()
+    return [judge for judge in judges if not (is_cuda and judge.device == "cpu")]
+
+
+def judge_dtype(judge: RewardModel, kernels: Kernels) -> torch.dtype:
+    """The dtype of a reward model's weights and products."""
+    if kernels.device.type == "cuda":
+        return torch.float32 if judge.dtype == "float32" else torch.bfloat16
+    return inference_dtype(judge.dtype, kernels.device, "").dtype
+
+
+def judge_model(judge: RewardModel, kernels: Kernels, config: PreTrainedConfig) -> nn.Module:
+    """A reward model on the meta device."""
+    model = reward_skeleton(judge.model, config, None, judge.trust_remote_code)
+    set_attention(model, kernels.attention)
+    nn.Module.to(model, judge_dtype(judge, kernels))
+    return model.requires_grad_(requires_grad=False)
 
 
 def sizes_of(

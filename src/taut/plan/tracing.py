@@ -12,7 +12,8 @@ A deep model is traced with two small numbers of layers: every part grows by the
 the peak of each phase is extrapolated linearly; where several models run, in the layers of each. Where the layers do
 not repeat, all are traced. A vision tower is traced whole.
 
-A reference adds its own bytes only: it runs before the first backward, when no activations are kept.
+References, reward models and teachers that score completions add their own bytes only: they run before the first
+backward, when no activations are kept.
 """
 
 from __future__ import annotations
@@ -44,8 +45,6 @@ from taut.plan.models import (
     CRITIC,
     FUSED,
     POLICY,
-    REFERENCE,
-    REWARDS,
     TEACHER,
     Configs,
     Held,
@@ -123,7 +122,7 @@ class Traced:
             )
         parts = fullest(moments, shares)
         for model in self.models:
-            if model.part in (REFERENCE, REWARDS):
+            if model.is_apart:
                 parts[model.part] += model.weights.all
         return parts
 
@@ -132,7 +131,7 @@ def trace(
     run: RunConfig, config: PreTrainedConfig, kernels: Kernels, packed: Packed, *, is_first: bool
 ) -> Traced:
     """The memory of one micro-batch. ``is_first``: no gradients exist before it."""
-    packed = _readable(packed)
+    packed = readable(packed)
     configs = configs_of(run, config)
     scorer = planned_scorer(run, configs, kernels)
     depths = {part: depths_of(run, part, model) for part, model in deep(scorer).items()}
@@ -367,7 +366,7 @@ class Shapes(Ledger):  # type: ignore[no-untyped-call]  # torch: no types
 # -- what is read on the host
 
 
-def _readable(packed: Packed) -> Packed:
+def readable(packed: Packed) -> Packed:
     """The micro-batch with its layout and its pictures ready to be read where tensors have no contents."""
     known: dict[str, Any] = {
         name: _Known(value)

@@ -136,6 +136,24 @@ class Feed:
             for path in group.paths
         ]
 
+    def drop_older(self, version: int) -> list[tuple[int, PromptRow]]:
+        """Cancel the groups that are not finished and have a token of older weights than this version; they may be
+        asked again. An agent's go on, as nothing ends it.
+        """
+        if self._environments is not None and self._environments.is_agent:
+            return []
+        dropped = []
+        for group in [*self._groups.values()]:
+            if not any(path.version and path.version[0] < version for path in group.paths):
+                continue
+            del self._groups[group.number]
+            for path in group.paths:
+                if self._courses.pop(path.number, None) is not None:
+                    self._stream.cancel(path.number)
+                    self._asked_at.pop(path.number, None)
+            dropped.append((group.number, group.paths[0].row))
+        return dropped
+
     def wake(self) -> None:
         """End ``wait``. Any thread may call it."""
         self._events.put(lambda: None)
@@ -156,6 +174,8 @@ class Feed:
     # -- the thread of the feed
 
     def _take_completion(self, number: int) -> None:
+        if number not in self._courses:  # dropped
+            return
         completion = self._stream.take(number)
         self._sampled += completion.ids_N.size
         self._seconds += time.perf_counter() - self._asked_at.pop(number)
@@ -167,6 +187,8 @@ class Feed:
             return
         if isinstance(outcome.value, UserCodeError):
             raise outcome.value
+        if number not in self._courses:  # dropped
+            return
         self._go_on(number, outcome)
 
     def _go_on(self, number: int, result: Completion | Outcome | None) -> None:
@@ -190,7 +212,7 @@ class Feed:
     def _judge_group(self, group: _Group) -> None:
         trajectories = [group.trajectories[path.index] for path in group.paths]
         if self._judge is None:
-            self._end(group.number, trajectories)
+            self._end(group, trajectories)
             return
         judge = self._judge
 
@@ -204,13 +226,15 @@ class Feed:
                 trajectory.judged(verdict)
                 for trajectory, verdict in zip(trajectories, verdicts, strict=True)
             ]
-            self._events.put(partial(self._end, group.number, judged))
+            self._events.put(partial(self._end, group, judged))
 
         Thread(target=run, name=f"judge of group {group.number}", daemon=True).start()
 
-    def _end(self, number: int, trajectories: list[Trajectory]) -> None:
-        del self._groups[number]
-        self._finished.append(Finished(number, trajectories))
+    def _end(self, group: _Group, trajectories: list[Trajectory]) -> None:
+        if self._groups.get(group.number) is not group:  # dropped while it was judged
+            return
+        del self._groups[group.number]
+        self._finished.append(Finished(group.number, trajectories))
 
 
 def _fail(error: BaseException) -> None:

@@ -9,7 +9,8 @@ when it is drawn until its group is trained on, or left out for want of a signal
     push       the weights go to the server before each rollout; trajectories in flight go on with them
     take       the first ``samples_per_step * minibatches`` groups that finish; of several that wait, those with the
                oldest tokens first. A group whose oldest token was sampled more than ``lag`` updates ago is dropped, and
-               its draw is asked again
+               its draw is asked again: as soon as it is known that it would be too old, finished or not, so that no
+               slow answer or judge keeps a place that a younger group could have
     open       at most 1 + lag / updates rollouts, this one included: more would be too old when its turn comes
 
 The state is what was drawn and is open after the last rollout was taken. A checkpoint keeps it; what was in flight, or
@@ -28,6 +29,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from heapq import heappop, heappush
+from operator import itemgetter
 from threading import Condition, Thread
 from typing import Annotated
 
@@ -67,6 +69,10 @@ class Background:
         self._finished: list[tuple[float, int, Finished]] = []
         """A heap of (version of the oldest token, how many finished before, group)."""
         self._num_finished = 0
+        self._oldest: int | None = None
+        """What has a token of an older version is to be dropped; None: all of it has been."""
+        self._num_stale = 0
+        """Groups that were dropped."""
         self._feed: Feed | None = None
         self._error: BaseException | None = None
         self._is_closing = False
@@ -89,6 +95,18 @@ class Background:
                 raise self._error
             oldest, _, finished = heappop(self._finished)
             return oldest, finished
+
+    def drop_older(self, version: int) -> None:
+        """Drop the groups that have a token of older weights than this version, finished or not, and ask them again."""
+        with self._changed:
+            self._oldest = version
+            self._wake()
+
+    def num_stale(self) -> int:
+        """How many groups were dropped since the last call."""
+        with self._changed:
+            found, self._num_stale = self._num_stale, 0
+            return found
 
     def close(self) -> None:
         """Cancel what is in flight."""
@@ -121,15 +139,26 @@ class Background:
                 self._changed.notify()
 
     def _begin(self, feed: Feed) -> bool:
-        """Begin groups where there is room for them. False: it is to end."""
+        """Drop groups that are too old, and begin others where there is room for them. False: it is to end."""
         while True:
             with self._changed:
                 if self._is_closing:
                     return False
+                if self._oldest is not None:
+                    self._drop_older(feed, self._oldest)
+                    self._oldest = None
                 if not self._waiting or not feed.has_room:
                     return True
                 number, row = self._waiting.popleft()
             feed.ask(number, row)
+
+    def _drop_older(self, feed: Feed, version: int) -> None:
+        dropped = feed.drop_older(version)
+        while self._finished and self._finished[0][0] < version:
+            _, _, finished = heappop(self._finished)
+            dropped.append((finished.number, finished.trajectories[0].row))
+        self._num_stale += len(dropped)
+        self._waiting.extend(sorted(dropped, key=itemgetter(0)))
 
 
 @dataclass(eq=False)
@@ -193,7 +222,7 @@ class Lagging:
         most_tried = wanted * (1 + max(config.dynamic_sampling_rounds, worker.num_tries))
         kept: dict[int, list[Trajectory]] = {}
         left_out: dict[int, list[Trajectory]] = {}
-        num_stale = num_replaced = 0
+        num_stale, num_replaced = background.num_stale(), 0
         while True:
             while len(open_draws) < most_open + len(left_out):
                 index, is_replaced = self.prompt_of(next_draw, open_draws.values())
@@ -212,6 +241,7 @@ class Lagging:
             has_some = bool(kept) and num_tried >= most_asked
             if len(kept) == wanted or has_some or num_tried >= most_tried:
                 break
+        background.drop_older(version + config.updates - config.lag)
         if not kept:  # a step has to have something
             kept, left_out = left_out, {}
         order = [*kept, *left_out]

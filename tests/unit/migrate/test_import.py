@@ -187,6 +187,15 @@ RECIPES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "--model.ipo_enable --model.beta 0.2 --adam.betas 0.8 0.9",
         {"dpo.loss": "ipo", "dpo.beta": 0.2, "optim.beta1": 0.8, "optim.min_learning_rate_ratio": 0.1},
     ),
+    "openrlhf plain dpo": (
+        "openrlhf", "a.sh", f"{OPENRLHF.format('dpo')}--pretrain m --dataset p.jsonl --beta 0.2",
+        {"dpo.loss": "sigmoid", "dpo.beta": 0.2, "model": "m", "data.max_length": 512},
+    ),
+    "swift pictures": (
+        "swift", "a.sh", "MAX_PIXELS=50176 IMAGE_MAX_TOKEN_NUM=100 swift sft --model Qwen/Qwen2.5-VL-3B-Instruct "
+        "--dataset r.jsonl --tuner_type full",
+        {"freeze": ["vision_tower", "projector"], "data.images.max_pixels": 50176},
+    ),
     "openrlhf rm": (
         "openrlhf", "a.sh", f"{OPENRLHF.format('rm')}--model.model_name_or_path m --data.dataset p.jsonl "
         "--model.margin_loss_enable",
@@ -436,3 +445,12 @@ def test_the_command_takes_a_file_of_another_framework(
     assert main(["import", f"{kind}:{folder / 'dpo.yaml'}"]) == 0
     content = tomllib.loads(capsys.readouterr().out)
     assert (content["method"], content["dpo"]["beta"]) == ("dpo", 0.2)
+
+
+@pytest.mark.parametrize(
+    ("word", "is_on"), [("yes", True), ("1", True), ("no", False), ("0", False)]
+)
+def test_words_for_true_and_false(word: str, is_on: bool, folder: Path) -> None:
+    text = f"swift sft {SWIFT}--packing {word} --use_dora {word}"
+    carried = imported(folder, "swift", "a.sh", text).carried
+    assert ("packing" in {option.key for option in carried.having("lacking")}) == is_on

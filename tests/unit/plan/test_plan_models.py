@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests import judged_runs, online_runs, picture_runs
+from tests.chat_runs import write_rows
 from tests.vision_models import FAMILIES, tiny_vlm
 
 from taut.plan.ledger import PARTS
@@ -58,6 +60,37 @@ def test_critics_and_teachers(method: str, keys: dict[str, Any], tmp_path: Path)
     true = compare(built)
     assert (true["critic"] > 0) == (method == "ppo")
     assert (true["teacher"] > 0) == (method == "gkd")
+
+
+OTHER = {"teacher": "beside"}
+
+
+@pytest.mark.parametrize(
+    ("method", "keys", "copies"),
+    [
+        ("grpo", {"distill__teacher": "beside"}, 1),
+        ("grpo", {"distill__teachers": {"a": OTHER, "b": OTHER}}, 2),
+        ("grpo", {"distill__privileged": "answer", "grpo__kl_coef": 0.1}, 1),
+        ("grpo", {"distill__privileged": "answer", "distill__weights": "now"}, 0),
+        ("gkd", {"distill__teachers": {"a": OTHER}, "lora__rank": 2}, 1),
+    ],
+)
+def test_teachers_that_score_completions(
+    method: str, keys: dict[str, Any], copies: int, tmp_path: Path
+) -> None:
+    """Each takes what its weights take, or a copy of what trains."""
+    model = online_runs.save_models(tmp_path)
+    rows = [{**row, "teacher": "a"} for row in online_runs.questions(13)]
+    keys = json.loads(json.dumps(keys).replace("beside", str(tmp_path / "beside")))
+    given = {"data__train": str(write_rows(tmp_path / "rows.jsonl", rows)), **keys}
+    if method == "gkd":
+        given["distill__teacher"] = None
+    built, _ = online_runs.make(online_runs.keys_of(method, model, tmp_path / "run", **given))
+    true = compare(built)
+    named = built.scorer.model.named_parameters()
+    base = sum(p.nbytes for name, p in named if "lora" not in name)
+    assert true["teacher"] == pytest.approx(copies * base, rel=0.05)
+    assert (true["reference"] > 0) == ("grpo__kl_coef" in keys)
 
 
 @pytest.mark.parametrize(

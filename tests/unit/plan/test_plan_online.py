@@ -6,23 +6,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.chat_runs import QUIET, save_model, write_rows
 from tests.online_runs import questions
+from tests.unit.commands.test_score import save_reward
 
-from taut.commands.plan import main
 from taut.config import from_mapping
-from taut.errors import ConfigError
+from taut.inference.reward_model import JudgeUse, open_judge
 from taut.methods import METHODS
 from taut.methods.inputs import Inputs
 from taut.methods.method import RunConfig
 from taut.models.precision import DTYPES
-from taut.plan.memory import needs, predict_steps
+from taut.models.reward_model import NewHead
+from taut.plan.memory import held_tensors, needs, peak_bytes, predict_steps
 from taut.plan.models import FUSED, Kernels
 from taut.plan.rollouts import rollout_of, seconds_of
+from taut.plan.scoring import scoring_of
 from taut.plan.steps import workload
 from taut.run.inputs import load_inputs
+from taut.run.setup import build
 from taut.train import distributed
+from taut.train.trainer import run_steps
+from taut.types import Wants
 
+NAMES = ("policy", "beside")
+VARIED = "def varied(text: str) -> float:\n    return len(set(text)) / 50 + len(text) / 999\n"
 RANKS = distributed.start("cpu")
 
 
@@ -133,8 +141,63 @@ def test_the_lists_of_a_teacher_behind_a_server_are_laid_out(model: Path, tmp_pa
             assert sample.streams["top_ids"].shape == sample.streams["top_logp"].shape == (32, 7)
 
 
-def test_models_that_score_rollouts_are_not_planned(model: Path, tmp_path: Path) -> None:
-    data = str(write_rows(tmp_path / "prompts.jsonl", questions(2)))
-    words = [f"model={model}", f"data.train={data}", f"distill.teacher={model}", "method=grpo"]
-    with pytest.raises(ConfigError, match=r"distill\.teacher of taut grpo: the memory"):
-        main(None, [*words, "rewards=exact_match", "measure=false"])
+def test_scoring_takes_what_a_forward_of_a_reward_model_takes(tmp_path: Path) -> None:
+    """Measured on as many tokens as it is given at a time: a half of the rollout's."""
+    path = save_reward(tmp_path, NewHead(seed=3))
+    options = {"model": str(path), "dtype": "float64", "tokens_per_batch": 200}
+    rewards = [{"name": "reward_model", "options": options}]
+    run, inputs = opened(tmp_path / "base", tmp_path, "grpo", rewards=rewards)
+    work = workload(run, inputs, 1)
+    dtype = DTYPES["float64"]
+    judge = open_judge(from_mapping(JudgeUse, options))
+    attention = judge.scorer.model.config._attn_implementation
+    predicted = scoring_of(run, Kernels(dtype, attention), work.supply, 1)
+    packed = work.supply.filled(200)
+
+    def act() -> None:
+        with torch.no_grad(), judge.compute():
+            judge.scorer(packed, wants=Wants(logp=False, scalar=True))
+
+    act()
+    measured = peak_bytes(act, [], RANKS.device)
+    assert 0.95 * measured <= predicted <= 1.2 * measured
+    needed = needs(run, inputs.config, Kernels(dtype, attention), work)
+    assert needed.scoring == needed.ending - needed.saving + predicted
+
+
+WHOLE: list[tuple[str, dict[str, Any]]] = [
+    ("grpo", {"grpo.kl_coef": 0.1}),
+    ("grpo", {"distill.teacher": "beside"}),
+    ("grpo", {"distill.privileged": "answer", "lora.rank": 4}),
+    ("ppo", {"critic.kind": "own", "rollout.minibatches": 2}),
+    ("online_dpo", {}),
+    ("best_of_n", {}),
+    ("gkd", {"distill.teacher": "beside"}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "keys"), WHOLE)
+def test_a_whole_run_takes_what_is_predicted(
+    method: str, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    """Two rollouts with their generation, scoring and training; completions may end early."""
+    shape = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
+    paths = {n: save_model(tmp_path / n, "llama", seed=n == "beside", **shape) for n in NAMES}
+    named = {
+        key: str(paths["beside"]) if value == "beside" else value for key, value in keys.items()
+    }
+    (tmp_path / "reward.py").write_text(VARIED)
+    fixed = {"rewards": [] if method == "gkd" else [f"{tmp_path / 'reward.py'}:varied"], "steps": 2}
+    more = {"dtype": "float32", "check": "off", "rollout.max_new_tokens": 64, **fixed, **named}
+    run, inputs = opened(paths["policy"], tmp_path, method, **more)
+    work = workload(run, inputs, 1)
+    built = build(run, inputs, run.plan(inputs.train), RANKS, lambda kind, **fields: None)
+    loaded, trainer = built.models.loaded, built.trainer
+    kernels = Kernels(loaded.dtype.dtype, loaded.attention.implementation)
+    needed = needs(run, inputs.config, kernels, work)
+    trainer.source.open()
+    measured = peak_bytes(lambda: run_steps(trainer), held_tensors(built), RANKS.device)
+    trainer.source.close()
+    predicted = max(needed.step, needed.generating, needed.scoring)
+    assert 0.97 * measured <= predicted <= 1.2 * measured

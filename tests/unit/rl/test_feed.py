@@ -62,9 +62,10 @@ class Place:
         n: int = 1,
         faults: Callable[[str, int], Fault | None] = lambda name, count: None,
         judge: Judge | None = None,
+        after: Callable[[Feed], object] = lambda feed: None,
     ) -> list[Finished]:
         """The groups of rows with so many turns, as they finish. ``faults``: of a row's request, by how many came
-        before it.
+        before it. ``after``: called once a group has finished.
         """
         renderer = renderer_of()
         stop_ids = derive_stop_set(renderer).ids
@@ -108,6 +109,7 @@ class Place:
                 finished = []
                 while feed.is_busy:
                     finished.append(feed.next())
+                    after(feed)
                 return finished
 
     def trajectories(self, *args: Any, **options: Any) -> list[Trajectory]:
@@ -249,6 +251,45 @@ def test_the_tokens_of_what_is_in_flight() -> None:
     place.play({"a": 1, "b": 3}, faults=faults, judge=judge)
     first, second = sizes
     assert first == 4 and second > 8
+
+
+@pytest.mark.parametrize("waits_for", ["server", "judge"])
+def test_a_group_that_is_dropped_may_be_asked_again(waits_for: str) -> None:
+    """Its first turn is of version 0. What it waited for comes after it was dropped, and counts no more."""
+    came, over, dropped, judged = Event(), Event(), list[tuple[int, Any]](), list[str]()
+
+    def hang() -> None:
+        if not came.is_set():
+            came.set()
+            assert over.wait(PATIENCE)
+
+    def faults(name: str, count: int) -> Fault | None:
+        if (name, count, waits_for) == ("b", 1, "server"):
+            hang()
+        return None
+
+    def judge(trajectories: Sequence[Trajectory]) -> list[Verdict]:
+        name = trajectories[0].row.id
+        if name == "a":
+            assert came.wait(PATIENCE)
+        elif waits_for == "judge":
+            hang()
+        judged.append(name)
+        return worth(trajectories)
+
+    def after(feed: Feed) -> None:
+        if dropped:
+            return
+        assert feed.drop_older(0) == []
+        dropped.extend(feed.drop_older(1))
+        assert not feed.is_busy
+        feed.ask(*dropped[0])
+        over.set()
+
+    first, second = Place().play({"a": 1, "b": 3}, faults=faults, judge=judge, after=after)
+    assert (first.number, second.number, len(dropped)) == (0, 1, 1)
+    assert [t.reward for t in second.trajectories] == [3.0]
+    assert judged.count("b") == (1 if waits_for == "server" else 2) and judged[0] == "a"
 
 
 def test_turns_of_trajectories_with_the_fewest_turns_come_first() -> None:

@@ -52,6 +52,12 @@ class Script:
     in_flight: dict[int, PromptRow] = field(default_factory=dict)
     most: int = 0
     is_closed: bool = False
+    begun_at: dict[int, int] = field(default_factory=dict)
+    """The version of the first token of a group in flight."""
+
+    def drop_older(self, version: int) -> list[tuple[int, PromptRow]]:
+        old = [number for number in self.in_flight if self.begun_at.get(number, version) < version]
+        return [(number, self.in_flight.pop(number)) for number in old]
 
     def ask(self, number: int, row: PromptRow) -> None:
         before = [asked for asked, _ in self.asked].count(number)
@@ -182,6 +188,24 @@ def test_a_group_that_is_too_old_is_dropped_and_asked_again(
         assert rollout.num_stale == 1 and sorted(rollout.draws) == [0, 1]
         assert [number for number, _ in script.asked] == [0, 1, 1]
         assert made.draws == {"next": 2, "open": []}
+
+
+def test_what_would_be_too_old_next_time_is_asked_again_while_the_model_trains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Taken next is version 1 or newer. Draw 0 is in flight since version 0, 4 finished and is as old, 1 is younger."""
+    script = Script(
+        lambda number, before: None if number < 2 else (before, [0.0, 1.0]), begun_at={0: 0, 1: 1}
+    )
+    draws = Draws(next=5, open=[(n, n) for n in range(5)])
+    with lagging(script, monkeypatch, draws, num_groups=2) as made:
+        until(lambda: len(made._background._finished) == 3)
+        assert made.take(1, 1, 9).draws == [2, 3]
+        until(lambda: len(script.asked) == 7)
+        assert [number for number, _ in script.asked] == [0, 1, 2, 3, 4, 0, 4]
+        script.finish(0, 2, [0.0, 1.0])
+        rollout = made.take(2, 2, 1)
+        assert rollout.num_stale == 2 and sorted(rollout.draws) == [0, 4]
 
 
 def test_of_groups_that_wait_the_oldest_is_taken_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from taut.migrate.frameworks import transformers
 from taut.migrate.frameworks.swift import merged
 from taut.migrate.frameworks.tables import Tables, by_option, lacking
 
-PREFERENCES = {"beta": 0.1, "loss_type": "sigmoid", "lora_dropout_is_on": True}
+PREFERENCES = {"beta": 0.1, "loss_type": "sigmoid"}
 
 LLAMAFACTORY = Tables(
     title="LLaMA-Factory",

@@ -106,6 +106,7 @@ OPENRLHF = Tables(
         },
         "dpo": {
             "learning_rate": 1e-5,
+            "loss_type": "sigmoid",
             "beta": 0.1,
             "max_length": 512,
             "data.chosen_key": "chosen",
@@ -119,7 +120,7 @@ OPENRLHF = Tables(
             "data.rejected_key": "rejected",
             "eval.split": "train",
         },
-        "kto": {"learning_rate": 1e-5, "beta": 0.1, "max_length": 512},
+        "kto": {"learning_rate": 1e-5, "beta": 0.1, "loss_type": "kto", "max_length": 512},
         "ppo": {
             "learning_rate": 1e-6,
             "critic_learning_rate": 9e-6,

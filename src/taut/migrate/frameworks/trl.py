@@ -23,7 +23,6 @@ TEACHER = {
     "temperature": 0.9,
     "lmbda": 0.5,
     "beta": 0.5,
-    "teacher_is_needed": True,
     "disable_dropout": True,
 }
 REFERENCE = {"ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512}

@@ -101,13 +101,9 @@ def carry_reports(draft: Draft) -> None:
     for service in dict.fromkeys(name for name in services if name in REPORTS):
         projects = [name for name in REPORTS[service] if isinstance(draft.value(name), str)]
         used = [name for name in ("report_to", *projects[:1]) if name in draft.given]
-        value = (
-            True
-            if service == "tensorboard"
-            else draft.value(projects[0])
-            if projects
-            else "huggingface"
-        )
+        default = "megatron-swift" if draft.framework == "megatron" else "huggingface"
+        project = draft.value(projects[0]) if projects else default
+        value = True if service == "tensorboard" else project
         draft.set(f"log.{service}", value, *used)
     others = [name for name in services if name not in (*REPORTS, "none", "all")]
     if others:

@@ -115,9 +115,11 @@ def carry_teacher(draft: Draft) -> None:
 def _carry_privileged(draft: Draft, is_fixed: bool) -> None:
     """Without another teacher it is the model itself, with the prompt of the column teacher_prompt."""
     draft.set("distill.privileged", "teacher_prompt", "teacher_model")
-    draft.set("distill.privileged_template", "{privileged}")
     draft.set("distill.weights", "start" if is_fixed else "now", "teacher_model")
-    why = "the model as its own teacher lists its likeliest tokens (distill.top), where all count there"
+    why = (
+        "the model as its own teacher lists its likeliest tokens (distill.top) and sees the prompt before the column, "
+        "where all tokens count and the column alone is seen there"
+    )
     draft.lacking("teacher_model", why)
 
 

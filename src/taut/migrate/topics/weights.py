@@ -311,7 +311,8 @@ def carry_pictures(draft: Draft) -> None:
             is_older = re.search(r"qwen-?2(\.5)?-?(vl|omni)|qvq", model)
             side = 28 if is_older else 32 if re.search(r"qwen-?3(\.5)?", model) else 0
             if side:
-                draft.set(key, value * side * side, name)
+                pixels = int(value * side * side)
+                draft.set(key, min(pixels, draft.settings.get(key, pixels)), name)
             else:
                 draft.lacking(
                     name, "how large the picture of a token is is not known of this model"
