@@ -31,7 +31,7 @@ os.environ.setdefault("RAY_TRAIN_METRICS_ENABLED", "0")
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import NodeDiedError, RayError, TaskUnschedulableError, WorkerCrashedError
 from ray.util.placement_group import (
     placement_group,
     placement_group_table,
@@ -302,7 +302,9 @@ def _missing(ranks: Ranks, wait: float) -> str:
 
 
 def _require_fit(expected: Expected, ranks: Ranks) -> None:
-    """Raise ClusterError where a node on which ranks may start lacks something."""
+    """Raise ClusterError where a node on which ranks may start lacks something. One that dies while it is asked, or
+    is dead and not yet noticed to be, gets no rank: it lacks nothing.
+    """
     ask = ray.remote(num_cpus=0, max_retries=0)(look)
     asked = [
         (
@@ -317,6 +319,8 @@ def _require_fit(expected: Expected, ranks: Ranks) -> None:
     for name, answer in asked:
         try:
             problem = ray.get(answer, timeout=60)
+        except (NodeDiedError, TaskUnschedulableError, WorkerCrashedError):
+            continue
         except RayError as error:
             cause = " ".join(str(error).split())[-200:]
             raise ClusterError(
