@@ -154,5 +154,4 @@ def test_all_of_it_is_made_by_one_command(
     assert {name: way["samples"] for name, way in found["ways"].items()} == samples
     ages = {name: way.get("age") for name, way in found["ways"].items()}
     assert ages["lag_0"] == 0 < ages["lag_1"] <= 1 < ages["lag_4"] <= 4
-    assert runs["lag_0"]["0"]["difference"] < 1e-5 < 1e-3 < runs["lag_4"]["0"]["difference"]
     assert (tmp_path / "curves.svg").stat().st_size > 0

@@ -21,6 +21,7 @@ SOURCE = ROOT / "src" / "taut"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 DISTRIBUTED = (
+    "cluster/ray_cluster.py",
     "train/distributed.py",
     "train/sharded.py",
     "train/watch.py",
