@@ -12,7 +12,7 @@ STAMP := $(VENV)/.taut-installed
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv wheel demo test test-slow test-parallel test-page test-real test-versions lint format docs bench bench-dpo bench-grpo bench-vision bench-generate bench-checkpoint bench-check bench-plan bench-memory gpu
+.PHONY: help venv wheel demo test test-slow test-parallel test-cluster test-page test-real test-versions lint format docs bench bench-dpo bench-grpo bench-vision bench-generate bench-checkpoint bench-check bench-plan bench-memory bench-launch gpu
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 18
@@ -34,19 +34,22 @@ demo: $(STAMP) ## train a small real model for a few minutes and show what chang
 	$(RUN)/python -m taut demo
 
 # Three at a time on two cores: many tests wait for processes and clocks.
-test test-slow test-parallel test-page: export OMP_NUM_THREADS := 1
+test test-slow test-parallel test-cluster test-page: export OMP_NUM_THREADS := 1
 # Threads that wait awake take the time of other tests.
-test test-slow test-parallel test-page test-real: export OMP_WAIT_POLICY := PASSIVE
+test test-slow test-parallel test-cluster test-page test-real: export OMP_WAIT_POLICY := PASSIVE
 # Bytecode is written, whatever the shell says: each worker would compile every test anew, each process they start taut.
-test test-slow test-parallel test-page test-real: export PYTHONDONTWRITEBYTECODE :=
+test test-slow test-parallel test-cluster test-page test-real: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP) ## the tests that need no downloaded model, without the slow ones; GPU tests run where there is a GPU
-	$(PYTEST) -q -n 3 -m "not real and not slow and not parallel and not page" $(ARGS)
+	$(PYTEST) -q -n 3 -m "not real and not slow and not parallel and not cluster and not page" $(ARGS)
 
 test-slow: $(STAMP) ## the slow tests that need no downloaded model; .ci/run runs them too
-	$(PYTEST) -q -n 3 -m "slow and not real and not page" $(ARGS)
+	$(PYTEST) -q -n 3 -m "slow and not real and not cluster and not page" $(ARGS)
 
 test-parallel: $(STAMP) ## every architecture and method on several meshes of ranks against one process
 	$(PYTEST) -q -m parallel $(ARGS)
+
+test-cluster: $(STAMP) ## runs on two and three simulated nodes of a Ray cluster, which die
+	$(PYTEST) -q -m cluster $(ARGS)
 
 test-page: $(VENV)/.taut-page-tests ## a browser opens the page of runs; skipped where there is no chromium
 	$(PYTEST) -q -m page tests/page $(ARGS)
@@ -103,6 +106,9 @@ bench-check: $(STAMP) ## what taut check costs on the 135M model (run make demo 
 
 bench-plan: $(STAMP) ## what taut plan predicts against what is measured (run make demo once before)
 	$(RUN)/python benchmarks/plan.py $(ARGS)
+
+bench-launch: $(STAMP) ## seconds to the first step, and from a killed rank to the next: Ray beside torchrun
+	$(RUN)/python -m benchmarks.launch $(ARGS)
 
 bench-memory: $(STAMP) ## settings for little memory beside plain, transformers with peft, and TRL
 	$(RUN)/python benchmarks/memory.py $(ARGS)

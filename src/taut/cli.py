@@ -129,6 +129,15 @@ OTHERS = {
         many="directories",
         extras=(),
     ),
+    "launch ray": Command(
+        "RUN.toml [nodes=2] [gpus_per_node=8] [key=value ...]",
+        "train on several machines of a Ray cluster, and go on where one of them dies",
+        "taut.commands.launch:ray",
+        "taut.commands.launch:LaunchRay",
+        is_raw=True,
+        has_method=True,
+        extras=("train", "ray"),
+    ),
     "rollouts": Command(
         "RUN [step=N] [sort=reward]",
         "print the rollouts of a step, with their rewards",
@@ -303,6 +312,7 @@ GROUPS = {
     "Look at a run, before and after": (
         *("show", "tokenise", "import", "check", "plan", "resume", "runs", "rollouts", "page"),
     ),
+    "Train on several machines": tuple(name for name in OTHERS if name.startswith("launch ")),
     "Look at data, and take rows out": tuple(name for name in OTHERS if name.startswith("data ")),
     "Use and judge a model": ("generate", "eval", "score", "serve-reward", "chat", "verify"),
     "Save it elsewhere": ("merge", "export", "push"),

@@ -13,6 +13,7 @@
         RequestRefused        one request it will not serve; others may go on
       UserCodeError           a reward or environment of the user's that returns something of the wrong type
       SandboxError            no way to contain a program of the model's, or a sandbox that failed
+      ClusterError            machines that cannot be had, or on which a run cannot start
       OutputError             an output directory that cannot be written or must not be overwritten
       CheckFailed             a start-up check or a monitor that failed; exit code 1
         NonFiniteError        a loss, gradient or logit that is not finite; names the samples or the prompt
@@ -154,6 +155,10 @@ class SandboxError(TautError):
 
 class OutputError(TautError):
     """A file or directory that cannot be written, or must not be overwritten."""
+
+
+class ClusterError(TautError):
+    """Machines that cannot be had, or on which a run cannot start."""
 
 
 class CheckFailed(TautError):

@@ -52,6 +52,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "gs": ("gcsfs",),
     "modelscope": ("modelscope",),
     "quant": ("bitsandbytes",),
+    "ray": ("ray",),
     "lm-eval": ("lm_eval",),
     "mcp": ("mcp",),
     "s3": ("s3fs",),

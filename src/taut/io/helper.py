@@ -208,13 +208,19 @@ def how_it_ended(status: int | None) -> str:
 def begin(descriptor: int, leash: int) -> Connection:
     """In the helper: its end of the pipe, which the processes that it starts do not get.
 
-    The kernel sends SIGIO when the parent's end of the leash is closed, whose default is to end the process, even
-    inside C code. When the machine runs out of memory, the kernel kills this process before the one that trains.
+    When the machine runs out of memory, the kernel kills this process before the one that trains.
     """
-    fcntl.fcntl(leash, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(leash, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    end_with_parent(leash)
     with contextlib.suppress(OSError), Path("/proc/self/oom_score_adj").open("w") as file:
         file.write("1000")
     os.set_inheritable(descriptor, False)
-    os.set_inheritable(leash, False)
     return Connection(descriptor)
+
+
+def end_with_parent(leash: int) -> None:
+    """End this process when the other end of its leash, a pipe on which nothing is written, is closed: the kernel then
+    sends SIGIO, whose default is to end the process, even inside C code.
+    """
+    fcntl.fcntl(leash, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(leash, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    os.set_inheritable(leash, False)

@@ -1,0 +1,1 @@
+"""Runs on several machines: what starts their ranks, and what becomes of those that die."""

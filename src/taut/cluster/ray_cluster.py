@@ -1,0 +1,485 @@
+"""Ray as the engine that places ranks, notices dead ones and starts them again. The only file that imports ray.
+
+    connect -> is there room? -> look at every node -> TorchTrainer: on every worker a rank process -> its exit code
+
+Ray Train starts one worker a rank, forms their group, and starts all of them again, as many as there is room for, when
+one fails (https://docs.ray.io, ``ray.train.torch.TorchTrainer``). A worker only supervises: the rank is a process of
+its own (rank_process.py), which ends by exit codes and signals as under torchrun and knows nothing of Ray. Between the
+workers and the command is one actor, ``Relay``, on the node of the command: lines and exit codes come, signals go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+# Before ray is imported: nothing is reported to its makers, and nothing is told of what taut does not use.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
+os.environ.setdefault("RAY_TRAIN_METRICS_ENABLED", "0")
+os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import (
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from taut.cluster.attempts import STATED, Attempt
+from taut.cluster.look import Expected, free_port, look, port_in_use
+from taut.cluster.rank_process import RankProcess, Stream
+from taut.errors import ClusterError, RankFailed
+from taut.train.signals import Interrupts
+
+LOCAL = "local"
+"""The address that starts Ray on this machine, for this launch alone."""
+BEAT = 0.25
+"""Seconds between two questions of a worker, and of the command, to the relay."""
+ENDING = 30.0
+"""Seconds in which all ranks end, once the first has."""
+
+
+class Ranks(NamedTuple):
+    """What is placed."""
+
+    nodes: int
+    per_node: int
+    fewest: int
+    most: int
+    """Ranks in all: with ``fewest`` the run goes on, ``most`` are started if there is room."""
+    cpus: int
+    """Of one rank."""
+    gpus: int
+    """Of one rank: 0 or 1."""
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.fewest < self.most
+
+    @property
+    def one(self) -> dict[str, float]:
+        """The resources of one rank."""
+        return {"CPU": float(self.cpus), **({"GPU": float(self.gpus)} if self.gpus else {})}
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """What has to be had at the same time, each on a node of its own; of an elastic run, anywhere."""
+        if self.is_elastic:
+            return [self.one] * self.fewest
+        return [{name: number * self.per_node for name, number in self.one.items()}] * self.nodes
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the workers need to know."""
+
+    words: Sequence[str]
+    directory: str
+    environment: Mapping[str, str]
+    port: int
+    """On which the ranks meet; 0: a free one."""
+    relay: Any = None
+
+
+@dataclass
+class Relay:
+    """An actor between the workers and the command."""
+
+    attempt: Attempt | None = None
+    number: int = 0
+    """Attempts so far."""
+    signalled: int | None = None
+    heard: float = field(default_factory=time.monotonic)
+    """When a rank was last heard of."""
+    lines: list[tuple[Stream, str]] = field(default_factory=list)
+
+    async def begin(self, size: int) -> int:
+        """A new attempt; its number. The workers of an earlier one are gone."""
+        self.attempt = Attempt(self.number, size)
+        self.number += 1
+        return self.attempt.number
+
+    async def join(self, number: int, rank: int, node: str) -> None:
+        attempt = self._current(number)
+        if attempt is None:
+            return
+        attempt.nodes[rank] = node
+        if len(attempt.nodes) == attempt.size:
+            nodes = list(attempt.nodes.values())
+            counts = ", ".join(f"{nodes.count(name)} on {name}" for name in dict.fromkeys(nodes))
+            which = "" if number == 0 else f", restart {number}"
+            self._note(f"{attempt.size} rank{'s' * (attempt.size > 1)}: {counts}{which}")
+
+    async def say(self, number: int, lines: Sequence[tuple[Stream, str]]) -> None:
+        """What a rank prints. What ends taut on several nodes is printed once."""
+        attempt = self._current(number)
+        for stream, line in lines:
+            is_said = attempt is not None and attempt.error is not None and line.startswith(STATED)
+            if not is_said:
+                self.lines.append((stream, line))
+            if attempt is not None:
+                attempt.hear(stream, line)
+
+    async def heed(self, number: int) -> int | None:
+        """The signal that the rank gets; None: it goes on."""
+        if self._current(number) is not None:
+            self.heard = time.monotonic()
+        return self.signalled
+
+    async def ended(self, number: int, rank: int, code: int) -> str | None:
+        """Why this attempt is followed by another, once all ranks have ended; None: it is the last one."""
+        attempt = self._current(number)
+        deadline = time.monotonic() + ENDING
+        if attempt is not None:
+            attempt.codes[rank] = code
+            while not attempt.has_ended and time.monotonic() < deadline:
+                self.heard = time.monotonic()
+                await asyncio.sleep(0.05)
+        if attempt is None or attempt is not self.attempt:
+            return "another attempt has begun"
+        return attempt.failure(self.signalled)
+
+    async def take(self) -> tuple[list[tuple[Stream, str]], float]:
+        """The lines since the last time, and for how many seconds no rank has been heard of."""
+        lines, self.lines = self.lines, []
+        return lines, time.monotonic() - self.heard
+
+    async def pass_on(self, number: int) -> bool:
+        """Send a signal to all ranks. Whether there are any."""
+        self.signalled = number
+        attempt = self.attempt
+        return attempt is not None and not attempt.has_ended and time.monotonic() - self.heard < 2
+
+    async def last(self) -> tuple[Attempt | None, int]:
+        """The last attempt, and how many there were."""
+        return self.attempt, self.number
+
+    def _current(self, number: int) -> Attempt | None:
+        attempt = self.attempt
+        return attempt if attempt is not None and attempt.number == number else None
+
+    def _note(self, text: str) -> None:
+        self.lines.append(("stderr", f"taut: launch: {text}\n"))
+
+
+def launch(
+    job: Job,
+    ranks: Ranks,
+    expected: Expected,
+    *,
+    address: str | None,
+    restarts: int,
+    wait: float,
+    resize_every: float,
+) -> int:
+    """Run the job on a cluster; its exit code. Raises ClusterError where there is no room for it or a node does not
+    fit, RankFailed where ranks have died more than ``restarts`` times.
+    """
+    _connect(address, ranks)
+    with Interrupts.watching() as interrupts:
+        try:
+            with interrupts.at_once():
+                _require_room(ranks, wait)
+                _require_fit(expected, ranks)
+            return _run(job, ranks, expected.folder, interrupts, restarts, wait, resize_every)
+        finally:
+            ray.shutdown()
+
+
+def _connect(address: str | None, ranks: Ranks) -> None:
+    settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if address == LOCAL:
+        settings |= {
+            "address": LOCAL,
+            "include_dashboard": False,
+            "_node_ip_address": "127.0.0.1",
+            "num_cpus": ranks.cpus * ranks.most,
+            "object_store_memory": 80 * 2**20,
+        }
+    else:
+        settings["address"] = address or os.environ.get("RAY_ADDRESS") or "auto"
+    named = address or os.environ.get("RAY_ADDRESS")
+    where = f"address={named}" if named else "a Ray cluster of this machine"
+    try:
+        if named is not None and named != LOCAL:  # Ray would try for minutes
+            host, _, port = named.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=10).close()
+        ray.init(**settings)
+    except (ConnectionError, ValueError, RuntimeError, RayError, OSError) as error:
+        text = " ".join(str(error).split())
+        if "Version mismatch" in text:
+            raise ClusterError(
+                f"{where}: {text}; expected the same versions; start the cluster from this environment"
+            ) from error
+        raise ClusterError(
+            f"{where}: found none ({text[:200]}); expected a running cluster; run: ray start --head (and ray start "
+            f"--address=HOST:6379 on the other machines), or set address={LOCAL} for this machine alone"
+        ) from error
+
+
+class _Node(NamedTuple):
+    name: str
+    id: str
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+
+
+def _nodes() -> list[_Node]:
+    """The nodes that are alive."""
+    from ray._private.state import available_resources_per_node  # no public function tells
+
+    free = available_resources_per_node()
+    return [
+        _Node(
+            _name_of(node["NodeManagerAddress"], node["NodeID"]),
+            node["NodeID"],
+            node["Resources"],
+            free.get(node["NodeID"], {}),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def _name_of(address: str, node_id: str) -> str:
+    """A node as it is shown."""
+    return f"{address} ({node_id[:6]})"
+
+
+def _require_room(ranks: Ranks, wait: float) -> None:
+    """Raise ClusterError unless the ranks can be placed within ``wait`` seconds."""
+    strategy = "PACK" if ranks.is_elastic else "STRICT_SPREAD"
+    group = placement_group(ranks.bundles, strategy=strategy)
+    try:
+        has_room = group.wait(wait)
+        if not has_room:
+            raise ClusterError(_missing(ranks, wait))
+    finally:
+        remove_placement_group(group)
+
+
+def _is_short(ranks: Ranks) -> bool:
+    """Whether what is needed is not there, though all of it were free, or something waits for a place."""
+    groups = placement_group_table().values()
+    num_fitting = sum(
+        min(int(node.total.get(name, 0) // number) for name, number in ranks.bundles[0].items())
+        for node in _nodes()
+    )
+    return num_fitting < len(ranks.bundles) or any(group["state"] == "PENDING" for group in groups)
+
+
+def _missing(ranks: Ranks, wait: float) -> str:
+    """Which node lacks what."""
+    need, nodes = ranks.bundles[0], _nodes()
+    each = " and ".join(f"{number:g} {name}" for name, number in need.items())
+    lacking = []
+    for node in nodes:
+        short = [
+            f"{node.free.get(name, 0):g} of {node.total.get(name, 0):g} {name} free"
+            for name, number in need.items()
+            if node.free.get(name, 0) < number
+        ]
+        lacking.append(f"{node.name} has {' and '.join(short) or 'room'}")
+    wanted = f"{ranks.fewest} ranks with" if ranks.is_elastic else f"{ranks.nodes} nodes with"
+    return (
+        f"no room for {wanted} {each} each, for {wait:.0f} s; found {len(nodes)} node{'s' * (len(nodes) != 1)}: "
+        f"{'; '.join(lacking)}; add nodes, end what runs there, or ask for less"
+    )
+
+
+def _require_fit(expected: Expected, ranks: Ranks) -> None:
+    """Raise ClusterError where a node on which ranks may start lacks something."""
+    ask = ray.remote(num_cpus=0, max_retries=0)(look)
+    asked = [
+        (
+            node.name,
+            ask.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)
+            ).remote(expected),
+        )
+        for node in _nodes()
+        if all(node.total.get(name, 0) >= number for name, number in ranks.one.items())
+    ]
+    for name, answer in asked:
+        try:
+            problem = ray.get(answer, timeout=60)
+        except RayError as error:
+            cause = " ".join(str(error).split())[-200:]
+            raise ClusterError(
+                f"node {name} cannot run taut ({cause}); expected taut in the Python of its Ray; install it there"
+            ) from error
+        if problem is not None:
+            raise ClusterError(f"node {name} {problem}")
+
+
+def _run(
+    job: Job,
+    ranks: Ranks,
+    folder: str,
+    interrupts: Interrupts,
+    restarts: int,
+    wait: float,
+    resize_every: float,
+) -> int:
+    """Start the trainer, and stand between it and the terminal until it ends."""
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = f"{wait:g}"
+    from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    here = ray.get_runtime_context().get_node_id()
+    relay = (
+        ray.remote(num_cpus=0, max_concurrency=4 * ranks.most + 16)(Relay)
+        .options(scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False))
+        .remote()
+    )
+    job = Job(job.words, job.directory, job.environment, job.port, relay)
+    trainer = TorchTrainer(
+        partial(_supervise, job),
+        torch_config=TorchConfig(backend="gloo", timeout_s=60),
+        scaling_config=ScalingConfig(
+            num_workers=(ranks.fewest, ranks.most) if ranks.is_elastic else ranks.most,
+            resources_per_worker=ranks.one,
+            use_gpu=bool(ranks.gpus),
+            elastic_resize_monitor_interval_s=resize_every,
+            placement_strategy="SPREAD" if ranks.per_node == 1 else "PACK",
+        ),
+        run_config=RunConfig(
+            name="train",
+            storage_path=folder,
+            failure_config=FailureConfig(max_failures=restarts),
+            logging_config=LoggingConfig(log_level="ERROR"),
+        ),
+    )
+    failures: list[Exception] = []
+    fit = threading.Thread(target=_fit, args=(trainer, failures), daemon=True)
+    fit.start()
+    passed = False
+    while fit.is_alive():
+        fit.join(BEAT)
+        silence = _print_lines(relay)
+        if interrupts.received is not None and not passed:
+            passed = ray.get(relay.pass_on.remote(_number_of(interrupts.received)))
+            if not passed:  # nothing runs that could save anything
+                interrupts.check()
+        if silence > wait and _is_short(ranks):
+            raise ClusterError(_missing(ranks, wait))
+    _print_lines(relay)
+    attempt, count = ray.get(relay.last.remote())
+    return _outcome(attempt, count, failures, interrupts, restarts)
+
+
+def _fit(trainer: Any, failures: list[Exception]) -> None:
+    """In a thread, so that signals reach the command and not Ray's handler."""
+    try:
+        trainer.fit()
+    except Exception as error:  # noqa: BLE001 - looked at in the main thread
+        failures.append(error)
+
+
+def _print_lines(relay: Any) -> float:
+    """Print what has come; for how many seconds no rank has been heard of."""
+    lines, silence = ray.get(relay.take.remote())
+    for name, line in lines:
+        stream = sys.stdout if name == "stdout" else sys.stderr
+        stream.write(line)
+    sys.stdout.flush()
+    return float(silence)
+
+
+def _outcome(
+    attempt: Attempt | None,
+    count: int,
+    failures: Sequence[Exception],
+    interrupts: Interrupts,
+    restarts: int,
+) -> int:
+    signalled = None if interrupts.received is None else _number_of(interrupts.received)
+    if attempt is None:
+        interrupts.check()
+        cause = " ".join(str(failures[0] if failures else "").split())[-300:]
+        raise ClusterError(
+            f"Ray started no rank ({cause}); expected workers that meet; see its logs in /tmp/ray/session_latest/logs"
+        )
+    why = attempt.failure(signalled)
+    if why is not None and failures:
+        raise RankFailed(
+            f"{why}, after {count - 1} restart{'s' * (count != 2)} (restarts={restarts}); expected the ranks to live; "
+            "their lines above tell more; the same command with resume=true goes on"
+        )
+    return attempt.exit_code
+
+
+def _number_of(name: str) -> int:
+    return int(signal.Signals[name])
+
+
+def _supervise(job: Job) -> None:
+    """On a worker of Ray Train: start the rank, hand on what it says and what it is told, until it ends. Raises where
+    another attempt has to follow.
+    """
+    import torch.distributed as dist
+    from ray.train import get_context
+
+    context = get_context()
+    rank, size = context.get_world_rank(), context.get_world_size()
+    host = os.environ["MASTER_ADDR"]
+    shared: list[Any] = [None]
+    if rank == 0:
+        number = ray.get(job.relay.begin.remote(size))
+        if job.port and port_in_use(host, job.port):
+            line = f"{STATED}port {job.port} of {host} is in use; expected a free one; set port=0 for any\n"
+            ray.get(job.relay.say.remote(number, [("stderr", line)]))
+            shared = [(number, None)]
+        else:
+            shared = [(number, job.port or free_port(host))]
+    dist.broadcast_object_list(shared)
+    number, port = shared[0]
+    node = _name_of(ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id())
+    ray.get(job.relay.join.remote(number, rank, node))
+    code = 2 if port is None else _run_rank(job, number, port)
+    failure = ray.get(job.relay.ended.remote(number, rank, code))
+    if failure is not None:
+        raise RuntimeError(failure)
+
+
+def _run_rank(job: Job, number: int, port: int) -> int:
+    """The exit code of the rank."""
+    relay = job.relay
+    lines: SimpleQueue[tuple[Stream, str]] = SimpleQueue()
+    process = RankProcess(
+        job.words,
+        {**job.environment, "MASTER_PORT": str(port)},
+        job.directory,
+        lambda stream, line: lines.put((stream, line)),
+    )
+    passed = False
+    while process.is_alive:
+        time.sleep(BEAT)
+        _hand_on(relay, number, lines)
+        received = ray.get(relay.heed.remote(number))
+        if received is not None and not passed:
+            process.signal(received)
+            passed = True
+    code = process.wait()
+    _hand_on(relay, number, lines)
+    return code
+
+
+def _hand_on(relay: Any, number: int, lines: SimpleQueue[tuple[Stream, str]]) -> None:
+    waiting = [lines.get() for _ in range(lines.qsize())]
+    if waiting:
+        ray.get(relay.say.remote(number, waiting))

@@ -1,0 +1,160 @@
+"""``taut launch ray|slurm RUN.toml [key=value ...]``: a run on several machines.
+
+What is launched is the command of one machine, ``taut METHOD RUN.toml ... resume=true``, once a rank: the training
+loop knows of no launcher, and a run that is started again goes on from its newest checkpoint, with as many ranks as
+there are then. The keys of a launcher (``LaunchRay``) and of the run stand next to each other in the command.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Generic, TypeVar
+
+from pydantic import Field
+
+from taut.config import configclass, fields_of, home_path, load, user_path
+from taut.errors import ConfigError
+from taut.io.temporary import TemporaryFolder
+from taut.methods import command_of
+from taut.methods.method import RunConfig, class_of
+from taut.train.distributed import require_divisors
+from taut.train.run_dir import require_usable
+
+Launcher = TypeVar("Launcher")
+Count = Annotated[int, Field(ge=1)]
+
+
+@configclass
+class LaunchRay:
+    """Ranks on a Ray cluster. All other keys are the run's."""
+
+    nodes: Count = 1
+    """Machines."""
+    gpus_per_node: Annotated[int, Field(ge=0)] = 1
+    """GPUs of each, one rank on each GPU; 0: ranks compute on processors."""
+    workers_per_node: Count | None = None
+    """Ranks on each machine, with gpus_per_node=0; default: 1."""
+    cpus_per_worker: Count = 1
+    """Processors that Ray sets aside for each rank, and the threads in which it computes on a processor."""
+    min_workers: Count | None = None
+    """Fewest ranks with which the run goes on where machines are lost; default: all of them."""
+    max_workers: Count | None = None
+    """Most ranks, started where there is room for them; default: nodes times the ranks on each. With fewer or more
+    ranks the samples of each step stay the same."""
+    resize_every: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds between two looks whether there is room for more ranks; taking them in starts all ranks again."""
+    restarts: Annotated[int, Field(ge=0)] = 3
+    """How often the run is started again, from its newest checkpoint, after a rank or a machine has died."""
+    address: str | None = None
+    """HOST:PORT of the cluster; default: RAY_ADDRESS, or the cluster of this machine. local: start Ray here, for this
+    run alone."""
+    wait: Annotated[float, Field(gt=0, le=3600)] = 45.0
+    """Seconds that machines may take to be had; then what is missing is printed. Longer where a cluster grows on
+    demand."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of the first machine on which the ranks meet; 0: a free one."""
+    env: list[str] = field(default_factory=list)
+    """Names of environment variables that every rank gets from here, e.g. [HF_HOME, WANDB_API_KEY]. Others are those of
+    the cluster's processes."""
+
+
+@dataclass(frozen=True)
+class Launch(Generic[Launcher]):
+    """What a command of ``taut launch`` asks for."""
+
+    launcher: Launcher
+    """The launcher's keys."""
+    run: RunConfig
+    out: Path
+    words: tuple[str, ...]
+    """The arguments of ``taut`` on every rank: method, file, settings, resume=true."""
+    file: Path | None
+    """The run's TOML or YAML file, which every machine has to read."""
+
+    def read_files(self) -> list[str]:
+        """The files that every machine has to see: what is read and is no name on a hub."""
+        names = [*([] if self.file is None else [str(self.file)]), *self.run.input_files()]
+        paths = [home_path(name) for name in names]
+        return list(dict.fromkeys(str(path) for path in paths if path.exists()))
+
+
+def read(cls: type[Launcher], path: Path | None, overrides: Sequence[str]) -> Launch[Launcher]:
+    """The launcher's keys and the run's, told apart by name. Raises ConfigError for a run that cannot be launched, and
+    OutputError where ``out`` is in use.
+    """
+    ours = set(fields_of(cls))
+    mine = [word for word in overrides if _key(word) in ours]
+    rest = [word for word in overrides if _key(word) not in ours]
+    launcher = load(cls, None, mine)
+    run = load(class_of(path, rest), path, rest)
+    if run.out is None:
+        raise ConfigError(
+            "out is not set; expected a directory that every machine sees; set out=DIR"
+        )
+    if run.overwrite:
+        raise ConfigError(
+            "overwrite=true: a launched run is started again after a failure, and would then replace itself; expected "
+            "a new out; name another, or remove the directory first"
+        )
+    out = user_path(run.out, "out")
+    require_usable(out, resume=run.resume, overwrite=False)
+    method = command_of(run.method).split()[1]
+    kept = [word for word in rest if _key(word) not in ("resume", "method")]
+    file = [] if path is None else [str(path)]
+    return Launch(launcher, run, out, (method, *file, *kept, "resume=true"), path)
+
+
+def ray(path: Path | None, overrides: Sequence[str]) -> int:
+    """The command; its exit code is that of the ranks."""
+    asked = read(LaunchRay, path, overrides)
+    launcher, run = asked.launcher, asked.run
+    per_node = launcher.gpus_per_node or launcher.workers_per_node or 1
+    if launcher.workers_per_node not in (None, per_node):
+        raise ConfigError(
+            f"workers_per_node={launcher.workers_per_node} and gpus_per_node={launcher.gpus_per_node}; expected one "
+            "rank on each GPU; take workers_per_node out, or set gpus_per_node=0"
+        )
+    most = launcher.max_workers or launcher.nodes * per_node
+    fewest = launcher.min_workers or min(most, launcher.nodes * per_node)
+    if fewest > most:
+        raise ConfigError(
+            f"min_workers={fewest} and at most {most} ranks; expected no more; lower it, or raise max_workers"
+        )
+    for number in {fewest, most}:
+        require_divisors(number, run.parallel)
+    unset = [name for name in launcher.env if name not in os.environ]
+    if unset:
+        raise ConfigError(
+            f"env: {unset[0]} is not set here; expected variables that are; set it, or take it out"
+        )
+
+    from taut.cluster import ray_cluster
+    from taut.cluster.look import Expected, versions
+
+    gpus = 1 if launcher.gpus_per_node else 0
+    ranks = ray_cluster.Ranks(
+        launcher.nodes, per_node, fewest, most, launcher.cpus_per_worker, gpus
+    )
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryFolder("launch", asked.out.absolute().parent) as folder:
+        return ray_cluster.launch(
+            ray_cluster.Job(
+                asked.words,
+                str(Path.cwd()),
+                {name: os.environ[name] for name in launcher.env},
+                launcher.port,
+            ),
+            ranks,
+            Expected(str(Path.cwd()), asked.read_files(), str(folder), versions()),
+            address=launcher.address,
+            restarts=launcher.restarts,
+            wait=launcher.wait,
+            resize_every=launcher.resize_every,
+        )
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0].strip()

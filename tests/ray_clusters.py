@@ -1,0 +1,78 @@
+"""Simulated nodes of a Ray cluster on this machine, and launches on them.
+
+    with nodes(2) as cluster:
+        launch("sft", keys, cluster)        the command, to its end
+        cluster.remove_node(...)
+
+Each node has Ray processes of its own and shares all else; those of a killed node are killed (SIGKILL), with the ranks
+on it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+from ray.cluster_utils import Cluster
+
+NODE: dict[str, Any] = {
+    "num_cpus": 1,
+    "num_gpus": 0,
+    "object_store_memory": 80 * 2**20,
+    "include_dashboard": False,
+}
+LIMIT = 240.0
+"""Seconds of a launch on a busy machine."""
+
+
+@contextmanager
+def nodes(num_nodes: int, **options: Any) -> Iterator[Cluster]:
+    """A cluster, until the end of the block."""
+    cluster = Cluster(initialize_head=True, head_node_args={**NODE, **options})
+    try:
+        for _ in range(num_nodes - 1):
+            cluster.add_node(**NODE, **options)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def begin(
+    keys: Mapping[str, Any], address: str, *words: str, **environment: str
+) -> subprocess.Popen[str]:
+    """``taut launch ray`` with the keys of a run in a file, and further words."""
+    out = Path(keys["out"])
+    file = out.with_name(f"{out.name}.toml")
+    file.write_text(as_toml(keys))
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "taut", "launch", "ray", str(file)),
+            *(f"address={address}", "gpus_per_node=0", *words),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def as_toml(keys: Mapping[str, Any]) -> str:
+    """Dotted keys are TOML's own; values of JSON are, but for tables."""
+    return "".join(f"{key} = {_value(value)}\n" for key, value in keys.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    return json.dumps(value)

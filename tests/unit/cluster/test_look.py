@@ -1,0 +1,47 @@
+"""What a machine lacks is one line."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from taut.cluster.look import Expected, free_port, look, port_in_use, versions
+
+
+@pytest.fixture
+def expected(tmp_path: Path) -> Expected:
+    """A machine that has all: this one."""
+    (tmp_path / "run.toml").touch()
+    return Expected(str(tmp_path), ["run.toml"], str(tmp_path), versions())
+
+
+def test_this_machine_fits(expected: Expected) -> None:
+    assert look(expected) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"directory": "/nowhere"}, "does not see /nowhere, in which the command was given"),
+        ({"files": ["/models/8B"]}, "does not see /models/8B; expected it there too"),
+        ({"folder": "/shared/taut-launch-abc"}, "does not see /shared, the directory of out"),
+        ({"versions": (("torch", "1.0"),)}, "has torch "),
+    ],
+)
+def test_what_is_missing_is_named(
+    expected: Expected, change: dict[str, object], problem: str
+) -> None:
+    found = look(replace(expected, **change))
+    assert found is not None
+    assert found.startswith(problem)
+
+
+def test_a_port_that_is_taken_is_seen() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert port_in_use("127.0.0.1", taken.getsockname()[1])
+    assert not port_in_use("127.0.0.1", free_port("127.0.0.1"))

@@ -1,0 +1,73 @@
+"""``taut launch``: the launcher's keys and the run's, what is refused, and what a rank is started with."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from taut import cli, extras
+from taut.commands.launch import LaunchRay, ray, read
+from taut.config import fields_of
+from taut.errors import ConfigError, OutputError
+from taut.methods import METHODS
+
+KEYS = ["model=m", "data.train=a.jsonl", "steps=1"]
+
+
+def test_the_keys_of_the_launcher_are_of_no_run() -> None:
+    for method in METHODS.values():
+        assert not set(fields_of(LaunchRay)) & set(fields_of(method))
+
+
+def test_a_rank_is_started_with_the_runs_own_words(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('method = "dpo"\nmodel = "m"\ndata.train = "a.jsonl"\n')
+    words = ["nodes=2", f"out={tmp_path / 'out'}", "resume=true", "steps=3", "restarts=1"]
+    asked = read(LaunchRay, file, words)
+    assert asked.words == ("dpo", str(file), f"out={tmp_path / 'out'}", "steps=3", "resume=true")
+    assert (asked.launcher.nodes, asked.launcher.restarts) == (2, 1)
+    assert asked.run.method == "dpo"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["nodes=0"], "found nodes=0 on the command line"),
+        (["gpus_per_node=-1"], "found gpus_per_node=-1"),
+        (["overwrite=true"], "overwrite=true: a launched run"),
+        (["gpus_per_node=2", "workers_per_node=4"], "workers_per_node=4 and gpus_per_node=2"),
+        (["min_workers=3", "max_workers=2"], "min_workers=3 and at most 2 ranks"),
+        (["nodes=3", "parallel.replicas=2"], "parallel.replicas=2, and there are 3 ranks"),
+        (["env=[NO_SUCH_VARIABLE]"], "env: NO_SUCH_VARIABLE is not set here"),
+        (["stepz=3"], "unknown key 'stepz'"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused_before_ray_is_asked(
+    tmp_path: Path, words: list[str], problem: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ray(None, [*KEYS, f"out={tmp_path / 'out'}", *words])
+    assert str(caught.value).startswith(problem)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_out_is_required_and_not_reused_unasked(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="out is not set"):
+        ray(None, KEYS)
+    (tmp_path / "resolved.json").write_text("{}")
+    with pytest.raises(OutputError, match="say resume=true to go on"):
+        ray(None, [*KEYS, f"out={tmp_path}"])
+
+
+def test_without_ray_one_line_says_how_to_install_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = extras.find_spec
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "ray" else real(name))
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert cli.main(["launch", "ray", *KEYS, "out=x"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("taut: error: taut launch ray needs ray, not installed here; ")
+    assert "[ray]" in line
