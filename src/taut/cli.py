@@ -138,6 +138,14 @@ OTHERS = {
         has_method=True,
         extras=("train", "ray"),
     ),
+    "launch slurm": Command(
+        "RUN.toml [nodes=2] [gpus_per_node=8] [--dry-run] [key=value ...]",
+        "train on several machines as a job of Slurm, which goes on after its time limit",
+        "taut.commands.launch_slurm:slurm",
+        "taut.commands.launch_slurm:LaunchSlurm",
+        is_raw=True,
+        has_method=True,
+    ),
     "rollouts": Command(
         "RUN [step=N] [sort=reward]",
         "print the rollouts of a step, with their rewards",
