@@ -136,10 +136,10 @@ class Feed:
         """Cancel the groups that are not finished and have a token of older weights than this version; they may be
         asked again. An agent's go on, as nothing ends it.
         """
-        if self._environments is not None and self._environments.is_agent:
-            return []
-        dropped = []
+        pool, dropped = self._environments, []
         for group in [*self._groups.values()]:
+            if pool is not None and pool.kind_of(group.paths[0].row).is_agent:
+                continue
             if not any(path.version and path.version[0] < version for path in group.paths):
                 continue
             del self._groups[group.number]
