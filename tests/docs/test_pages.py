@@ -160,6 +160,8 @@ def test_every_example_parses(path: Path) -> None:
         missing.append("data.train=x")
     if "rollout" in given and "rewards" not in given:  # of a task that is named with its data
         missing += ["rewards=exact_match", "data.eval=x"]
+    if "distill" in given and "teacher" not in given["distill"]:
+        missing.append("distill.teacher=y")
     assert isinstance(load(class_of(path), path, missing), RunConfig)
 
 
