@@ -158,10 +158,10 @@ def test_every_example_parses(path: Path) -> None:
     missing = [f"{key}=x" for key in ("model", "out") if key not in given]
     if "train" not in given.get("data", {}):
         missing.append("data.train=x")
-    if "rollout" in given and "rewards" not in given:  # of a task that is named with its data
+    if "distill" in given:  # which learns from a teacher in the place of rewards
+        missing += ["distill.teacher=y", "data.eval=x"]
+    elif "rollout" in given and "rewards" not in given:  # of a task that is named with its data
         missing += ["rewards=exact_match", "data.eval=x"]
-    if "distill" in given and "teacher" not in given["distill"]:
-        missing.append("distill.teacher=y")
     assert isinstance(load(class_of(path), path, missing), RunConfig)
 
 

@@ -407,7 +407,7 @@ def test_what_is_found_before_the_first_step(
 
 
 def test_pairs_of_a_model_that_runs_one_sample_at_a_time(tmp_path: Path) -> None:
-    stateful = save_tiny("lfm2", tmp_path / "stateful", tiny_tokenizer())
+    stateful = save_tiny("bamba", tmp_path / "stateful", tiny_tokenizer())
     with pytest.raises(ModelError, match=r"one sample at a time.*taut online-dpo compares samples"):
         make(keys_of("online_dpo", stateful, tmp_path))
 

@@ -54,11 +54,11 @@ def other_tokenizer(place: Path, keys: dict[str, Any]) -> None:
 
 def stateful(place: Path, keys: dict[str, Any]) -> None:
     shutil.rmtree(keys["model"])
-    save_tiny("qwen3_next", Path(keys["model"]), tiny_tokenizer())
+    save_tiny("bamba", Path(keys["model"]), tiny_tokenizer())
 
 
 def stateful_reference(place: Path, keys: dict[str, Any]) -> None:
-    save_tiny("qwen3_next", place / "beside", tiny_tokenizer())
+    save_tiny("bamba", place / "beside", tiny_tokenizer())
     keys["reference.model"] = str(place / "beside")
 
 
