@@ -28,7 +28,7 @@ CASES = {
 
 
 def script(*words: str) -> str:
-    return script_of(read(LaunchSlurm, None, [*KEYS, *words]), Path("/work/a project"))
+    return script_of(read(LaunchSlurm, None, [*KEYS, *words]), Path("/shared/a project"))
 
 
 @pytest.mark.parametrize("name", CASES)
