@@ -8,6 +8,7 @@ changes the numbers.
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.models import faster_layers
@@ -40,9 +42,10 @@ EIGHT = (
 """Every proof of taut must hold for these; refusing one is not an answer."""
 CARRIED = (*EIGHT, "olmo2", "granite", "cohere2", "phi3", "qwen2_moe", "gemma4_text")
 """These too are carried exactly."""
-FOLLOWING = ("qwen3_next", "qwen3_5_text", "olmo_hybrid", "lfm2")
-"""Some layers carry state from token to token, and it follows the layout."""
-LEAKING = ("bamba",)
+_TAKES_KEYWORDS = "kwargs" in inspect.signature(inspect.unwrap(Lfm2ShortConv.forward)).parameters
+FOLLOWING = ("qwen3_next", "qwen3_5_text", "olmo_hybrid", *(["lfm2"] * _TAKES_KEYWORDS))
+"""Some layers carry state from token to token, and it follows the layout; of LFM2 in newer versions of the library."""
+LEAKING = ("bamba", *(["lfm2"] * (not _TAKES_KEYWORDS)))
 """Some layers carry state from token to token and never see the layout."""
 STATEFUL = (*FOLLOWING, *LEAKING)
 REFUSED = ("llama4_text", "phi3_longrope")

@@ -38,13 +38,13 @@ KINDS = {
 def install(model: nn.Module) -> None:
     """Let the state of the model's layers follow the layout, where a layer allows it."""
     for module in model.modules():
-        forward: Any = inspect.unwrap(type(module).forward)
         names = _names(module)
-        if (
-            not names
-            or "forward" in vars(module)
-            or not set(names) <= set(forward.__code__.co_names)
-        ):
+        if not names or "forward" in vars(module):
+            continue
+        forward: Any = inspect.unwrap(type(module).forward)
+        code = forward.__code__
+        # Without keywords of any name, as LFM2's in older versions of the library, no layout reaches it.
+        if not code.co_flags & inspect.CO_VARKEYWORDS or not set(names) <= set(code.co_names):
             continue
         library = {name: forward.__globals__[name] for name in names}
         # Unwrapped: the definition in PyTorch, whatever kernels are installed.
