@@ -255,7 +255,7 @@ def test_words_that_cannot_be_read_are_one_line(
 def test_the_processes_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.sh"
     path.write_text("trl sft --model_name_or_path m --dataset_name rows.jsonl --seed 1\n")
-    assert main(["check", f"--recipe=trl:{path}", "--processes", "4", "--json"]) == 1
+    assert main(["check", f"--recipe=trl:{path}", "--processes", "4", "--json"]) == 0
     settings = json.loads(capsys.readouterr().out)["carried"]["settings"]
     assert settings["batch.samples_per_step"] == 32
 
