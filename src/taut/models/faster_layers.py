@@ -178,14 +178,7 @@ def _with_faster_rotation(module: nn.Module) -> Callable[..., Any] | None:
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
-    # The module's own globals, but for this name: nothing of the library's is changed for others.
-    return FunctionType(
-        forward.__code__,
-        {**forward.__globals__, ROTATION: rotate_both},
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
+    return recurrent_layers.with_globals(forward, {ROTATION: rotate_both})
 
 
 def _is_rotation(library: Callable[..., Any]) -> bool:

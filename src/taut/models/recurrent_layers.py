@@ -11,8 +11,8 @@ not follow the layout runs one sample at a time (models/self_test.py).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -47,20 +47,24 @@ def install(model: nn.Module) -> None:
         if not code.co_flags & inspect.CO_VARKEYWORDS or not set(names) <= set(code.co_names):
             continue
         library = {name: forward.__globals__[name] for name in names}
-        # Unwrapped: the definition in PyTorch, whatever kernels are installed.
-        if all(_FUNCTIONS[name].is_same(inspect.unwrap(it)) for name, it in library.items()):
-            # The module's own globals, but for these names: nothing of the library's is changed for others.
+        if all(_is_same(name, function) for name, function in library.items()):
             ours = {
                 name: partial(_FUNCTIONS[name].ours, function) for name, function in library.items()
             }
-            replaced = FunctionType(
-                forward.__code__,
-                {**forward.__globals__, **ours},
-                forward.__name__,
-                forward.__defaults__,
-                forward.__closure__,
-            )
-            module.forward = MethodType(replaced, module)
+            module.forward = MethodType(with_globals(forward, ours), module)
+
+
+def with_globals(function: FunctionType, names: Mapping[str, Any]) -> FunctionType:
+    """The function with globals of its own, in which ``names`` are others: nothing of the library's is changed for
+    others.
+    """
+    return FunctionType(
+        function.__code__,
+        {**function.__globals__, **names},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
 
 
 def follows_layout(module: nn.Module) -> bool:
@@ -128,6 +132,13 @@ def _delta_rule(
 
 
 # -- whether they compute the same -----------------------------------------------------------------
+
+
+@cache
+def _is_same(name: str, library: Callable[..., Any]) -> bool:
+    """Whether the library's function of this name computes what ours does; compared once for all layers."""
+    # Unwrapped: the definition in PyTorch, whatever kernels are installed.
+    return _FUNCTIONS[name].is_same(inspect.unwrap(library))
 
 
 def _is_same_convolution(library: Any) -> bool:
