@@ -31,14 +31,13 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
-from threading import Timer
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -49,7 +48,7 @@ from taut.data.cache import directory_of
 from taut.data.sources import IS_PATTERN
 from taut.errors import CheckFailed, TautError, redacted_in
 from taut.io import files
-from taut.io.console import counted, tell
+from taut.io.console import acted_when_slow, counted, tell
 from taut.methods.method import RunConfig
 from taut.models.load import load_config
 from taut.run.origin import describe, versions
@@ -644,8 +643,7 @@ def _free(path: Path) -> int:
 # -- waiting
 
 
-@contextmanager
-def deadline(what: str) -> Iterator[None]:
+def deadline(what: str) -> AbstractContextManager[None]:
     """End this process in a line where the block takes longer than ``DEADLINE``: other ranks do not come, or cannot be
     reached, and nothing in Python runs meanwhile.
     """
@@ -660,10 +658,4 @@ def deadline(what: str) -> Iterator[None]:
             tell(f"taut: error: {line}")
         os._exit(1)
 
-    timer = Timer(DEADLINE, give_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return acted_when_slow(DEADLINE, give_up)

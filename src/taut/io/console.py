@@ -21,8 +21,8 @@ import re
 import select
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Timer
 from typing import Any, Self, TextIO, cast
@@ -155,10 +155,15 @@ def guarded() -> Iterator[None]:
             err.flush()
 
 
-@contextmanager
-def told_when_slow(what: str, after: float = SLOW) -> Iterator[None]:
+def told_when_slow(what: str, after: float = SLOW) -> AbstractContextManager[None]:
     """Report on stderr what the command is doing, if the block takes longer than ``after`` seconds."""
-    timer = Timer(after, lambda: sys.stderr.write(f"taut: {what}\n"))
+    return acted_when_slow(after, lambda: sys.stderr.write(f"taut: {what}\n"))
+
+
+@contextmanager
+def acted_when_slow(after: float, act: Callable[[], object]) -> Iterator[None]:
+    """Call ``act`` in a thread if the block takes longer than ``after`` seconds."""
+    timer = Timer(after, act)
     timer.daemon = True
     timer.start()
     try:
