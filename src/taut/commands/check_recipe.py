@@ -15,8 +15,8 @@ from taut.migrate import examine
 
 
 @configclass
-class CheckRecipe:
-    """Examine a recipe of another framework."""
+class RecipeConfig:
+    """Which recipe of another framework is read, and what it leaves open."""
 
     recipe: str
     """KIND:FILE, with the kind one of trl, open-r1, swift, openrlhf, llamafactory, axolotl; KIND==VERSION:FILE where
@@ -25,6 +25,12 @@ class CheckRecipe:
     """Number of training processes that the recipe is started with, where it does not say so."""
     samples_per_pack: Annotated[int, Field(ge=1)] | None = None
     """Samples of a packed sequence, where the recipe counts its batch in packs."""
+
+
+@configclass
+class CheckRecipe(RecipeConfig):
+    """Examine a recipe of another framework."""
+
     json: bool = False
     """Print one JSON object (see docs/recipes.md) instead of the report."""
 

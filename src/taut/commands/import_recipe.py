@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import sys
 from importlib.util import find_spec
-from typing import Annotated
 
-from pydantic import Field
-
+from taut.commands.check_recipe import RecipeConfig
 from taut.config import configclass, from_mapping
 from taut.errors import ConfigError
 from taut.io.console import tell
@@ -24,16 +22,9 @@ from taut.migrate.run_file import option_line, run_file
 
 
 @configclass
-class ImportRecipe:
+class ImportRecipe(RecipeConfig):
     """Write another framework's recipe as the file of a run."""
 
-    recipe: str
-    """KIND:FILE, with the kind one of trl, open-r1, swift, openrlhf, llamafactory, axolotl; KIND==VERSION:FILE where
-    the library is not the newest known; KIND.METHOD:FILE where the file does not say its method."""
-    processes: Annotated[int, Field(ge=1)] | None = None
-    """Number of training processes that the recipe is started with, where it does not say so."""
-    samples_per_pack: Annotated[int, Field(ge=1)] | None = None
-    """Samples of a packed sequence, where the recipe counts its batch in packs."""
     force: bool = False
     """Write the file although something is left out that changes what is learned."""
 
