@@ -606,7 +606,7 @@ def disks_have_room(cluster: Cluster) -> Finding:
     def ask() -> dict[str, tuple[int, int]]:
         goes_to_out = sum(path.stat().st_size for path in model.glob("*.safetensors"))
         return {
-            name: (_free(path), ROOM + (goes_to_out if name == "out" else 0))
+            name: (files.free_space(path), ROOM + (goes_to_out if name == "out" else 0))
             for name, path in places.items()
         }
 
@@ -629,15 +629,6 @@ def disks_have_room(cluster: Cluster) -> Finding:
             evidence=lines[1 : SHOWN + 1],
         )
     return passed("the fullest disk has room", least, "GB")
-
-
-def _free(path: Path) -> int:
-    """Bytes free for this user at a path, or where it will be."""
-    place = path.absolute()
-    while not place.exists():
-        place = place.parent
-    found = os.statvfs(place)
-    return found.f_bavail * found.f_frsize
 
 
 # -- waiting

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from taut.evals.reload import (
     score,
 )
 from taut.io.console import counted
-from taut.io.files import read_json
+from taut.io.files import free_space, read_json
 from taut.io.temporary import TemporaryFolder
 from taut.methods.method import Offline, Streamed
 from taut.models import architecture
@@ -418,10 +417,9 @@ def the_output_fits_on_its_disk(session: Session) -> Finding:
     except OutputError as error:
         says, remedy = split_error(error)
         return failed(says, remedy=remedy)
-    directory = next(path for path in (out, *out.absolute().parents) if path.is_dir())
     replaced = [out / name for name in WRITTEN] if run.overwrite else complete(out / CHECKPOINTS)
     files = [file for path in replaced for file in (path.rglob("*") if path.is_dir() else [path])]
-    free = shutil.disk_usage(directory).free
+    free = free_space(out)
     free += sum(file.stat().st_size for file in files if file.is_file())
     checkpoints, config = 0, run.checkpoint
     if config.every or config.keep_best:

@@ -197,6 +197,12 @@ def sync_tree(directory: Path) -> None:
     sync(directory)
 
 
+def free_space(path: Path) -> int:
+    """Bytes free for this user in a folder, or where it will be."""
+    place = next(place for place in (path, *path.absolute().parents) if place.is_dir())
+    return shutil.disk_usage(place).free
+
+
 def digest(path: Path) -> str:
     """The SHA-256 of a regular file."""
     with open_regular(path) as file:
