@@ -134,7 +134,7 @@ def main(dtype_name: str, adapters: str, checkpointing: str, state: Any) -> None
     with torch.device("meta"):
         base = build(config, attn_implementation=tracing.FUSED, dtype=torch.float32)
     faster_layers.install(base)
-    packed = tracing._readable(pack(nested_family(90), ALONE))
+    packed = tracing.readable(pack(nested_family(90), ALONE))
     with FakeTensorMode(allow_non_fake_inputs=True):
         shard = distributed.layer_sharding(ranks, dtype)
         assert shard is not None
