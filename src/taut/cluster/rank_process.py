@@ -29,12 +29,18 @@ class RankProcess:
     """One rank, from its start."""
 
     def __init__(
-        self, words: Sequence[str], environment: Mapping[str, str], directory: str, say: Say
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        directory: str,
+        say: Say,
+        program: str | None = None,
     ) -> None:
+        """``program``: Python source with ``{}`` for the descriptor of its leash; by default taut."""
         held, self._leash = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM.format(held), *words],
+                [sys.executable, "-c", (program or PROGRAM).format(held), *words],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
