@@ -295,7 +295,7 @@ INSTEAD = {
         ),
         "taut launch ray servers=N gives ranks and servers GPUs of their own; where both are to compute on the same, "
         "rollout.engine=local generates with the weights that train": (
-            "colocate colocate_all_models sleep_level vllm_enable_sleep vllm_enable_sleep_mode vllm_mode"
+            "colocate colocate_all_models sleep_level vllm_enable_sleep vllm_enable_sleep_mode"
         ),
         "taut launch ray servers=N starts servers; gpus_per_server is the tensor parallelism of each": (
             "num_servers vllm_num_engines"

@@ -344,3 +344,4 @@ def test_nodes_and_clusters_that_do_not_fit_are_refused(
     with pytest.raises(ClusterError, match=r"Ray: 1\.0 .*; expected the same versions; "):
         ray_cluster.launch(job, ranks, fits, **options)
     assert not ray.is_initialized()
+    ray._private.worker.global_worker.node = None  # else its nodes could not be removed

@@ -142,7 +142,7 @@ class Relay:
         if attempt is None:
             return
         attempt.nodes[rank] = node
-        if len(attempt.nodes) == attempt.size:
+        if len(attempt.nodes) == attempt.size and attempt.error is None:
             nodes = list(attempt.nodes.values())
             counts = ", ".join(f"{nodes.count(name)} on {name}" for name in dict.fromkeys(nodes))
             which = "" if number == 0 else f", restart {number}"

@@ -201,10 +201,11 @@ def _served(path: Path | None, launcher: LaunchRay, rest: Sequence[str]) -> list
             "from completions, such as grpo; take servers out"
         )
     keys = {*map(_key, rest), *(key for key, _ in dotted(read_settings(path)))}
-    if keys & {"rollout.url", "rollout.urls"}:
+    filled = sorted(keys & {"rollout.engine", "rollout.url", "rollout.urls"})
+    if filled:
         raise ConfigError(
-            f"servers={launcher.servers} and rollout.urls: Ray starts servers whose URLs it fills in; expected one of "
-            "the two; take one out"
+            f"servers={launcher.servers} and {filled[0]}: Ray starts servers, and fills in rollout.engine and "
+            "rollout.urls; expected one of the two; take one out"
         )
     urls = [f"http://server-{number}/v1" for number in range(launcher.servers)]
     return ["rollout.engine=server", f"rollout.urls={json.dumps(urls)}"]

@@ -69,7 +69,7 @@ def test_a_run_with_servers_is_one_that_asks_them(tmp_path: Path) -> None:
     )
     for more, problem in (
         ("rollout.urls=http://a:1/v1", "servers=2 and rollout.urls: Ray starts servers"),
-        ("rollout.engine=local", "rollout.engine=local and rollout.urls="),
+        ("rollout.engine=local", "servers=2 and rollout.engine: Ray starts servers"),
     ):
         with pytest.raises(ConfigError) as caught:
             ray(None, [*words, more])
