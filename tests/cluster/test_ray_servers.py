@@ -43,6 +43,14 @@ def keys(tmp_path: Path) -> dict[str, Any]:
     return {**keys, "rollout.stop": ["e"]}
 
 
+def require_gone(pid: int) -> None:
+    """Raise unless a process ends soon."""
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
+        assert time.monotonic() < deadline, f"server {pid} outlived the command"
+        time.sleep(0.1)
+
+
 def asked(folder: Path, but: set[str]) -> tuple[str, int]:
     """The port and the process of a server that samples, when there is one on another port than ``but``."""
     deadline = time.monotonic() + LIMIT
@@ -80,6 +88,8 @@ def test_a_server_that_is_killed_twice_costs_no_answer(
     _, stderr = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, stderr
     assert stderr.count(" is ready") == 4
+    for port in seen:
+        require_gone(int((folder / port).read_text()))
     assert stderr.count("ended with 137") == 2
     assert [event["servers"] for event in events(out, "rollout")][-1] == 2
     assert sum(event["server_restarts"] for event in events(out, "rollout")) >= 2

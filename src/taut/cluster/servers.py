@@ -20,13 +20,14 @@ from typing import NamedTuple
 
 PROGRAM = """
 import os, signal, subprocess, sys
-from taut.io.helper import end_with_parent
-signal.signal(signal.SIGIO, lambda *_: os.killpg(0, signal.SIGKILL))
-end_with_parent({})
+if os.fork() == 0:
+    os.read({}, 1)
+    os.killpg(0, signal.SIGKILL)
 code = subprocess.call(sys.argv[1], shell=True)
 sys.exit(code if code >= 0 else 128 - code)
 """
-"""Of ``RankProcess``: runs a shell command, and ends with all of it."""
+"""Of ``RankProcess``: runs a shell command. A process next to it waits for the end of the leash, and kills all of them:
+Ray, which ends an actor, kills the actor's children and not what they have started."""
 CONNECTING = 5.0
 """Seconds in which a server takes a connection, or answers whether it is ready."""
 PIECE = 2**16

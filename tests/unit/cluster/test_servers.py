@@ -62,13 +62,17 @@ def test_a_server_ends_with_a_code_and_its_last_line(tmp_path: Path) -> None:
 
 
 def test_a_server_and_what_it_started_end_with_their_starter() -> None:
-    command = "sleep 60 & echo $!; wait"
+    """As Ray ends an actor: its process and the children of that."""
+    command = "sleep 60 & echo $! $PPID; wait"
     starter = subprocess.Popen(
         [sys.executable, "-c", STARTER, command], stdout=subprocess.PIPE, text=True
     )
     assert starter.stdout is not None
-    pid = int(starter.stdout.readline())
+    pid, child = map(int, starter.stdout.readline().split())
     os.kill(pid, 0)
+    starter.send_signal(signal.SIGSTOP)
+    os.kill(child, signal.SIGKILL)
+    assert not is_gone(pid)
     starter.kill()
     starter.wait()
     starter.stdout.close()
