@@ -22,6 +22,8 @@ from typing import IO, Literal
 
 Stream = Literal["stdout", "stderr"]
 Say = Callable[[Stream, str], None]
+UNBLOCKED = "import signal; signal.pthread_sigmask(signal.SIG_SETMASK, []); "
+"""A child inherits the signals that a thread of its parent has blocked: Ray's workers block SIGINT."""
 PROGRAM = "from taut.io.helper import end_with_parent; end_with_parent({}); import taut.__main__"
 
 
@@ -40,7 +42,7 @@ class RankProcess:
         held, self._leash = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", (program or PROGRAM).format(held), *words],
+                [sys.executable, "-c", UNBLOCKED + (program or PROGRAM).format(held), *words],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
