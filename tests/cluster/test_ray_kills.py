@@ -338,8 +338,8 @@ def test_nodes_and_clusters_that_do_not_fit_are_refused(
     options: dict[str, Any] = {"restarts": 0, "wait": 30, "resize_every": 60}
     options["address"] = two.address
     job, ranks = Job([], str(tmp_path), {}, 0), Ranks(1, 1, 1, 1, 1, 0)
-    with pytest.raises(ClusterError, match=r"^node \S+ \(\w+\) does not see /work/8B, in which"):
-        ray_cluster.launch(job, ranks, replace(fits, directory="/work/8B"), **options)
+    with pytest.raises(ClusterError, match=r"^node \S+ \(\w+\) does not see /nowhere/8B, in which"):
+        ray_cluster.launch(job, ranks, replace(fits, directory="/nowhere/8B"), **options)
     monkeypatch.setattr(ray, "__version__", "1.0")
     with pytest.raises(ClusterError, match=r"Ray: 1\.0 .*; expected the same versions; "):
         ray_cluster.launch(job, ranks, fits, **options)
