@@ -164,6 +164,7 @@ class DataConfig:
             ("split", None),
             ("name", None),
             ("revision", None),
+            ("replace", None),
         ):
             if getattr(source, key) != default:
                 raise ConfigError(

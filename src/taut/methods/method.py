@@ -455,6 +455,11 @@ class RunConfig:
         }
         if self.data.is_stream:
             self._require_streamable()
+        if self.batch.tokens_per_step is not None and self.generates:
+            raise ConfigError(
+                f"batch.tokens_per_step={self.batch.tokens_per_step} and method={self.method}, whose answers are yet "
+                "to be generated; expected a number of prompts; set batch.samples_per_step"
+            )
         for key, value in noise.items():
             if value and not self.allows_noise:
                 raise ConfigError(
@@ -471,6 +476,10 @@ class RunConfig:
             (
                 self.batch.group_prefixes,
                 "batch.group_prefixes=true compares all rows with each other",
+            ),
+            (
+                self.batch.tokens_per_step is not None,
+                "batch.tokens_per_step needs the lengths of all rows",
             ),
             (models.reference_file is not None, "reference.file has the logprobs of all rows"),
             (

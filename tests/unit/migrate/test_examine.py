@@ -113,14 +113,14 @@ def test_the_command_carried_over_is_one_that_taut_takes(spec: str) -> None:
 
 
 def test_what_equals_what_in_taut() -> None:
-    carried = examine(f"trl:{RECIPES / 'trl_sft.yaml'}", samples_per_pack=1).carried
+    carried = examine(f"trl:{RECIPES / 'trl_sft.yaml'}").carried
     run = load(RunConfig, None, as_words(carried.settings))
     assert (run.optim.learning_rate, run.optim.schedule, run.optim.warmup_ratio) == (
         2e-5,
         "cosine",
         0.05,
     )
-    assert (run.epochs, run.batch.samples_per_step) == (2.0, 16)
+    assert (run.epochs, run.batch.tokens_per_step) == (2.0, 16 * 4096)
     assert (run.data.max_length, run.data.too_long) == (4096, "truncate")
     assert run.activation_checkpointing
     assert run.lora.rank == 0

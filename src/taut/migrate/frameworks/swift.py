@@ -101,10 +101,6 @@ OTHER_KINDS: dict[str, Lacking] = {
         "num_labels problem_type mrl_dims",
     ),
     **lacking(
-        "fills in {{NAME}} and {{AUTHOR}} in rows of swift/self-cognition",
-        "model_name model_author",
-    ),
-    **lacking(
         "adapters are initialised as in the LoRA paper",
         "init_weights lora_ga_batch_size lora_ga_iters "
         "lora_ga_max_length lora_ga_direction lora_ga_scale lora_ga_stable_gamma",
