@@ -272,8 +272,6 @@ class RunConfig:
     """The defaults of ``optim.learning_rate``."""
     row_kinds: ClassVar[Mapping[Kind, str]] = {"sft": ""}
     """The kinds of rows that the method trains on; where it has several, each with the setting that selects it."""
-    allows_noise: ClassVar[bool] = True
-    """Whether dropout and NEFTune may be on. Not where logprobs or scores are compared: noise would be compared."""
     generates: ClassVar[bool] = False
     """Whether the run learns from completions that its model generates: then rows of data are prompts."""
     may_change: ClassVar[MayChange] = MayChange(
@@ -527,6 +525,11 @@ class RunConfig:
     def command(cls) -> str:
         """The command that trains such a run, as it is typed."""
         return command_of(cls.method)
+
+    @property
+    def allows_noise(self) -> bool:
+        """Whether dropout and NEFTune may be on. Not where logprobs or scores are compared: noise would be compared."""
+        return True
 
     @property
     def stores_frozen(self) -> bool:

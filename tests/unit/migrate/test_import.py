@@ -296,7 +296,7 @@ def test_no_option_is_silent(case: str, folder: Path) -> None:
         ("trl", f"trl dpo {TRL}--ld_alpha 0.5", "ld_alpha"),
         ("trl", f"trl dpo {TRL}--no_such_option 3", "no_such_option"),
         ("trl", f"trl dpo {TRL}--reward-funcs accuracy", "reward_funcs"),
-        ("swift", f"{RLHF}grpo --reward_funcs accuracy --tuner_type lora", "lora_dropout"),
+        ("swift", f"{RLHF}grpo --reward_funcs accuracy --tuner_type lora --num_iterations 2", "lora_dropout"),
         ("swift", f"{MEGATRON}dpo --moe_aux_loss_coeff 1e-3", "moe_aux_loss_coeff"),
         ("openrlhf", f"{RAY}--algo.advantage.estimator rloo --train.agent_func_path a.py", "train.agent_func_path"),
     ],
@@ -404,6 +404,29 @@ def test_questions_about_the_model_itself_are_filled_in_and_repeated(folder: Pat
     two = options.replace("swift-robot", "小黄 Robin").replace("cognition#500", "cognition:qwen3")
     lacks = imported(folder, "swift", "a.sh", f"swift sft --model m {two}").carried
     assert {option.key for option in lacks.having("lacking")} == {"model_name", "dataset"}
+
+
+def test_dropout_is_in_force_where_an_answer_is_trained_on_once(folder: Path) -> None:
+    text = f"{RLHF}grpo --reward_funcs accuracy --tuner_type lora --per_device_train_batch_size 4"
+    carried = imported(folder, "swift", "a.sh", text).carried
+    assert carried.settings["lora.dropout"] == 0.05
+    assert carried.is_exact
+    for more in ("--async_generate true", "--steps_per_generation 2"):
+        carried = imported(folder, "swift", "a.sh", f"{text} {more}").carried
+        assert "lora.dropout" not in carried.settings
+        assert "lora_dropout" in {option.key for option in carried.having("lacking")}
+
+
+def test_rewards_that_a_plugin_registers_are_its_classes(folder: Path) -> None:
+    (folder / "plugin.py").write_text(
+        "class Right(ORM):\n    pass\n\norms['right'] = Right\norms['elsewhere'] = Imported\n"
+    )
+    text = f"{RLHF}grpo --per_device_train_batch_size 4 --external_plugins plugin.py --reward_funcs right "
+    carried = imported(folder, "swift", "a.sh", text).carried
+    assert carried.settings["rewards"] == [{"name": "plugin.py:Right", "label": "right"}]
+    assert carried.is_exact
+    carried = imported(folder, "swift", "a.sh", f"{text} elsewhere").carried
+    assert {option.key for option in carried.having("lacking")} == {"reward_funcs"}
 
 
 def test_parallel_layers_are_no_change_of_the_result(folder: Path) -> None:

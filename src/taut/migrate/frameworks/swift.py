@@ -130,10 +130,7 @@ OTHER_KINDS: dict[str, Lacking] = {
         "an empty thought is not put before answers",
         "add_non_thinking_prefix disable_ignore_empty_think",
     ),
-    **lacking(
-        "data that are read as a stream, and shuffled as such",
-        "streaming shuffle_buffer_size interleave_prob stopping_strategy",
-    ),
+    **lacking("a mixture of streams: weight of each source", "interleave_prob stopping_strategy"),
     **lacking(
         "data in a form of the framework's own",
         "cached_dataset cached_val_dataset custom_dataset_info disable_auto_column_mapping load_data_args",

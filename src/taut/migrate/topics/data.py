@@ -414,22 +414,29 @@ def _carry_openrlhf_columns(draft: Draft) -> None:
 
 
 def _carry_openrlhf_template(draft: Draft, is_text: bool) -> None:
-    """``input_template`` writes prompts that no chat template renders."""
-    template = draft.value("data.input_template")
+    """``input_template`` writes prompts without a chat template; an answer ends with a space and the end token."""
+    name, template = "data.input_template", draft.value("data.input_template")
     if not is_text or template is None or "{}" not in str(template):
-        draft.needless(
-            "rows go through the chat template", "data.apply_chat_template", "data.input_template"
-        )
+        draft.needless("rows go through the chat template", "data.apply_chat_template", name)
     else:
-        why = f"the prompt is written as {json.dumps(template)}, not with a chat template: put it into the rows"
-        draft.lacking("data.input_template", why)
+        before, after = (json.dumps(part) for part in str(template).split("{}", 1))
+        answer = "{{ m.content.rstrip('\\n') + ' ' + eos_token }}"
+        text = (
+            f"{{% for m in messages %}}{{% if m.role == 'user' %}}{{{{ {before} + m.content + {after} }}}}"
+            f"{{% else %}}{answer}{{% endif %}}{{% endfor %}}"
+        )
+        draft.set("data.template", text, name)
+        draft.set("data.apply_chat_template", True, "data.apply_chat_template")
     if is_text:
         draft.needless(
             "no chat template is used", "data.apply_chat_template", "data.tokenizer_chat_template"
         )
     elif draft.is_on("data.tokenizer_chat_template"):
-        draft.lacking("data.tokenizer_chat_template", "write it to a file: data.template")
-        draft.leave_open("data.template", "a file with data.tokenizer_chat_template")
+        draft.set(
+            "data.template",
+            str(draft.value("data.tokenizer_chat_template")),
+            "data.tokenizer_chat_template",
+        )
     else:
         draft.off("data.tokenizer_chat_template")
 
