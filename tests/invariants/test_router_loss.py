@@ -101,7 +101,7 @@ def test_per_layer_is_the_sum_of_each_layers_own() -> None:
     ours = tiny_model("mixtral", attention="taut_reference")
     scorer = Scorer(ours, routers=RouterRecorder(ours, COEF))
     loss = router_loss(scorer, pack([sample("a", ids[0].tolist())], ALONE), "per_layer")
-    assert float(loss.detach()) == pytest.approx(COEF * expected, rel=LIMIT)
+    assert float(loss.detach()) == pytest.approx(COEF * expected, rel=1e-6)
 
 
 def taken(trainer: Trainer, trees: list[Tree]) -> tuple[StepReport, dict[str, Tensor]]:
