@@ -27,7 +27,7 @@ The Scorer is the root of sharding: inner modules are not called from outside.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
@@ -149,7 +149,8 @@ class Scorer(nn.Module):
             scalar_R = critic(packed)
             if not (wants.logp or wants.routers):
                 return Scores(scalar_R.new_empty(0), scalar_R=scalar_R)
-        recording, prob_LE, count_LE = nullcontext(), None, None
+        recording: AbstractContextManager[None] = nullcontext()
+        prob_LE = count_LE = None
         if wants.routers:
             assert self.routers is not None, "routers are wanted, and none are recorded"
             recording = self.routers.recording(*to_device([packed.num_samples_T], self.device))

@@ -641,8 +641,8 @@ def summarise(
             sums.add_largest(name, value)
         for name in SIZES:
             sums.add(name, getattr(packed, name))
-    for router_loss in gradients.router_losses:
-        sums.add("router_aux_loss", router_loss)
+    for share in gradients.router_losses:
+        sums.add("router_aux_loss", share)
 
     def note(
         logps: Sequence[Tensor],
@@ -661,7 +661,7 @@ def summarise(
     _agree_on_counts(trainer, step + 1, counts)
     terms = {term: totals.pop(f"term {term}").total for term in gradients.scales}
     sizes = {name: int(totals.pop(name).total) for name in SIZES}
-    router_loss, of_routers = 0.0, {}
+    router_loss, of_routers = 0.0, dict[str, float]()
     if "router_aux_loss" in totals:
         router_loss = totals.pop("router_aux_loss").total
         of_routers = {"router_aux_loss": router_loss / trainer.router.aux_loss_coef}
