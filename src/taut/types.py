@@ -236,10 +236,10 @@ class Packed:
         """int64 [T], in host memory: how many samples each token belongs to, those that end below it."""
         import torch
 
-        host = self.on_host
-        ends_T = torch.bincount(host.end_S, minlength=self.num_tokens)
-        ended_T = torch.cat([ends_T.new_zeros(1), ends_T.cumsum(0)])
-        return ended_T[host.reach_T] - ended_T[:-1]
+        reach_T, end_S = self.on_host.reach_T.numpy(), self.on_host.end_S.numpy()
+        ends_T = np.bincount(end_S, minlength=self.num_tokens)
+        ended = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(ends_T)])
+        return torch.from_numpy(ended[reach_T] - ended[:-1])
 
     @property
     def best_S(self) -> Tensor:
