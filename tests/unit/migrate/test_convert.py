@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import Template
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from rich.console import Console
 from tests.tiny_tokenizers import save_tokenizer, tiny_tokenizer
@@ -181,9 +182,8 @@ def test_a_packed_batch_counts_packs(framework: str, tmp_path: Path) -> None:
     words = "--packing true --max_length 2048 --per_device_train_batch_size 2 --gradient_accumulation_steps 4"
     offer = carried(tmp_path, framework, words)
     assert "batch.samples_per_step" not in offer["settings"]
-    assert offer["unfilled"]["batch.samples_per_step"].startswith("8 packs of 2048 tokens")
-    assert "a step is 8 packs of 2048 tokens" in lacking(offer)["packing"]
-    assert offer["exit"] == 1
+    assert offer["settings"]["batch.tokens_per_step"] == 8 * 2048
+    assert not lacking(offer)
 
 
 def test_openrlhf_packs_within_a_batch_of_samples(tmp_path: Path) -> None:
@@ -287,8 +287,6 @@ def test_a_quantised_base_under_adapters(
 @pytest.mark.parametrize(
     ("framework", "options", "key"),
     [
-        ("swift", "--router_aux_loss_coef 1e-3", "router_aux_loss_coef"),
-        ("openrlhf", "--model.aux_loss_coef 0.001", "model.aux_loss_coef"),
         ("swift", "--quant_bits 3", "quant_bits"),
         ("swift", "--quant_method hqq", "quant_method"),
         ("trl", "--load_in_4bit", "load_in_4bit"),
@@ -297,7 +295,7 @@ def test_a_quantised_base_under_adapters(
         ("swift", "--system prompt.txt", "system"),
         ("swift", "--loss_scale hermes", "loss_scale"),
         ("swift", "--truncation_strategy left", "truncation_strategy"),
-        ("swift", "--streaming true --max_steps 10", "streaming"),
+        ("swift", "--streaming true --max_steps 10 --interleave_prob 0.5 0.5", "interleave_prob"),
         ("trl", "--lr_scheduler_type polynomial", "lr_scheduler_type"),
         ("trl", "--config nowhere.yaml", "config"),
     ],
@@ -424,14 +422,30 @@ def test_an_adapter_to_go_on_from(tmp_path: Path) -> None:
     assert "adapters" in lacking(offer)
 
 
-def test_trls_router_loss_of_a_mixture_of_experts_is_lacking(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("framework", "options", "coef"),
+    [
+        ("trl", "", 0.001),
+        ("trl", "--router_aux_loss_coef 0.01", 0.01),
+        ("trl", "--router_aux_loss_coef 0", None),
+        ("swift", "", None),
+        ("swift", "--router_aux_loss_coef 1e-3", 0.001),
+        ("openrlhf", "--model.aux_loss_coef 0.002", 0.002),
+    ],
+)
+def test_the_router_loss_of_a_mixture_of_experts_is_carried(
+    framework: str, options: str, coef: float | None, tmp_path: Path
+) -> None:
     (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
     model = a_model(tmp_path, "qwen3_moe")
     (model / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts_per_tok": 8}')
-    offer = carried(tmp_path, "trl", f"--model_name_or_path {model}")
-    assert set(lacking(offer)) == {"router_aux_loss_coef"}
-    offer = carried(tmp_path, "trl", f"--model_name_or_path {model} --router_aux_loss_coef 0")
-    assert offer["exit"] == 0
+    name = {"trl": "model_name_or_path", "openrlhf": "model.model_name_or_path"}
+    offer = carried(tmp_path, framework, f"--{name.get(framework, 'model')} {model} {options}")
+    assert offer["settings"].get("router.aux_loss_coef") == coef
+    assert not lacking(offer)
+    (model / "config.json").write_text('{"model_type": "qwen3"}')
+    offer = carried(tmp_path, framework, f"--{name.get(framework, 'model')} {model} {options}")
+    assert "router.aux_loss_coef" not in offer["settings"], "a dense model has no routers"
 
 
 @pytest.mark.parametrize(
@@ -460,7 +474,8 @@ def test_openrlhfs_flat_names_are_carried_too(tmp_path: Path) -> None:
     expected = {"optim.beta1": 0.8, "optim.beta2": 0.9, "optim.weight_decay": 0.1}
     expected |= {"lora.rank": 8, "lora.dropout": 0.1}
     assert expected.items() <= offer["settings"].items()
-    assert set(lacking(offer)) == {"model.aux_loss_coef"}
+    assert offer["settings"]["router.aux_loss_coef"] == 0.001
+    assert not lacking(offer)
 
 
 @pytest.mark.parametrize(
@@ -624,10 +639,30 @@ def test_openrlhfs_columns(options: str, settings: dict[str, Any], tmp_path: Pat
     assert content["exit"] == 0
 
 
-def test_openrlhfs_prompt_without_a_chat_template_is_lacking(tmp_path: Path) -> None:
+def test_openrlhfs_prompt_without_a_chat_template_becomes_a_template(tmp_path: Path) -> None:
     start = "deepspeed --module openrlhf.cli.train_sft --model.model_name_or_path m --data.dataset r.jsonl "
     content = read(tmp_path, "openrlhf", f"{start}--data.input_key q --data.output_key a\n")
-    assert "User: {}" in lacking(content["carried"])["data.input_template"]
+    settings = content["carried"]["settings"]
+    assert (content["exit"], settings["data.apply_chat_template"]) == (0, True)
+    template = Template(settings["data.template"])
+    asked = {"role": "user", "content": "1 + 1"}
+    said = {"role": "assistant", "content": "2\n"}
+    assert template.render(messages=[asked]) == "User: 1 + 1\nAssistant: "
+    whole = template.render(messages=[asked, said], eos_token="</s>")
+    assert whole == "User: 1 + 1\nAssistant: 2 </s>"
+
+
+def test_a_template_in_the_recipe_is_carried_whole(tmp_path: Path) -> None:
+    text = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    recipe = f"model_name_or_path: m\ndataset_name: rows.jsonl\nchat_template: {json.dumps(text)}\n"
+    content = read(tmp_path, "open-r1", recipe, "sft.yaml")
+    assert (content["exit"], content["carried"]["settings"]["data.template"]) == (0, text)
+
+
+def test_variables_that_the_script_itself_reads_are_no_settings(tmp_path: Path) -> None:
+    before = "export teacher=some/teacher\nexport OTHER=1\nR=$teacher\n"
+    offer = carried(tmp_path, "swift", "--streaming true --max_steps 10", before)
+    assert set(lacking(offer)) == {"$OTHER"}
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ PEFT_TARGETS = {
     "c_attn": "gpt2",
 }
 """The modules that peft 0.21 adapts where none are named -> model types."""
+EXPERTS = frozenset({"num_experts_per_tok", "num_local_experts", "output_router_logits"})
+"""Keys of config.json that a mixture of experts has."""
 TYPES_BY_NAME = {
     r"qwen-?(1\.5|2(\.5)?)(?!.*vl)": "qwen2",
     r"qwen-?3(?!\.|.*vl|.*omni|.*moe|.*next|.*-a\d)": "qwen3",
@@ -98,9 +100,18 @@ def carry_adapters(draft: Draft) -> None:
 
 
 def _carry_dropout(draft: Draft) -> None:
-    """Methods that compare logprobs have no dropout in taut; most frameworks switch it off there as well."""
+    """Methods that compare logprobs have no dropout in taut; most frameworks switch it off there as well.
+
+    GRPO leaves it on. An answer that is trained on once is compared with nothing older.
+    """
     name, dropout = "lora_dropout", draft.value("lora_dropout") or 0
-    if draft.is_unknown(name) or draft.method == "sft":
+    has_lag = draft.recipe.method == "async_grpo" or any(
+        draft.is_on(name) for name in ("async_generate", "train.async_enable")
+    )
+    updates = draft.settings.get("rollout.minibatches", 1) * (draft.value("num_iterations") or 1)
+    is_alone = draft.method == "grpo" and updates == 1 and not has_lag
+    is_noisy = bool(dropout) and is_alone and not draft.value("disable_dropout")
+    if draft.is_unknown(name) or draft.method == "sft" or is_noisy:
         draft.set("lora.dropout", dropout, name)
     elif not dropout:
         draft.needless("off", name)
@@ -111,7 +122,9 @@ def _carry_dropout(draft: Draft) -> None:
             name,
             f"dropout of {dropout} while answers are compared, which would be noise: lora.dropout=0",
         )
-    if draft.value("disable_dropout") is False and "disable_dropout" in draft.given:
+    if is_noisy:
+        draft.carried(["disable_dropout"], ["lora.dropout"])
+    elif draft.value("disable_dropout") is False and "disable_dropout" in draft.given:
         draft.lacking("disable_dropout", "dropout is off where answers are compared")
     else:
         draft.needless("dropout is off where answers are compared", "disable_dropout")
@@ -241,6 +254,31 @@ def carry_tokens(draft: Draft) -> None:
     elif words:
         draft.set("tokens.add", [str(word).strip() for word in words], "new_special_tokens")
     draft.off("new_special_tokens")
+
+
+def carry_routers(draft: Draft) -> None:
+    """The load-balancing loss of a mixture of experts; trl adds it where nothing is set."""
+    name, key = "router_aux_loss_coef", "router.aux_loss_coef"
+    config = draft.facts.file("config.json")
+    text = None if config is None else {**config, **(config.get("text_config") or {})}
+    has_experts = None if text is None else not EXPERTS.isdisjoint(text)
+    model, is_trl = draft.value("model"), draft.framework in ("trl", "open-r1")
+    why = "over the whole step, where others take each micro-batch by itself"
+    if name not in draft.given and is_trl and has_experts is not False:
+        added = "of a mixture of experts trl adds 0.001 times the routers' loss"
+        if has_experts is None:
+            draft.assumed.append(f"{model} is no mixture of experts: {added}")
+        else:
+            draft.set(key, 0.001, name, why=why)
+    elif has_experts is False:
+        draft.needless("the model has no experts", name)
+    elif draft.is_unknown(name) or draft.is_on(name):
+        draft.set(key, draft.value(name), name, why=why)
+        if draft.framework == "megatron":
+            draft.set("router.aux_loss", "per_layer", name)
+        if has_experts is None:
+            draft.assumed.append(f"{model} is a mixture of experts, since {name} is set")
+    draft.off(name)
 
 
 def carry_parts(draft: Draft) -> None:
