@@ -40,6 +40,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("launch.json"))
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    # torchrun: else ranks that it starts again read from its store where those were that are gone
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     took: dict[str, list[dict[str, float]]] = {"ray": [], "torchrun": []}
     with tempfile.TemporaryDirectory() as folder, nodes(2) as cluster:
         place = Path(folder)
