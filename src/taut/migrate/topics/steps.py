@@ -119,18 +119,39 @@ def _carry_packing(
 ) -> None:
     """trl, ms-swift and axolotl count packs where samples are packed."""
     extra = ("packing_length", "packing_strategy")
+    if draft.framework == "llamafactory" and draft.recipe.method == "pt" and draft.is_on("packing"):
+        why = "documents are joined and cut, and see each other, unless packing is false; taut cuts none"
+        draft.lacking("packing", why)
+        return
+    if draft.is_on("neat_packing"):
+        _carry_packs(draft, rows, samples_per_pack, used, "neat_packing")
+        draft.needless("neat_packing holds", "packing", *extra)
+        return
+    draft.needless("packing is always on and exact", "neat_packing")
     if not draft.is_on("packing") and not draft.is_unknown("packing"):
         draft.needless("packing is always on and exact", "packing", *extra)
         return
-    length = draft.value("packing_length") or draft.value("max_length") or "max_length"
     if draft.method in POLICY_METHODS or (
         draft.framework == "llamafactory" and draft.method != "sft"
     ):
         draft.needless("what is generated is counted in samples", "packing", *extra)
         return
+    _carry_packs(draft, rows, samples_per_pack, used, "packing")
+    draft.needless("reported with packing", "packing_length")
+    if draft.value("packing_strategy") == "wrapped":
+        draft.lacking("packing_strategy", "samples are joined and cut; taut cuts none")
+    else:
+        draft.needless("packing is exact", "packing_strategy")
+
+
+def _carry_packs(
+    draft: Draft, rows: int | None, samples_per_pack: int | None, used: tuple[str, ...], name: str
+) -> None:
+    """A step of ``rows`` packs in samples, where the caller says how many a pack holds."""
+    length = draft.value("packing_length") or draft.value("max_length") or "max_length"
     if rows is not None and samples_per_pack is not None:
         why = f"batch.samples_per_step: {rows} packs of {samples_per_pack} samples"
-        draft.set("batch.samples_per_step", rows * samples_per_pack, *used, "packing", why=why)
+        draft.set("batch.samples_per_step", rows * samples_per_pack, *used, name, why=why)
     else:
         packs = "an unknown number of packs" if rows is None else f"{rows} packs"
         why = (
@@ -138,17 +159,12 @@ def _carry_packing(
             "how many a pack holds "
             "with --samples-per-pack N"
         )
-        draft.lacking("packing", why)
+        draft.lacking(name, why)
         if rows is not None:
             draft.leave_open(
                 "batch.samples_per_step",
                 f"{packs} of {length} tokens: {rows} x the samples of a pack",
             )
-    draft.needless("reported with packing", "packing_length")
-    if draft.value("packing_strategy") == "wrapped":
-        draft.lacking("packing_strategy", "samples are joined and cut; taut cuts none")
-    else:
-        draft.needless("packing is exact", "packing_strategy")
 
 
 def carry_duration(draft: Draft) -> None:
