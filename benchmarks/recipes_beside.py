@@ -29,10 +29,6 @@ TOLERANCE = 1e-5
 FRAMEWORKS = ("trl", "llamafactory", "swift")
 COMMANDS = {"trl": ("trl", "python", "accelerate"), "swift": ("swift",), "llamafactory": ()}
 """Words with which the command of a script starts."""
-MORE = {"trl_sft_packing": ["--samples-per-pack", "8"]}
-"""Options of ``taut import``."""
-
-
 NAMED = {
     "LLM-Research/Meta-Llama-3-8B-Instruct": "tiny",
     "LLM-Research/Meta-Llama-3-70B-Instruct": "teacher",
@@ -146,7 +142,7 @@ def imported(case: Case) -> list[str]:
     source = f"{case.framework}:{case.recipe.name}"
     if case.framework == "trl" and case.recipe.suffix == ".yaml":
         source = f"trl.{case.recipe.stem.split('_')[1]}:{case.recipe.name}"
-    return ["import", source, *MORE.get(case.recipe.stem, [])]
+    return ["import", source]
 
 
 def run_worker(python: Path, name: str, jobs: list[tuple[Case, list[str]]]) -> None:
