@@ -120,6 +120,7 @@ def _carry_packing(draft: Draft, rows: int | None, used: tuple[str, ...]) -> Non
     if draft.framework == "llamafactory" and draft.recipe.method == "pt" and draft.is_on("packing"):
         why = "documents are joined and cut, and see each other, unless packing is false; taut cuts none"
         draft.lacking("packing", why)
+        draft.off("neat_packing")
         return
     option, other = "packing", "neat_packing"
     if draft.is_on(other):

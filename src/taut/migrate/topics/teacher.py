@@ -64,7 +64,8 @@ def carry_teacher(draft: Draft) -> None:
     draft.set("distill.divergence", divergence, "beta")
     if divergence == "js":
         draft.set("distill.beta", beta, "beta")
-    temperature, names = draft.value("temperature"), ("temperature",)
+    temperature = draft.value("temperature")
+    names: tuple[str, ...] = ("temperature",)
     if draft.framework in ("trl", "open-r1") and draft.recipe.method == "gkd":
         temperature, names = 1.0, ()  # theirs is of sampling alone
     is_listed = "distill.teacher" not in draft.settings and "distill.teacher" not in draft.unfilled
