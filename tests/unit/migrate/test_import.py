@@ -172,7 +172,8 @@ RECIPES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     ),
     "megatron dpo": (
         "swift", "a.sh", f"{MEGATRON}dpo --lr 1e-5 --min_lr 1e-6 --lr_warmup_fraction 0.05 --global_batch_size 32 "
-        "--tensor_model_parallel_size 2 --no_save_optim true --recompute_granularity full --moe_aux_loss_coeff 1e-3",
+        "--tensor_model_parallel_size 2 --no_save_optim true --recompute_granularity full --moe_aux_loss_coeff 1e-3 "
+        "--moe_router_load_balancing_type global_aux_loss",
         {"optim.learning_rate": 1e-5, "optim.min_learning_rate_ratio": 0.1, "optim.warmup_ratio": 0.05,
          "batch.samples_per_step": 32, "activation_checkpointing": True, "router.aux_loss_coef": 1e-3,
          "router.aux_loss": "per_layer"},

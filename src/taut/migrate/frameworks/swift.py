@@ -379,6 +379,7 @@ MEGATRON = Tables(
             "the router's auxiliary losses of mixtures of experts",
             "moe_z_loss_coeff "
             "moe_router_load_balancing_type dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss",
+            moe_router_load_balancing_type=("aux_loss", "global_aux_loss"),
         ),
         **lacking(
             "experts with a limited number of tokens",
