@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.slow_cases import slow_except
 from tests.vision_models import FAMILIES, vision_config, vision_model, vision_tokenizer
 from tests.vision_processors import save_processor
 from torch import Tensor
@@ -194,6 +195,37 @@ def sizes_of(it: Vision, prompts: list[Prompt]) -> list[int]:
         patch.setattr(it.scorer, "next_logits", heard)
         it.engine().generate(prompts, GREEDY)
     return sizes
+
+
+@pytest.mark.parametrize("kind", slow_except(["qwen2_vl"], FAMILIES))
+def test_a_turn_after_pictures_is_what_it_is_alone(kind: str) -> None:
+    """The second turn shows one more picture; that of another conversation differs in its first picture only."""
+    it, drawn = vision(kind), Sampling(max_new_tokens=NEW, seed=1)
+    first = [
+        it.prompt("one", "Look: ", picture(0), " what is it?"),
+        it.prompt("other", "Look: ", picture(3), " what is it?"),
+    ]
+    second = [
+        it.prompt(f"{number} again", "Look: ", image, " what is it?", " And ", picture(2), " that?")
+        for number, image in enumerate((picture(0), picture(3)))
+    ]
+    engine = it.engine()
+    with engine.conversation(), pytest.MonkeyPatch.context() as patch:
+        before = engine.generate(first, drawn)
+        computed: list[int] = []
+        forward = it.scorer.next_logits
+        patch.setattr(
+            it.scorer,
+            "next_logits",
+            lambda ids_T, *rest: computed.append(ids_T.numel()) or forward(ids_T, *rest),
+        )
+        after = engine.generate(second, drawn)
+    assert computed[0] <= sum(p.ids_T.size - p.media[0].stop for p in second)
+    for prompts, done in ((first, before), (second, after)):
+        for prompt, completion in zip(prompts, done, strict=True):
+            (alone,) = it.engine().generate([prompt], drawn)
+            assert completion.ids_N.tolist() == alone.ids_N.tolist(), prompt.id
+            assert np.abs(completion.logp_N - alone.logp_N).max() < 1e-9, prompt.id
 
 
 def test_pictures_are_read_ahead_and_steps_do_not_look_for_any(
