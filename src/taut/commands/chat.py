@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, NamedTuple, TextIO
 
@@ -88,7 +88,9 @@ def run(config: Chat) -> int:
 def chat(config: Chat, opened: Opened, lines: Iterator[str], write: Write) -> None:
     """Answer every line."""
     write("\n".join(f"{name}: {value}" for name, value, _ in opened.decisions) + f"\n{HELP}\n")
-    with TemporaryFolder("chat") as folder:
+    engine = opened.engine
+    keeping = engine.conversation() if isinstance(engine, LocalEngine) else nullcontext()
+    with keeping, TemporaryFolder("chat") as folder:
         session = Session(config, opened, write, folder)
         for line in lines:
             if line.strip() == "/exit":

@@ -364,9 +364,10 @@ class LocalEngine:
             prompt = call.waiting[0]
             shared = common_prefix(_as_sample(chosen[-1]), _as_sample(prompt)) if chosen else 0
             known = sum(size for _, size in self._known(prompt))
-            num_tokens += prompt.ids_T.size - max(shared, known)
-            if chosen and num_tokens > self.config.prefill_tokens:
-                break
+            size = prompt.ids_T.size - max(shared, known)
+            num_tokens += size
+            if chosen and size and num_tokens > self.config.prefill_tokens:
+                break  # one that repeats another adds nothing
             chosen.append(call.waiting.popleft())
         for prompt in (
             *chosen,

@@ -65,7 +65,7 @@ from taut.models.self_test import run_self_test
 from taut.rewards import Answered, Score, Verifier
 from taut.rewards.judge import RewardModel, conversed
 from taut.rewards.panel import Rater
-from taut.rewards.steps import Stepped, StepsConfig, probability, split_steps
+from taut.rewards.steps import Stepped, StepsConfig, marked, probability, split_steps
 from taut.rewards.verifier import reason, scored
 from taut.types import FloatArray, Sample, Wants
 from taut.vision.content import ImagesConfig
@@ -448,7 +448,7 @@ def rater(judge: Judge, steps: StepsConfig = WHOLE) -> Rater:
                 found[number] = scored("", Stepped.of(answered.text, [], steps))
                 continue
             try:
-                row = _row(answered, f"answer {number}", steps.separator)
+                row = _row(answered, f"answer {number}", steps)
                 ((sample,),) = judge.render([row])
             except DataError as error:
                 found[number] = Score(error=reason(error))
@@ -469,9 +469,15 @@ def rater(judge: Judge, steps: StepsConfig = WHOLE) -> Rater:
     return rate
 
 
-def _row(answered: Answered, place: str, separator: str | None) -> AnyRow:
-    """An answer as a row to score; with ``separator`` one that is read at the end of each step."""
-    prompt = answered.prompt
+def _row(answered: Answered, place: str, steps: StepsConfig) -> AnyRow:
+    """An answer as a row to score; with ``steps.separator`` one that is read at the end of each step."""
+    prompt, separator = answered.prompt, steps.separator
+    spans: Sequence[tuple[int, int]] = ()
+    if separator is not None:
+        spans = split_steps(answered.text, separator)
+        if steps.mark is not None:
+            text, spans = marked(answered.text, separator, steps.mark)
+            answered = replace(answered, text=text)
     row: Row
     if isinstance(prompt, str):
         row = Completion(place, prompt, answered.text)
@@ -480,10 +486,9 @@ def _row(answered: Answered, place: str, separator: str | None) -> AnyRow:
         row = read_conversation(
             messages, place, first_learned=len(prompt), column="prompt+completion"
         )
-    return row if separator is None else as_steps(row, answered.text, separator)
+    return row if separator is None else as_steps(row, spans)
 
 
-def as_steps(row: Row, text: str, separator: str) -> Stepwise:
-    """A row whose answer ``text`` is read at the end of each step."""
-    spans = tuple(split_steps(text, separator))
-    return Stepwise(row.place, row, spans, (0.0,) * len(spans))
+def as_steps(row: Row, spans: Sequence[tuple[int, int]]) -> Stepwise:
+    """A row whose answer is read at the end of each of these parts of its text."""
+    return Stepwise(row.place, row, tuple(spans), (0.0,) * len(spans))

@@ -11,8 +11,12 @@ The library's class that holds the model, so that the library can load what is s
                                          bias, which the sequence class has no place for. Its number for a sequence is
                                          its logit at the last token.
 
+A process model of others has two labels at each token, wrong and right. Its probability of right is the softmax's,
+which is the sigmoid of their difference: where no head is to be trained, the head is read as one number, the right
+label's row less the wrong one's.
+
 ``heads.list_with_library`` adds these classes for families that take pictures. Architectures without such a class,
-several labels, and dropout before the head are refused.
+other labels, and dropout before the head are refused.
 """
 
 from __future__ import annotations
@@ -44,6 +48,8 @@ from taut.models.load import (
 from taut.models.streamed import StreamedLayers
 
 HEAD = "score"
+RIGHT = frozenset({"label_1", "true", "right", "correct", "good", "positive", "yes", "+", "1"})
+"""Names of the label that says that a step is right, in lower case; label_1 is the library's for the second one."""
 
 
 class NewHead(NamedTuple):
@@ -74,7 +80,10 @@ def load_reward_model(
     """
     config = load_config(path, trust_remote_code)
     may_lack_head = head is not None and not is_reward_config(config)
+    right = _right_label(path, config, head)
     auto_class = _configure(path, config, head)
+    if right is not None:
+        config.num_labels = 2
     model, is_new = read_model(
         auto_class,
         path,
@@ -90,6 +99,8 @@ def load_reward_model(
         streamed=streamed,
         new_module=HEAD if may_lack_head else "",
     )
+    if right is not None:
+        _subtract(model, right)
     module = scalar_head(model)
     if head is not None:
         if is_new:
@@ -119,6 +130,33 @@ def reward_skeleton(
     return skeleton
 
 
+def _right_label(path: str, config: PreTrainedConfig, head: NewHead | None) -> int | None:
+    """Which of a process model's two labels says that a step is right; None: it is no such model."""
+    name = str((getattr(config, "architectures", None) or [""])[0])
+    if head is not None or not name.endswith("ForTokenClassification") or config.num_labels != 2:
+        return None
+    names = {number: str(label).lower() for number, label in config.id2label.items()}
+    found = [number for number, label in names.items() if label in RIGHT]
+    if len(found) != 1:
+        raise ModelError(
+            f"model={path} has the labels {', '.join(config.id2label.values())}; expected one that says that a step is "
+            f"right: {', '.join(sorted(RIGHT))}; name it so in id2label of its config.json"
+        )
+    return int(found[0])
+
+
+@torch.no_grad()
+def _subtract(model: Any, right: int) -> None:
+    """Make one number of a head's two: the right label's less the wrong one's."""
+    two, sign = model.score, 2 * right - 1
+    wide = torch.promote_types(two.weight.dtype, torch.float32)
+    model.score = torch.nn.Linear(two.in_features, 1, two.bias is not None, two.weight.device, wide)
+    model.score.weight.copy_(sign * two.weight.to(wide).diff(dim=0))
+    if two.bias is not None:
+        model.score.bias.copy_(sign * two.bias.to(wide).diff())
+    model.config.num_labels = model.num_labels = 1
+
+
 def _configure(path: str, config: PreTrainedConfig, head: NewHead | None) -> Any:
     """The library's automatic class for this directory, with ``config`` set up for its scalar head."""
     is_reward_model = is_reward_config(config)
@@ -132,7 +170,7 @@ def _configure(path: str, config: PreTrainedConfig, head: NewHead | None) -> Any
     else:
         name = str((config.architectures or [""])[0])
         is_sequence = name.endswith("ForSequenceClassification")
-        if config.num_labels != 1:
+        if config.num_labels != 1 and _right_label(path, config, head) is None:
             raise ModelError(
                 f"model={path} is a {name} with {config.num_labels} labels; expected one number: num_labels=1"
             )

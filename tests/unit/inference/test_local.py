@@ -93,6 +93,14 @@ def test_a_turn_computes_what_came_since_the_last_one() -> None:
     assert scorer.sizes == [first, *[2] * 5, *[2 * (1 + 4), *[2] * 5] * 2]
 
 
+def test_prompts_that_are_equal_are_computed_once_even_if_they_are_long() -> None:
+    """As the first turns of a group are, each a prompt of its own."""
+    scorer = Watched()
+    asked = [Prompt(f"p{n}", ids(30, n // 3)) for n in range(6)]
+    engine(scorer, prefill_tokens=20).generate(asked, DRAWN)
+    assert [size for size in scorer.sizes if size > 6] == [30, 30]
+
+
 def test_a_turn_whose_history_was_edited_computes_it_from_there() -> None:
     scorer = Watched()
     local, asked = engine(scorer), prompts(40)
