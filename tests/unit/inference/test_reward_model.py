@@ -28,7 +28,6 @@ from taut.inference.reward_model import Batcher, JudgeUse, open_judge, open_rate
 from taut.models.reward_model import NewHead
 from taut.rewards import Answered, RewardSpec, open_panel
 from taut.rewards.judge import RewardModel, RewardServer
-from taut.rewards.steps import StepsConfig
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +147,7 @@ def test_of_two_labels_the_right_one_s_probability_is_the_step_s(
             (verdict,) = panel.grade([Answered(text=text, prompt=question)])
         values.append(verdict.total)
     assert values[1] == pytest.approx(values[0], abs=1e-9)
-    library = AutoModelForTokenClassification.from_pretrained(str(two), dtype=torch.float64).eval()
+    library = AutoModelForTokenClassification.from_pretrained(str(two)).double().eval()
     ids = tiny_tokenizer()(chat("Who sat?", text), add_special_tokens=False, return_tensors="pt")
     p_T = library(input_ids=ids["input_ids"]).logits[0].softmax(-1)[:, right]
     assert min(abs(p_T - values[1]).tolist()) < 1e-9
@@ -170,7 +169,10 @@ def test_with_a_mark_a_step_is_read_at_the_mark(steps: Path) -> None:
     first, second = at_ends(steps, chat("Who sat?", read), read, [11, 27])
     assert verdict.total == pytest.approx(first * second, abs=1e-9)
     with pytest.raises(ConfigError, match=r"steps\.mark=' dog' would be ignored"):
-        RewardServer(url="http://127.0.0.1:5000", steps=StepsConfig(separator=";", mark=" dog"))
+        from_mapping(
+            RewardServer,
+            {"url": "http://127.0.0.1:5000", "steps": {"separator": ";", "mark": " dog"}},
+        )
 
 
 def test_steps_ask_for_a_process_model(model: Path) -> None:
