@@ -69,6 +69,8 @@ class FakeServer:
     key: str | None = None
     faults: Callable[[Body, int], Fault | None] = lambda body, count: None
     """Given a request and how many came before it."""
+    address: tuple[str, int] = ("127.0.0.1", 0)
+    """Where it listens; port 0: any."""
     requests: list[Body] = field(default_factory=list)
     most: int = 0
     """Most requests that were under way at a time."""
@@ -94,10 +96,10 @@ class FakeServer:
             def log_message(self, format: str, *args: Any) -> None:
                 """Say nothing."""
 
-        self._http = _Http(("127.0.0.1", 0), Handler)
+        self._http = _Http(self.address, Handler)
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
-        self.url = f"http://127.0.0.1:{self._http.server_port}/v1"
+        self.url = f"http://{self.address[0]}:{self._http.server_port}/v1"
         return self
 
     def __exit__(
@@ -121,6 +123,8 @@ class FakeServer:
             card = {"max_model_len": self.max_model_len, "owned_by": self.owner}
             cards = [{"id": name, **card} for name in self.names]
             _send(handler, 200, json.dumps({"object": "list", "data": cards}))
+        elif handler.path == "/health":
+            _send(handler, 200, "")
         elif handler.path == "/v1/chat/completions":
             _send(handler, 200, json.dumps({"prompt_token_ids": self.rendered, "choices": []}))
         elif handler.path == "/v1/completions" and body is not None:

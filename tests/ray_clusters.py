@@ -40,7 +40,7 @@ def nodes(num_nodes: int, **options: Any) -> Iterator[Cluster]:
     cluster = Cluster(initialize_head=True, head_node_args={**NODE, **options})
     try:
         for _ in range(num_nodes - 1):
-            cluster.add_node(**NODE, **options)
+            cluster.add_node(**{**NODE, **options})
         yield cluster
     finally:
         cluster.shutdown()

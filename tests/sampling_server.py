@@ -1,19 +1,28 @@
 """An endpoint that samples from the weights it was given: what a run that trains against a server needs.
 
 ``WeightServer`` says the logprobs of its model and completes by a rule; this one completes by its model, at the
-temperature and with the seed that it is asked for.
+temperature and with the seed that it is asked for. As a process of its own it takes the place of ``vllm serve``:
+
+    python -m tests.sampling_server MODEL HOST PORT FOLDER
+
+It writes its process number into FOLDER/PORT once it samples, and does nothing more while there is a FOLDER/hold.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from tests.fake_vllm import Body
 from tests.fake_weight_sync import WeightServer
 from tests.tiny_tokenizers import tiny_tokenizer
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 
 @dataclass
@@ -60,3 +69,20 @@ class SamplingServer(WeightServer):
             "prompt_token_ids": body["prompt"],
             "logprobs": {"token_logprobs": logps, "top_logprobs": None},
         }
+
+
+def main(model: str, host: str, port: str, folder: str) -> None:
+    place = Path(folder)
+
+    def hold(ids: list[int]) -> None:
+        (place / port).write_text(str(os.getpid()))
+        while (place / "hold").exists():
+            time.sleep(0.05)
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with SamplingServer(model=loaded, address=(host, int(port)), before_token=hold):
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -293,6 +293,16 @@ INSTEAD = {
         "vLLM runs as a server with settings of its own; rollout.engine=server rollout.urls=... uses it": (
             "gpu_memory_utilization vllm_gpu_memory_utilization vllm_max_model_len vllm_tensor_parallel_size"
         ),
+        "taut launch ray servers=N gives ranks and servers GPUs of their own; where both are to compute on the same, "
+        "rollout.engine=local generates with the weights that train": (
+            "colocate colocate_all_models sleep_level vllm_enable_sleep vllm_enable_sleep_mode"
+        ),
+        "taut launch ray servers=N starts servers; gpus_per_server is the tensor parallelism of each": (
+            "num_servers vllm_num_engines"
+        ),
+        "rewards are judged by processes on the first rank's machine; a reward model elsewhere has a URL": (
+            "num_reward_workers reward_workers"
+        ),
         "nothing is uploaded; upload the directory out/model when the run is finished": (
             "hub_model_id hub_strategy push_to_hub"
         ),

@@ -334,13 +334,14 @@ def test_a_run_that_taut_refuses_ends_once(
 def test_nodes_and_clusters_that_do_not_fit_are_refused(
     two: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fits = Expected(str(tmp_path), [], str(tmp_path), versions())
+    fits = Expected(str(tmp_path), str(tmp_path), versions())
     options: dict[str, Any] = {"restarts": 0, "wait": 30, "resize_every": 60}
     options["address"] = two.address
     job, ranks = Job([], str(tmp_path), {}, 0), Ranks(1, 1, 1, 1, 1, 0)
-    with pytest.raises(ClusterError, match=r"^node \S+ \(\w+\) does not see /models/8B"):
-        ray_cluster.launch(job, ranks, replace(fits, files=["/models/8B"]), **options)
+    with pytest.raises(ClusterError, match=r"^node \S+ \(\w+\) does not see /nowhere/8B, in which"):
+        ray_cluster.launch(job, ranks, replace(fits, directory="/nowhere/8B"), **options)
     monkeypatch.setattr(ray, "__version__", "1.0")
     with pytest.raises(ClusterError, match=r"Ray: 1\.0 .*; expected the same versions; "):
         ray_cluster.launch(job, ranks, fits, **options)
     assert not ray.is_initialized()
+    ray._private.worker.global_worker.node = None  # else its nodes could not be removed

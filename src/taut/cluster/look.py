@@ -1,5 +1,6 @@
-"""What a machine has to have before ranks start on it: the directory, the files and the taut of the machine that
-launches. ``ray_cluster.py`` asks every node; a problem is one line.
+"""What a machine has to have for a rank to start on it: the directory, the disk of ``out``, Python and taut.
+``ray_cluster.py`` asks every node; a problem is one line. What else nodes have to have alike (packages, model, data)
+ranks compare themselves, as they start: checks/cluster.py.
 """
 
 from __future__ import annotations
@@ -7,12 +8,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
-
-PACKAGES = ("taut", "torch", "transformers")
 
 
 @dataclass(frozen=True)
@@ -21,19 +19,13 @@ class Expected:
 
     directory: str
     """Where the ranks work: relative paths refer to it."""
-    files: Sequence[str]
-    """What a run reads: its TOML file, its model and its data, as far as they are paths."""
     folder: str
     """A folder next to the run's ``out``."""
     versions: tuple[tuple[str, str], ...]
 
 
 def versions() -> tuple[tuple[str, str], ...]:
-    """Of Python and of the packages whose numbers a run depends on."""
-    return (
-        ("python", ".".join(map(str, sys.version_info[:2]))),
-        *((name, _version(name)) for name in PACKAGES),
-    )
+    return ("python", ".".join(map(str, sys.version_info[:2]))), ("taut", version("taut"))
 
 
 def look(expected: Expected) -> str | None:
@@ -41,9 +33,6 @@ def look(expected: Expected) -> str | None:
     directory = Path(expected.directory)
     if not (directory.is_dir() and os.access(directory, os.X_OK)):
         return f"does not see {directory}, in which the command was given; expected the same directory on every node"
-    for name in expected.files:
-        if not (directory / name).exists():
-            return f"does not see {name}; expected it there too, on a shared disk or as a copy"
     if not Path(expected.folder).exists():
         return (
             f"does not see {Path(expected.folder).parent}, the directory of out; expected a shared disk: every rank "
@@ -71,10 +60,3 @@ def free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"

@@ -22,6 +22,8 @@ from typing import IO, Literal
 
 Stream = Literal["stdout", "stderr"]
 Say = Callable[[Stream, str], None]
+UNBLOCKED = "import signal; signal.pthread_sigmask(signal.SIG_SETMASK, []); "
+"""A child inherits the signals that a thread of its parent has blocked: Ray's workers block SIGINT."""
 PROGRAM = "from taut.io.helper import end_with_parent; end_with_parent({}); import taut.__main__"
 
 
@@ -29,12 +31,18 @@ class RankProcess:
     """One rank, from its start."""
 
     def __init__(
-        self, words: Sequence[str], environment: Mapping[str, str], directory: str, say: Say
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        directory: str,
+        say: Say,
+        program: str | None = None,
     ) -> None:
+        """``program``: Python source with ``{}`` for the descriptor of its leash; by default taut."""
         held, self._leash = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM.format(held), *words],
+                [sys.executable, "-c", UNBLOCKED + (program or PROGRAM).format(held), *words],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -6,19 +6,26 @@ Ray Train starts one worker a rank, forms their group, and starts all of them ag
 one fails (https://docs.ray.io, ``ray.train.torch.TorchTrainer``). A worker only supervises: the rank is a process of
 its own (rank_process.py), which ends by exit codes and signals as under torchrun and knows nothing of Ray. Between the
 workers and the command is one actor, ``Relay``, on the node of the command: lines and exit codes come, signals go.
+
+Roll-out servers (servers.py) are actors in a placement group of their own, which has to fit next to the ranks. Each
+runs one server; where that dies the actor dies with it, and Ray starts it again, on its node or, where that is gone, on
+another. Ranks that are started again find the servers as they are.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -31,24 +38,37 @@ os.environ.setdefault("RAY_TRAIN_METRICS_ENABLED", "0")
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
 
 import ray
-from ray.exceptions import NodeDiedError, RayError, TaskUnschedulableError, WorkerCrashedError
+from ray.exceptions import (
+    GetTimeoutError,
+    NodeDiedError,
+    RayError,
+    TaskUnschedulableError,
+    WorkerCrashedError,
+)
 from ray.util.placement_group import (
     placement_group,
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from taut.cluster.attempts import STATED, Attempt
 from taut.cluster.look import Expected, free_port, look, port_in_use
 from taut.cluster.rank_process import RankProcess, Stream
+from taut.cluster.servers import PROGRAM, Address, Doors, Servers, is_ready
 from taut.errors import ClusterError, RankFailed
+from taut.io.console import counted
 from taut.train.signals import Interrupts
 
 LOCAL = "local"
 """The address that starts Ray on this machine, for this launch alone."""
 BEAT = 0.25
 """Seconds between two questions of a worker, and of the command, to the relay."""
+ANSWERING = 60.0
+"""Seconds in which a node says whether it fits: a process of Ray starts there and imports taut."""
 ENDING = 30.0
 """Seconds in which all ranks end, once the first has."""
 
@@ -106,6 +126,10 @@ class Relay:
     heard: float = field(default_factory=time.monotonic)
     """When a rank was last heard of."""
     lines: list[tuple[Stream, str]] = field(default_factory=list)
+    servers: dict[int, Address] = field(default_factory=dict)
+    """Where each server was when it last said that it is ready."""
+    server_failure: str | None = None
+    """How a server last ended."""
 
     async def begin(self, size: int) -> int:
         """A new attempt; its number. The workers of an earlier one are gone."""
@@ -118,7 +142,7 @@ class Relay:
         if attempt is None:
             return
         attempt.nodes[rank] = node
-        if len(attempt.nodes) == attempt.size:
+        if len(attempt.nodes) == attempt.size and attempt.error is None:
             nodes = list(attempt.nodes.values())
             counts = ", ".join(f"{nodes.count(name)} on {name}" for name in dict.fromkeys(nodes))
             which = "" if number == 0 else f", restart {number}"
@@ -153,6 +177,20 @@ class Relay:
             return "another attempt has begun"
         return attempt.failure(self.signalled)
 
+    async def serve(self, number: int, node: str, address: Address) -> None:
+        """A server is ready."""
+        self.servers[number] = address
+        self._note(f"server {number} on {node} is ready")
+
+    async def end_server(self, number: int, node: str, code: int, line: str) -> None:
+        """A server has ended, which none should. ``line``: the last that it printed."""
+        said = f": {line}" if line else ""
+        self.server_failure = f"server {number} on {node} ended with {code}{said}"
+        self._note(self.server_failure)
+
+    async def take_servers(self) -> tuple[dict[int, Address], str | None]:
+        return self.servers, self.server_failure
+
     async def take(self) -> tuple[list[tuple[Stream, str]], float]:
         """The lines since the last time, and for how many seconds no rank has been heard of."""
         lines, self.lines = self.lines, []
@@ -180,6 +218,7 @@ def launch(
     job: Job,
     ranks: Ranks,
     expected: Expected,
+    servers: Servers | None = None,
     *,
     address: str | None,
     restarts: int,
@@ -187,27 +226,59 @@ def launch(
     resize_every: float,
 ) -> int:
     """Run the job on a cluster; its exit code. Raises ClusterError where there is no room for it or a node does not
-    fit, RankFailed where ranks have died more than ``restarts`` times.
+    fit, RankFailed where ranks have died more than ``restarts`` times. With ``servers`` the run's words get where they
+    answer.
     """
-    _connect(address, ranks)
+    _connect(address, ranks, servers)
     with Interrupts.watching() as interrupts:
         try:
             with interrupts.at_once():
-                _require_room(ranks, wait)
-                _require_fit(expected, ranks)
-            return _run(job, ranks, expected.folder, interrupts, restarts, wait, resize_every)
+                group = _require_room(ranks, servers, wait)
+                _require_fit(expected, ranks, servers)
+                here = ray.get_runtime_context().get_node_id()
+                job = replace(job, relay=_on(here, Relay, 4 * ranks.most + 16))
+            with _serving(job, servers, group, interrupts) as doors:
+                return _run(
+                    _pointed(job, doors),
+                    ranks,
+                    expected.folder,
+                    interrupts,
+                    doors,
+                    restarts,
+                    wait,
+                    resize_every,
+                )
         finally:
             ray.shutdown()
 
 
-def _connect(address: str | None, ranks: Ranks) -> None:
+def _on(node_id: str, cls: type[Any], max_concurrency: int) -> Any:
+    """An actor on a node, which takes none of its resources."""
+    place = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return (
+        ray.remote(num_cpus=0, max_concurrency=max_concurrency)(cls)
+        .options(scheduling_strategy=place)
+        .remote()
+    )
+
+
+def _pointed(job: Job, doors: Doors | None) -> Job:
+    """The job whose run asks the servers behind the doors."""
+    if doors is None:
+        return job
+    urls = json.dumps([f"http://{host}:{port}/v1" for host, port in doors.addresses])
+    return replace(job, words=[*job.words, "rollout.engine=server", f"rollout.urls={urls}"])
+
+
+def _connect(address: str | None, ranks: Ranks, servers: Servers | None) -> None:
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address == LOCAL:
         settings |= {
             "address": LOCAL,
             "include_dashboard": False,
             "_node_ip_address": "127.0.0.1",
-            "num_cpus": ranks.cpus * ranks.most,
+            "num_cpus": ranks.cpus * ranks.most
+            + (0 if servers is None else servers.cpus * servers.number),
             "object_store_memory": 80 * 2**20,
         }
     else:
@@ -260,14 +331,26 @@ def _name_of(address: str, node_id: str) -> str:
     return f"{address} ({node_id[:6]})"
 
 
-def _require_room(ranks: Ranks, wait: float) -> None:
-    """Raise ClusterError unless the ranks can be placed within ``wait`` seconds."""
+def _require_room(ranks: Ranks, servers: Servers | None, wait: float) -> Any:
+    """Raise ClusterError unless ranks and servers can be placed at the same time within ``wait`` seconds. The placement
+    group of the servers, which is theirs from now on; Ray Train makes that of the ranks again.
+    """
+    deadline = time.monotonic() + wait
     strategy = "PACK" if ranks.is_elastic else "STRICT_SPREAD"
     group = placement_group(ranks.bundles, strategy=strategy)
     try:
-        has_room = group.wait(wait)
-        if not has_room:
-            raise ClusterError(_missing(ranks, wait))
+        if not group.wait(wait):
+            wanted = f"{ranks.fewest} ranks" if ranks.is_elastic else f"{ranks.nodes} nodes"
+            raise ClusterError(_missing(wanted, ranks.bundles[0], wait))
+        if servers is None:
+            return None
+        theirs = placement_group([servers.one] * servers.number, strategy="PACK")
+        if not theirs.wait(max(1.0, deadline - time.monotonic())):
+            wanted = (
+                f"{counted(servers.number, 'servers')} next to {counted(ranks.fewest, 'ranks')}"
+            )
+            raise ClusterError(_missing(wanted, servers.one, wait))
+        return theirs
     finally:
         remove_placement_group(group)
 
@@ -282,9 +365,9 @@ def _is_short(ranks: Ranks) -> bool:
     return num_fitting < len(ranks.bundles) or any(group["state"] == "PENDING" for group in groups)
 
 
-def _missing(ranks: Ranks, wait: float) -> str:
+def _missing(wanted: str, need: Mapping[str, float], wait: float) -> str:
     """Which node lacks what."""
-    need, nodes = ranks.bundles[0], _nodes()
+    nodes = _nodes()
     each = " and ".join(f"{number:g} {name}" for name, number in need.items())
     lacking = []
     for node in nodes:
@@ -294,18 +377,18 @@ def _missing(ranks: Ranks, wait: float) -> str:
             if node.free.get(name, 0) < number
         ]
         lacking.append(f"{node.name} has {' and '.join(short) or 'room'}")
-    wanted = f"{ranks.fewest} ranks with" if ranks.is_elastic else f"{ranks.nodes} nodes with"
     return (
-        f"no room for {wanted} {each} each, for {wait:.0f} s; found {len(nodes)} node{'s' * (len(nodes) != 1)}: "
+        f"no room for {wanted} with {each} each, for {wait:.0f} s; found {counted(len(nodes), 'nodes')}: "
         f"{'; '.join(lacking)}; add nodes, end what runs there, or ask for less"
     )
 
 
-def _require_fit(expected: Expected, ranks: Ranks) -> None:
-    """Raise ClusterError where a node on which ranks may start lacks something. One that dies while it is asked, or
-    is dead and not yet noticed to be, gets no rank: it lacks nothing.
+def _require_fit(expected: Expected, ranks: Ranks, servers: Servers | None) -> None:
+    """Raise ClusterError where a node on which ranks or servers may start lacks something. One that dies while it is
+    asked, or is dead and not yet noticed to be, gets none of them: it lacks nothing.
     """
     ask = ray.remote(num_cpus=0, max_retries=0)(look)
+    needs = [ranks.one, *([] if servers is None else [servers.one])]
     asked = [
         (
             node.name,
@@ -314,13 +397,20 @@ def _require_fit(expected: Expected, ranks: Ranks) -> None:
             ).remote(expected),
         )
         for node in _nodes()
-        if all(node.total.get(name, 0) >= number for name, number in ranks.one.items())
+        if any(
+            all(node.total.get(name, 0) >= least for name, least in need.items()) for need in needs
+        )
     ]
     for name, answer in asked:
         try:
-            problem = ray.get(answer, timeout=60)
+            problem = ray.get(answer, timeout=ANSWERING)
         except (NodeDiedError, TaskUnschedulableError, WorkerCrashedError):
             continue
+        except GetTimeoutError:
+            raise ClusterError(
+                f"node {name} has not answered for {ANSWERING:.0f} s; expected one that is alive; see to it, or wait "
+                "until Ray has noticed that it is gone (docs/ray.md) and launch again"
+            ) from None
         except RayError as error:
             cause = " ".join(str(error).split())[-200:]
             raise ClusterError(
@@ -335,6 +425,7 @@ def _run(
     ranks: Ranks,
     folder: str,
     interrupts: Interrupts,
+    doors: Doors | None,
     restarts: int,
     wait: float,
     resize_every: float,
@@ -344,13 +435,7 @@ def _run(
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    here = ray.get_runtime_context().get_node_id()
-    relay = (
-        ray.remote(num_cpus=0, max_concurrency=4 * ranks.most + 16)(Relay)
-        .options(scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False))
-        .remote()
-    )
-    job = Job(job.words, job.directory, job.environment, job.port, relay)
+    relay = job.relay
     trainer = TorchTrainer(
         partial(_supervise, job),
         torch_config=TorchConfig(backend="gloo", timeout_s=60),
@@ -375,12 +460,14 @@ def _run(
     while fit.is_alive():
         fit.join(BEAT)
         silence = _print_lines(relay)
+        _lead(doors, relay)
         if interrupts.received is not None and not passed:
             passed = ray.get(relay.pass_on.remote(_number_of(interrupts.received)))
             if not passed:  # nothing runs that could save anything
                 interrupts.check()
         if silence > wait and _is_short(ranks):
-            raise ClusterError(_missing(ranks, wait))
+            wanted = f"{ranks.fewest} ranks" if ranks.is_elastic else f"{ranks.nodes} nodes"
+            raise ClusterError(_missing(wanted, ranks.bundles[0], wait))
     _print_lines(relay)
     attempt, count = ray.get(relay.last.remote())
     return _outcome(attempt, count, failures, interrupts, restarts)
@@ -487,3 +574,95 @@ def _hand_on(relay: Any, number: int, lines: SimpleQueue[tuple[Stream, str]]) ->
     waiting = [lines.get() for _ in range(lines.qsize())]
     if waiting:
         ray.get(relay.say.remote(number, waiting))
+
+
+# -- servers
+
+
+@contextmanager
+def _serving(
+    job: Job, servers: Servers | None, group: Any, interrupts: Interrupts
+) -> Iterator[Doors | None]:
+    """The servers, all ready. Raises ClusterError where one ends before, or is not ready in time."""
+    if servers is None:
+        yield None
+        return
+    doors = Doors(ray.util.get_node_ip_address(), servers.number)
+    actors: list[Any] = []
+    try:
+        actors += [
+            ray.remote(num_cpus=servers.cpus, num_gpus=servers.gpus, max_restarts=servers.restarts)(
+                _Server
+            )
+            .options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, number))
+            .remote(job, servers.command, number)
+            for number in range(servers.number)
+        ]
+        deadline = time.monotonic() + servers.start_seconds
+        with interrupts.at_once():
+            while not _lead(doors, job.relay, is_starting=True):
+                if time.monotonic() > deadline:
+                    raise ClusterError(
+                        f"not all of {counted(servers.number, 'servers')} answer at /health after "
+                        f"{servers.start_seconds:.0f} s; expected all; see the logs of Ray's workers, or raise "
+                        "server_start"
+                    )
+                _print_lines(job.relay)
+                time.sleep(BEAT)
+        yield doors
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        doors.close()
+
+
+def _lead(doors: Doors | None, relay: Any, *, is_starting: bool = False) -> bool:
+    """Let the doors lead to where the servers are now; whether all have been ready. ``is_starting``: none may end."""
+    if doors is None:
+        return True
+    addresses, failure = ray.get(relay.take_servers.remote())
+    if is_starting and failure is not None:
+        raise ClusterError(f"{failure}; expected servers that run; correct server_command")
+    for number, address in addresses.items():
+        doors.lead(number, Address(*address))
+    return len(addresses) == len(doors.addresses)
+
+
+class _Server:
+    """The actor of a server, which lives as long as the server."""
+
+    def __init__(self, job: Job, command: str, number: int) -> None:
+        self._job, self._number = job, number
+        self._node = _name_of(
+            ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+        )
+        host = ray.util.get_node_ip_address()
+        self._address = Address(host, free_port(host))
+        self._last: deque[str] = deque(maxlen=1)
+        process = RankProcess(
+            [command.replace("{host}", host).replace("{port}", str(self._address.port))],
+            job.environment,
+            job.directory,
+            self._hear,
+            PROGRAM,
+        )
+        threading.Thread(target=self._watch, args=(process,), daemon=True).start()
+
+    def _hear(self, stream: Stream, line: str) -> None:
+        """Into the log of Ray's worker."""
+        if line.strip():
+            self._last.append(line.strip())
+        sys.stdout.write(line)
+        sys.stdout.flush()
+
+    def _watch(self, process: RankProcess) -> None:
+        relay, is_told = self._job.relay, False
+        while process.is_alive:
+            time.sleep(BEAT)
+            if not is_told and is_ready(self._address):
+                ray.get(relay.serve.remote(self._number, self._node, self._address))
+                is_told = True
+        code = process.wait()
+        last = self._last[0][-300:] if self._last else ""
+        ray.get(relay.end_server.remote(self._number, self._node, code, last))
+        os._exit(1)  # Ray starts the actor again

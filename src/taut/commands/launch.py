@@ -7,21 +7,27 @@ there are then. The keys of a launcher (``LaunchRay``) and of the run stand next
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Generic, TypeVar
 
 from pydantic import Field
 
-from taut.config import configclass, fields_of, home_path, load, user_path
+from taut.cluster.servers import Servers
+from taut.config import configclass, fields_of, home_path, load, read_settings, user_path
 from taut.errors import ConfigError
+from taut.inference.weight_sync import serve_command
 from taut.io.temporary import TemporaryFolder
 from taut.methods import command_of
 from taut.methods.method import RunConfig, class_of
+from taut.methods.online import OnlineMethod
 from taut.train.distributed import require_divisors
-from taut.train.run_dir import require_usable
+from taut.train.run_dir import dotted, require_usable
 
 Launcher = TypeVar("Launcher")
 Count = Annotated[int, Field(ge=1)]
@@ -56,6 +62,20 @@ class LaunchRay:
     demand."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the first machine on which the ranks meet; 0: a free one."""
+    servers: Annotated[int, Field(ge=0)] = 0
+    """Roll-out servers that Ray starts next to the ranks and starts again when they die; the run asks them
+    (rollout.engine=server). 0: none."""
+    gpus_per_server: Annotated[int, Field(ge=0)] = 1
+    """GPUs of each server, all on one machine; 0: it computes on processors."""
+    cpus_per_server: Count = 1
+    """Processors that Ray sets aside for each server."""
+    server_command: str = "{vllm}"
+    """Shell command of a server, in which {host} and {port} stand for where it is to listen, {model} for the model, and
+    {vllm} for `vllm serve` with the options that taut needs: "{vllm} --max-model-len 4096"."""
+    server_restarts: Annotated[int, Field(ge=0)] = 3
+    """How often each server is started again."""
+    server_start: Annotated[float, Field(gt=0)] = 900.0
+    """Seconds in which a server has to answer at /health."""
     env: list[str] = field(default_factory=list)
     """Names of environment variables that every rank gets from here, e.g. [HF_HOME, WANDB_API_KEY]. Others are those of
     the cluster's processes."""
@@ -71,25 +91,23 @@ class Launch(Generic[Launcher]):
     out: Path
     words: tuple[str, ...]
     """The arguments of ``taut`` on every rank: method, file, settings, resume=true."""
-    file: Path | None
-    """The run's TOML or YAML file, which every machine has to read."""
-
-    def read_files(self) -> list[str]:
-        """The files that every machine has to see: what is read and is no name on a hub."""
-        names = [*([] if self.file is None else [str(self.file)]), *self.run.input_files()]
-        paths = [home_path(name) for name in names]
-        return list(dict.fromkeys(str(path) for path in paths if path.exists()))
 
 
-def read(cls: type[Launcher], path: Path | None, overrides: Sequence[str]) -> Launch[Launcher]:
+def read(
+    cls: type[Launcher],
+    path: Path | None,
+    overrides: Sequence[str],
+    added: Callable[[Launcher, Sequence[str]], Sequence[str]] = lambda launcher, rest: (),
+) -> Launch[Launcher]:
     """The launcher's keys and the run's, told apart by name. Raises ConfigError for a run that cannot be launched, and
-    OutputError where ``out`` is in use.
+    OutputError where ``out`` is in use. ``added``: settings of the run that the launcher makes later, of its keys and
+    those of the run.
     """
     ours = set(fields_of(cls))
     mine = [word for word in overrides if _key(word) in ours]
     rest = [word for word in overrides if _key(word) not in ours]
     launcher = load(cls, None, mine)
-    run = load(class_of(path, rest), path, rest)
+    run = load(class_of(path, rest), path, [*added(launcher, rest), *rest])
     if run.out is None:
         raise ConfigError(
             "out is not set; expected a directory that every machine sees; set out=DIR"
@@ -104,12 +122,12 @@ def read(cls: type[Launcher], path: Path | None, overrides: Sequence[str]) -> La
     method = command_of(run.method).split()[1]
     kept = [word for word in rest if _key(word) not in ("resume", "method")]
     file = [] if path is None else [str(path)]
-    return Launch(launcher, run, out, (method, *file, *kept, "resume=true"), path)
+    return Launch(launcher, run, out, (method, *file, *kept, "resume=true"))
 
 
 def ray(path: Path | None, overrides: Sequence[str]) -> int:
     """The command; its exit code is that of the ranks."""
-    asked = read(LaunchRay, path, overrides)
+    asked = read(LaunchRay, path, overrides, partial(_served, path))
     launcher, run = asked.launcher, asked.run
     per_node = launcher.gpus_per_node or launcher.workers_per_node or 1
     if launcher.workers_per_node not in (None, per_node):
@@ -142,18 +160,77 @@ def ray(path: Path | None, overrides: Sequence[str]) -> int:
     with TemporaryFolder("launch", asked.out.absolute().parent) as folder:
         return ray_cluster.launch(
             ray_cluster.Job(
-                asked.words,
+                (*asked.words, *(_shared_weights(run, folder) if launcher.servers else ())),
                 str(Path.cwd()),
                 {name: os.environ[name] for name in launcher.env},
                 launcher.port,
             ),
             ranks,
-            Expected(str(Path.cwd()), asked.read_files(), str(folder), versions()),
+            Expected(str(Path.cwd()), str(folder), versions()),
+            _servers(launcher, run) if launcher.servers else None,
             address=launcher.address,
             restarts=launcher.restarts,
             wait=launcher.wait,
             resize_every=launcher.resize_every,
         )
+
+
+def _served(path: Path | None, launcher: LaunchRay, rest: Sequence[str]) -> list[str]:
+    """Settings that stand for servers which do not run yet."""
+    if not launcher.servers:
+        unread = [
+            name
+            for name in (
+                "gpus_per_server",
+                "cpus_per_server",
+                "server_command",
+                "server_restarts",
+                "server_start",
+            )
+            if getattr(launcher, name) != getattr(LaunchRay(), name)
+        ]
+        if unread:
+            raise ConfigError(
+                f"{unread[0]} is set and servers=0; expected servers; set servers, or take it out"
+            )
+        return []
+    method = class_of(path, rest)
+    if not issubclass(method, OnlineMethod):
+        raise ConfigError(
+            f"servers={launcher.servers} and {method.__name__.lower()}, which asks none; expected a method that learns "
+            "from completions, such as grpo; take servers out"
+        )
+    keys = {*map(_key, rest), *(key for key, _ in dotted(read_settings(path)))}
+    filled = sorted(keys & {"rollout.engine", "rollout.url", "rollout.urls"})
+    if filled:
+        raise ConfigError(
+            f"servers={launcher.servers} and {filled[0]}: Ray starts servers, and fills in rollout.engine and "
+            "rollout.urls; expected one of the two; take one out"
+        )
+    urls = [f"http://server-{number}/v1" for number in range(launcher.servers)]
+    return ["rollout.engine=server", f"rollout.urls={json.dumps(urls)}"]
+
+
+def _shared_weights(run: RunConfig, folder: Path) -> list[str]:
+    """Where the run puts weights for servers on other machines: next to ``out``, if it names no place."""
+    assert isinstance(run, OnlineMethod)
+    if run.rollout.server.sync.folder is not None:
+        return []
+    return [f"rollout.server.sync.folder={folder}"]
+
+
+def _servers(launcher: LaunchRay, run: RunConfig) -> Servers:
+    model = str(home_path(run.model))
+    vllm = serve_command(model, run.lora.rank, launcher.gpus_per_server)
+    command = launcher.server_command.replace("{vllm}", vllm)
+    return Servers(
+        launcher.servers,
+        command.replace("{model}", shlex.quote(model)),
+        launcher.gpus_per_server,
+        launcher.cpus_per_server,
+        launcher.server_restarts,
+        launcher.server_start,
+    )
 
 
 def _key(word: str) -> str:

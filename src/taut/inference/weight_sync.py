@@ -527,6 +527,22 @@ def how_to_start(name: str) -> str:
     )
 
 
+def serve_command(model: str, rank: int, gpus: int) -> str:
+    """The shell command of a server that takes every weight, and adapters of a rank above 0. {host} and {port} stand
+    for where it listens.
+    """
+    place, model = shlex.quote(str(Path(worker_package.__file__).parent)), shlex.quote(model)
+    words = [
+        f"VLLM_SERVER_DEV_MODE=1 PYTHONPATH={place}",
+        *(["VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"] if rank else []),
+        f"vllm serve {model} --served-model-name policy --host {{host}} --port {{port}}",
+        "--worker-extension-cls taut_worker.TautWorker --logprobs-mode processed_logprobs",
+        *([f"--enable-lora --max-lora-rank {rank}"] if rank else []),
+        *([f"--tensor-parallel-size {gpus}"] if gpus > 1 else []),
+    ]
+    return " ".join(words)
+
+
 class Folder:
     """A temporary folder for pushes, which the server reads. ``close`` removes it."""
 

@@ -14,8 +14,7 @@ from taut.cluster.look import Expected, free_port, look, port_in_use, versions
 @pytest.fixture
 def expected(tmp_path: Path) -> Expected:
     """A machine that has all: this one."""
-    (tmp_path / "run.toml").touch()
-    return Expected(str(tmp_path), ["run.toml"], str(tmp_path), versions())
+    return Expected(str(tmp_path), str(tmp_path), versions())
 
 
 def test_this_machine_fits(expected: Expected) -> None:
@@ -26,9 +25,8 @@ def test_this_machine_fits(expected: Expected) -> None:
     ("change", "problem"),
     [
         ({"directory": "/nowhere"}, "does not see /nowhere, in which the command was given"),
-        ({"files": ["/models/8B"]}, "does not see /models/8B; expected it there too"),
         ({"folder": "/shared/taut-launch-abc"}, "does not see /shared, the directory of out"),
-        ({"versions": (("torch", "1.0"),)}, "has torch "),
+        ({"versions": (("taut", "0.0"),)}, "has taut "),
     ],
 )
 def test_what_is_missing_is_named(

@@ -49,6 +49,24 @@ def test_a_signal_reaches_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert process.wait() == -signal.SIGTERM
 
 
+def test_a_signal_that_the_parent_has_blocked_reaches_the_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        rank_process, "PROGRAM", "import time; print({}, flush=True); time.sleep(60)"
+    )
+    lines: list[str] = []
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    try:
+        process = RankProcess([], {}, str(tmp_path), lambda _, line: lines.append(line))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    while not lines:
+        time.sleep(0.01)
+    process.signal(signal.SIGUSR1)
+    assert process.wait() == -signal.SIGUSR1
+
+
 def test_it_ends_with_the_process_that_started_it() -> None:
     starter = subprocess.Popen([sys.executable, "-c", STARTER], stdout=subprocess.PIPE, text=True)
     assert starter.stdout is not None

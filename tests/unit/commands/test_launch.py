@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from taut import cli, extras
-from taut.commands.launch import LaunchRay, ray, read
+from taut.commands.launch import LaunchRay, _served, _servers, ray, read
 from taut.config import fields_of
 from taut.errors import ConfigError, OutputError
 from taut.methods import METHODS
@@ -42,6 +43,8 @@ def test_a_rank_is_started_with_the_runs_own_words(tmp_path: Path) -> None:
         (["nodes=3", "parallel.replicas=2"], "parallel.replicas=2, and there are 3 ranks"),
         (["env=[NO_SUCH_VARIABLE]"], "env: NO_SUCH_VARIABLE is not set here"),
         (["stepz=3"], "unknown key 'stepz'"),
+        (["gpus_per_server=2"], "gpus_per_server is set and servers=0"),
+        (["servers=2"], "servers=2 and sft, which asks none"),
     ],
 )
 def test_what_cannot_be_launched_is_refused_before_ray_is_asked(
@@ -51,6 +54,26 @@ def test_what_cannot_be_launched_is_refused_before_ray_is_asked(
         ray(None, [*KEYS, f"out={tmp_path / 'out'}", *words])
     assert str(caught.value).startswith(problem)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_with_servers_is_one_that_asks_them(tmp_path: Path) -> None:
+    grpo = [*KEYS, "method=grpo", "rewards=math", "lora.rank=16", f"out={tmp_path / 'out'}"]
+    words = [*grpo, "servers=2", "gpus_per_server=4", "server_command={vllm} --max-model-len 512"]
+    asked = read(LaunchRay, None, words, partial(_served, None))
+    assert asked.run.rollout.engine == "server"
+    assert "rollout" not in " ".join(asked.words)
+    command = _servers(asked.launcher, asked.run).command
+    assert " vllm serve m --served-model-name policy --host {host} --port {port} " in command
+    assert (
+        " --enable-lora --max-lora-rank 16 --tensor-parallel-size 4 --max-model-len 512" in command
+    )
+    for more, problem in (
+        ("rollout.urls=http://a:1/v1", "servers=2 and rollout.urls: Ray starts servers"),
+        ("rollout.engine=local", "servers=2 and rollout.engine: Ray starts servers"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            ray(None, [*words, more])
+        assert problem in str(caught.value)
 
 
 def test_out_is_required_and_not_reused_unasked(tmp_path: Path) -> None:

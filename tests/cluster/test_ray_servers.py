@@ -1,0 +1,130 @@
+"""Roll-out servers that Ray places on two simulated nodes, next to two ranks: what one of them was asked is lost with
+no death of it. ``make test-cluster``.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ray.cluster_utils import Cluster
+from tests.chat_runs import column, events
+from tests.online_runs import keys_of, save_models, train
+from tests.ray_clusters import LIMIT, begin, nodes
+from tests.sampling_server import SamplingServer
+from transformers import AutoModelForCausalLM
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Room for a rank and a server on each node."""
+    with nodes(2, num_cpus=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> dict[str, Any]:
+    keys: dict[str, Any] = {
+        "rollout__server__concurrency": 2,
+        "rollout__server__backoff": 0.01,
+        "rollout__server__retries": 1,
+    }
+    keys = keys_of("grpo", save_models(tmp_path), tmp_path, **keys)
+    return {**keys, "rollout.stop": ["e"]}
+
+
+def require_gone(pid: int) -> None:
+    """Raise unless a process ends soon."""
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
+        assert time.monotonic() < deadline, f"server {pid} outlived the command"
+        time.sleep(0.1)
+
+
+def asked(folder: Path, but: set[str]) -> tuple[str, int]:
+    """The port and the process of a server that samples, when there is one on another port than ``but``."""
+    deadline = time.monotonic() + LIMIT
+    while True:
+        for file in folder.iterdir():
+            if file.name not in but | {"hold"} and file.read_text():
+                return file.name, int(file.read_text())
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_server_that_is_killed_twice_costs_no_answer(
+    cluster: Cluster, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    """Answers are a function of weights and seed, so the losses are those of one process and one server."""
+    folder = tmp_path / "servers"
+    folder.mkdir()
+    (folder / "hold").touch()
+    python = shlex.quote(sys.executable)
+    command = f"exec {python} -m tests.sampling_server {{model}} {{host}} {{port}} {folder}"
+    words = ["nodes=2", "servers=2", "gpus_per_server=0", "server_restarts=2"]
+    out = tmp_path / "out"
+    process = begin({**keys, "out": str(out)}, cluster.address, *words, f"server_command={command}")
+    seen: set[str] = set()
+    first, pid = asked(folder, seen)
+    other, _ = asked(folder, {first})
+    seen = {first, other}
+    for _ in range(2):
+        os.kill(pid, signal.SIGKILL)
+        port, pid = asked(
+            folder, seen
+        )  # it was started again, and samples from the weights of the run
+        seen.add(port)
+    (folder / "hold").unlink()
+    _, stderr = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, stderr
+    assert stderr.count(" is ready") == 4
+    for port in seen:
+        require_gone(int((folder / port).read_text()))
+    assert stderr.count("ended with 137") == 2
+    assert [event["servers"] for event in events(out, "rollout")][-1] == 2
+    assert sum(event["server_restarts"] for event in events(out, "rollout")) >= 2
+    model = AutoModelForCausalLM.from_pretrained(keys["model"], dtype=torch.float32)
+    with SamplingServer(model=model) as server:
+        urls = {"rollout.engine": "server", "rollout.urls": server.url}
+        train({**keys, **urls, "out": str(tmp_path / "alone")})
+    assert column(out, "loss") == pytest.approx(column(tmp_path / "alone", "loss"), rel=1e-9)
+    assert not list(tmp_path.glob("taut-launch-*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (
+            ["servers=2", "server_command=echo no such model >&2; exit 3"],
+            "ended with 3: no such model; expected",
+        ),
+        (
+            ["servers=2", "server_command=sleep 60", "server_start=1"],
+            "not all of 2 servers answer at /health after 1 s",
+        ),
+        (["servers=3", "wait=5"], "no room for 3 servers next to 2 ranks with 1 CPU each, for 5 s"),
+    ],
+)
+def test_servers_that_do_not_start_are_one_line(
+    cluster: Cluster, keys: dict[str, Any], tmp_path: Path, words: list[str], problem: str
+) -> None:
+    out = tmp_path / "out"
+    began = time.monotonic()
+    asked = ["nodes=2", "gpus_per_server=0", *words]
+    process = begin({**keys, "out": str(out)}, cluster.address, *asked)
+    _, stderr = process.communicate(timeout=LIMIT)
+    assert time.monotonic() - began < 60
+    assert process.returncode == 2
+    assert problem in stderr.splitlines()[-1]
+    assert stderr.splitlines()[-1].startswith("taut: error: ")
+    assert not out.exists()
