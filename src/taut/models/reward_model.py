@@ -13,7 +13,8 @@ The library's class that holds the model, so that the library can load what is s
 
 A process model of others has two labels at each token, wrong and right. Its probability of right is the softmax's,
 which is the sigmoid of their difference: where no head is to be trained, the head is read as one number, the right
-label's row less the wrong one's.
+label's row less the wrong one's. A causal language model that judges by its next token (+ or -) is read in the same
+way, by the rows of these tokens (``compare_tokens``).
 
 ``heads.list_with_library`` adds these classes for families that take pictures. Architectures without such a class,
 other labels, and dropout before the head are refused.
@@ -34,6 +35,7 @@ from transformers import (
 from taut import capabilities
 from taut.errors import ModelError
 from taut.models import faster_layers
+from taut.models.architecture import head as head_of
 from taut.models.architecture import takes_pictures
 from taut.models.frozen import Storage
 from taut.models.heads import check_head, initialise, list_with_library, scalar_head
@@ -155,6 +157,27 @@ def _subtract(model: Any, right: int) -> None:
     if two.bias is not None:
         model.score.bias.copy_(sign * two.bias.to(wide).diff())
     model.config.num_labels = model.num_labels = 1
+
+
+@torch.no_grad()
+def compare_tokens(model: Any, right: int, wrong: int) -> None:
+    """Give a causal language model a scalar head: the logit of one token less that of another. Raises ModelError where
+    that is no linear function of the hidden state.
+    """
+    spec = head_of(model)
+    if spec.softcap is not None:
+        raise ModelError(
+            f"steps.tokens: {type(model).__name__} caps its logits, so their difference is no scalar head; expected a "
+            "model without a softcap; name another"
+        )
+    wide = torch.promote_types(spec.weight.dtype, torch.float32)
+    has_bias, device = spec.bias is not None, spec.weight.device
+    model.score = torch.nn.Linear(spec.weight.shape[1], 1, has_bias, device, wide)
+    rows = spec.weight[[right, wrong]].to(wide)
+    model.score.weight.copy_(spec.scale * (rows[:1] - rows[1:]))
+    if spec.bias is not None:
+        both = spec.bias[[right, wrong]].to(wide)
+        model.score.bias.copy_(spec.scale * (both[:1] - both[1:]))
 
 
 def _configure(path: str, config: PreTrainedConfig, head: NewHead | None) -> Any:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import field
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import Annotated, Literal, Self, TypeAlias
@@ -42,6 +43,9 @@ class StepsConfig:
     """A text that stands after each step where the model reads it, before the separator or in place of one that it ends
     with: its number is read at the last token of it. For models that were trained so. By default it is read at the last
     token of the step."""
+    tokens: list[str] = field(default_factory=list)
+    """For a causal language model that judges a step by the token after it: that of right and that of wrong, as in
+    ["+", "-"]. Its number is the difference of their logits. By default the model has a head for numbers."""
     aggregate: Aggregation = "min"
     """The reward, from the probability of each step to be right. min, mean, last, product, sum."""
     charge: bool = False
@@ -49,10 +53,15 @@ class StepsConfig:
     For taut ppo, and taut grpo with advantage_level=turn. The default charges the whole answer."""
 
     def __post_init__(self) -> None:
-        if self.separator is None and (self.charge or self.aggregate != "min" or self.mark):
+        is_set = self.charge or self.aggregate != "min" or self.mark or self.tokens
+        if self.separator is None and is_set:
             raise ConfigError(
                 "steps is set without steps.separator, and nothing is divided into steps; expected the text between "
                 'two of them; set steps.separator, such as "\\n\\n"'
+            )
+        if len(self.tokens) not in (0, 2):
+            raise ConfigError(
+                f"steps.tokens={self.tokens}; expected two, that of right and that of wrong, as in ['+', '-']; set both"
             )
 
 

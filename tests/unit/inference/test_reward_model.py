@@ -16,9 +16,10 @@ import pytest
 import torch
 import uvicorn
 from safetensors.torch import load_file, save_file
+from tests.chat_runs import save_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.unit.commands.test_score import chat, messages, save_reward, theirs
-from transformers import AutoModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from taut.commands.serve_reward import ServeReward, build_app
 from taut.config import fields_of, from_mapping
@@ -147,9 +148,8 @@ def test_of_two_labels_the_right_one_s_probability_is_the_step_s(
             (verdict,) = panel.grade([Answered(text=text, prompt=question)])
         values.append(verdict.total)
     assert values[1] == pytest.approx(values[0], abs=1e-9)
-    library = AutoModelForTokenClassification.from_pretrained(str(two)).double().eval()
-    ids = tiny_tokenizer()(chat("Who sat?", text), add_special_tokens=False, return_tensors="pt")
-    p_T = library(input_ids=ids["input_ids"]).logits[0].softmax(-1)[:, right]
+    (logits,) = theirs(two, [chat("Who sat?", text)], AutoModelForTokenClassification)
+    p_T = logits.softmax(-1)[:, right]
     assert min(abs(p_T - values[1]).tolist()) < 1e-9
     config = json.loads((two / "config.json").read_text())
     config["id2label"] = {"0": "x", "1": "y"}
@@ -173,6 +173,28 @@ def test_with_a_mark_a_step_is_read_at_the_mark(steps: Path) -> None:
             RewardServer,
             {"url": "http://127.0.0.1:5000", "steps": {"separator": ";", "mark": " dog"}},
         )
+
+
+def test_of_a_language_model_two_tokens_are_compared_after_each_step(tmp_path: Path) -> None:
+    """As Math-Shepherd is read: the softmax of the library's two logits at the mark."""
+    model = save_model(tmp_path, "llama", dtype=torch.float64)
+    tokens = tiny_tokenizer().convert_ids_to_tokens([40, 41])
+    options: dict[str, Any] = {"model": str(model), "dtype": "float64"}
+    options["steps"] = {"separator": "\n", "mark": " dog", "tokens": tokens}
+    spec = RewardSpec(name="reward_model", options=options)
+    question = tuple(messages("Who sat?", "")[:1])
+    with open_panel([spec], open_rater=open_rater) as panel:
+        (verdict,) = panel.grade([Answered(text="the cat", prompt=question)])
+    (logits,) = theirs(model, [chat("Who sat?", "the cat dog")], AutoModelForCausalLM)
+    p_T = logits[:, [40, 41]].softmax(-1)[:, 0]
+    assert min(abs(p_T - verdict.total).tolist()) < 1e-9
+    options["steps"]["tokens"] = ["the cat sat", tokens[1]]
+    spec = RewardSpec(name="reward_model", options=options)
+    with (
+        pytest.raises(ConfigError, match=r"steps\.tokens: 'the cat sat' is \d+ tokens"),
+        open_panel([spec], open_rater=open_rater),
+    ):
+        pass
 
 
 def test_steps_ask_for_a_process_model(model: Path) -> None:
