@@ -289,9 +289,10 @@ def open_judge(
 def _single_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
     """The id of a text that is one token: as a token's own name, or without the space that a tokenizer puts first."""
     ids = tokenizer.encode(text, add_special_tokens=False)
-    known = tokenizer.get_vocab().get(text)
-    if len(ids) == 1 or known is not None:
-        return int(ids[0] if len(ids) == 1 else known)
+    if len(ids) == 1:
+        return int(ids[0])
+    if (known := tokenizer.get_vocab().get(text)) is not None:
+        return int(known)
     raise ConfigError(
         f"steps.tokens: {text!r} is {len(ids)} tokens of {tokenizer.name_or_path}; expected one; give a text that is"
     )

@@ -137,14 +137,14 @@ def _right_label(path: str, config: PreTrainedConfig, head: NewHead | None) -> i
     name = str((getattr(config, "architectures", None) or [""])[0])
     if head is not None or not name.endswith("ForTokenClassification") or config.num_labels != 2:
         return None
-    names = {number: str(label).lower() for number, label in config.id2label.items()}
-    found = [number for number, label in names.items() if label in RIGHT]
+    names = [str(label) for _, label in sorted((config.id2label or {}).items())]
+    found = [number for number, label in enumerate(names) if label.lower() in RIGHT]
     if len(found) != 1:
         raise ModelError(
-            f"model={path} has the labels {', '.join(config.id2label.values())}; expected one that says that a step is "
+            f"model={path} has the labels {', '.join(names)}; expected one that says that a step is "
             f"right: {', '.join(sorted(RIGHT))}; name it so in id2label of its config.json"
         )
-    return int(found[0])
+    return found[0]
 
 
 @torch.no_grad()
