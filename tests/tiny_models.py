@@ -126,6 +126,8 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     },
     "phi3": {"sliding_window": 6},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 24, "sliding_window": 0},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "gemma4_text": {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,

@@ -175,6 +175,8 @@ class Packed:
     """int64 [R] index into T where scalar heads are read: each sample's ``read_at_R``, or its last token."""
     row_R: Tensor
     """int64 [R]: the sample each read belongs to."""
+    end_S: Tensor
+    """int64 [S] index into T: each sample's last token."""
     sample_ids: tuple[str, ...]
     num_tokens_unshared: int
     """Tokens of the same samples without shared prefixes."""
@@ -228,6 +230,16 @@ class Packed:
     @property
     def num_reads(self) -> int:
         return int(self.read_R.numel())
+
+    @property
+    def num_samples_T(self) -> Tensor:
+        """int64 [T], in host memory: how many samples each token belongs to, those that end below it."""
+        import torch
+
+        reach_T, end_S = self.on_host.reach_T.numpy(), self.on_host.end_S.numpy()
+        ends_T = np.bincount(end_S, minlength=self.num_tokens)
+        ended = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(ends_T)])
+        return torch.from_numpy(ended[reach_T] - ended[:-1])
 
     @property
     def best_S(self) -> Tensor:
@@ -352,6 +364,8 @@ class Wants(NamedTuple):
     """The divergence from the scorer's teacher at each target; ``linear_N`` is then [2, N] or [1, N]."""
     temperature: float = 1.0
     """Divides the logits: tokens sampled at a temperature are scored at it."""
+    routers: bool = False
+    """The choices of the routers of a mixture of experts."""
 
 
 class Scores(NamedTuple):
@@ -367,6 +381,11 @@ class Scores(NamedTuple):
     """The scalar head's value at each read, where wanted."""
     divergence_N: Tensor | None = None
     """The divergence from the teacher at each target, where wanted; then it and ``logp_N`` have no gradient."""
+    router_prob_LE: Tensor | None = None
+    """Of L routers and E experts, where wanted: the sum over tokens of their probabilities, a token in a shared prefix
+    once for each sample."""
+    router_count_LE: Tensor | None = None
+    """The same of the tokens sent to each expert."""
 
     def detach(self) -> Scores:
         """The same without gradients."""

@@ -55,6 +55,20 @@ def conversations(template: str) -> list[dict[str, Any]]:
     return rows
 
 
+ROUTED: list[dict[str, Any]] = [
+    {"router__aux_loss_coef": 0.05, "activation_checkpointing": True},
+    {"router__aux_loss_coef": 0.05, "router__aux_loss": "per_layer", "lora__rank": 4},
+]
+
+
+@pytest.mark.parametrize("keys", slow_except(ROUTED[:1], ROUTED), ids=str)
+def test_the_routers_loss(keys: dict[str, Any], tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "qwen3_moe")
+    train = write_rows(tmp_path / "train.jsonl", chats(9))
+    found = ask(model, train, dtype="float32", **keys)
+    assert not found.failures, told(found)
+
+
 TEMPLATED = [
     ("qwen2", "qwen2.5", "float32"),
     ("qwen3", "qwen3", "bfloat16"),

@@ -160,7 +160,7 @@ def a_few_samples_are_learned_by_heart(session: Session) -> Finding:
             for step in range(1, 61):
                 session.trainer.optimizer.zero_grad(set_to_none=True)
                 report = add_gradients(session.trainer, trees, step)
-                curve.append(report.loss)
+                curve.append(report.method_loss)
                 is_stuck = step > 10 and not curve[-1] < 0.8 * curve[-11]
                 if is_stuck or not math.isfinite(curve[-1]):
                     break

@@ -144,6 +144,12 @@ def _computation(session: Session) -> Iterator[Setting]:
     yield Setting(
         "noise.neftune_alpha", _listed([session.run.noise.neftune_alpha]), _listed([alpha])
     )
+    if run.router.aux_loss_coef or session.scorer.routers is not None:
+        report, found = first_step(session).report, trainer.router
+        is_added = report is not None and report.router_loss > 0
+        state = f"{found.aux_loss_coef:g}, {found.aux_loss}" if is_added else "not in the loss"
+        requested = f"{run.router.aux_loss_coef:g}, {run.router.aux_loss}"
+        yield Setting("router.aux_loss_coef", requested, state)
 
 
 def _checkpointing(session: Session) -> Setting:

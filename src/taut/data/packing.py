@@ -86,6 +86,7 @@ def pack(samples: Sequence[Sample], policy: PackPolicy = PackPolicy()) -> Packed
             [index[_reads(s)] for s, index in zip(ordered, indices, strict=True)], np.int64
         ),
         row_R=_join([np.full(_reads(s).size, row) for row, s in enumerate(ordered)], np.int64),
+        end_S=torch.tensor([int(index[-1]) for index in indices]),
         sample_ids=tuple(sample.id for sample in ordered),
         num_tokens_unshared=sum(sample.num_tokens for sample in ordered),
         streams={

@@ -61,6 +61,7 @@ from taut.models.products import ProductsSetting
 from taut.models.quantised import Quantise
 from taut.models.recompute import ActivationCheckpointing
 from taut.models.reward_model import NewHead
+from taut.models.routers import RouterConfig
 from taut.models.tokens import TokensConfig
 from taut.rewards import files_of
 from taut.rewards.registry import RewardSpec, files_read
@@ -403,6 +404,7 @@ class RunConfig:
     lora: LoraConfig = LoraConfig()
     tokens: TokensConfig = TokensConfig()
     noise: NoiseConfig = NoiseConfig()
+    router: RouterConfig = RouterConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     loss_monitor: LossMonitorConfig = LossMonitorConfig()
@@ -760,7 +762,8 @@ class RunConfig:
         """Forwards of a step without gradient: of a reference, and for statistics."""
         has_reference, loss = self.models().has_live_reference, self.loss()
         observed = 1 + (has_reference and loss.mismatched)
-        return int(has_reference) + (observed if loss.observes else 0)
+        counted = self.router.aux_loss_coef > 0
+        return int(has_reference) + (observed if loss.observes else 0) + counted
 
     @property
     def loss_has_floor(self) -> bool:

@@ -41,6 +41,7 @@ from taut.migrate.topics.weights import (
     carry_pictures,
     carry_precision,
     carry_quantisation,
+    carry_routers,
     carry_tokens,
 )
 
@@ -117,6 +118,7 @@ def convert(
     carry_adapters(draft)
     carry_quantisation(draft)
     carry_tokens(draft)
+    carry_routers(draft)
     carry_parts(draft)
     carry_pictures(draft)
     carry_precision(draft)
@@ -242,13 +244,6 @@ def carry_model(draft: Draft) -> None:
     is_swift = draft.framework in ("swift", "megatron")
     if is_swift and draft.facts.model is None and not draft.value("use_hf"):
         draft.assumed.append(f"{value} is the same on the Hugging Face hub as on ModelScope")
-    if draft.framework in ("trl", "open-r1") and "router_aux_loss_coef" not in draft.given:
-        config = draft.facts.file("config.json")
-        why = "of a mixture of experts trl adds 0.001 times the router's auxiliary loss"
-        if config is None:
-            draft.assumed.append(f"{value} is no mixture of experts: {why}")
-        elif "output_router_logits" in config or "num_experts_per_tok" in config:
-            draft.lacking("router_aux_loss_coef", f"not set: {why}")
     if draft.framework in ("swift", "megatron", "openrlhf"):
         reference = draft.value("ref_model")
         if (

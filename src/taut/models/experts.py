@@ -10,6 +10,7 @@ are kept for the backward pass; an engine makes them once (``precision.cast_once
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -28,7 +29,23 @@ def widen_routers(model: nn.Module) -> None:
     """Let the routers of a model, whose weights are in float32, compute in it."""
     for layer in architecture.layers(model):
         for router in architecture.routers(layer):
-            router.forward = MethodType(_wide, router)
+            router.forward = MethodType(widen, router)
+
+
+def widen(
+    self: nn.Module,
+    hidden: Tensor,
+    *rest: Any,
+    note: Callable[[Any], None] = lambda _: None,
+    **keywords: Any,
+) -> Any:
+    """A router's own forward in the dtype of its weights. ``note`` is called with the result before it is narrowed."""
+    dtype = next(self.parameters()).dtype
+    with torch.autocast(hidden.device.type, enabled=False):
+        wide = _cast((hidden, *rest), dtype)
+        result = type(self).forward(self, *wide, **_cast(keywords, dtype))
+        note(result)
+    return _cast(result, hidden.dtype)
 
 
 def narrow_experts(model: nn.Module) -> None:
@@ -44,13 +61,6 @@ def narrow_experts(model: nn.Module) -> None:
             if any(size % GROUPED_MULTIPLE for weight in stacked for size in weight.shape[1:]):
                 experts: Any = module
                 experts.config._experts_implementation = "eager"
-
-
-def _wide(self: nn.Module, hidden: Tensor, *rest: Any, **keywords: Any) -> Any:
-    with torch.autocast(hidden.device.type, enabled=False):
-        wide = _cast((hidden, *rest), torch.float32)
-        result = type(self).forward(self, *wide, **_cast(keywords, torch.float32))
-    return _cast(result, hidden.dtype)
 
 
 def narrow(self: nn.Module, hidden: Tensor, *rest: Any, **keywords: Any) -> Any:

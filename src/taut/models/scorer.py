@@ -27,7 +27,7 @@ The Scorer is the root of sharding: inner modules are not called from outside.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,6 +50,7 @@ from taut.models.architecture import (
 from taut.models.attention_backends import make_ahead
 from taut.models.heads import Critic, OwnCritic, scalar, scalar_head
 from taut.models.products import product_into
+from taut.models.routers import RouterRecorder
 from taut.types import Divergence, Media, Packed, Scores, Wants, to_device
 
 MIN_CHUNK_ROWS = 256
@@ -108,12 +109,17 @@ class Scorer(nn.Module):
     """Scores micro-batches with a Hugging Face causal language model that has a taut attention."""
 
     def __init__(
-        self, model: nn.Module, teacher: Teacher | None = None, critic: Critic | None = None
+        self,
+        model: nn.Module,
+        teacher: Teacher | None = None,
+        critic: Critic | None = None,
+        routers: RouterRecorder | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.teacher = teacher
         self.critic = critic
+        self.routers = routers
 
     @property
     def device(self) -> torch.device:
@@ -142,15 +148,24 @@ class Scorer(nn.Module):
         scalar_R, critic = None, self.critic
         if wants.scalar and isinstance(critic, OwnCritic):
             scalar_R = critic(packed)
-            if not wants.logp:
+            if not (wants.logp or wants.routers):
                 return Scores(scalar_R.new_empty(0), scalar_R=scalar_R)
-        packed, hidden_TD = run_backbone(self.model, packed)
+        recording: AbstractContextManager[None] = nullcontext()
+        prob_LE = count_LE = None
+        if wants.routers:
+            assert self.routers is not None, "routers are wanted, and none are recorded"
+            recording = self.routers.recording(*to_device([packed.num_samples_T], self.device))
+        with recording:
+            packed, hidden_TD = run_backbone(self.model, packed)
+        if wants.routers and self.routers is not None:
+            prob_LE, count_LE = self.routers.sums()
         if wants.scalar and scalar_R is None:
             read_RD = hidden_TD.index_select(0, packed.read_R)
             read = partial(scalar, spec=scalar_head(self.model)) if critic is None else critic
             scalar_R = read(read_RD)
         if not wants.logp:
-            return Scores(hidden_TD.new_empty(0), scalar_R=scalar_R)
+            nothing = hidden_TD.new_empty(0)
+            return Scores(nothing, None, None, scalar_R, None, prob_LE, count_LE)
         hidden_ND = hidden_TD.index_select(0, packed.predictor_N)
         if linear_N is not None:
             (linear_N,) = to_device([linear_N], self.device)
@@ -160,7 +175,7 @@ class Scorer(nn.Module):
         )
         if teacher_scores is not None:
             teacher_scores.close()
-        return scores._replace(scalar_R=scalar_R)
+        return scores._replace(scalar_R=scalar_R, router_prob_LE=prob_LE, router_count_LE=count_LE)
 
     def inside(self, function: Callable[[nn.Module], Tensor]) -> Tensor:
         """``function(model)``, where the model's weights are whole: a way in for what is not scoring."""

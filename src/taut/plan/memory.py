@@ -409,7 +409,9 @@ def _run(built: Built, packed: Packed) -> None:
         scores = Scores(nothing_N, nothing_N, scalar_R=torch.zeros(packed.num_reads))
         packed = replace(packed, stats=loss.statistics(loss.observe(scores, packed)))
     packed = packed.to(built.trainer.ranks.device)
-    backward(built.trainer, packed, dict.fromkeys(loss.units, 1.0), 1)
+    routers = built.scorer.routers
+    slope_LE = None if routers is None else torch.zeros(routers.shape, device=packed.ids_T.device)
+    backward(built.trainer, packed, dict.fromkeys(loss.units, 1.0), 1, slope_LE)
 
 
 def held_tensors(built: Built) -> list[Tensor]:

@@ -33,6 +33,7 @@ from taut.models.lora import LoraConfig, apply_lora
 from taut.models.quantised import pretend, pretended
 from taut.models.recompute import recompute_activations
 from taut.models.reward_model import compare_tokens, reward_skeleton
+from taut.models.routers import RouterRecorder
 from taut.models.scorer import Scorer
 from taut.models.teacher import ListedTeacher, ModelTeacher
 from taut.rewards.judge import RewardModel
@@ -200,7 +201,8 @@ def planned_scorer(run: RunConfig, configs: Configs, kernels: Kernels) -> Scorer
         teacher.num_rows = None if rows[0] == rows[1] else min(rows)
     elif models.teacher is not None:
         teacher = ListedTeacher()
-    return Scorer(policy, teacher, critic)
+    coef = run.router.aux_loss_coef
+    return Scorer(policy, teacher, critic, RouterRecorder(policy, coef) if coef else None)
 
 
 def deep(scorer: Scorer) -> dict[str, nn.Module]:

@@ -309,11 +309,16 @@ def _proxy_loss(run: RunConfig, scorer: Scorer, packed: Packed, ledger: Ledger) 
     itself is negligible.
     """
     loss = run.loss()
+    wants = loss.wants._replace(routers=scorer.routers is not None)
     linear = loss.linear_weights(packed)
     if linear is not None:
-        return scorer(packed, torch.stack([*linear.values()]).sum(0), loss.wants).linear_sum
-    scores = scorer(packed, wants=loss.wants)
-    used = [scores.logp_N] if loss.wants.logp else []
+        scores = scorer(packed, torch.stack([*linear.values()]).sum(0), wants)
+        used = [scores.linear_sum]
+    else:
+        scores = scorer(packed, wants=wants)
+        used = [scores.logp_N] if loss.wants.logp else []
+    if scores.router_prob_LE is not None:
+        used.append(scores.router_prob_LE)
     if "entropy" in loss.units:
         used.append(scores.entropy_N)
     if scores.scalar_R is not None:

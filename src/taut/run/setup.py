@@ -47,6 +47,7 @@ from taut.models.precision import (
 from taut.models.quantised import require_trainable
 from taut.models.recompute import recompute_activations, require_possible
 from taut.models.reward_model import load_reward_model
+from taut.models.routers import RouterRecorder
 from taut.models.save import find_processor
 from taut.models.scorer import Scorer
 from taut.models.self_test import library_logps, one_sample_reasons
@@ -288,7 +289,8 @@ def join_models(
     decisions.extend(reasons)
     critic, reasons = others.load_critic(run, inputs, loaded, model, ranks)
     decisions.extend(reasons)
-    scorer = Scorer(model, teacher, critic)
+    coef = run.router.aux_loss_coef
+    scorer = Scorer(model, teacher, critic, RouterRecorder(model, coef) if coef else None)
     budget = build_budget(run, model, ranks, one_sample=one_sample is not None)
     # A vision tower is sharded with the root: how often its blocks run depends on a rank's images, and each run of a
     # shard is a collective.
@@ -400,6 +402,7 @@ def build_trainer(
         ),
         roles=[*models.roles, *([models.self_teacher] if models.self_teacher else [])],
         clip_grad_norm=optim.clip_grad_norm,
+        router=run.router,
         monitors=[
             FirstStep(models.library_logps, TOLERANCE[loaded.dtype.dtype]),
             Untouched.watching(scorer),

@@ -5,7 +5,8 @@
 ``count_i`` is taken over all micro-batches and ranks before the first backward, and the gradient is divided by it in
 exactly one place (``scales`` below), so any split of a step into micro-batches and ranks gives the same numbers.
 The outputs of other models (roles) and the statistics of the whole step that a loss needs are also computed before the
-first backward.
+first backward. So is what the routers of a mixture of experts choose, where their load-balancing loss is added to that
+of the method (taut/losses/router.py).
 
 Monitors examine each step before the update and may stop the run (taut/train/monitors.py). Events go to
 ``Trainer.emit``.
@@ -33,7 +34,9 @@ from taut.data.order import Cursor
 from taut.data.packing import PackPolicy
 from taut.errors import NonFiniteError, OutOfMemory, RankFailed
 from taut.losses import Loss
+from taut.losses.router import slopes
 from taut.models.noise import Noise
+from taut.models.routers import RouterConfig
 from taut.train import distributed, optim, random_state, step_statistics
 from taut.train.checkpoint import Memory
 from taut.train.distributed import Ranks
@@ -41,7 +44,7 @@ from taut.train.oom import Fit
 from taut.train.recorder import Recorder
 from taut.train.signals import Interrupts
 from taut.train.utilisation import Meter, Told
-from taut.types import LossSum, Packed, Picture, Sample, Scores, Tree
+from taut.types import LossSum, Packed, Picture, Sample, Scores, Tree, Wants, to_device, to_host
 
 SIZES = ("num_targets", "num_tokens", "num_tokens_unshared")
 """The sizes that every step counts."""
@@ -137,6 +140,8 @@ class Gradients(NamedTuple):
     """By which each term is multiplied."""
     logps: list[Tensor]
     """Of each: the sum of every sample's ``logp_N``, [S]; empty where there are no targets."""
+    router_losses: list[Tensor]
+    """Of each: its share of the routers' loss; empty without one."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,13 @@ class StepReport:
     """Each sample's mean -logprob of its targets, in nats, by id; of all ranks. Empty where nothing is predicted."""
     utilisation: Sequence[Told | None] = ()
     """What each rank has read of its host since the last step."""
+    router_loss: float = 0.0
+    """The part of ``loss`` that balances the routers."""
+
+    @property
+    def method_loss(self) -> float:
+        """The loss without the routers' part: what the scores of the samples alone give."""
+        return self.loss - self.router_loss
 
 
 class Monitor(Protocol):
@@ -195,6 +207,7 @@ class Trainer:
     fit: Final[Fit]
     roles: Final[Sequence[Role]] = ()
     clip_grad_norm: Final[float | None] = None
+    router: Final[RouterConfig] = RouterConfig()  # noqa: RUF009 (frozen)
     monitors: Final[Sequence[Monitor]] = ()
     before_planning: Final[Sequence[Callable[[int, Trainer], None]]] = ()
     """Called before a step is planned, e.g. to start reading images."""
@@ -384,7 +397,9 @@ def plan_trees(
     trainer: Trainer, trees: Sequence[Tree], observed: Sequence[Tree] | None = None
 ) -> Planned:
     """``observed``: the trees over which the loss's statistics are taken, if not these."""
-    computed, silent = without_silent(trainer.source.loss, trees)
+    computed, silent = list(trees), list[Sample]()
+    if not trainer.router.aux_loss_coef:  # each token has a part in the routers' loss
+        computed, silent = without_silent(trainer.source.loss, trees)
     plan = Planned(trees, plan_microbatches(computed, trainer), silent=silent)
     if observed is None or not trainer.source.loss.observes:
         return plan
@@ -425,19 +440,28 @@ def compute_gradients(trainer: Trainer, plan: Planned, step: int) -> Gradients:
         counts = denominators(trainer.source.loss, microbatches, trainer.ranks, plan.silent)
     scales = {term: 1.0 / count for term, count in counts.items()}
     nothing = dict.fromkeys(scales, 0.0)
-    scored, sums, logps = [], [], []
+    slope_LE = router_slopes(trainer, planned, plan.trees, f"step {step}")
+    if slope_LE is not None:
+        (slope_LE,) = to_device([slope_LE], trainer.ranks.device)
+    scored, sums, logps, router_losses = [], [], [], []
     with distributed.summing_gradients(trainer.trained, trainer.ranks):
         for packed, is_real in on_device(trainer, planned):
             if trainer.ranks.size == 1:
                 trainer.interrupts.check()
-            act = partial(backward, trainer, packed, scales if is_real else nothing, step)
-            scores, of_loss = trainer.fit.attempt(act, packed, plan.trees, f"step {step}")
+            weights = scales if is_real else nothing
+            slope = slope_LE if is_real or slope_LE is None else slope_LE * 0
+            act = partial(backward, trainer, packed, weights, step, slope)
+            scores, of_loss, router_loss = trainer.fit.attempt(
+                act, packed, plan.trees, f"step {step}"
+            )
             if is_real:
                 scored.append(Scored(packed.on_host, scores))
                 logp_N = scores.logp_N
                 logps.append(packed.by_sample(logp_N) if logp_N.numel() else logp_N)
                 sums.append(of_loss)
-    return Gradients(scored, sums, scales, logps)
+                if router_loss is not None:
+                    router_losses.append(router_loss)
+    return Gradients(scored, sums, scales, logps, router_losses)
 
 
 def on_device(
@@ -455,30 +479,63 @@ def on_device(
         yield ahead
 
 
+def router_slopes(
+    trainer: Trainer, planned: Sequence[tuple[Packed, bool]], trees: Sequence[Tree], where: str
+) -> Tensor | None:
+    """The slopes of the routers' loss, [L, E] on the CPU, from the choices in all micro-batches; None: it is off. The
+    choices are those without noise.
+    """
+    config, scorer = trainer.router, trainer.scorer
+    if not config.aux_loss_coef:
+        return None
+    count_LE: list[Tensor] = []
+    with torch.no_grad(), trainer.compute():
+        for packed, is_real in on_device(trainer, planned):
+            score = partial(scorer, packed, wants=Wants(logp=False, routers=True))
+            scores = trainer.fit.attempt(score, packed, trees, where)
+            count_LE.append(scores.router_count_LE * is_real)
+    total_LE = torch.stack(to_host(count_LE)).double().sum(0)
+    mine = sum(packed.num_tokens_unshared for packed, is_real in planned if is_real)
+    num_tokens, *counts = trainer.ranks.sum_of_shares([mine, *total_LE.flatten().tolist()])
+    total_LE = torch.tensor(counts, dtype=torch.float64).view_as(total_LE)
+    recorder: Any = scorer.routers
+    return slopes(total_LE, num_tokens, recorder.top_k, config.aux_loss, config.aux_loss_coef)
+
+
 def backward(
-    trainer: Trainer, packed: Packed, scales: dict[str, float], step: int
-) -> tuple[Scores, LossSum]:
-    """Add one micro-batch's share, each term times its scale, to the gradient. Returns the scores and the loss."""
+    trainer: Trainer,
+    packed: Packed,
+    scales: dict[str, float],
+    step: int,
+    slope_LE: Tensor | None = None,
+) -> tuple[Scores, LossSum, Tensor | None]:
+    """Add one micro-batch's share, each term times its scale, to the gradient. ``slope_LE``: of the routers' loss.
+    Returns the scores, the loss and the share of the routers' loss.
+    """
     loss = trainer.source.loss
-    of_loss = None
+    wants = loss.wants if slope_LE is None else loss.wants._replace(routers=True)
+    of_loss = router_loss = None
     linear = loss.linear_weights(packed)
     if trainer.noise is not None:
         trainer.noise.set(step, packed)
     with trainer.compute():
         if linear is not None:
             shares = [scales[term] * weight_N for term, weight_N in linear.items()]
-            scores: Scores = trainer.scorer(packed, torch.stack(shares).sum(0), loss.wants)
+            scores: Scores = trainer.scorer(packed, torch.stack(shares).sum(0), wants)
             total = scores.linear_sum
         else:
-            scores = trainer.scorer(packed, wants=loss.wants)
+            scores = trainer.scorer(packed, wants=wants)
             with_gradient = loss(scores, packed)
             shares = [scales[term] * value for term, value in with_gradient.terms.items()]
             total, of_loss = torch.stack(shares).sum(), with_gradient.detach()
-    assert total is not None
+        assert total is not None
+        if slope_LE is not None and (prob_LE := scores.router_prob_LE) is not None:
+            of_routers = (slope_LE.to(prob_LE) * prob_LE).sum()
+            total, router_loss = total + of_routers, of_routers.detach()
     with trainer.compute_backward():
         total.backward()  # type: ignore[no-untyped-call]
     scores = scores.detach()
-    return scores, loss(scores, packed) if of_loss is None else of_loss
+    return scores, loss(scores, packed) if of_loss is None else of_loss, router_loss
 
 
 def prepare_microbatches(trainer: Trainer, plan: Planned, where: str) -> list[tuple[Packed, bool]]:
@@ -584,6 +641,8 @@ def summarise(
             sums.add_largest(name, value)
         for name in SIZES:
             sums.add(name, getattr(packed, name))
+    for share in gradients.router_losses:
+        sums.add("router_aux_loss", share)
 
     def note(
         logps: Sequence[Tensor],
@@ -602,15 +661,25 @@ def summarise(
     _agree_on_counts(trainer, step + 1, counts)
     terms = {term: totals.pop(f"term {term}").total for term in gradients.scales}
     sizes = {name: int(totals.pop(name).total) for name in SIZES}
+    router_loss, of_routers = 0.0, dict[str, float]()
+    if "router_aux_loss" in totals:
+        router_loss = totals.pop("router_aux_loss").total
+        of_routers = {"router_aux_loss": router_loss / trainer.router.aux_loss_coef}
     metrics = {name: part.mean for name, part in totals.items() if part.over}
     norm_of = dict(zip(norms, read, strict=True))
     sample_ids = [sample.id for sample in samples_of(plan.trees)]
     silent = {"silent": len(plan.silent) / len(sample_ids)} if plan.silent else {}
     return StepReport(
         step=step,
-        loss=sum(scale * terms[term] for term, scale in gradients.scales.items()),
+        loss=sum(scale * terms[term] for term, scale in gradients.scales.items()) + router_loss,
+        router_loss=router_loss,
         grad_norm=norm_of.pop("grad_norm", math.nan),
-        metrics=metrics | trainer.source.loss.derived(metrics) | norm_of | largest | silent,
+        metrics=metrics
+        | trainer.source.loss.derived(metrics)
+        | norm_of
+        | largest
+        | silent
+        | of_routers,
         sample_ids=sample_ids,
         scored=gradients.scored,
         signals=signals,

@@ -58,6 +58,19 @@ def selective_checkpointing_that_keeps_nothing(place: Place, is_faulty: bool) ->
     return place.session(activation_checkpointing="selective")
 
 
+@fault("run.in_force", says="router.aux_loss_coef: asked 0.1, pooled, found 0.01, pooled")
+def a_routers_loss_with_another_coefficient(place: Place, is_faulty: bool) -> Session:
+    """The step adds the loss as the model's own configuration has it."""
+    make = setup.Trainer
+
+    def other(*args: Any, **keys: Any) -> Any:
+        return make(*args, **{**keys, "router": replace(keys["router"], aux_loss_coef=0.01)})
+
+    if is_faulty:
+        place.patch.setattr(setup, "Trainer", other)
+    return place.session(place.model("qwen3_moe"), router__aux_loss_coef=0.1)
+
+
 @fault("run.in_force", says="lora.alpha: asked a scale of 4")
 def an_alpha_that_is_not_read(place: Place, is_faulty: bool) -> Session:
     """Adapters are made with the default scale."""

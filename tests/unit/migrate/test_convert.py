@@ -287,8 +287,6 @@ def test_a_quantised_base_under_adapters(
 @pytest.mark.parametrize(
     ("framework", "options", "key"),
     [
-        ("swift", "--router_aux_loss_coef 1e-3", "router_aux_loss_coef"),
-        ("openrlhf", "--model.aux_loss_coef 0.001", "model.aux_loss_coef"),
         ("swift", "--quant_bits 3", "quant_bits"),
         ("swift", "--quant_method hqq", "quant_method"),
         ("trl", "--load_in_4bit", "load_in_4bit"),
@@ -424,14 +422,30 @@ def test_an_adapter_to_go_on_from(tmp_path: Path) -> None:
     assert "adapters" in lacking(offer)
 
 
-def test_trls_router_loss_of_a_mixture_of_experts_is_lacking(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("framework", "options", "coef"),
+    [
+        ("trl", "", 0.001),
+        ("trl", "--router_aux_loss_coef 0.01", 0.01),
+        ("trl", "--router_aux_loss_coef 0", None),
+        ("swift", "", None),
+        ("swift", "--router_aux_loss_coef 1e-3", 0.001),
+        ("openrlhf", "--model.aux_loss_coef 0.002", 0.002),
+    ],
+)
+def test_the_router_loss_of_a_mixture_of_experts_is_carried(
+    framework: str, options: str, coef: float | None, tmp_path: Path
+) -> None:
     (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
     model = a_model(tmp_path, "qwen3_moe")
     (model / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts_per_tok": 8}')
-    offer = carried(tmp_path, "trl", f"--model_name_or_path {model}")
-    assert set(lacking(offer)) == {"router_aux_loss_coef"}
-    offer = carried(tmp_path, "trl", f"--model_name_or_path {model} --router_aux_loss_coef 0")
-    assert offer["exit"] == 0
+    name = {"trl": "model_name_or_path", "openrlhf": "model.model_name_or_path"}
+    offer = carried(tmp_path, framework, f"--{name.get(framework, 'model')} {model} {options}")
+    assert offer["settings"].get("router.aux_loss_coef") == coef
+    assert not lacking(offer)
+    (model / "config.json").write_text('{"model_type": "qwen3"}')
+    offer = carried(tmp_path, framework, f"--{name.get(framework, 'model')} {model} {options}")
+    assert "router.aux_loss_coef" not in offer["settings"], "a dense model has no routers"
 
 
 @pytest.mark.parametrize(
@@ -460,7 +474,8 @@ def test_openrlhfs_flat_names_are_carried_too(tmp_path: Path) -> None:
     expected = {"optim.beta1": 0.8, "optim.beta2": 0.9, "optim.weight_decay": 0.1}
     expected |= {"lora.rank": 8, "lora.dropout": 0.1}
     assert expected.items() <= offer["settings"].items()
-    assert set(lacking(offer)) == {"model.aux_loss_coef"}
+    assert offer["settings"]["router.aux_loss_coef"] == 0.001
+    assert not lacking(offer)
 
 
 @pytest.mark.parametrize(

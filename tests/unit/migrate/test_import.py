@@ -172,9 +172,10 @@ RECIPES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     ),
     "megatron dpo": (
         "swift", "a.sh", f"{MEGATRON}dpo --lr 1e-5 --min_lr 1e-6 --lr_warmup_fraction 0.05 --global_batch_size 32 "
-        "--tensor_model_parallel_size 2 --no_save_optim true --recompute_granularity full",
+        "--tensor_model_parallel_size 2 --no_save_optim true --recompute_granularity full --moe_aux_loss_coeff 1e-3",
         {"optim.learning_rate": 1e-5, "optim.min_learning_rate_ratio": 0.1, "optim.warmup_ratio": 0.05,
-         "batch.samples_per_step": 32, "activation_checkpointing": True},
+         "batch.samples_per_step": 32, "activation_checkpointing": True, "router.aux_loss_coef": 1e-3,
+         "router.aux_loss": "per_layer"},
     ),
     "megatron grpo": (
         "swift", "a.yaml", "rlhf_type: grpo\nmodel: m\ndataset: r.jsonl\nglobal_batch_size: 16\nmicro_batch_size: 2\n"
@@ -297,7 +298,7 @@ def test_no_option_is_silent(case: str, folder: Path) -> None:
         ("trl", f"trl dpo {TRL}--no_such_option 3", "no_such_option"),
         ("trl", f"trl dpo {TRL}--reward-funcs accuracy", "reward_funcs"),
         ("swift", f"{RLHF}grpo --reward_funcs accuracy --tuner_type lora", "lora_dropout"),
-        ("swift", f"{MEGATRON}dpo --moe_aux_loss_coeff 1e-3", "moe_aux_loss_coeff"),
+        ("swift", f"{MEGATRON}dpo --moe_z_loss_coeff 1e-3", "moe_z_loss_coeff"),
         ("openrlhf", f"{RAY}--algo.advantage.estimator rloo --train.agent_func_path a.py", "train.agent_func_path"),
     ],
 )  # fmt: skip

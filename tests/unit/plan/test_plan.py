@@ -95,6 +95,7 @@ def test_shares_move_the_fullest_moment() -> None:
         ("gemma2", True, {"dtype": "float32", "activation_checkpointing": True}),
         ("llama", False, {"dtype": "bfloat16", "lora__rank": 4, "activation_checkpointing": True}),
         ("qwen3_moe", True, {"dtype": "float32"}),
+        ("qwen3_moe", False, {"dtype": "float32", "router__aux_loss_coef": 0.01}),
         ("lfm2", False, {"dtype": "float64", "lora__rank": 2}),
         ("qwen3", True, {"dtype": "bfloat16", "activation_checkpointing": "selective"}),
     ],

@@ -198,7 +198,6 @@ OPENRLHF = Tables(
             "options of another optimizer",
             "muon.lr muon.momentum muon.nesterov muon.no_nesterov muon.ns_steps",
         ),
-        **lacking("the router's auxiliary loss of mixtures of experts", "", router_aux_loss_coef=0),
         **lacking("a quantised model without adapters", "load_in_4bit"),
         **lacking("a weighted mixture of data", "data.dataset_probs data.prompt_probs"),
         **lacking(

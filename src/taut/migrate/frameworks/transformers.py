@@ -104,13 +104,6 @@ LACKING: dict[str, Lacking] = {
     ),
     **lacking("options of another optimizer", "optim_args optim_target_modules"),
     **lacking(
-        "the router's auxiliary loss of mixtures of experts",
-        "router_aux_loss_coef aux_loss_coef moe_aux_loss_coef",
-        router_aux_loss_coef=0,
-        aux_loss_coef=0,
-        moe_aux_loss_coef=0,
-    ),
-    **lacking(
         "a quantised model without adapters, or in another format than nf4 and int8 of bitsandbytes",
         "load_in_4bit load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage",
         bnb_4bit_quant_type="nf4",

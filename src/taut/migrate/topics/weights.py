@@ -28,6 +28,8 @@ PEFT_TARGETS = {
     "c_attn": "gpt2",
 }
 """The modules that peft 0.21 adapts where none are named -> model types."""
+EXPERTS = frozenset({"num_experts_per_tok", "num_local_experts", "output_router_logits"})
+"""Keys of config.json that a mixture of experts has."""
 TYPES_BY_NAME = {
     r"qwen-?(1\.5|2(\.5)?)(?!.*vl)": "qwen2",
     r"qwen-?3(?!\.|.*vl|.*omni|.*moe|.*next|.*-a\d)": "qwen3",
@@ -241,6 +243,31 @@ def carry_tokens(draft: Draft) -> None:
     elif words:
         draft.set("tokens.add", [str(word).strip() for word in words], "new_special_tokens")
     draft.off("new_special_tokens")
+
+
+def carry_routers(draft: Draft) -> None:
+    """The load-balancing loss of a mixture of experts; trl adds it where nothing is set."""
+    name, key = "router_aux_loss_coef", "router.aux_loss_coef"
+    config = draft.facts.file("config.json")
+    text = None if config is None else {**config, **(config.get("text_config") or {})}
+    has_experts = None if text is None else not EXPERTS.isdisjoint(text)
+    model, is_trl = draft.value("model"), draft.framework in ("trl", "open-r1")
+    why = "over the whole step, where others take each micro-batch by itself"
+    if name not in draft.given and is_trl and has_experts is not False:
+        added = "of a mixture of experts trl adds 0.001 times the routers' loss"
+        if has_experts is None:
+            draft.assumed.append(f"{model} is no mixture of experts: {added}")
+        else:
+            draft.set(key, 0.001, name, why=why)
+    elif has_experts is False:
+        draft.needless("the model has no experts", name)
+    elif draft.is_unknown(name) or draft.is_on(name):
+        draft.set(key, draft.value(name), name, why=why)
+        if draft.framework == "megatron":
+            draft.set("router.aux_loss", "per_layer", name)
+        if has_experts is None:
+            draft.assumed.append(f"{model} is a mixture of experts, since {name} is set")
+    draft.off(name)
 
 
 def carry_parts(draft: Draft) -> None:
