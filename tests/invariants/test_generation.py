@@ -19,7 +19,7 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from taut.config import replace
 from taut.data.packing import ALONE, pack
 from taut.inference.engine import Sampling
-from taut.inference.local import LocalConfig, LocalEngine
+from taut.inference.local import ConversationConfig, LocalEngine
 from taut.models.attention_backends import PREFIX
 from taut.models.precision import compute_context
 from taut.models.scorer import Scorer
@@ -44,7 +44,7 @@ def engine_of(scorer: Scorer, **config: float) -> LocalEngine:
         STOP,
         context=200,
         compute=partial(compute_context, torch.float64, CPU),
-        config=LocalConfig(**config),  # type: ignore[arg-type]
+        config=ConversationConfig(**config),  # type: ignore[arg-type]
     )
 
 

@@ -21,7 +21,7 @@ from taut.config import configclass, user_path
 from taut.data.messages import Message
 from taut.errors import ConfigError, EngineError, TautError
 from taut.inference.engine import Sampling, Texts, room
-from taut.inference.local import LocalEngine
+from taut.inference.local import ConversationConfig, LocalEngine
 from taut.inference.open import ModelUse, Opened, open_engine
 from taut.io.temporary import TemporaryFolder
 from taut.train.signals import Interrupt
@@ -63,6 +63,7 @@ class Chat(ModelUse):
     system: str | None = None
     """The system message."""
     sampling: ChatSampling = ChatSampling()
+    local: ConversationConfig = ConversationConfig()
 
     def __post_init__(self) -> None:
         super().__post_init__()

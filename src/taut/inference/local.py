@@ -168,6 +168,12 @@ class LocalConfig:
     packed_gib: NotNegative = 2.0
     """Memory in GiB for copies of weights that make decoding faster on a CPU, while a call generates; weights that are
     beyond it are used as they are. 0: no copies."""
+
+
+@configclass
+class ConversationConfig(LocalConfig):
+    """The engine in this process, for conversations of several turns."""
+
     prefix_cache_gib: NotNegative = 2.0
     """Memory in GiB for the keys and values that are kept from turn to turn of a conversation, so that a turn computes
     only its new tokens; conversations that no turn reads are dropped first. 0: a turn computes its whole prompt."""
@@ -230,7 +236,7 @@ class LocalEngine:
         *,
         context: int | None,
         compute: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        config: LocalConfig = LocalConfig(),  # noqa: B008 (frozen)
+        config: LocalConfig = ConversationConfig(),  # noqa: B008 (frozen)
         ranks: Ranks | None = None,
     ) -> None:
         """``context``: tokens a prompt and its completion may have; ``compute``: the precision context of a forward.
@@ -289,6 +295,7 @@ class LocalEngine:
     def conversation(self) -> Iterator[None]:
         """Keep keys and values from call to call inside the block, where the weights must stay as they are."""
         assert self._cache is None, "conversation does not nest"
+        assert isinstance(self.config, ConversationConfig)
         self._cache = PrefixCache(int(self.config.prefix_cache_gib * 2**30))
         try:
             yield

@@ -14,7 +14,7 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from taut.config import replace
 from taut.errors import DataError, ModelError, NonFiniteError
 from taut.inference.engine import Sampling
-from taut.inference.local import LocalConfig, LocalEngine
+from taut.inference.local import ConversationConfig, LocalEngine
 from taut.models import packed_weights, products
 from taut.models.attention_backends import PREFIX
 from taut.models.scorer import Scorer
@@ -46,7 +46,7 @@ def engine(
         tiny_tokenizer(),
         stop_ids,
         context=context,
-        config=LocalConfig(**config),  # type: ignore[arg-type]
+        config=ConversationConfig(**config),  # type: ignore[arg-type]
     )
 
 

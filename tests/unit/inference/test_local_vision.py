@@ -22,7 +22,7 @@ from torch import Tensor
 from taut.data.packing import ALONE, pack
 from taut.inference import local
 from taut.inference.engine import Sampling
-from taut.inference.local import LocalConfig, LocalEngine
+from taut.inference.local import ConversationConfig, LocalEngine
 from taut.models.attention_backends import PREFIX
 from taut.models.scorer import Scorer
 from taut.types import Completion, Media, Prompt, Sample
@@ -91,7 +91,7 @@ class Vision:
 
     def engine(self, **config: int) -> LocalEngine:
         return LocalEngine(
-            self.scorer, self.tokenizer, (), context=512, config=LocalConfig(**config)
+            self.scorer, self.tokenizer, (), context=512, config=ConversationConfig(**config)
         )
 
 
