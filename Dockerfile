@@ -22,7 +22,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 ARG TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 RUN pip install --no-cache-dir ${TORCH}
-ARG EXTRAS=train,data,gguf,gym,mcp,quant,ray,lm-eval,s3,tensorboard,video,rl
+ARG EXTRAS=train,data,gguf,compressed,gym,mcp,quant,ray,lm-eval,s3,tensorboard,video,rl
 COPY --from=wheel /wheel /wheel
 COPY constraints.txt /wheel/
 RUN pip install --no-cache-dir --constraint /wheel/constraints.txt "$(ls /wheel/taut-*.whl)[${EXTRAS}]"

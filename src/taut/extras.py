@@ -47,6 +47,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
         "uvicorn",
     ),
     "data": ("rensa",),
+    "compressed": ("compressed_tensors",),
     "gguf": ("gguf",),
     "gym": ("gymnasium",),
     "gs": ("gcsfs",),

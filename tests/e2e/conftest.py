@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tests.chat_runs import chats, save_model, write_rows
+from tests.chat_runs import chats, save_model, sft, write_rows
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +20,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """23 chats."""
     return write_rows(tmp_path_factory.mktemp("data") / "train.jsonl", chats(23))
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model trained until it ends its answers, with its contract."""
+    place = tmp_path_factory.mktemp("finished")
+    model = save_model(place / "qwen2")
+    train = write_rows(place / "few.jsonl", chats(4, seed=5))
+    keys: dict[str, Any] = {"optim__learning_rate": 1e-2, "batch__samples_per_step": 4}
+    return sft(model, train, place / "out", dtype="float32", steps=40, **keys).model

@@ -29,16 +29,6 @@ NEW = [f"<|new{number}|>" for number in range(9)]
 """More than the tiny models have spare rows."""
 
 
-@pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model trained until it ends its answers, with its contract."""
-    place = tmp_path_factory.mktemp("finished")
-    model = save_model(place / "qwen2")
-    train = write_rows(place / "few.jsonl", chats(4, seed=5))
-    keys: dict[str, Any] = {"optim__learning_rate": 1e-2, "batch__samples_per_step": 4}
-    return sft(model, train, place / "out", dtype="float32", steps=40, **keys).model
-
-
 @pytest.fixture
 def copied(finished: Path, tmp_path: Path) -> Path:
     """A copy that a test may change."""

@@ -34,7 +34,7 @@ PAGE = ROOT / "docs" / "install.md"
 BEGIN, END = "<!-- make test-versions writes this table -->\n", "<!-- its end -->\n"
 PYTHONS = ("3.11", "3.12", "3.13")
 ENDS = ("oldest", "newest")
-UNUSED = ("rl", "video", "data", "lm-eval", "s3", "gym", "mcp", "ray")
+UNUSED = ("rl", "video", "data", "compressed", "lm-eval", "s3", "gym", "mcp", "ray")
 """The extras in ``dev`` whose packages the tests below do not need."""
 TOOLS = ("pytest", "hypothesis")
 """The packages of the extra ``dev`` that the tests below need."""

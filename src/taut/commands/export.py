@@ -2,7 +2,7 @@
 
 Contains weights, tokenizer, chat template and stop set. A model that llama.cpp is known to run differently is refused;
 differences that depend on the text are listed. The file appears verified or not at all. A LoRA adapter must be merged
-first (``taut merge``).
+first (``taut merge``). With ``modelfile=true`` an Ollama Modelfile is written next to it (taut/models/modelfile.py).
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 
 from taut.config import configclass, home_path
-from taut.errors import OutputError
-from taut.inference.open import ModelUse, open_renderer
+from taut.errors import ConfigError, OutputError
+from taut.inference.open import ModelUse, Rendering, open_renderer
+from taut.io import files
 from taut.io.console import counted
 from taut.io.terminal import Terminal
 from taut.models.gguf import (
@@ -22,6 +23,8 @@ from taut.models.gguf import (
     write_gguf,
 )
 from taut.models.load import checkpoint_dtype, load_model
+from taut.models.modelfile import Chat, modelfile, translate
+from taut.train.run_dir import MARK, read_settings
 
 _DTYPES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
@@ -38,8 +41,12 @@ class Export:
     """Dtype of the matrices: f32, f16, bf16 or q8_0; by default the model's own. Norms and biases are float32."""
     template: str | None = None
     """A file with a chat template to write instead of the tokenizer's own."""
+    modelfile: bool = False
+    """Write an Ollama Modelfile next to it, as FILE.Modelfile."""
+    system: str | None = None
+    """The Modelfile's system prompt; by default data.system of the run that the model is of."""
     overwrite: bool = False
-    """Replace an existing file."""
+    """Replace existing files."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
 
@@ -49,8 +56,14 @@ def run(config: Export) -> int:
     out = home_path(config.out)
     if out.suffix != ".gguf" or out.is_dir():
         raise OutputError(f"out={out}; expected a file's name that ends in .gguf; correct it")
-    if out.exists() and not config.overwrite:
-        raise OutputError(f"out={out} exists; name another file, or say overwrite=true")
+    beside = out.with_suffix(".Modelfile")
+    if config.system is not None and not config.modelfile:
+        raise ConfigError(
+            "system would be ignored: only a Modelfile has one; set modelfile=true, or take it out"
+        )
+    for path in (out, *([beside] if config.modelfile else [])):
+        if path.exists() and not config.overwrite:
+            raise OutputError(f"{path} exists; name another file, or say overwrite=true")
     use = ModelUse(
         model=config.model, template=config.template, trust_remote_code=config.trust_remote_code
     )
@@ -62,6 +75,9 @@ def run(config: Export) -> int:
     if config.template is not None:
         tokenizer.chat_template = rendering.renderer.template.template
     keys = vocabulary(tokenizer, rendering.config, stop_ids, rendering.config.vocab_size)
+    text = _modelfile(
+        config, out.name, rendering, has_bos=bool(keys["tokenizer.ggml.add_bos_token"])
+    )
     model = load_model(
         config.model,
         dtype=model_dtype,
@@ -71,13 +87,45 @@ def run(config: Export) -> int:
         is_narrow=True,
     )
     num_tensors, largest_error = write_gguf(model, keys, dtype, out)
+    if text is not None:
+        files.write_text(beside, text)
     names = [str(tokenizer.convert_ids_to_tokens(index)) for index in stop_ids]
     size = f"{out.stat().st_size / 1e6:,.1f} MB"
     lines = [
         f"written {out}: {size}, {counted(num_tensors, 'tensors')}, {dtype}",
         f"passed  read back: every key and tensor; largest error {largest_error:.2g} of a tensor's largest",
         f"stops   {', '.join(names)}",
+        *([f"written {beside}"] if text is not None else []),
+        *(
+            f"note    {line.removeprefix('# ')}"
+            for line in (text or "").splitlines()[:1]
+            if line[0] == "#"
+        ),
         *(f"note    {note}" for note in notes(tokenizer, stop_ids)),
     ]
     Terminal(soft_wrap=True).lines(lines)
     return 0
+
+
+def _modelfile(config: Export, name: str, rendering: Rendering, *, has_bos: bool) -> str | None:
+    """The Modelfile, if one is asked for. ``has_bos``: llama.cpp puts the bos token in front by itself."""
+    if not config.modelfile:
+        return None
+    tokenizer, stops = rendering.renderer.tokenizer, rendering.stops.ids
+    template = rendering.renderer.template.template
+
+    def render(chat: Chat) -> str:
+        messages = [{"role": role, "content": content} for role, content in chat]
+        text = tokenizer.apply_chat_template(
+            messages, chat_template=template, tokenize=False, add_generation_prompt=True
+        )
+        assert isinstance(text, str)
+        return text
+
+    translation = translate(template, render, str(tokenizer.bos_token) if has_bos else None)
+    system, run = config.system, home_path(config.model).parent
+    if system is None and (run / MARK).is_file():
+        system = read_settings(run).get("data.system")
+    return modelfile(
+        name, translation, [str(tokenizer.convert_ids_to_tokens(i)) for i in stops], system
+    )

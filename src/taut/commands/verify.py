@@ -11,6 +11,12 @@ One line per question; exit code 1 where one failed, 2 for a directory without a
 golden prompts' ids, so a changed template fails its own question only. A token that differs where the margin over the
 runner-up was within the tolerance is a near-tie: it is reported, is no failure, and the tokens after it are not
 compared. The local engine computes in float32 by default, as for the golden prompts.
+
+A model that another tool has quantised (bitsandbytes, compressed-tensors, or a GGUF file) has no contract of its own:
+``contract=DIR`` names the model it was made from. Its weights are read as the numbers they stand for, and each golden
+answer is scored as it stands, since rounding leads greedy answers apart: the mean difference of the logprobs, the
+answer's tokens that are still the likeliest, and the ends among them, within limits for the number of bits. Of a GGUF
+file the keys that llama.cpp goes by are compared too (taut/models/gguf.py).
 """
 
 from __future__ import annotations
@@ -21,8 +27,10 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Annotated, Any, Literal, NamedTuple
 
+import torch
 from pydantic import Field
 
+from taut import extras
 from taut.config import configclass, home_path, replace
 from taut.data.render import Renderer
 from taut.errors import ConfigError
@@ -31,21 +39,52 @@ from taut.evals.contract import (
     Golden,
     facts_of,
     greedy,
+    logps_of,
     prompts_of,
     read_contract,
     rendered,
     template_digest,
 )
-from taut.inference.open import ModelUse, Opened, Rendering, open_engine, open_renderer
+from taut.evals.reload import Room, load_anew
+from taut.inference.local import LocalEngine
+from taut.inference.open import (
+    ModelUse,
+    Opened,
+    Rendering,
+    one_device,
+    open_engine,
+    open_renderer,
+)
 from taut.inference.vllm import ServerEngine
 from taut.io.console import counted
 from taut.io.terminal import Terminal
+from taut.models import architecture
+from taut.models.quantised import bits_of, format_of
+from taut.models.scorer import Scorer
 from taut.types import Completion
 
 SERVER_TOLERANCE = 0.3
 """Tolerance for a server, most of which compute in bfloat16 (vLLM in bfloat16: 0.12; in float32: below 1e-3)."""
 TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 0.5}
 """Largest difference of a logprob (nats) that counts as rounding, by the local engine's dtype; goldens are float32."""
+
+
+class Limits(NamedTuple):
+    """How far rounding weights may move a model's golden answers."""
+
+    difference: float
+    """Mean difference of a logprob, in nats."""
+    share: float
+    """Share of the tokens that stay the likeliest; of the ends, which are few, half of it."""
+
+
+LIMITS = {
+    16: Limits(0.02, 0.95),
+    8: Limits(0.2, 0.85),
+    5: Limits(0.6, 0.7),
+    4: Limits(1.5, 0.5),
+}
+"""By bits of a weight, at least: two to three times what SmolLM2-135M loses (docs/contract.md), a small model."""
 AROUND = 4
 """Tokens shown before a difference."""
 
@@ -57,7 +96,10 @@ class Verify(ModelUse):
     """Whether a model behaves as its contract says."""
 
     tolerance: Annotated[float, Field(gt=0)] | None = None
-    """Largest difference of a logprob, in nats, that counts as rounding; default: see docs/contract.md."""
+    """Largest difference of a logprob, in nats, that counts as rounding; of a quantised model their mean. Default: see
+    docs/contract.md."""
+    contract: str | None = None
+    """Directory of the model that a quantised one was made from, whose contract is asked."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,7 +153,9 @@ def run(config: Verify) -> int:
 
 def verify(config: Verify) -> list[Finding]:
     """Every question and its answer. Raises ModelError where there is no contract."""
-    contract = read_contract(home_path(config.model))
+    if config.model.endswith(".gguf"):
+        return verify_gguf(config)
+    contract = read_contract(home_path(config.contract or config.model))
     if config.engine == "local" and config.dtype is None:
         config = replace(config, {"dtype": "float32"})
     rendering = open_renderer(config)
@@ -123,6 +167,11 @@ def verify(config: Verify) -> list[Finding]:
     if not contract.goldens:
         why = f"the contract has no golden prompts ({contract.note})"
         return [*findings, Finding("continuations", "skipped", why)]
+    if config.engine == "local" and format_of(rendering.config) is not None:
+        limits = limits_of(bits_of(rendering.config), config)
+        with open_engine(config, rendering) as opened:
+            assert isinstance(opened.engine, LocalEngine)
+            return findings + rounded(contract, opened.engine.scorer, rendering, limits)
     tolerance = config.tolerance
     if tolerance is None:
         is_server = config.engine == "server"
@@ -139,7 +188,12 @@ def _files(contract: Contract, config: Verify, rendering: Rendering) -> Iterator
     quoted = rendering.renderer.template.quoted
     template = template_digest(rendering.renderer.template.template)
     stops, stops_now = sorted(stop.id for stop in contract.stops), sorted(rendering.stops.ids)
-    yield _same("dtype", {"weights": was.dtype}, {"weights": now.dtype})
+    found = format_of(rendering.config)
+    if found is None:
+        yield _same("dtype", {"weights": was.dtype}, {"weights": now.dtype})
+    else:
+        said = f"{bits_of(rendering.config)} bits by {found}, were {was.dtype}"
+        yield Finding("dtype", "skipped", said)
     yield _same("template", {"sha256": was.template}, {"sha256": template})
     yield _same("tokenizer", {"sha256": was.tokenizer}, {"sha256": now.tokenizer})
     if was.processor or now.processor:
@@ -256,6 +310,108 @@ def _logps(replays: Sequence[Replay], tolerance: float) -> Finding:
     worst, where = max(gaps)
     detail = f"largest difference {worst:.3g} nats over {len(gaps)} ids, at {where} (at most {tolerance:g} is rounding)"
     return Finding("logprobs", "passed" if worst <= tolerance else "failed", detail)
+
+
+def limits_of(bits: float, config: Verify) -> Limits:
+    """Raises ConfigError where there are none for so few bits, and none is set."""
+    known = [number for number in LIMITS if number <= bits]
+    if config.tolerance is not None:
+        return Limits(config.tolerance, LIMITS[max(known)].share if known else 0.0)
+    if not known:
+        raise ConfigError(
+            f"model={config.model} has weights of {bits:.2g} bits, for which no limit is known (3 bits moved a small "
+            f"model's logprobs by 3 nats); expected at least {min(LIMITS)} bits, or a limit of yours; set tolerance"
+        )
+    return LIMITS[max(known)]
+
+
+def rounded(
+    contract: Contract, scorer: Scorer, rendering: Rendering, limits: Limits
+) -> list[Finding]:
+    """Continuations, logprobs and stops of a model with rounded weights: each golden answer as it stands."""
+    goldens, stops = contract.goldens, set(rendering.stops.ids)
+    gaps: list[float] = []
+    num_first = num_ends = num_kept = 0
+    for golden, prompt in zip(
+        goldens, prompts_of([golden.prompt for golden in goldens], rendering.renderer), strict=True
+    ):
+        ids = torch.tensor(golden.ids)
+        logp_NV = logps_of(scorer, prompt, ids.numpy()).cpu()
+        now = logp_NV.gather(1, ids[:, None])[:, 0].tolist()
+        gaps += [
+            abs(was - value) if math.isfinite(value) else math.inf
+            for was, value in zip(golden.logp, now, strict=True)
+        ]
+        first = logp_NV.argmax(1)
+        num_first += int((first == ids).sum())
+        if golden.finish_reason == "stop":
+            num_ends += 1
+            num_kept += int(first[-1]) in stops
+    mean, count, share = sum(gaps) / len(gaps), len(gaps), limits.share
+
+    def finding(name: str, is_right: bool, detail: str) -> Finding:
+        return Finding(name, "passed" if is_right else "failed", detail)
+
+    return [
+        finding(
+            "continuations",
+            num_first >= share * count,
+            f"{num_first} of {counted(count, 'ids')} are still the likeliest (at least {share:.0%})",
+        ),
+        finding(
+            "logprobs",
+            mean <= limits.difference,
+            f"mean difference {mean:.3g} nats over {counted(count, 'ids')}, largest {max(gaps):.3g} (a mean of "
+            f"{limits.difference:g} is rounding)",
+        ),
+        finding(
+            "stops",
+            num_kept >= share / 2 * num_ends,
+            f"{num_kept} of {num_ends} answers that end by themselves still do (at least {share / 2:.0%})",
+        )
+        if num_ends
+        else Finding("stops", "skipped", "no golden answer ends by itself"),
+    ]
+
+
+def verify_gguf(config: Verify) -> list[Finding]:
+    """The questions to a GGUF file, whichever program wrote it."""
+    if config.contract is None:
+        raise ConfigError(
+            f"model={config.model} is a GGUF file, which has no contract; expected the directory of the model it was "
+            "made from; set contract=DIR"
+        )
+    unread = ("engine", "urls", "adapter", "dtype", "attention", "products", "local", "images")
+    for key in unread:
+        if getattr(config, key) != getattr(Verify, key):
+            raise ConfigError(
+                f"{key} would be ignored: a GGUF file is read as numbers and computed with in float32; remove it, or, "
+                "to ask the server that runs the file, name the directory of the model it was made from"
+            )
+    extras.require("gguf", f"model={config.model}")
+    from taut.models import gguf
+
+    contract = read_contract(home_path(config.contract))
+    rendering = open_renderer(replace(config, {"model": config.contract}))
+    gguf.require_convertible(rendering.config)
+    file = gguf.open_gguf(home_path(config.model))
+    tokenizer, stop_ids = rendering.renderer.tokenizer, [stop.id for stop in contract.stops]
+    wanted = gguf.vocabulary(tokenizer, rendering.config, stop_ids, rendering.config.vocab_size)
+    findings = [
+        Finding(
+            name, "failed" if wrong else "passed", "; ".join(wrong) or "as in the contract's model"
+        )
+        for name, wrong in gguf.differences(file, rendering.config, wanted).items()
+    ]
+    limits = limits_of(gguf.bits_of(file), config)
+    device = one_device(config.device)
+    scorer = load_anew(config.contract, Room(device), config.trust_remote_code)
+    kinds = gguf.read_weights(file, architecture.unwrap(scorer.model))
+    findings.insert(0, Finding("dtype", "skipped", f"{kinds}; were {contract.facts.dtype}"))
+    if not contract.goldens:
+        why = f"the contract has no golden prompts ({contract.note})"
+        return [*findings, Finding("continuations", "skipped", why)]
+    return findings + rounded(contract, scorer, rendering, limits)
 
 
 def _stops(replays: Sequence[Replay]) -> Finding:

@@ -83,7 +83,7 @@ from taut.models.load import (
 )
 from taut.models.save import FILES as PROCESSOR_FILES
 from taut.models.scorer import Scorer
-from taut.types import Prompt, Sample
+from taut.types import IntArray, Prompt, Sample
 from taut.vision.content import ImagesConfig
 from taut.vision.image_store import ImageStore, open_image_store
 
@@ -298,13 +298,8 @@ def answer(
     goldens = []
     for question, prompt, completion in zip(questions, prompts, completions, strict=True):
         assert completion.finish_reason != "error", f"{question.id}: {completion.error}"
-        # one forward over prompt and answer: the logprob of each id of the answer, and its margin
-        ids_T = np.concatenate([prompt.ids_T, completion.ids_N])
-        at_N = np.arange(prompt.ids_T.size, ids_T.size)
-        sample = Sample("golden", ids_T, at_N, np.ones(at_N.size), prompt.media)
-        packed = pack([sample], ALONE)
-        logp_NV = torch.log_softmax(scorer.target_logits(packed).float(), dim=-1)
-        target_N1 = packed.target_N[:, None].to(logp_NV.device)
+        logp_NV = logps_of(scorer, prompt, completion.ids_N)
+        target_N1 = torch.from_numpy(completion.ids_N)[:, None].to(logp_NV.device)
         logp_N = logp_NV.gather(1, target_N1).squeeze(1)
         margin_N = logp_N - logp_NV.scatter(1, target_N1, -torch.inf).amax(1)
         goldens.append(
@@ -318,6 +313,16 @@ def answer(
             )
         )
     return goldens
+
+
+@torch.no_grad()
+def logps_of(scorer: Scorer, prompt: Prompt, ids_N: IntArray) -> torch.Tensor:
+    """The logprobs [N, V] of every token where each id of an answer stands, from one forward over prompt and answer."""
+    ids_T = np.concatenate([prompt.ids_T, ids_N])
+    at_N = np.arange(prompt.ids_T.size, ids_T.size)
+    sample = Sample("golden", ids_T, at_N, np.ones(at_N.size), prompt.media)
+    logits_NV = scorer.target_logits(pack([sample], ALONE))
+    return torch.log_softmax(logits_NV.float(), dim=-1)
 
 
 def prompts_of(questions: Sequence[Question], renderer: Renderer) -> list[Prompt]:

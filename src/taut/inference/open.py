@@ -33,7 +33,9 @@ from taut.inference.weight_sync import SyncConfig
 from taut.models import architecture, products
 from taut.models.attention_backends import select
 from taut.models.flash_attention import activate
+from taut.models.frozen import storage_of
 from taut.models.load import (
+    checkpoint_dtype,
     context_length,
     has_tokenizer,
     load_config,
@@ -45,6 +47,7 @@ from taut.models.load import (
 from taut.models.lora import adapter_settings, load_adapter
 from taut.models.precision import ChosenDtype, backward_context, resolve_dtype
 from taut.models.products import ProductsSetting
+from taut.models.quantised import format_of
 from taut.models.scorer import Scorer
 from taut.models.self_test import run_self_test
 from taut.train import distributed
@@ -214,6 +217,9 @@ def open_engine(use: ModelUse, rendering: Rendering | None = None) -> Opened:
     chosen = select(use.attention, device, dtype.dtype, config)
     flash = activate(chosen.name, device, config)
     products.use(products.select(use.products, device, dtype.dtype, engine=dtype.dtype))
+    storage = None
+    if format_of(config) == "bitsandbytes" and use.adapter is None:
+        storage = storage_of(checkpoint_dtype(config), dtype.dtype, device, "auto")
     model = load_model(
         use.model,
         dtype=dtype.dtype,
@@ -221,6 +227,7 @@ def open_engine(use: ModelUse, rendering: Rendering | None = None) -> Opened:
         attention=chosen.implementation,
         trust_remote_code=use.trust_remote_code,
         is_narrow=use.adapter is None,
+        storage=storage,
     )
     if use.adapter is not None:  # merged in full precision, then narrowed
         adapter = home_path(use.adapter)

@@ -17,12 +17,16 @@ for added tokens that are special, user-defined for other added tokens, unused f
 
 llama.cpp ends an answer at tokenizer.ggml.eos_token_id, eot_token_id, eom_token_id, and at tokens of well-known text,
 whatever their type. The stop set goes into these; one that does not fit is refused.
+
+A file that another program wrote of a model, quantised in any of the formats that gguf widens, is read back in the same
+way (``open_gguf``): which keys that llama.cpp goes by differ, and the numbers of its weights, in the model's places.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -30,6 +34,7 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 import torch
 from gguf import (
+    GGML_QUANT_SIZES,
     MODEL_ARCH,
     MODEL_ARCH_NAMES,
     MODEL_TENSOR,
@@ -300,6 +305,137 @@ def _failed(place: str, actual: str, expected: str) -> CheckFailed:
         f"the file reads back with {actual} at {place}; expected {expected}; it was not kept: check the "
         "disk and export again"
     )
+
+
+# -- files of other programs ------------------------------------------------------------------------
+_MAY_LACK: Final = (
+    Keys.LLM.VOCAB_SIZE,
+    Keys.Attention.KEY_LENGTH,
+    Keys.Attention.VALUE_LENGTH,
+    Keys.Rope.DIMENSION_COUNT,
+)
+"""Keys that say what follows from others, where a head has its part of the hidden size."""
+
+
+def open_gguf(path: Path) -> GGUFReader:
+    """Raises ModelError for what is no GGUF file."""
+    try:
+        return GGUFReader(path)
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"{path} cannot be read as GGUF ({reason}); expected a file that llama.cpp reads; check the path"
+        ) from error
+
+
+def _value(file: GGUFReader, key: str) -> Any:
+    return file.fields[key].contents() if key in file.fields else None
+
+
+def differences(
+    file: GGUFReader, config: PreTrainedConfig, wanted: Metadata
+) -> dict[str, list[str]]:
+    """Question -> where a file's keys are not those of the model. ``wanted``: from ``vocabulary``."""
+    text: Any = config.get_text_config()
+    expected = _architecture_metadata(config, "f32", "")
+    arch = MODEL_ARCH_NAMES[_ARCHITECTURES[config.model_type]]
+    is_split = getattr(text, "head_dim", None) in (
+        None,
+        text.hidden_size // text.num_attention_heads,
+    )
+    may_lack = {key.format(arch=arch) for key in _MAY_LACK if is_split}
+    expected = {key: value for key, value in expected.items() if not key.startswith("general.")}
+    expected = {Keys.General.ARCHITECTURE: arch, **expected}
+    shape: list[str] = []
+    for key, value in expected.items():
+        found = _value(file, key)
+        is_same = found == (float(np.float32(value)) if isinstance(value, float) else value)
+        if not is_same and not (found is None and key in may_lack):
+            shape.append(f"{key} is {found}, expected {value}")
+    tokenizer = [
+        f"{key} is {str(_value(file, key))[:60]}, expected {str(wanted[key])[:60]}"
+        for key in (Keys.Tokenizer.MODEL, Keys.Tokenizer.PRE, Keys.Tokenizer.ADD_BOS)
+        if (_value(file, key) or False) != wanted[key]
+    ]
+    if wanted[Keys.Tokenizer.ADD_BOS]:
+        bos = _value(file, Keys.Tokenizer.BOS_ID), wanted[Keys.Tokenizer.BOS_ID]
+        tokenizer += [f"bos is {bos[0]}, expected {bos[1]}"] if bos[0] != bos[1] else []
+    tokens: Any = wanted[Keys.Tokenizer.LIST]
+    types: Any = wanted[Keys.Tokenizer.TOKEN_TYPE]
+    stored: list[str] = _value(file, Keys.Tokenizer.LIST) or []
+    other = [
+        index
+        for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind != TokenType.UNUSED and stored[index : index + 1] != [token]
+    ]
+    if other:
+        found = stored[other[0] : other[0] + 1]
+        tokenizer.append(
+            f"{len(other)} tokens differ: {other[0]} is {found}, expected {tokens[other[0]]}"
+        )
+    if _value(file, Keys.Tokenizer.MERGES) != wanted[Keys.Tokenizer.MERGES]:
+        tokenizer.append("its merges are others")
+    ends = {
+        _value(file, key)
+        for key in (Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)
+    } | {index for index, token in enumerate(stored) if token in ENDS_BY_TEXT}
+    stops = [
+        wanted[key]
+        for key in (Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)
+        if key in wanted
+    ]
+    template = _value(file, Keys.Tokenizer.CHAT_TEMPLATE)
+    return {
+        "architecture": shape,
+        "template": []
+        if template == wanted.get(Keys.Tokenizer.CHAT_TEMPLATE)
+        else ["there is none" if template is None else "the chat template is another"],
+        "tokenizer": tokenizer,
+        "stop set": [
+            f"an answer does not end at {tokens[index]}" for index in stops if index not in ends
+        ],
+    }
+
+
+def bits_of(file: GGUFReader) -> float:
+    """Bits of the narrowest matrix's weights."""
+    sizes = [
+        GGML_QUANT_SIZES[tensor.tensor_type] for tensor in file.tensors if len(tensor.shape) > 1
+    ]
+    return min((8 * num_bytes / block for block, num_bytes in sizes), default=32.0)
+
+
+@torch.no_grad()
+def read_weights(file: GGUFReader, model: PreTrainedModel) -> str:
+    """Put the numbers of a file in the places of a model's weights; returns how many tensors there are of each format.
+    Raises ModelError for a tensor that is missing, is none of the model's, or has a format that cannot be widened.
+    """
+    config: Any = model.config
+    placed = _place_tensors(model, "f32")
+    names = sorted(tensor.name for tensor in file.tensors)
+    if names != sorted(placed):
+        odd = sorted(set(names) ^ set(placed)) or names
+        raise ModelError(
+            f"the file has {len(names)} tensors, the model {len(placed)}; expected the same; the first that only one "
+            f"of them has is {odd[0]}: was the file made from this model?"
+        )
+    for tensor in file.tensors:
+        source, target, _ = placed[tensor.name]
+        try:
+            stored = dequantize(tensor.data, tensor.tensor_type).reshape(target.shape)
+        except (NotImplementedError, ValueError) as error:
+            raise ModelError(
+                f"{tensor.name} is stored as {tensor.tensor_type.name}, of shape {list(tensor.shape)}; expected a "
+                f"format that gguf widens, and {list(target.shape)}; ask a server that runs the file (engine=server)"
+            ) from error
+        numbers = torch.from_numpy(np.array(_permuted(config, source, stored, is_inverse=True)))
+        if source == _FREQUENCIES and not torch.allclose(numbers, target.float(), rtol=1e-5):
+            raise ModelError(
+                f"{tensor.name} has other numbers than the model's RoPE; expected those"
+            )
+        target.copy_(numbers)
+    kinds = Counter(tensor.tensor_type.name for tensor in file.tensors)
+    return ", ".join(f"{number} in {name}" for name, number in kinds.most_common())
 
 
 # -- the tokenizer ---------------------------------------------------------------------------------

@@ -174,6 +174,8 @@ def read_model(
             "adapters may lack; name the model it was made from"
         )
     is_quantised = bool(quantising) or (comes_quantised and storage is not None)
+    if comes_quantised and storage is None:
+        quantised.ask_for_numbers(config, f"model={path}")
     if is_quantised:
         quantised.require_package(f"model={path}" if comes_quantised else f"quantise={how}")
         quantising["device_map"] = {"": device}

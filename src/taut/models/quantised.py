@@ -18,7 +18,8 @@ A product widens its weight first (``products.linear_from_stored``), so activati
 and no packed sample has a part in another's numbers. bitsandbytes' own layers are not used: on some CPUs their forward
 changes the stored bytes as soon as a model is evaluated, and it rewrites biases.
 
-A base that comes quantised is read as it is where bitsandbytes wrote it; other formats are refused by name.
+A base that comes quantised is read as it is where bitsandbytes wrote it; other formats do not train, and are refused by
+name. Where nothing trains, those of ``WIDENED`` are read as the numbers they stand for.
 
 bitsandbytes is imported in this file only, and only for a quantised base; peft imports it where it is installed.
 """
@@ -65,6 +66,8 @@ TRAINABLE = ("bitsandbytes",)
 """The formats in which a base may come quantised."""
 DEQUANTISED = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 """Formats in which models are published that were never otherwise -> transformers' settings that widen them."""
+WIDENED = (*DEQUANTISED, "compressed-tensors")
+"""Formats that transformers reads as plain weights where it is asked to."""
 _OUTSIDE = (
     r".*\b(?:visual|vision_tower|vision_model|multi_modal_projector|connector|merger)",
     r"(?!.*\.\d+\.).*",  # in no numbered layer: head, scalar head
@@ -104,6 +107,33 @@ def format_of(config: PreTrainedConfig) -> str | None:
     if method in names or values.get("load_in_4bit") or values.get("load_in_8bit"):
         return "bitsandbytes"
     return method
+
+
+def bits_of(config: PreTrainedConfig) -> int:
+    """Bits of the narrowest weight of a checkpoint that comes quantised."""
+    values = _quantisation(config)
+    match format_of(config):
+        case "bitsandbytes":
+            return 8 if values.get("load_in_8bit") else 4
+        case "compressed-tensors":
+            groups = (values.get("config_groups") or {}).values()
+            weights = [group.get("weights") for group in groups if isinstance(group, dict)]
+            return min((int(of["num_bits"]) for of in weights if of), default=16)
+        case "fp8" | "mxfp4" as found:
+            return {"fp8": 8, "mxfp4": 4}[found]
+    return int(values.get("bits") or values.get("w_bit") or 4)
+
+
+def ask_for_numbers(config: PreTrainedConfig, needed_by: str) -> None:
+    """Let the library read a checkpoint's weights as the numbers they stand for, where it can. ``needed_by``: the
+    setting that names the model.
+    """
+    found = format_of(config)
+    if found not in WIDENED:
+        return
+    if found == "compressed-tensors":
+        extras.require("compressed", needed_by)
+    config.quantization_config = {**_quantisation(config), "dequantize": True}
 
 
 def require_trainable(
