@@ -100,7 +100,7 @@ OTHERS = {
         has_method=True,
     ),
     "import": Command(
-        "KIND:FILE [--processes N] [--samples-per-pack N] [--force] > RUN.toml",
+        "KIND:FILE [--processes N] [--force] > RUN.toml",
         "write another framework's recipe as the file of a run",
         "taut.commands.import_recipe:run",
         "taut.commands.import_recipe:ImportRecipe",

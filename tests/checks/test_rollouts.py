@@ -34,6 +34,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
         "grpo",
         {"grpo__loss": "own.py:Own", "grpo__advantage": "own.py:plain", "dtype": "float64"},
     ),
+    "grpo, dropout": ("grpo", {"grpo__kl_coef": 0.1, "lora__rank": 2, "lora__dropout": 0.1}),
     "grpo, a tree": ("grpo", {"grpo__advantage": "tree"}),
     "grpo, each reward": ("grpo", {"grpo__advantage": "gdpo"}),
     "ppo": ("ppo", {"rollout__minibatches": 2}),

@@ -20,6 +20,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "tables": {"lora__rank": 2, "lora__modules_to_save": ["embed_tokens", "lm_head"]},
     "a part of the adapters": {"lora__rank": 2, "freeze": ["/layers\\.0\\./"]},
     "fewer steps than an epoch": {"batch__samples_per_step": 5, "steps": None, "epochs": 0.5},
+    "steps of tokens": {
+        "batch__tokens_per_step": 60,
+        "batch__samples_per_step": 32,
+        "steps": None,
+        "epochs": 1.5,
+    },
     "documents": {"batch__group_prefixes": True, "batch__group_min_tokens": 4},
     "muon": {"optim__name": "muon", "optim__state": "int8", "optim__weight_decay": 0.1},
     "no clipping": {"optim__clip_grad_norm": None, "batch__share_prefixes": False},

@@ -351,11 +351,11 @@ def each_step_has_its_samples(session: Session) -> Finding:
     if not isinstance(source, Offline):
         return skipped("the method prepares its steps itself")
     order = source.order
-    wanted = run.steps
-    if wanted is None:
+    wanted, most = run.steps, run.batch.tokens_per_step
+    if wanted is None and most is None:
         samples = max(1, round((1.0 if run.epochs is None else run.epochs) * order.epoch_size))
         wanted = -(-samples // run.batch.samples_per_step)
-    if last != wanted and not order.origin.step:
+    if wanted is not None and last != wanted and not order.origin.step:
         setting = f"steps={run.steps}" if run.steps is not None else f"epochs={run.epochs or 1}"
         return failed(
             f"the run has {last} steps where {setting} makes {wanted}",
@@ -369,7 +369,16 @@ def each_step_has_its_samples(session: Session) -> Finding:
 
     first = order.origin.step + 1
     for step in sorted({first, first + 1, (first + last) // 2, last} & {*range(first, last + 1)}):
-        ids = sample_ids(source.prepare(step))
+        trees = source.prepare(step)
+        ids = sample_ids(trees)
+        size = sum(sample.num_tokens for tree in trees for sample in tree.samples)
+        if most is not None and size > most and len(trees) > 1:
+            return failed(
+                f"step {step} has {size} tokens where batch.tokens_per_step={most}",
+                measured=(size, "tokens"),
+                evidence=ids[:4],
+                remedy="set batch.samples_per_step in its place, and please report this",
+            )
         again = sample_ids(replace(source, order=replace(order)).prepare(step))
         continued = replace(order).going_on_from(source.cursor(step - 1), source.epochs)
         resumed = sample_ids(replace(source, order=continued).prepare(step))
@@ -390,6 +399,9 @@ def each_step_has_its_samples(session: Session) -> Finding:
     times = round(source.cursor(last).samples / order.epoch_size, 2)
     what = "rows" if run.compares_answers else "samples"
     says = f"{counted(last, 'steps')} of {counted(full, what)}, the same when run again"
+    if most is not None:
+        says = f"{counted(last, 'steps')} of at most {counted(most, 'tokens')}, the same when run again"
+        return passed(says, times, "times round", [f"the last step has {counted(size, what)}"])
     notes = [f"the last step has {size} of {full} samples"] if size != full else []
     if order.epoch_size < full:
         most = -(-full // order.epoch_size)

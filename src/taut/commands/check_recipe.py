@@ -23,8 +23,6 @@ class RecipeConfig:
     the library is not the newest known; KIND.METHOD:FILE where the file does not say its method."""
     processes: Annotated[int, Field(ge=1)] | None = None
     """Number of training processes that the recipe is started with, where it does not say so."""
-    samples_per_pack: Annotated[int, Field(ge=1)] | None = None
-    """Samples of a packed sequence, where the recipe counts its batch in packs."""
 
 
 @configclass
@@ -37,9 +35,4 @@ class CheckRecipe(RecipeConfig):
 
 def run(config: CheckRecipe) -> int:
     """Print the report; 1 where the recipe walks into a trap that makes the result wrong, or taut lacks a setting."""
-    return examine.main(
-        config.recipe,
-        as_json=config.json,
-        num_processes=config.processes,
-        samples_per_pack=config.samples_per_pack,
-    )
+    return examine.main(config.recipe, as_json=config.json, num_processes=config.processes)

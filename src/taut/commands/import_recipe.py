@@ -52,7 +52,7 @@ def problem_of(carried: Carried) -> str | None:
 
 def run(config: ImportRecipe) -> int:
     """Print the file; 1 where something is left out that changes what is learned."""
-    report = examine(config.recipe, config.processes, config.samples_per_pack)
+    report = examine(config.recipe, config.processes)
     carried = report.carried
     if carried.refusals:
         for option in carried.refusals:

@@ -23,7 +23,7 @@ from pydantic import Field
 from taut.config import configclass
 from taut.data.dataset import Dataset, Samples
 from taut.data.images import outside, uncut, within
-from taut.data.order import MOST_IN_ARRAYS, Order, is_large
+from taut.data.order import MOST_IN_ARRAYS, Order, TokenLimit, is_large
 from taut.data.packing import PackPolicy, pack, prefix_order, shared_prefixes
 from taut.data.packing import common_prefix as common_prefix_of
 from taut.errors import ConfigError
@@ -36,6 +36,9 @@ class BatchConfig:
 
     samples_per_step: Annotated[int, Field(ge=1)] = 32
     """Samples per optimizer step, over all ranks and micro-batches. A row whose answers are compared counts as one."""
+    tokens_per_step: Annotated[int, Field(ge=1)] | None = None
+    """Tokens per optimizer step in place of a number of samples: a step has the next samples as long as they have at
+    most so many tokens together, and at least one. For fixed data of at most 10,000,000 samples."""
     tokens_per_microbatch: Annotated[int, Field(ge=1)] = 8192
     """Largest number of tokens computed at a time on one rank; a longer sample gets a micro-batch of its own."""
     halve_when_out_of_memory: bool = False
@@ -54,6 +57,12 @@ class BatchConfig:
     """Shuffle the samples again in each epoch; false: the order of the data files."""
 
     def __post_init__(self) -> None:
+        for key in ("samples_per_step", "group_prefixes"):
+            if self.tokens_per_step and getattr(self, key) != getattr(BatchConfig, key):
+                raise ConfigError(
+                    f"batch.tokens_per_step={self.tokens_per_step} and batch.{key} are both set; expected one of them; "
+                    f"take batch.{key} out"
+                )
         if self.group_prefixes and not self.shuffle:
             raise ConfigError(
                 "batch.group_prefixes=true and batch.shuffle=false contradict each other: grouping moves samples and "
@@ -270,7 +279,23 @@ class Rows:
             )
         groups = self.prefix_groups(batch.group_min_tokens) if batch.group_prefixes else None
         weights = tuple(part.weight for part in parts)
-        return Order(counts, weights, seed, samples_per_step, batch.shuffle, groups)
+        limit = None
+        if batch.tokens_per_step is not None:
+            if is_large(counts):
+                raise ConfigError(
+                    f"batch.tokens_per_step={batch.tokens_per_step}, and data.train has {sum(counts):,} samples; "
+                    f"expected at most {MOST_IN_ARRAYS:,}; set batch.samples_per_step"
+                )
+            limit = TokenLimit(batch.tokens_per_step, self.lengths())
+        return Order(counts, weights, seed, samples_per_step, batch.shuffle, groups, limit)
+
+    def lengths(self) -> IntArray:
+        """The tokens of each tree; a prefix that its samples share counts for each of them."""
+        length_S = np.concatenate([np.zeros(0, np.int64), *self.data.sizes("tokens")])
+        if not self.are_answers:
+            return length_S
+        starts = [self.data.row(index).start for index in range(len(self))]
+        return np.add.reduceat(length_S, starts)
 
     def expect(self, steps: Iterable[Sequence[int]]) -> None:
         """The next steps have these trees (``Dataset.expect``)."""

@@ -53,7 +53,7 @@ from taut.data.sources import (
     place_of,
     require_apart,
 )
-from taut.data.template_files import SHIPPED, read_template
+from taut.data.template_files import is_file, read_template
 from taut.data.tokenise import entries, workers_for
 from taut.errors import ConfigError
 from taut.io import remote
@@ -90,8 +90,8 @@ class DataConfig:
     targets: Targets = "assistant"
     """Which tokens of a conversation are learned: all assistant turns, the last one, or all tokens."""
     template: str | None = None
-    """A file with a chat template to use in place of the tokenizer's own; or hermes, which comes with taut: ChatML that
-    writes tools and calls as Hermes does."""
+    """A chat template to use in place of the tokenizer's own: a file, or the template itself; or hermes, which comes
+    with taut: ChatML that writes tools and calls as Hermes does."""
     apply_chat_template: bool | None = None
     """Render prompts and completions that are plain text with the chat template, as a user message and an assistant
     message. By default they are used as they are, and taut check warns if the tokenizer has a chat template. Documents
@@ -164,6 +164,7 @@ class DataConfig:
             ("split", None),
             ("name", None),
             ("revision", None),
+            ("replace", None),
         ):
             if getattr(source, key) != default:
                 raise ConfigError(
@@ -262,7 +263,7 @@ def _sources_of(config: DataConfig, split: str) -> list[Source]:
 def input_paths(config: DataConfig) -> list[str]:
     """Every file, directory or name that a data config reads."""
     paths = [source.path for split in ("train", "eval") for source in _sources_of(config, split)]
-    template = None if config.template in SHIPPED else config.template
+    template = config.template if is_file(config.template) else None
     return [*paths, *(path for path in (template, config.cache) if path)]
 
 

@@ -7,6 +7,7 @@ what a sample is, or how a step is divided (``batching.py``).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,16 @@ class Cursor(NamedTuple):
 START = Cursor()
 
 
+@dataclass(frozen=True, eq=False)
+class TokenLimit:
+    """Steps of tokens: a step takes the next samples of the order as long as all of them together have at most
+    ``most`` tokens, and at least one."""
+
+    most: int
+    length_S: IntArray
+    """The tokens of each sample."""
+
+
 @dataclass(frozen=True)
 class Order:
     """The samples of each step. Epochs follow each other without a gap, so a step may span two."""
@@ -50,6 +61,8 @@ class Order:
     is_shuffled: bool = True
     groups: IntArray | None = None
     """The group of each sample; None: every sample moves alone, as it must where ``is_large``."""
+    tokens: TokenLimit | None = None
+    """Steps end by tokens; None: they have ``samples_per_step`` samples."""
     origin: Cursor = START
     """Where full steps begin. Not the start, if a run ended on a small step and was then extended."""
 
@@ -65,8 +78,12 @@ class Order:
 
     def num_steps(self, epochs: float) -> int:
         """Number of steps in ``epochs``; the last may be smaller."""
-        left = self._num_samples(epochs) - self.origin.samples
-        return self.origin.step + max(0, -(-left // self.samples_per_step))
+        last = self._num_samples(epochs)
+        if self.tokens is not None:
+            while self._begins[-1] < last:
+                self._begins.append(self._end_of(self._begins[-1], self.tokens))
+            return self.origin.step + bisect_left(self._begins, last)
+        return self.origin.step + max(0, -(-(last - self.origin.samples) // self.samples_per_step))
 
     def cursor(self, step: int, epochs: float | None = None) -> Cursor:
         """Progress of a run after a step."""
@@ -82,8 +99,7 @@ class Order:
 
     def step(self, step: int, epochs: float | None = None) -> list[int]:
         """Sample indices of a step (counted from 1). ``epochs``: where the data end; None: they repeat without end."""
-        start = self._begin(step)
-        stop = start + self.samples_per_step
+        start, stop = self._begin(step), self._begin(step + 1)
         if epochs is not None:
             stop = min(stop, self._num_samples(epochs))
         chosen: list[int] = []
@@ -134,7 +150,40 @@ class Order:
         return np.concatenate(_settle(documents, self.samples_per_step, begun))
 
     def _begin(self, step: int) -> int:
-        return self.origin.samples + (step - 1 - self.origin.step) * self.samples_per_step
+        """The samples before a step."""
+        number = step - 1 - self.origin.step
+        if self.tokens is None:
+            return self.origin.samples + number * self.samples_per_step
+        while len(self._begins) <= number:
+            self._begins.append(self._end_of(self._begins[-1], self.tokens))
+        return self._begins[max(0, number)]
+
+    @cached_property
+    def _begins(self) -> list[int]:
+        """The samples before each step of tokens from the origin on, as far as they are known."""
+        return [self.origin.samples]
+
+    def _end_of(self, start: int, limit: TokenLimit) -> int:
+        """The samples after a step of tokens that begins after ``start`` samples."""
+        stop, room = start, limit.most
+        while True:
+            epoch, offset = divmod(stop, self.epoch_size)
+            upto_S = self._tokens_upto(epoch, limit)
+            end = int(np.searchsorted(upto_S, upto_S[offset] + room, side="right")) - 1
+            room -= int(upto_S[end] - upto_S[offset])
+            stop += end - offset
+            if end < self.epoch_size:
+                return max(stop, start + 1)
+
+    def _tokens_upto(self, epoch: int, limit: TokenLimit) -> IntArray:
+        """The tokens of the samples of an epoch before each of its positions."""
+        cached = self.__dict__.get("_upto")
+        if cached is None or cached[0] != epoch:
+            tokens_S = limit.length_S[self._part(epoch, 0, self.epoch_size)]
+            cached = (epoch, np.concatenate([[0], np.cumsum(tokens_S)]))
+            self.__dict__["_upto"] = cached
+        upto_S: IntArray = cached[1]
+        return upto_S
 
     def _num_samples(self, epochs: float) -> int:
         return max(1, round(epochs * self.epoch_size))

@@ -26,7 +26,7 @@ import tarfile
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -88,6 +88,8 @@ class Source:
     """As data.format, for this source."""
     columns: dict[str, str] | None = None
     """As data.columns, for this source."""
+    replace: dict[str, str] | None = None
+    """Text -> the text that stands in its place in all values of the rows, as { "{{NAME}}" = "Robin" }."""
     system: str | None = None
     """As data.system, for this source; empty for none."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -95,6 +97,10 @@ class Source:
     data.chat_template_kwargs."""
 
     def __post_init__(self) -> None:
+        if self.replace is not None and "" in self.replace:
+            raise ConfigError(
+                f'{self.path}: replace has the key ""; expected the text to be replaced; correct it'
+            )
         if self.share is not None and not 0 <= self.share[0] < self.share[1] <= 1:
             raise ConfigError(
                 f"{self.path}: share={self.share}; expected two numbers, 0 <= first < second <= 1; correct it"
@@ -175,6 +181,8 @@ class Opened:
     """The lines of JSONL files; None: of another format."""
     share: tuple[float, float] | None = None
     limit: int | None = None
+    replaced: Mapping[str, str] = field(default_factory=dict)
+    """Text -> what stands in its place in the rows that are read."""
     note: str = ""
     """What there is to say about where it comes from."""
     is_part: bool = False
@@ -220,7 +228,8 @@ class Opened:
         """The records, with the error of one that cannot be read in its place. Only JSONL goes on after an error: other
         formats do not show where the next record begins.
         """
-        yield from self._read(self._records(), lambda _, record: record)
+        for number, record in self._read(self._records(), lambda _, record: record):
+            yield number, with_texts(record, self.replaced) if self.replaced else record
 
     def _read(self, items: Records, record_of: Callable[[int, Any], Any]) -> Records:
         """The items that share and limit take. A DataError is raised if the files are not what the digest covers."""
@@ -261,6 +270,18 @@ class Opened:
                 f"{self.path}: the data changed while they were read: {changed[0]}; expected them to stay as they "
                 "are; begin again when they are written"
             )
+
+
+def with_texts(value: Any, texts: Mapping[str, str]) -> Any:
+    """A record, or a value in it, with texts replaced one after the other; names of columns stay."""
+    if isinstance(value, str):
+        for old, new in texts.items():
+            value = value.replace(old, new)
+    elif isinstance(value, Mapping):
+        return {key: with_texts(inner, texts) for key, inner in value.items()}
+    elif isinstance(value, list):
+        return [with_texts(inner, texts) for inner in value]
+    return value
 
 
 def fraction_of(record: object) -> float:
@@ -314,6 +335,9 @@ def open_source(source: Source) -> Opened:
         opened = _open_given(source)
     else:
         opened = _open_local(source)
+    if source.replace:
+        digest = f"{opened.digest}:replace={json.dumps(source.replace)}"
+        opened = replace(opened, digest=digest, replaced=source.replace, _lines=None)
     if source.share is None and source.limit is None:
         return opened
     digest = f"{opened.digest}:share={source.share}:limit={source.limit}"

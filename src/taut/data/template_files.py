@@ -1,4 +1,5 @@
-"""Chat templates that are given: a file of the user's, or by name one that comes with taut (``templates/``).
+"""Chat templates that are given: a file of the user's, the template itself, or by name one that comes with taut
+(``templates/``).
 
     hermes    ChatML with tools in Hermes' format: <tools>, <tool_call>, <tool_response> (as Qwen2.5 and Hermes 2 Pro
               write them), for models whose own template writes no tools. Without tools it is plain ChatML
@@ -24,6 +25,12 @@ SHIPPED: Mapping[str, tuple[str, ...]] = {"hermes": ("<|im_start|>", "<|im_end|>
 """Name -> the tokens that it writes."""
 
 
+def is_file(value: str | None) -> bool:
+    """Whether a template is given as a file. A template itself has marks of Jinja."""
+    marks = ("{{", "{%", "{#")
+    return value is not None and value not in SHIPPED and not any(mark in value for mark in marks)
+
+
 def read_template(
     value: str | None, tokenizer: PreTrainedTokenizerBase, key: str, *, is_of_run: bool = True
 ) -> str | None:
@@ -42,6 +49,8 @@ def read_template(
                 "model with ChatML's tokens; set tokens.add, or give a template of your own as a file"
             )
         return (Path(__file__).parent / f"templates/{value}.jinja").read_text()
+    if not is_file(value):
+        return value
     try:
         return files.read_text(user_path(value, key) if is_of_run else home_path(value))
     except (OSError, ValueError) as error:

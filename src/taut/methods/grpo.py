@@ -104,6 +104,11 @@ class Grpo(PolicyMethod):
     grpo: GrpoConfig = GrpoConfig()
     distill: GrpoDistillConfig = GrpoDistillConfig()
 
+    @property
+    def allows_noise(self) -> bool:
+        """Where an answer is trained on once, by the policy that gave it: its ratio is 1, whatever the noise."""
+        return self._is_fresh
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_usable_teachers()

@@ -53,11 +53,14 @@ class Kto(RunConfig):
         1e-6, 1e-5, "TRL, which advises 5e-7 to 5e-6"
     )
     row_kinds: ClassVar[Mapping[Kind, str]] = {"unpaired": ""}
-    allows_noise: ClassVar[bool] = False
 
     method: MethodName = "kto"
     kto: KtoConfig = KtoConfig()
     reference: ReferenceConfig = ReferenceConfig()
+
+    @property
+    def allows_noise(self) -> bool:
+        return False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -273,8 +273,6 @@ class RunConfig:
     """The defaults of ``optim.learning_rate``."""
     row_kinds: ClassVar[Mapping[Kind, str]] = {"sft": ""}
     """The kinds of rows that the method trains on; where it has several, each with the setting that selects it."""
-    allows_noise: ClassVar[bool] = True
-    """Whether dropout and NEFTune may be on. Not where logprobs or scores are compared: noise would be compared."""
     generates: ClassVar[bool] = False
     """Whether the run learns from completions that its model generates: then rows of data are prompts."""
     may_change: ClassVar[MayChange] = MayChange(
@@ -457,6 +455,11 @@ class RunConfig:
         }
         if self.data.is_stream:
             self._require_streamable()
+        if self.batch.tokens_per_step is not None and self.generates:
+            raise ConfigError(
+                f"batch.tokens_per_step={self.batch.tokens_per_step} and method={self.method}, whose answers are yet "
+                "to be generated; expected a number of prompts; set batch.samples_per_step"
+            )
         for key, value in noise.items():
             if value and not self.allows_noise:
                 raise ConfigError(
@@ -473,6 +476,10 @@ class RunConfig:
             (
                 self.batch.group_prefixes,
                 "batch.group_prefixes=true compares all rows with each other",
+            ),
+            (
+                self.batch.tokens_per_step is not None,
+                "batch.tokens_per_step needs the lengths of all rows",
             ),
             (models.reference_file is not None, "reference.file has the logprobs of all rows"),
             (
@@ -520,6 +527,11 @@ class RunConfig:
     def command(cls) -> str:
         """The command that trains such a run, as it is typed."""
         return command_of(cls.method)
+
+    @property
+    def allows_noise(self) -> bool:
+        """Whether dropout and NEFTune may be on. Not where logprobs or scores are compared: noise would be compared."""
+        return True
 
     @property
     def stores_frozen(self) -> bool:

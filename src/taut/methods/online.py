@@ -66,7 +66,6 @@ class OnlineMethod(RunConfig):
     """A method that learns from completions of the policy."""
 
     row_kinds: ClassVar[Mapping[Kind, str]] = {"prompt": ""}
-    allows_noise: ClassVar[bool] = False
     generates: ClassVar[bool] = True
     may_change: ClassVar[MayChange] = RunConfig.may_change.plus(
         MayChange(
@@ -101,6 +100,10 @@ class OnlineMethod(RunConfig):
     empty with an environment that gives rewards."""
     grading: PanelConfig = PanelConfig()
     rollout_monitor: RolloutMonitorConfig = RolloutMonitorConfig()
+
+    @property
+    def allows_noise(self) -> bool:
+        return False
 
     def __post_init__(self) -> None:
         super().__post_init__()

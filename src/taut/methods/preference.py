@@ -27,7 +27,10 @@ class PairMethod(RunConfig):
     """A method whose rows are a prompt with better and worse answers."""
 
     row_kinds: ClassVar[Mapping[Kind, str]] = {"preference": ""}
-    allows_noise: ClassVar[bool] = False
+
+    @property
+    def allows_noise(self) -> bool:
+        return False
 
 
 def require_valid_loss(section: str, make_loss: Callable[[], Loss]) -> None:

@@ -72,10 +72,13 @@ class Reward(RunConfig):
         "scored": "reward.loss=regression",
         "stepwise": "reward.loss=process",
     }
-    allows_noise: ClassVar[bool] = False
 
     method: MethodName = "reward"
     reward: RewardConfig = RewardConfig()
+
+    @property
+    def allows_noise(self) -> bool:
+        return False
 
     @property
     def row_kind(self) -> Kind:

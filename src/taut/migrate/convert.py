@@ -88,13 +88,8 @@ SWITCHES = {
 """Options with which there is no such run, where they are on."""
 
 
-def convert(
-    recipe: Recipe,
-    facts: Facts,
-    requested_processes: int | None = None,
-    samples_per_pack: int | None = None,
-) -> Carried:
-    """The run in taut. ``samples_per_pack``: how many samples a packed sequence holds, where packs are counted."""
+def convert(recipe: Recipe, facts: Facts, requested_processes: int | None = None) -> Carried:
+    """The run in taut."""
     tables = TABLES[recipe.framework]
     method = tables.methods.get(recipe.method, "")
     if recipe.framework == "openrlhf" and recipe.value("algo.advantage.estimator", "gae") != "gae":
@@ -111,7 +106,7 @@ def convert(
     carry_targets(draft)
     carry_length(draft)
     carry_template(draft)
-    carry_batch(draft, samples_per_pack)
+    carry_batch(draft)
     carry_duration(draft)
     carry_schedule(draft)
     carry_optimizer(draft)

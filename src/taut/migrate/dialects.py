@@ -156,7 +156,9 @@ def read_recipe(
         in_code = dialect.scripts.get(start.name, {}) if start.is_script else {}
         script = f"{start.name}.py"
         settings = [Setting(key, value, script) for key, value in in_code.items()] + settings
+        names = re.findall(r"\$\{?(\w+)", read_text(path))
         launch = {
+            "expanded": frozenset(names),
             "place": f"{path.name}:{words[max(start.at - 1, 0)].line}",
             "launcher": tuple(word.text for word in words[: start.at] if not _assigns(word)),
             "is_script": start.is_script,

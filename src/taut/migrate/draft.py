@@ -30,6 +30,7 @@ from taut.migrate.frameworks.tables import words
 from taut.migrate.recipe import Recipe, Setting
 
 Outcome = Literal["carried", "needless", "machine", "lacking"]
+NO_OPTION = "no option of"
 WHOLE = ("columns", "chat_template_kwargs", "generation_kwargs")
 """Tables that are read as one value."""
 
@@ -244,6 +245,8 @@ class Draft:
         if name.startswith("$"):
             if any(fnmatchcase(name[1:], pattern) for pattern in tables.variables):
                 return judged("machine", "how processes and memory are organised")
+            if name[1:] in self.recipe.expanded:
+                return judged("needless", "the script puts it into its options")
             return judged("lacking", "an environment variable that is not known here", True)
         stems = (name, option.key, name.partition(".")[0], option.key.partition(".")[0])
         refused = next((tables.lacking[stem] for stem in stems if stem in tables.lacking), None)
@@ -269,13 +272,17 @@ class Draft:
             return judged("lacking", "nothing in taut is known to mean the same", True)
         near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.7)
         hint = f"; did you mean {near[0]}?" if near else ""
-        return judged("lacking", f"no option of {self.recipe.options_of}{hint}", True)
+        return judged("lacking", f"{NO_OPTION} {self.recipe.options_of}{hint}", True)
 
     def finish(self) -> Carried:
         """The run, with the outcomes of the remaining options by the tables."""
         for name, option in self.given.items():
-            if option.key not in self.outcomes:
-                self.outcomes[option.key] = self.judge(name, option)
+            judged, before = self.judge(name, option), self.outcomes.get(option.key)
+            is_foreign = judged.why.startswith(NO_OPTION) and name not in ("script", "sampler_type")
+            if before is None or (
+                is_foreign and not before.refuses and before.outcome == "carried"
+            ):
+                self.outcomes[option.key] = judged
         return Carried(
             self.method,
             self.settings,

@@ -48,17 +48,11 @@ MAX_LINES = 8
 """Lines of a list that are printed; JSON has all."""
 
 
-def main(
-    spec: str,
-    *,
-    as_json: bool = False,
-    num_processes: int | None = None,
-    samples_per_pack: int | None = None,
-) -> int:
+def main(spec: str, *, as_json: bool = False, num_processes: int | None = None) -> int:
     """Print the report. The exit code is 1 where the recipe walks into a trap that makes the result wrong, or taut
     lacks a setting that changes it.
     """
-    report = examine(spec, num_processes, samples_per_pack)
+    report = examine(spec, num_processes)
     if as_json:
         sys.stdout.write(json.dumps(report.as_json(), allow_nan=False) + "\n")
     else:
@@ -66,13 +60,10 @@ def main(
     return report.exit_code
 
 
-def examine(
-    spec: str, num_processes: int | None = None, samples_per_pack: int | None = None
-) -> RecipeReport:
+def examine(spec: str, num_processes: int | None = None) -> RecipeReport:
     """Read a recipe and judge it. Raises ConfigError where there is none.
 
-    ``num_processes``: the number of training processes, where the recipe does not say it; ``samples_per_pack``: of a
-    packed sequence.
+    ``num_processes``: the number of training processes, where the recipe does not say it.
     """
     match = SPEC.fullmatch(spec)
     if match is None:
@@ -92,7 +83,7 @@ def examine(
     dialect = dialect_of(match["framework"], path)
     recipe = read_recipe(dialect, path, match["method"], match["version"])
     facts = Facts(recipe, path.parent)
-    carried = convert(recipe, facts, num_processes, samples_per_pack)
+    carried = convert(recipe, facts, num_processes)
     return RecipeReport(recipe, str(path), tuple(judge(recipe, facts)), carried)
 
 

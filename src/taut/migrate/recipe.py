@@ -79,6 +79,8 @@ class Recipe:
     """The command that starts the run is known."""
     environment: Mapping[str, Setting] = field(default_factory=dict)
     """Variables that the script or the file sets for the command, by name."""
+    expanded: frozenset[str] = frozenset()
+    """Variables whose values the script itself puts elsewhere."""
     unread: tuple[str, ...] = ()
     """What could not be resolved, one a line."""
     unknown: tuple[Unknown, ...] = ()

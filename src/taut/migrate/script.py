@@ -1,10 +1,10 @@
 """The commands of a shell script, as far as they are known without running it.
 
-Supported: assignments (``NAME=value``, ``export``, lists), ``read -r -d '' NAME <<EOF``, ``bash -c "..."``, continued
-lines, quotes, comments, ``$NAME``, ``${NAME}``, ``${NAME:-default}``, ``"${NAME[@]}"``, and arithmetic over known
-integers: ``$((A / B))``, ``$(expr A / B)``. Not supported: conditions and loops (all their commands count as run),
-other command substitutions, ``$1``. A word that needs one of these carries the reason in ``obstacle``; nothing is
-guessed.
+Supported: assignments (``NAME=value``, ``NAME+=value``, ``export``, ``declare``, lists), ``bash -c "..."``,
+``read -r -d '' NAME <<EOF``, continued lines, quotes, comments, ``$NAME``, ``${NAME}``, ``${NAME:-default}``,
+``"${NAME[@]}"``, and arithmetic over known integers: ``$((A / B))``, ``$(expr A / B)``.
+Not supported: conditions and loops (all their commands count as run), other command substitutions, ``$1``. A word that
+needs one of these carries the reason in ``obstacle``; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def _expand_commands(
     commands = []
     for command in parsed:
         for name, words in command.lists.items():
-            values[name] = _expanded(words, values)
+            plain = name.rstrip("+")
+            before = values.get(plain, []) if plain != name else []
+            values[plain] = before + _expanded(words, values)
         if command.body is not None and "read" in (word.text for word in command.words):
             values[command.words[-1].text] = _expanded(command.body, values)
             continue
@@ -95,7 +97,16 @@ def _expand_commands(
             for word in words:
                 name, equals, value = word.text.partition("=")
                 if equals:
-                    values[name] = _substituted(word._replace(text=value), values)
+                    new = _substituted(word._replace(text=value), values)
+                    if name.endswith("+"):
+                        name = name[:-1]
+                        (last,) = new
+                        *first, end = values.get(name) or [Word("", word.line)]
+                        new = [
+                            *first,
+                            _joined([end, last], word.line)._replace(text=end.text + last.text),
+                        ]
+                    values[name] = new
                 if name in values and (is_export or name in exported):
                     exported[name] = _joined(values[name], word.line)
             continue
@@ -270,7 +281,7 @@ class _Lexer:
             self._end_word()
             self.items = None
         elif text == "(" and self.word is not None and self.word.endswith("="):
-            self.items = self.done[-1].lists.setdefault(self.word.rstrip("+="), [])
+            self.items = self.done[-1].lists.setdefault(self.word[:-1], [])
             self.word = None
         elif "<" in text or ">" in text:
             if self.word is not None and self.word.isdigit():

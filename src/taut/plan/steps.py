@@ -144,7 +144,8 @@ def workload(run: RunConfig, inputs: Inputs, num_ranks: int) -> Workload:
     longest = inputs.train.longest if not inputs.grows else inputs.longest
     max_tokens = longest if one_sample else max(run.batch.tokens_per_microbatch, longest)
     per_row = max(len(tree.samples) for tree in trees)
-    max_tokens = min(max_tokens, longest * run.batch.samples_per_step * per_row)
+    most = run.batch.tokens_per_step or longest * run.batch.samples_per_step * per_row
+    max_tokens = min(max_tokens, max(most, longest))
     supply = Supply(trees, policy)
     fullest = largest if max_tokens <= largest.num_tokens else supply.filled(max_tokens)
     fullest = max(fullest, largest, key=lambda packed: packed.num_tokens)
@@ -177,7 +178,10 @@ def without_data(run: RunConfig, config: PreTrainedConfig, num_ranks: int) -> Wo
     sample = Sample("sample", np.zeros(length, int), np.arange(1, length), np.ones(length - 1))
     supply = Supply([Tree((sample,))], ALONE)
     window = architecture.flops(skeleton(run, config)).window
-    share = -(-run.batch.samples_per_step // num_ranks)
+    num_samples = run.batch.samples_per_step
+    if run.batch.tokens_per_step is not None:
+        num_samples = max(1, run.batch.tokens_per_step // length)
+    share = -(-num_samples // num_ranks)
     packed = supply.filled(min(max(budget, length), share * length))
     work = [work_of(packed, window)] * max(1, round(share * length / packed.num_tokens))
     source = (

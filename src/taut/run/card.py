@@ -431,6 +431,8 @@ def _training(resolved: Mapping[str, Any], events: Sequence[Event]) -> str:
     adapters = ADAPTERS if _at(config, "lora.rank") else ()
     rows: dict[str, str] = {}
     for key in (*ALWAYS, *adapters, *changed):
+        if key == "batch.samples_per_step" and _at(config, "batch.tokens_per_step"):
+            continue
         value = _at(config, key)
         if value in (None, "auto"):
             value = resolved.get("num_steps") if key == "steps" else decided.get(key, value)

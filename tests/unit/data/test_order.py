@@ -297,3 +297,52 @@ class TestLarge:
         rows = Rows(SimpleNamespace(parts=(part,)))  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"group_prefixes=true, and data.train has 12 samples"):
             rows.order(BatchConfig(group_prefixes=True), 0, 4)
+
+
+class TestTokensPerStep:
+    """Steps that end by tokens."""
+
+    lengths = np.array([3, 1, 4, 1, 5, 9, 2, 6])
+
+    def made(self, most: int, **changes: object) -> Order:
+        limit = order_module.TokenLimit(most, self.lengths)
+        return order(8, 1, tokens=limit, **changes)
+
+    def test_a_step_takes_samples_as_long_as_they_fit(self) -> None:
+        """3 1 4 1 | 5 | 9 | 2 6 within 9 tokens, as 6 + 3 > 9; 3 1 4 1 | 5 | 9 2 | 6 3 1 within 11."""
+        one = self.made(9, is_shuffled=False)
+        assert [one.step(step) for step in (1, 2, 3, 4)] == [[0, 1, 2, 3], [4], [5], [6, 7]]
+        assert self.made(11, is_shuffled=False).step(4) == [7, 0, 1]
+        assert one.num_steps(1.0) == 4
+
+    def test_a_sample_beyond_the_limit_is_a_step_of_its_own(self) -> None:
+        one = self.made(1, is_shuffled=False)
+        assert [one.step(step) for step in (1, 2)] == [[0], [1]]
+        assert one.num_steps(1.0) == 8
+
+    @pytest.mark.parametrize("most", [1, 5, 9, 10, 31, 32, 100])
+    @pytest.mark.parametrize("epochs", [0.5, 1.0, 2.6])
+    def test_every_sample_is_in_one_step_and_a_resume_goes_on(
+        self, most: int, epochs: float
+    ) -> None:
+        one = self.made(most)
+        num_steps = one.num_steps(epochs)
+        steps = [one.step(step, epochs) for step in range(1, num_steps + 1)]
+        flat = [index for step in steps for index in step]
+        endless = [index for number in range(4) for index in one.epoch(number).tolist()]
+        assert flat == endless[: round(8 * epochs)]
+        assert all(self.lengths[step].sum() <= most or len(step) == 1 for step in steps)
+        tokens = [self.lengths[step].sum() for step in steps]
+        firsts = [self.lengths[step[0]] for step in steps[1:]]
+        assert all(own + first > most for own, first in zip(tokens, firsts, strict=False))
+        for done in range(num_steps):
+            again = self.made(most).going_on_from(one.cursor(done, epochs), epochs)
+            assert again.step(done + 1, epochs) == steps[done]
+
+    def test_a_run_that_was_extended_begins_where_it_ended(self) -> None:
+        one = self.made(9)
+        cursor = one.cursor(one.num_steps(0.5), 0.5)
+        more = self.made(9).going_on_from(cursor, 1.0)
+        last = more.num_steps(1.0)
+        flat = [i for step in range(cursor.step + 1, last + 1) for i in more.step(step, 1.0)]
+        assert flat == one.epoch(0).tolist()[cursor.samples :]

@@ -229,3 +229,16 @@ def test_pictures_begin_beside_the_data(tmp_path: Path, monkeypatch: pytest.Monk
     assert folder_of(Source(path="~/data/rows.jsonl"), None, key) == str(tmp_path / "data")
     assert folder_of(Source(path="saved"), None, key) == str(tmp_path / "saved")
     assert folder_of(Source(path="rows.jsonl"), "~/pictures", key) == str(tmp_path / "pictures")
+
+
+def test_texts_are_replaced_in_the_values_of_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    row = {"NAME": 1, "messages": [{"role": "user", "content": "I am NAME of NAME"}]}
+    path.write_text(f"{json.dumps(row)}\n")
+    source = Source(path=str(path), replace={"NAME": 'Ro"bin'})
+    content = {"NAME": 1, "messages": [{"role": "user", "content": 'I am Ro"bin of Ro"bin'}]}
+    assert list(open_source(source).records()) == [(1, content)]
+    assert [json.loads(line) for _, line in open_source(source).lines()] == [content]
+    assert open_source(source).digest != open_source(Source(path=str(path))).digest
+    with pytest.raises(ValueError, match='replace has the key ""'):
+        Source(path=str(path), replace={"": "x"})

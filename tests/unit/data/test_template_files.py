@@ -111,3 +111,11 @@ def test_a_file_is_read_or_refused(tmp_path: Path) -> None:
         read_template(str(file), tokenizer, "template", is_of_run=False)
     file.write_text(TEMPLATES["qwen2.5"])
     assert read_template(str(file), tokenizer, "template", is_of_run=False) == TEMPLATES["qwen2.5"]
+
+
+def test_a_template_may_stand_in_the_configuration() -> None:
+    text = "{% for m in messages %}{{ m.content }}|{% endfor %}"
+    config = DataConfig(template=text)
+    assert input_paths(config) == []
+    made = build_renderer(config, tiny_tokenizer("chatml"))
+    assert made.template.apply([ASKED], (), "row", is_prompt=True).text == "What is 2 plus 3?|"

@@ -90,16 +90,17 @@ The objective comes first: `trl kto` becomes `taut kto`, `loss_type: simpo` of C
   prompts in
   taut and completions elsewhere: a step's completions are divided by the size of a group, and refused where that is no
   whole number.
-- **Packs**: TRL, ms-swift and axolotl count a packed batch in packs of `max_length` tokens, taut in samples.
-  `--samples-per-pack 7` says how many a pack holds; `taut show` says how long samples are. Without it the batch is
-  lacking.
+- **Packs**: TRL, ms-swift, LLaMA-Factory and axolotl count a packed batch in packs of `max_length` tokens. It becomes
+  `batch.tokens_per_step`, the tokens of all packs of a step. Packs are seldom quite full, so a step here has a few more
+  samples; no sample is cut.
 - **Data** keep the names that hubs have for them; ModelScope's become `ms://owner/name`. `NAME#500` is `limit = 500`, a
-  share that is held out is `share`, of rows by their hash.
-- **Rewards** by the names of TRL, open-r1 and ms-swift are those of [rewards](rewards.md); functions of the recipe's
-own
-  are named as `own.py:NAME`, and are lacking until they are written as taut calls them.
-- **Dropout** of adapters is left out where answers are compared; of the frameworks that leave it on there, it is
-lacking.
+  share that is held out is `share`, of rows by their hash. Of `swift/self-cognition`, which has 108 rows, it is a
+  `weight`, and `model_name` and `model_author` are its `replace`.
+- **Rewards** by the names of TRL, open-r1 and ms-swift are those of [rewards](rewards.md). A class that a plugin of
+  ms-swift registers is called as it stands, `plugin.py:CLASS`; other functions of the recipe's own are named as
+  `own.py:NAME`, and are lacking until they are in a file.
+- **Dropout** of adapters is in force in GRPO where each answer is trained on once. It is left out where answers are
+  compared; of the frameworks that leave it on there, it is lacking.
 
 Some values only you know. They stand as a comment in the file, `# train = ?`, with the reason: a chat template that
 stands
@@ -139,7 +140,9 @@ One object. `schema` is `taut.recipe/3`; the number is raised whenever a field c
 The names, the defaults and the outcomes of a framework's options are a file of `src/taut/migrate/frameworks`; what
 takes
 arithmetic or several options is in `src/taut/migrate/topics`, one file for each topic. `python benchmarks/recipes.py
-swift:DIR` counts what becomes of the recipes in a directory and compares what was read with bash and PyYAML.
+swift:DIR` counts what becomes of the recipes in a directory and compares what was read with bash and PyYAML. `python -m
+benchmarks.recipes_beside` runs recipes by their framework and as they are imported: the first losses are equal to 1e-5
+([benchmarks](benchmarks.md#recipes-beside-their-framework)).
 
 ## A new trap
 

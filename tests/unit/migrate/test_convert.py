@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import Template
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from rich.console import Console
 from tests.tiny_tokenizers import save_tokenizer, tiny_tokenizer
@@ -181,9 +182,8 @@ def test_a_packed_batch_counts_packs(framework: str, tmp_path: Path) -> None:
     words = "--packing true --max_length 2048 --per_device_train_batch_size 2 --gradient_accumulation_steps 4"
     offer = carried(tmp_path, framework, words)
     assert "batch.samples_per_step" not in offer["settings"]
-    assert offer["unfilled"]["batch.samples_per_step"].startswith("8 packs of 2048 tokens")
-    assert "a step is 8 packs of 2048 tokens" in lacking(offer)["packing"]
-    assert offer["exit"] == 1
+    assert offer["settings"]["batch.tokens_per_step"] == 8 * 2048
+    assert not lacking(offer)
 
 
 def test_openrlhf_packs_within_a_batch_of_samples(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_a_quantised_base_under_adapters(
         ("swift", "--system prompt.txt", "system"),
         ("swift", "--loss_scale hermes", "loss_scale"),
         ("swift", "--truncation_strategy left", "truncation_strategy"),
-        ("swift", "--streaming true --max_steps 10", "streaming"),
+        ("swift", "--streaming true --max_steps 10 --interleave_prob 0.5 0.5", "interleave_prob"),
         ("trl", "--lr_scheduler_type polynomial", "lr_scheduler_type"),
         ("trl", "--config nowhere.yaml", "config"),
     ],
@@ -639,10 +639,30 @@ def test_openrlhfs_columns(options: str, settings: dict[str, Any], tmp_path: Pat
     assert content["exit"] == 0
 
 
-def test_openrlhfs_prompt_without_a_chat_template_is_lacking(tmp_path: Path) -> None:
+def test_openrlhfs_prompt_without_a_chat_template_becomes_a_template(tmp_path: Path) -> None:
     start = "deepspeed --module openrlhf.cli.train_sft --model.model_name_or_path m --data.dataset r.jsonl "
     content = read(tmp_path, "openrlhf", f"{start}--data.input_key q --data.output_key a\n")
-    assert "User: {}" in lacking(content["carried"])["data.input_template"]
+    settings = content["carried"]["settings"]
+    assert (content["exit"], settings["data.apply_chat_template"]) == (0, True)
+    template = Template(settings["data.template"])
+    asked = {"role": "user", "content": "1 + 1"}
+    said = {"role": "assistant", "content": "2\n"}
+    assert template.render(messages=[asked]) == "User: 1 + 1\nAssistant: "
+    whole = template.render(messages=[asked, said], eos_token="</s>")
+    assert whole == "User: 1 + 1\nAssistant: 2 </s>"
+
+
+def test_a_template_in_the_recipe_is_carried_whole(tmp_path: Path) -> None:
+    text = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    recipe = f"model_name_or_path: m\ndataset_name: rows.jsonl\nchat_template: {json.dumps(text)}\n"
+    content = read(tmp_path, "open-r1", recipe, "sft.yaml")
+    assert (content["exit"], content["carried"]["settings"]["data.template"]) == (0, text)
+
+
+def test_variables_that_the_script_itself_reads_are_no_settings(tmp_path: Path) -> None:
+    before = "export teacher=some/teacher\nexport OTHER=1\nR=$teacher\n"
+    offer = carried(tmp_path, "swift", "--streaming true --max_steps 10", before)
+    assert set(lacking(offer)) == {"$OTHER"}
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,8 @@ RECIPES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     ),
     "trl gkd": (
         "trl", "a.sh", f"python examples/scripts/gkd.py {TRL}--teacher_model_name_or_path t --lmbda 0.25 --beta 0.0",
-        {"method": "gkd", "distill.lmbda": 0.25, "distill.divergence": "forward", "distill.temperature": 0.9},
+        {"method": "gkd", "distill.lmbda": 0.25, "distill.divergence": "forward", "distill.temperature": 1.0,
+         "rollout.temperature": 0.9},
     ),
     "trl distill": (
         "trl", "a.sh", f"python examples/scripts/gkd.py {TRL}--teacher_model_name_or_path t --lmbda 0",
@@ -231,6 +232,19 @@ RECIPES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "llamafactory", "a.yaml", f"{FACTORY}stage: dpo\nfinetuning_type: full\npref_ftx: 0.5\npref_loss: ipo\n",
         {"method": "dpo", "dpo.loss": "ipo", "dpo.sft_weight": 0.5, "data.max_length": 2048},
     ),
+    "llamafactory kto": (
+        "llamafactory", "a.yaml", f"{FACTORY}stage: kto\nfinetuning_type: full\npref_beta: 0.2\n",
+        {"method": "kto", "kto.loss": "kto", "kto.beta": 0.2},
+    ),
+    "llamafactory pt": (
+        "llamafactory", "a.yaml", f"{FACTORY}stage: pt\nfinetuning_type: full\npacking: false\n",
+        {"method": "sft", "data.format": "text", "data.targets": "all",
+         "data.train": [{"path": "data/chats.json", "columns": {"text": "q"}}]},
+    ),
+    "llamafactory neat packing": (
+        "llamafactory", "a.yaml", f"{FACTORY}stage: sft\nfinetuning_type: full\nneat_packing: true\ncutoff_len: 512\n",
+        {"batch.tokens_per_step": 8 * 512, "batch.samples_per_step": None},
+    ),
     "llamafactory simpo": (
         "llamafactory", "a.yaml", f"{FACTORY}stage: dpo\nfinetuning_type: full\npref_loss: simpo\nsimpo_gamma: 0.7\n",
         {"method": "simpo", "simpo.gamma": 0.7},
@@ -298,7 +312,8 @@ def test_no_option_is_silent(case: str, folder: Path) -> None:
         ("trl", f"trl dpo {TRL}--ld_alpha 0.5", "ld_alpha"),
         ("trl", f"trl dpo {TRL}--no_such_option 3", "no_such_option"),
         ("trl", f"trl dpo {TRL}--reward-funcs accuracy", "reward_funcs"),
-        ("swift", f"{RLHF}grpo --reward_funcs accuracy --tuner_type lora", "lora_dropout"),
+        ("llamafactory", f"{FACTORY}stage: pt\nfinetuning_type: full", "packing"),
+        ("swift", f"{RLHF}grpo --reward_funcs accuracy --tuner_type lora --num_iterations 2", "lora_dropout"),
         ("swift", f"{MEGATRON}dpo --moe_z_loss_coeff 1e-3", "moe_z_loss_coeff"),
         ("openrlhf", f"{RAY}--algo.advantage.estimator rloo --train.agent_func_path a.py", "train.agent_func_path"),
     ],
@@ -306,9 +321,10 @@ def test_no_option_is_silent(case: str, folder: Path) -> None:
 def test_what_changes_the_result_is_named(
     framework: str, text: str, key: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = imported(folder, framework, "a.sh", text)
+    name = "a.yaml" if framework == "llamafactory" else "a.sh"
+    report = imported(folder, framework, name, text)
     assert key in {option.key for option in report.carried.having("lacking") if option.changes}
-    spec = f"{framework}:{folder / 'a.sh'}"
+    spec = f"{framework}:{folder / name}"
     assert run(ImportRecipe(recipe=spec)) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -372,13 +388,89 @@ def test_a_file_says_where_each_value_is_from(
     assert "hush" not in text
 
 
-def test_packs_are_counted_where_the_user_says_how_many_samples_they_hold(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "answer"), [(f"{RLHF}dpo", "chosen"), (f"swift sft {SWIFT}", "output")]
+)
+def test_columns_of_swift_are_named_as_the_method_reads_them(
+    command: str, answer: str, folder: Path
+) -> None:
+    text = f"""{command} --columns '{{"q": "query", "a": "response", "b": "rejected_response"}}'"""
+    columns = imported(folder, "swift", "a.sh", text).carried.settings["data.columns"]
+    assert columns == {"instruction": "q", answer: "a", "rejected": "b"}
+
+
+@pytest.mark.parametrize(
+    ("framework", "text", "line"),
+    [
+        ("trl", f"python examples/scripts/orpo.py {TRL}", "trl adds that of the prompts"),
+        ("llamafactory", f"{FACTORY}stage: dpo\nfinetuning_type: full\npref_loss: orpo", "there each answer does"),
+        ("llamafactory", f"{FACTORY}stage: dpo\nfinetuning_type: full\npref_ftx: 0.1", "there each answer does"),
+    ],
+)  # fmt: skip
+def test_another_likelihood_term_is_said(
+    framework: str, text: str, line: str, folder: Path
+) -> None:
+    name = "a.yaml" if framework == "llamafactory" else "a.sh"
+    assert line in " ".join(imported(folder, framework, name, text).carried.assumed)
+
+
+def test_a_packed_batch_is_the_tokens_of_its_packs(folder: Path) -> None:
+    text = f"swift sft {SWIFT}--packing true --per_device_train_batch_size 2 --max_length 4096"
+    carried = imported(folder, "swift", "a.sh", text).carried
+    assert carried.settings["batch.tokens_per_step"] == 16 * 4096
+    assert "batch.samples_per_step" not in carried.settings
+    assert carried.is_exact
+    shorter = imported(folder, "swift", "a.sh", f"{text} --packing_length 1000").carried
+    assert shorter.settings["batch.tokens_per_step"] == 16 * 1000
+
+
+def test_without_a_length_the_batch_of_packs_is_left_to_the_user(folder: Path) -> None:
     text = f"swift sft {SWIFT}--packing true --per_device_train_batch_size 2"
-    report = imported(folder, "swift", "a.sh", text)
-    assert "batch.samples_per_step" in report.carried.unfilled
-    said = examine(f"swift:{folder / 'a.sh'}", samples_per_pack=7).carried
-    assert said.settings["batch.samples_per_step"] == 16 * 7
-    assert "packing" not in {option.key for option in said.having("lacking")}
+    carried = imported(folder, "swift", "a.sh", text).carried
+    assert "batch.samples_per_step" in carried.unfilled
+    assert {option.key for option in carried.having("lacking")} == {"packing"}
+
+
+def test_questions_about_the_model_itself_are_filled_in_and_repeated(folder: Path) -> None:
+    """swift/self-cognition has 108 rows: 500 of them are 4.62963 times each."""
+    options = "--dataset swift/self-cognition#500 --model_name swift-robot --model_author swift"
+    carried = imported(folder, "swift", "a.sh", f"swift sft --model m {options}").carried
+    assert carried.settings["data.train"] == [
+        {
+            "path": "ms://swift/self-cognition",
+            "split": "train",
+            "columns": {"instruction": "query", "output": "response"},
+            "weight": 4.62963,
+            "replace": {"{{NAME}}": "swift-robot", "{{AUTHOR}}": "swift"},
+        }
+    ]
+    assert carried.is_exact
+    two = options.replace("swift-robot", "小黄 Robin").replace("cognition#500", "cognition:qwen3")
+    lacks = imported(folder, "swift", "a.sh", f"swift sft --model m {two}").carried
+    assert {option.key for option in lacks.having("lacking")} == {"model_name", "dataset"}
+
+
+def test_dropout_is_in_force_where_an_answer_is_trained_on_once(folder: Path) -> None:
+    text = f"{RLHF}grpo --reward_funcs accuracy --tuner_type lora --per_device_train_batch_size 4"
+    carried = imported(folder, "swift", "a.sh", text).carried
+    assert carried.settings["lora.dropout"] == 0.05
+    assert carried.is_exact
+    for more in ("--async_generate true", "--steps_per_generation 2"):
+        carried = imported(folder, "swift", "a.sh", f"{text} {more}").carried
+        assert "lora.dropout" not in carried.settings
+        assert "lora_dropout" in {option.key for option in carried.having("lacking")}
+
+
+def test_rewards_that_a_plugin_registers_are_its_classes(folder: Path) -> None:
+    (folder / "plugin.py").write_text(
+        "class Right(ORM):\n    pass\n\norms['right'] = Right\norms['elsewhere'] = Imported\n"
+    )
+    text = f"{RLHF}grpo --per_device_train_batch_size 4 --external_plugins plugin.py --reward_funcs right "
+    carried = imported(folder, "swift", "a.sh", text).carried
+    assert carried.settings["rewards"] == [{"name": "plugin.py:Right", "label": "right"}]
+    assert carried.is_exact
+    carried = imported(folder, "swift", "a.sh", f"{text} elsewhere").carried
+    assert {option.key for option in carried.having("lacking")} == {"reward_funcs"}
 
 
 def test_parallel_layers_are_no_change_of_the_result(folder: Path) -> None:

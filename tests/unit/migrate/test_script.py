@@ -144,3 +144,15 @@ def test_options_and_what_follows_them() -> None:
 def test_a_list_may_hold_what_separates_commands_elsewhere() -> None:
     ((words, _),) = commands('A=(--a 1; --b 2)\nx "${A[@]}"\n', "x.sh")
     assert [word.text for word in words] == ["x", "--a", "1", "--b", "2"]
+
+
+def test_what_is_appended_is_added_to_what_there_was() -> None:
+    text = """declare -a ARGS=(--model "m x")
+ARGS+=(--rate 1)
+OPTS="--a 1"
+OPTS+=" --b 2"
+run "${ARGS[@]}" $OPTS
+"""
+    (command,) = commands(text, "a.sh")
+    words = ["run", "--model", "m x", "--rate", "1", "--a", "1", "--b", "2"]
+    assert [word.text for word in command.words] == words

@@ -521,3 +521,41 @@ def test_a_system_that_does_not_tell_memory_has_no_limit_of_it(
     with _memory(2**30):
         assert resource.getrlimit(resource.RLIMIT_DATA) == before
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+LISTS = """
+import asyncio
+
+def of_trl(completions, prompts, target):
+    (messages,), (prompt,) = completions, prompts
+    return [float(messages[0]["content"] == target[0] and prompt[-1]["role"] == "user")]
+
+async def later(prompts, completions, **columns):
+    await asyncio.sleep(0)
+    return [len(columns["nums"][0])]
+
+class Orm:
+    def __init__(self, args=None, **kwargs):
+        self.best = 7.0
+    def __call__(self, completions, target, **kwargs):
+        return [self.best if text == right else None for text, right in zip(completions, target)]
+
+def two(completions):
+    return [1.0, 2.0]
+"""
+
+
+def test_functions_of_other_frameworks_are_called_with_lists_of_one(tmp_path: Path) -> None:
+    path = tmp_path / "lists.py"
+    path.write_text(LISTS)
+    asked = ({"role": "user", "content": "?"},)
+    row = {"target": "yes", "nums": [1, 2, 3]}
+    answers = [Answered(text=text, row=row, prompt=asked) for text in ("yes", "no")]
+    names = [f"{path}:{name}" for name in ("of_trl", "later", "Orm", "two")]
+    with open_panel(names, ONE) as panel:
+        verdicts = panel.grade(answers, ["of_trl", "later", "Orm", "two"])
+    parts = [verdict.parts for verdict in verdicts]
+    assert [part["of_trl"].value for part in parts] == [1.0, 0.0]
+    assert [part["later"].value for part in parts] == [3.0, 3.0]
+    assert [part["Orm"].value for part in parts] == [7.0, None]
+    assert all("expected a list with one number" in str(part["two"].error) for part in parts)

@@ -101,10 +101,6 @@ OTHER_KINDS: dict[str, Lacking] = {
         "num_labels problem_type mrl_dims",
     ),
     **lacking(
-        "fills in {{NAME}} and {{AUTHOR}} in rows of swift/self-cognition",
-        "model_name model_author",
-    ),
-    **lacking(
         "adapters are initialised as in the LoRA paper",
         "init_weights lora_ga_batch_size lora_ga_iters "
         "lora_ga_max_length lora_ga_direction lora_ga_scale lora_ga_stable_gamma",
@@ -134,10 +130,7 @@ OTHER_KINDS: dict[str, Lacking] = {
         "an empty thought is not put before answers",
         "add_non_thinking_prefix disable_ignore_empty_think",
     ),
-    **lacking(
-        "data that are read as a stream, and shuffled as such",
-        "streaming shuffle_buffer_size interleave_prob stopping_strategy",
-    ),
+    **lacking("a mixture of streams: weight of each source", "interleave_prob stopping_strategy"),
     **lacking(
         "data in a form of the framework's own",
         "cached_dataset cached_val_dataset custom_dataset_info disable_auto_column_mapping load_data_args",

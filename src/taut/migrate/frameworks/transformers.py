@@ -44,6 +44,9 @@ NEEDLESS = {
         "predict_with_generate prediction_loss_only batch_eval_metrics include_inputs_for_metrics eval_steps "
         "eval_strategy evaluation_strategy num_generations_eval generate_during_eval num_sample_generations"
     ),
+    "rows are shuffled whole, where a stream is shuffled in a buffer": (
+        "streaming dataset_streaming shuffle_buffer_size streaming_multipack_buffer_size"
+    ),
     "every token of a step counts the same, on all processes": "average_tokens_across_devices",
     "the order of rows follows from seed": "shuffle_dataset dataset_shuffle data_seed train_dataloader_shuffle",
     "the group's rows are computed together, whatever the batch of a forward": (
@@ -111,7 +114,6 @@ LACKING: dict[str, Lacking] = {
     **lacking(
         "the adapters of taut are on linear modules", "lora_target_parameters target_parameters"
     ),
-    **lacking("data that are read as a stream", "streaming dataset_streaming"),
     **lacking("a part of a data set's files", "data_dir data_files dataset_kwargs"),
     **lacking(
         "training does not stop early, and the last model is kept: eval.best keeps the best one too",

@@ -14,6 +14,9 @@ from taut.migrate.frameworks.tables import words
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 """Data files that taut reads."""
+SELF_COGNITION = ("swift/self-cognition", "modelscope/self-cognition")
+SELF_COGNITION_ROWS = 108
+TAKEN = "has as many rows as are named, or more: the first are taken, where ms-swift draws them"
 SWIFT_COLUMNS = {
     "messages": "messages",
     "conversations": "conversations",
@@ -256,8 +259,7 @@ def _carry_swift(draft: Draft) -> None:
         _hold_out(draft, "split_dataset_ratio", train)
         _set_eval_steps(draft, "eval_steps")
     _carry_swift_columns(draft)
-    if "self-cognition" not in str(draft.value("dataset", "")):
-        draft.needless("fills in rows of swift/self-cognition only", "model_name", "model_author")
+    draft.needless("fills in rows of swift/self-cognition only", "model_name", "model_author")
 
 
 def _swift_sources(draft: Draft, word: str, uses_hugging_face: bool) -> list[Source]:
@@ -267,11 +269,9 @@ def _swift_sources(draft: Draft, word: str, uses_hugging_face: bool) -> list[Sou
         rest = word
     rest, has_count, count = rest.rpartition("#") if "#" in rest else (rest, "", "")
     limit = {"limit": int(count)} if has_count and count.isdigit() and int(count) else {}
-    if limit:
-        draft.assumed.append(
-            f"{rest}: the first {count} rows; ms-swift draws so many of them, or repeats them up to that number"
-        )
     if Path(rest).suffix in SUFFIXES:
+        if limit:
+            draft.assumed.append(f"{rest} {TAKEN}")
         return [{"path": rest} | limit]
     path, _, subsets = rest.partition(":")
     is_directory = path.startswith((".", "/", "~", "<")) or path.endswith("/")
@@ -281,17 +281,45 @@ def _swift_sources(draft: Draft, word: str, uses_hugging_face: bool) -> list[Sou
     source = hub(path) if is_hugging_face else {"path": path.rstrip("/") if is_directory else path}
     if not is_directory:
         source["split"] = "train"
+    if path.partition("://")[2] in SELF_COGNITION or path in SELF_COGNITION:
+        return [_self_cognition(draft, source, subset, limit) for subset in subsets.split("/")]
+    if limit:
+        draft.assumed.append(f"{rest} {TAKEN}")
     return [
         source | present("name", subset.strip() or None) | limit for subset in subsets.split("/")
     ]
+
+
+def _self_cognition(draft: Draft, source: Source, subset: str, limit: Source) -> Source:
+    """Questions about the model itself: names are filled in, and rows repeated to a number of them."""
+    source = source | {"columns": {"instruction": "query", "output": "response"}}
+    if subset.strip() not in ("", "default"):
+        draft.lacking("dataset", f"the subset {subset}, whose rows ms-swift changes: write them so")
+    if limit:
+        source["weight"] = float(f"{limit['limit'] / SELF_COGNITION_ROWS:.6g}")
+    texts = {}
+    for name, mark in (("model_name", "{{NAME}}"), ("model_author", "{{AUTHOR}}")):
+        words = draft.value(name)
+        words = words if isinstance(words, list) else [] if words is None else [words]
+        if draft.is_unknown(name):
+            continue
+        if len(set(words)) > 1:
+            draft.lacking(name, "another one in Chinese than in English: write them into the rows")
+        elif words:
+            texts[mark] = str(words[0])
+            draft.carried([name], ["data.train"], f"data.train: replace {mark}")
+    return source | ({"replace": texts} if texts else {})
 
 
 def _carry_swift_columns(draft: Draft) -> None:
     columns = draft.value("columns")
     if not isinstance(columns, dict):
         return
-    if set(map(str, columns.values())) <= SWIFT_COLUMNS.keys():
-        ours = {SWIFT_COLUMNS[ours]: theirs for theirs, ours in columns.items()}
+    known = SWIFT_COLUMNS
+    if draft.method in ("dpo", "orpo", "cpo", "simpo", "reward"):
+        known = known | {"response": "chosen"}
+    if set(map(str, columns.values())) <= known.keys():
+        ours = {known[ours]: theirs for theirs, ours in columns.items()}
         draft.set("data.columns", ours, "columns")
     else:
         draft.lacking("columns", "columns that taut has no name for")
@@ -389,22 +417,29 @@ def _carry_openrlhf_columns(draft: Draft) -> None:
 
 
 def _carry_openrlhf_template(draft: Draft, is_text: bool) -> None:
-    """``input_template`` writes prompts that no chat template renders."""
-    template = draft.value("data.input_template")
+    """``input_template`` writes prompts without a chat template; an answer ends with a space and the end token."""
+    name, template = "data.input_template", draft.value("data.input_template")
     if not is_text or template is None or "{}" not in str(template):
-        draft.needless(
-            "rows go through the chat template", "data.apply_chat_template", "data.input_template"
-        )
+        draft.needless("rows go through the chat template", "data.apply_chat_template", name)
     else:
-        why = f"the prompt is written as {json.dumps(template)}, not with a chat template: put it into the rows"
-        draft.lacking("data.input_template", why)
+        before, after = (json.dumps(part) for part in str(template).split("{}", 1))
+        answer = "{{ m.content.rstrip('\\n') + ' ' + eos_token }}"
+        text = (
+            f"{{% for m in messages %}}{{% if m.role == 'user' %}}{{{{ {before} + m.content + {after} }}}}"
+            f"{{% else %}}{answer}{{% endif %}}{{% endfor %}}"
+        )
+        draft.set("data.template", text, name)
+        draft.set("data.apply_chat_template", True, "data.apply_chat_template")
     if is_text:
         draft.needless(
             "no chat template is used", "data.apply_chat_template", "data.tokenizer_chat_template"
         )
     elif draft.is_on("data.tokenizer_chat_template"):
-        draft.lacking("data.tokenizer_chat_template", "write it to a file: data.template")
-        draft.leave_open("data.template", "a file with data.tokenizer_chat_template")
+        draft.set(
+            "data.template",
+            str(draft.value("data.tokenizer_chat_template")),
+            "data.tokenizer_chat_template",
+        )
     else:
         draft.off("data.tokenizer_chat_template")
 
@@ -429,7 +464,8 @@ def _carry_llamafactory(draft: Draft) -> None:
             if not isinstance(entry, Mapping):
                 lacks.append(f"{word}: dataset_info.json, which says what it is, is not here")
                 continue
-            source, missing = _factory_source(word, entry, directory)
+            is_text = draft.recipe.method == "pt"
+            source, missing = _factory_source(word, entry, directory, is_text=is_text)
             sources.append(source)
             lacks += missing
         if is_count(most := draft.value("max_samples")) and key == "data.train":
@@ -449,10 +485,11 @@ def _carry_llamafactory(draft: Draft) -> None:
 
 
 def _factory_source(
-    name: str, entry: Mapping[str, Any], directory: str
+    name: str, entry: Mapping[str, Any], directory: str, *, is_text: bool
 ) -> tuple[Source, list[str]]:
-    """An entry of dataset_info.json."""
+    """An entry of dataset_info.json. ``is_text``: its prompts are the documents."""
     lacks = []
+    known = FACTORY_COLUMNS | ({"prompt": "text"} if is_text else {})
     if entry.get("hf_hub_url"):
         source = hub(str(entry["hf_hub_url"])) | {"split": entry.get("split", "train")}
     elif entry.get("ms_hub_url"):
@@ -464,9 +501,9 @@ def _factory_source(
         lacks.append(f"{name} is loaded by a script of its own")
     source |= present("name", entry.get("subset")) | present("limit", entry.get("num_samples"))
     columns = {
-        FACTORY_COLUMNS[ours]: theirs
+        known[ours]: theirs
         for ours, theirs in (entry.get("columns") or {}).items()
-        if ours in FACTORY_COLUMNS and FACTORY_COLUMNS[ours] != theirs
+        if ours in known and known[ours] != theirs
     }
     lacks += [
         f"column {ours} of {name}"

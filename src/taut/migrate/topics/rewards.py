@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from taut.migrate.draft import Draft, is_off
+from taut.migrate.dialects import find_near
+from taut.migrate.draft import Draft, is_off, words_of
+from taut.migrate.recipe import read_text
 
 Spec = dict[str, Any]
 MATH: Spec = {"name": "math"}
@@ -43,8 +46,15 @@ def carry_rewards(draft: Draft) -> None:
     value = draft.value("reward_funcs")
     names = value if isinstance(value, list) else [] if is_off(value) else [value]
     specs, own = list[Spec](), list[str]()
+    plugins = _plugins(draft)
     for name in map(str, names):
         spec = _named(draft, name.rpartition(".")[2] if name.startswith("trl.") else name)
+        if spec is None and name in plugins:
+            spec = {"name": plugins[name], "label": name}
+            draft.carried(["external_plugins"], ["rewards"], "rewards: FILE.py:CLASS")
+            draft.assumed.append(
+                f"{plugins[name]} judges each answer by itself; where its file imports ms-swift, that is installed"
+            )
         if spec is None:
             own.append(name)
             spec = {"name": f"own.py:{name.rpartition('.')[2]}"}
@@ -103,6 +113,20 @@ def carry_rewards(draft: Draft) -> None:
         draft.lacking(
             "reward_funcs", "no reward is named: what an answer is worth is in the recipe's code"
         )
+
+
+def _plugins(draft: Draft) -> dict[str, str]:
+    """The rewards of ms-swift that its plugins register, as ``orms["NAME"] = CLASS``: the name -> FILE.py:CLASS."""
+    found = {}
+    for file in words_of(draft.value("external_plugins")):
+        path = find_near(draft.facts.directory / "recipe", file)
+        if path is None or path.suffix != ".py":
+            continue
+        text = read_text(path)
+        for name, kind in re.findall(r"""(?m)^orms\[["'](\w+)["']\] *= *(\w+)""", text):
+            if re.search(rf"(?m)^class {kind}\b", text):
+                found[name] = f"{file}:{kind}"
+    return found
 
 
 def _named(draft: Draft, name: str) -> Spec | None:

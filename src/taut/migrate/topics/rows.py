@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from taut.migrate.dialects import find_near
@@ -171,8 +172,8 @@ def carry_template(draft: Draft) -> None:
         if is_off(template) or (draft.framework == "axolotl" and template == "tokenizer_default"):
             draft.off(name)
             draft.needless("the tokenizer's own", name)
-        elif str(template).endswith(".jinja"):
-            draft.set("data.template", template, name)
+        elif str(template).endswith(".jinja") or re.search(r"{[{%#]", str(template)):
+            draft.set("data.template", str(template), name)
         elif draft.framework == "axolotl":
             draft.assumed.append(f"the model's own chat template is axolotl's {template}")
             draft.needless("the model's own, by its name", name)

@@ -22,7 +22,7 @@ SCHEDULES = {
 }
 
 
-def carry_batch(draft: Draft, samples_per_pack: int | None) -> None:
+def carry_batch(draft: Draft) -> None:
     """Samples per step: a product with the number of processes, unless the framework says it."""
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "sequence_parallel_size")
     number, stated_by = draft.processes.number, draft.processes.stated_by
@@ -54,7 +54,7 @@ def carry_batch(draft: Draft, samples_per_pack: int | None) -> None:
         if not is_known:
             draft.leave_open("batch.samples_per_step", "a factor of the batch is not known")
             draft.carried(names[:2], ["batch.samples_per_step"])
-            _carry_packing(draft, None, samples_per_pack, used)
+            _carry_packing(draft, None, used)
             return
         assert number is not None
         rows = each * times * max(1, number // shards)
@@ -65,7 +65,7 @@ def carry_batch(draft: Draft, samples_per_pack: int | None) -> None:
     if draft.method in POLICY_METHODS:
         rows = _prompts_of(draft, rows)
     draft.set("batch.samples_per_step", rows, *used, why=why)
-    _carry_packing(draft, rows, samples_per_pack, used)
+    _carry_packing(draft, rows, used)
 
 
 def _prompts_of(draft: Draft, completions: int) -> int:
@@ -114,39 +114,48 @@ def _prompts_of(draft: Draft, completions: int) -> int:
     return completions // n
 
 
-def _carry_packing(
-    draft: Draft, rows: int | None, samples_per_pack: int | None, used: tuple[str, ...]
-) -> None:
-    """trl, ms-swift and axolotl count packs where samples are packed."""
+def _carry_packing(draft: Draft, rows: int | None, used: tuple[str, ...]) -> None:
+    """Where a framework packs samples, a step is so many packs: as many tokens as those hold."""
     extra = ("packing_length", "packing_strategy")
-    if not draft.is_on("packing") and not draft.is_unknown("packing"):
-        draft.needless("packing is always on and exact", "packing", *extra)
+    if draft.framework == "llamafactory" and draft.recipe.method == "pt" and draft.is_on("packing"):
+        why = "documents are joined and cut, and see each other, unless packing is false; taut cuts none"
+        draft.lacking("packing", why)
+        draft.off("neat_packing")
         return
-    length = draft.value("packing_length") or draft.value("max_length") or "max_length"
+    option, other = "packing", "neat_packing"
+    if draft.is_on(other):
+        option, other = other, option
+    draft.needless("packing is always on and exact", other)
+    if not draft.is_on(option) and not draft.is_unknown(option):
+        draft.needless("packing is always on and exact", option, *extra)
+        return
     if draft.method in POLICY_METHODS or (
         draft.framework == "llamafactory" and draft.method != "sft"
     ):
         draft.needless("what is generated is counted in samples", "packing", *extra)
         return
-    if rows is not None and samples_per_pack is not None:
-        why = f"batch.samples_per_step: {rows} packs of {samples_per_pack} samples"
-        draft.set("batch.samples_per_step", rows * samples_per_pack, *used, "packing", why=why)
-    else:
-        packs = "an unknown number of packs" if rows is None else f"{rows} packs"
-        why = (
-            f"a step is {packs} of {length} tokens, and batch.samples_per_step counts samples: say "
-            "how many a pack holds "
-            "with --samples-per-pack N"
+    name = "packing_length" if draft.is_on("packing_length") else "max_length"
+    length, packs = draft.value(name), "an unknown number of packs"
+    if rows is not None and is_count(length) and not draft.is_unknown(name, option):
+        draft.settings.pop("batch.samples_per_step")
+        why = f"batch.tokens_per_step: {rows} packs of {length} tokens"
+        draft.set("batch.tokens_per_step", rows * length, *used, option, name, why=why)
+        draft.assumed.append(
+            f"a step has {rows * length} tokens, or as many less as the next sample has: {rows} packs of {length} "
+            "tokens, which are seldom quite full"
         )
-        draft.lacking("packing", why)
-        if rows is not None:
-            draft.leave_open(
-                "batch.samples_per_step",
-                f"{packs} of {length} tokens: {rows} x the samples of a pack",
-            )
+    else:
+        packs = f"{rows} packs" if rows is not None else packs
+        why = (
+            f"a step is {packs} of {length or name} tokens: batch.tokens_per_step is their product"
+        )
+        draft.lacking(option, why)
+        draft.leave_open("batch.samples_per_step", why)
     draft.needless("reported with packing", "packing_length")
     if draft.value("packing_strategy") == "wrapped":
         draft.lacking("packing_strategy", "samples are joined and cut; taut cuts none")
+    elif draft.value("packing_strategy") in ("bfd_split", "bfd-requeue"):
+        draft.set("data.too_long", "split", "packing_strategy")
     else:
         draft.needless("packing is exact", "packing_strategy")
 

@@ -100,9 +100,18 @@ def carry_adapters(draft: Draft) -> None:
 
 
 def _carry_dropout(draft: Draft) -> None:
-    """Methods that compare logprobs have no dropout in taut; most frameworks switch it off there as well."""
+    """Methods that compare logprobs have no dropout in taut; most frameworks switch it off there as well.
+
+    GRPO leaves it on. An answer that is trained on once is compared with nothing older.
+    """
     name, dropout = "lora_dropout", draft.value("lora_dropout") or 0
-    if draft.is_unknown(name) or draft.method == "sft":
+    has_lag = draft.recipe.method == "async_grpo" or any(
+        draft.is_on(name) for name in ("async_generate", "train.async_enable")
+    )
+    updates = draft.settings.get("rollout.minibatches", 1) * (draft.value("num_iterations") or 1)
+    is_alone = draft.method == "grpo" and updates == 1 and not has_lag
+    is_noisy = bool(dropout) and is_alone and not draft.value("disable_dropout")
+    if draft.is_unknown(name) or draft.method == "sft" or is_noisy:
         draft.set("lora.dropout", dropout, name)
     elif not dropout:
         draft.needless("off", name)
@@ -113,7 +122,9 @@ def _carry_dropout(draft: Draft) -> None:
             name,
             f"dropout of {dropout} while answers are compared, which would be noise: lora.dropout=0",
         )
-    if draft.value("disable_dropout") is False and "disable_dropout" in draft.given:
+    if is_noisy:
+        draft.carried(["disable_dropout"], ["lora.dropout"])
+    elif draft.value("disable_dropout") is False and "disable_dropout" in draft.given:
         draft.lacking("disable_dropout", "dropout is off where answers are compared")
     else:
         draft.needless("dropout is off where answers are compared", "disable_dropout")
