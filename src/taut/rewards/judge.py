@@ -310,6 +310,12 @@ class RewardServer(Verifier):
 
     def __post_init__(self) -> None:
         read_url(self.url, "reward_server.url", "options.api_key_env")
+        for key in ("mark", "tokens"):
+            if value := getattr(self.steps, key):
+                raise ConfigError(
+                    f"reward_server: steps.{key}={value!r} would be ignored: the server divides the answer; expected a "
+                    f"model in this process; name it with reward_model, or take steps.{key} out"
+                )
 
     def prepare(self) -> None:
         """ConfigError if the key is not in the environment."""

@@ -140,7 +140,9 @@ One object. `schema` is `taut.recipe/3`; the number is raised whenever a field c
 The names, the defaults and the outcomes of a framework's options are a file of `src/taut/migrate/frameworks`; what
 takes
 arithmetic or several options is in `src/taut/migrate/topics`, one file for each topic. `python benchmarks/recipes.py
-swift:DIR` counts what becomes of the recipes in a directory and compares what was read with bash and PyYAML.
+swift:DIR` counts what becomes of the recipes in a directory and compares what was read with bash and PyYAML. `python -m
+benchmarks.recipes_beside` runs recipes by their framework and as they are imported: the first losses are equal to 1e-5
+([benchmarks](benchmarks.md#recipes-beside-their-framework)).
 
 ## A new trap
 

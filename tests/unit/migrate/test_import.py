@@ -122,7 +122,8 @@ RECIPES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     ),
     "trl gkd": (
         "trl", "a.sh", f"python examples/scripts/gkd.py {TRL}--teacher_model_name_or_path t --lmbda 0.25 --beta 0.0",
-        {"method": "gkd", "distill.lmbda": 0.25, "distill.divergence": "forward", "distill.temperature": 0.9},
+        {"method": "gkd", "distill.lmbda": 0.25, "distill.divergence": "forward", "distill.temperature": 1.0,
+         "rollout.temperature": 0.9},
     ),
     "trl distill": (
         "trl", "a.sh", f"python examples/scripts/gkd.py {TRL}--teacher_model_name_or_path t --lmbda 0",
@@ -230,6 +231,19 @@ RECIPES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "llamafactory", "a.yaml", f"{FACTORY}stage: dpo\nfinetuning_type: full\npref_ftx: 0.5\npref_loss: ipo\n",
         {"method": "dpo", "dpo.loss": "ipo", "dpo.sft_weight": 0.5, "data.max_length": 2048},
     ),
+    "llamafactory kto": (
+        "llamafactory", "a.yaml", f"{FACTORY}stage: kto\nfinetuning_type: full\npref_beta: 0.2\n",
+        {"method": "kto", "kto.loss": "kto", "kto.beta": 0.2},
+    ),
+    "llamafactory pt": (
+        "llamafactory", "a.yaml", f"{FACTORY}stage: pt\nfinetuning_type: full\npacking: false\n",
+        {"method": "sft", "data.format": "text", "data.targets": "all",
+         "data.train": [{"path": "data/chats.json", "columns": {"text": "q"}}]},
+    ),
+    "llamafactory neat packing": (
+        "llamafactory", "a.yaml", f"{FACTORY}stage: sft\nfinetuning_type: full\nneat_packing: true\ncutoff_len: 512\n",
+        {"batch.tokens_per_step": 8 * 512, "batch.samples_per_step": None},
+    ),
     "llamafactory simpo": (
         "llamafactory", "a.yaml", f"{FACTORY}stage: dpo\nfinetuning_type: full\npref_loss: simpo\nsimpo_gamma: 0.7\n",
         {"method": "simpo", "simpo.gamma": 0.7},
@@ -297,6 +311,7 @@ def test_no_option_is_silent(case: str, folder: Path) -> None:
         ("trl", f"trl dpo {TRL}--ld_alpha 0.5", "ld_alpha"),
         ("trl", f"trl dpo {TRL}--no_such_option 3", "no_such_option"),
         ("trl", f"trl dpo {TRL}--reward-funcs accuracy", "reward_funcs"),
+        ("llamafactory", f"{FACTORY}stage: pt\nfinetuning_type: full", "packing"),
         ("swift", f"{RLHF}grpo --reward_funcs accuracy --tuner_type lora --num_iterations 2", "lora_dropout"),
         ("swift", f"{MEGATRON}dpo --moe_z_loss_coeff 1e-3", "moe_z_loss_coeff"),
         ("openrlhf", f"{RAY}--algo.advantage.estimator rloo --train.agent_func_path a.py", "train.agent_func_path"),
@@ -305,9 +320,10 @@ def test_no_option_is_silent(case: str, folder: Path) -> None:
 def test_what_changes_the_result_is_named(
     framework: str, text: str, key: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = imported(folder, framework, "a.sh", text)
+    name = "a.yaml" if framework == "llamafactory" else "a.sh"
+    report = imported(folder, framework, name, text)
     assert key in {option.key for option in report.carried.having("lacking") if option.changes}
-    spec = f"{framework}:{folder / 'a.sh'}"
+    spec = f"{framework}:{folder / name}"
     assert run(ImportRecipe(recipe=spec)) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -369,6 +385,32 @@ def test_a_file_says_where_each_value_is_from(
     assert "# torchrun --nproc-per-node 2 -m taut dpo run.toml" in text
     assert "checked by the configuration's classes" in text
     assert "hush" not in text
+
+
+@pytest.mark.parametrize(
+    ("command", "answer"), [(f"{RLHF}dpo", "chosen"), (f"swift sft {SWIFT}", "output")]
+)
+def test_columns_of_swift_are_named_as_the_method_reads_them(
+    command: str, answer: str, folder: Path
+) -> None:
+    text = f"""{command} --columns '{{"q": "query", "a": "response", "b": "rejected_response"}}'"""
+    columns = imported(folder, "swift", "a.sh", text).carried.settings["data.columns"]
+    assert columns == {"instruction": "q", answer: "a", "rejected": "b"}
+
+
+@pytest.mark.parametrize(
+    ("framework", "text", "line"),
+    [
+        ("trl", f"python examples/scripts/orpo.py {TRL}", "trl adds that of the prompts"),
+        ("llamafactory", f"{FACTORY}stage: dpo\nfinetuning_type: full\npref_loss: orpo", "there each answer does"),
+        ("llamafactory", f"{FACTORY}stage: dpo\nfinetuning_type: full\npref_ftx: 0.1", "there each answer does"),
+    ],
+)  # fmt: skip
+def test_another_likelihood_term_is_said(
+    framework: str, text: str, line: str, folder: Path
+) -> None:
+    name = "a.yaml" if framework == "llamafactory" else "a.sh"
+    assert line in " ".join(imported(folder, framework, name, text).carried.assumed)
 
 
 def test_a_packed_batch_is_the_tokens_of_its_packs(folder: Path) -> None:

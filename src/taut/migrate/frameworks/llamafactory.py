@@ -78,10 +78,11 @@ LLAMAFACTORY = Tables(
             "fps": 2.0,
             "fps_max_frames": 128,
         },
+        "pt": {"packing": True},
         "dpo": PREFERENCES,
         "orpo": PREFERENCES,
         "simpo": {**PREFERENCES, "simpo_gamma": 0.5, "cpo_alpha": 0.0},
-        "kto": PREFERENCES,
+        "kto": {**PREFERENCES, "loss_type": "kto"},
         "ppo": {
             "num_ppo_epochs": 4,
             "num_mini_batches": 1,
@@ -102,7 +103,6 @@ LLAMAFACTORY = Tables(
         merged(
             transformers.NEEDLESS,
             {
-                "packing is always on and exact": "neat_packing",
                 "kernels: the numbers are the same": (
                     "use_unsloth use_unsloth_gc use_v1_kernels use_kv_cache infer_backend infer_dtype"
                 ),

@@ -321,8 +321,11 @@ def _carry_swift_columns(draft: Draft) -> None:
         columns = {theirs: ours for theirs, ours in columns.items() if ours != "solution"}
         if not columns:
             return
-    if set(map(str, columns.values())) <= SWIFT_COLUMNS.keys():
-        ours = {SWIFT_COLUMNS[ours]: theirs for theirs, ours in columns.items()}
+    known = SWIFT_COLUMNS
+    if draft.method in ("dpo", "orpo", "cpo", "simpo", "reward"):
+        known = known | {"response": "chosen"}
+    if set(map(str, columns.values())) <= known.keys():
+        ours = {known[ours]: theirs for theirs, ours in columns.items()}
         draft.set("data.columns", ours, "columns")
     else:
         draft.lacking("columns", "columns that taut has no name for")
@@ -467,7 +470,8 @@ def _carry_llamafactory(draft: Draft) -> None:
             if not isinstance(entry, Mapping):
                 lacks.append(f"{word}: dataset_info.json, which says what it is, is not here")
                 continue
-            source, missing = _factory_source(word, entry, directory)
+            is_text = draft.recipe.method == "pt"
+            source, missing = _factory_source(word, entry, directory, is_text=is_text)
             sources.append(source)
             lacks += missing
         if is_count(most := draft.value("max_samples")) and key == "data.train":
@@ -487,10 +491,11 @@ def _carry_llamafactory(draft: Draft) -> None:
 
 
 def _factory_source(
-    name: str, entry: Mapping[str, Any], directory: str
+    name: str, entry: Mapping[str, Any], directory: str, *, is_text: bool
 ) -> tuple[Source, list[str]]:
-    """An entry of dataset_info.json."""
+    """An entry of dataset_info.json. ``is_text``: its prompts are the documents."""
     lacks = []
+    known = FACTORY_COLUMNS | ({"prompt": "text"} if is_text else {})
     if entry.get("hf_hub_url"):
         source = hub(str(entry["hf_hub_url"])) | {"split": entry.get("split", "train")}
     elif entry.get("ms_hub_url"):
@@ -502,9 +507,9 @@ def _factory_source(
         lacks.append(f"{name} is loaded by a script of its own")
     source |= present("name", entry.get("subset")) | present("limit", entry.get("num_samples"))
     columns = {
-        FACTORY_COLUMNS[ours]: theirs
+        known[ours]: theirs
         for ours, theirs in (entry.get("columns") or {}).items()
-        if ours in FACTORY_COLUMNS and FACTORY_COLUMNS[ours] != theirs
+        if ours in known and known[ours] != theirs
     }
     lacks += [
         f"column {ours} of {name}"

@@ -51,8 +51,16 @@ def carry_preferences(draft: Draft) -> None:
         draft.carried(["loss_type"], ["method"])
     elif method == "orpo":
         draft.carried(["loss_type"], ["method"])
+        if draft.framework in ("trl", "open-r1"):
+            draft.assumed.append(
+                "the likelihood that is learned is that of the chosen answers; trl adds that of the prompts"
+            )
     elif method == "reward":
         _carry_reward(draft)
+    if draft.framework == "llamafactory" and (method == "orpo" or draft.is_on("rpo_alpha")):
+        draft.assumed.append(
+            "each token of the chosen answers counts the same in their likelihood; there each answer does"
+        )
     draft.off("rpo_alpha", "alpha", "label_smoothing", "reference_free")
     draft.needless("of the DPO family", *(() if method == "dpo" else ("discopop_tau",)))
     carry_reference(draft)

@@ -117,8 +117,17 @@ def _prompts_of(draft: Draft, completions: int) -> int:
 def _carry_packing(draft: Draft, rows: int | None, used: tuple[str, ...]) -> None:
     """Where a framework packs samples, a step is so many packs: as many tokens as those hold."""
     extra = ("packing_length", "packing_strategy")
-    if not draft.is_on("packing") and not draft.is_unknown("packing"):
-        draft.needless("packing is always on and exact", "packing", *extra)
+    if draft.framework == "llamafactory" and draft.recipe.method == "pt" and draft.is_on("packing"):
+        why = "documents are joined and cut, and see each other, unless packing is false; taut cuts none"
+        draft.lacking("packing", why)
+        draft.off("neat_packing")
+        return
+    option, other = "packing", "neat_packing"
+    if draft.is_on(other):
+        option, other = other, option
+    draft.needless("packing is always on and exact", other)
+    if not draft.is_on(option) and not draft.is_unknown(option):
+        draft.needless("packing is always on and exact", option, *extra)
         return
     if draft.method in POLICY_METHODS or (
         draft.framework == "llamafactory" and draft.method != "sft"
@@ -127,10 +136,10 @@ def _carry_packing(draft: Draft, rows: int | None, used: tuple[str, ...]) -> Non
         return
     name = "packing_length" if draft.is_on("packing_length") else "max_length"
     length, packs = draft.value(name), "an unknown number of packs"
-    if rows is not None and is_count(length) and not draft.is_unknown(name, "packing"):
+    if rows is not None and is_count(length) and not draft.is_unknown(name, option):
         draft.settings.pop("batch.samples_per_step")
         why = f"batch.tokens_per_step: {rows} packs of {length} tokens"
-        draft.set("batch.tokens_per_step", rows * length, *used, "packing", name, why=why)
+        draft.set("batch.tokens_per_step", rows * length, *used, option, name, why=why)
         draft.assumed.append(
             f"a step has {rows * length} tokens, or as many less as the next sample has: {rows} packs of {length} "
             "tokens, which are seldom quite full"
@@ -140,7 +149,7 @@ def _carry_packing(draft: Draft, rows: int | None, used: tuple[str, ...]) -> Non
         why = (
             f"a step is {packs} of {length or name} tokens: batch.tokens_per_step is their product"
         )
-        draft.lacking("packing", why)
+        draft.lacking(option, why)
         draft.leave_open("batch.samples_per_step", why)
     draft.needless("reported with packing", "packing_length")
     if draft.value("packing_strategy") == "wrapped":

@@ -60,6 +60,9 @@ def carry_teacher(draft: Draft) -> None:
     if divergence == "js":
         draft.set("distill.beta", beta, "beta")
     temperature = draft.value("temperature")
+    names: tuple[str, ...] = ("temperature",)
+    if draft.framework in ("trl", "open-r1") and draft.recipe.method == "gkd":
+        temperature, names = 1.0, ()  # theirs is of sampling alone
     is_listed = "distill.teacher" not in draft.settings and "distill.teacher" not in draft.unfilled
     if is_listed and divergence == "forward":
         draft.set("distill.tail", "renormalise")
@@ -70,7 +73,7 @@ def carry_teacher(draft: Draft) -> None:
         )
         temperature = 1.0
     if is_number(temperature):
-        draft.set("distill.temperature", temperature, "temperature")
+        draft.set("distill.temperature", temperature, *names)
         if temperature != 1:
             draft.assumed.append(
                 f"the divergence is multiplied by {temperature:g}^2 here: a factor that AdamW does not see and "

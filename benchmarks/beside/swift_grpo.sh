@@ -1,0 +1,25 @@
+# Rewards for short answers.
+swift rlhf \
+    --rlhf_type grpo \
+    --model LLM-Research/Meta-Llama-3-8B-Instruct \
+    --reward_funcs soft_overlong \
+    --soft_cache_length 120 \
+    --soft_max_length 128 \
+    --tuner_type full \
+    --torch_dtype float32 \
+    --dataset data/questions.jsonl \
+    --load_from_cache_file false \
+    --max_completion_length 128 \
+    --max_steps 2 \
+    --per_device_train_batch_size 8 \
+    --learning_rate 1e-4 \
+    --gradient_accumulation_steps 1 \
+    --logging_steps 1 \
+    --max_length 128 \
+    --output_dir out \
+    --warmup_ratio 0.05 \
+    --num_generations 4 \
+    --temperature 0.9 \
+    --loss_type bnpo \
+    --beta 0.04 \
+    --log_completions true
