@@ -248,7 +248,15 @@ def _content(content: Any) -> str:
     return " ".join(part.get("text", "") for part in content if isinstance(part, Mapping))
 
 
-UNREAD = ("folder", "bad", "fps", "max_frames", "limit_video_pixels", "limit_video_seconds")
+UNREAD = (
+    "folder",
+    "bad",
+    "fps",
+    "max_frames",
+    "max_frame_pixels",
+    "limit_video_pixels",
+    "limit_video_seconds",
+)
 """Picture settings that only concern files of rows."""
 
 
