@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tests.chat_runs import column, events, save_model
+from tests.chat_runs import column, events, save_model, write_rows
 from tests.fake_vllm import Body, Fault
 from tests.fake_weight_sync import tiny
-from tests.online_runs import keys_of, train
+from tests.online_runs import keys_of, questions, train
 from tests.sampling_server import SamplingServer
 from tests.unit.commands.test_score import save_reward
 from transformers import AutoModelForCausalLM
@@ -162,6 +163,37 @@ def test_with_a_lag_a_teacher_in_this_process_learns_what_is_taken(
     draws = [draw for e in rollouts for draw in e["draws"]]
     assert sorted(draws) == list(range(8))
     assert min(column(out, "loss")) > 0
+    assert feeds() == []
+
+
+def test_with_a_lag_the_datas_answers_join_the_rollout_of_their_place(
+    server: SamplingServer, model: Path, tmp_path: Path
+) -> None:
+    """As many in each rollout as at lag=0: a function of the seed."""
+    teacher = save_model(tmp_path / "teacher", "llama", seed=1)
+    rows = [
+        {**row, "messages": [*row["messages"], {"role": "assistant", "content": row["answer"]}]}
+        for row in questions(8)
+    ]
+    lag = {**COMMON, "rollout__urls": server.url, "rollout__lag": 1, "rollout__n": 1}
+    keys = keys_of(
+        "gkd",
+        model,
+        tmp_path,
+        **lag,
+        distill__teacher=str(teacher),
+        distill__lmbda=0.5,
+        data__train=str(write_rows(tmp_path / "rows.jsonl", rows)),
+    )
+    train(keys)
+    rollouts = events(Path(keys["out"]), "rollout")
+    size = COMMON["batch__samples_per_step"]
+    drawn = [np.random.default_rng([0, phase, 4]).random(size) < 0.5 for phase in range(4)]
+    own = [phase * size + k for phase, some in enumerate(drawn) for k in np.flatnonzero(some)]
+    assert [e.get("from_data", 0) for e in rollouts] == [size - some.sum() for some in drawn]
+    assert sorted(draw for e in rollouts for draw in e.get("draws", [])) == own
+    assert 0 < len(own) < 4 * size
+    assert max(e.get("staleness_max", 0) for e in rollouts) <= 1
     assert feeds() == []
 
 

@@ -20,6 +20,7 @@ from taut.commands.export import run as export
 from taut.commands.verify import Finding, Verify, limits_of, verify
 from taut.config import replace
 from taut.errors import ConfigError, ModelError
+from taut.models.gguf import bits_of
 from taut.models.load import quiet_library
 
 BESIDE = (
@@ -158,10 +159,12 @@ def test_compressed_tensors(bits: int, finished: Path, tmp_path: Path) -> None:
     assert replay(made, finished)["dtype"].detail.startswith(f"{bits} bits by compressed-tensors")
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0", "Q4_1"])
 def test_gguf(kind: str, finished: Path, file: Path, tmp_path: Path) -> None:
     made = rewritten(file, tmp_path / "made.gguf", GGMLQuantizationType[kind])
     assert failed(made, finished) == set()
+    bits = {"F32": 32, "Q8_0": 8, "Q4_0": 4, "Q4_1": 4}[kind]
+    assert bits_of(GGUFReader(made)) == bits
     difference = replay(made, finished)["logprobs"].detail
     assert difference.startswith("mean difference ")
     assert kind in replay(made, finished)["dtype"].detail
@@ -232,10 +235,10 @@ def test_what_cannot_be_read_is_refused(finished: Path, file: Path, tmp_path: Pa
         verify(Verify(model=str(other), contract=str(finished), device="cpu"))
     few = Verify(model="few.gguf", contract=str(finished))
     with pytest.raises(
-        ConfigError, match=r"weights of 3.4 bits.*expected at least 4 bits.*set tolerance"
+        ConfigError, match=r"weights of 3 bits.*expected at least 4 bits.*set tolerance"
     ):
-        limits_of(3.4375, few)
-    assert limits_of(3.4375, replace(few, {"tolerance": 4.0})).difference == 4.0
+        limits_of(3, few)
+    assert limits_of(3, replace(few, {"tolerance": 4.0})).difference == 4.0
     awq = shutil.copytree(finished, tmp_path / "awq")
     config = json.loads((awq / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "awq", "bits": 4, "version": "gemm"}

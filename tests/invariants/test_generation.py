@@ -6,6 +6,7 @@ in a micro-batch of the training scorer.
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import numpy as np
@@ -18,7 +19,7 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from taut.config import replace
 from taut.data.packing import ALONE, pack
 from taut.inference.engine import Sampling
-from taut.inference.local import LocalConfig, LocalEngine
+from taut.inference.local import ConversationConfig, LocalEngine
 from taut.models.attention_backends import PREFIX
 from taut.models.precision import compute_context
 from taut.models.scorer import Scorer
@@ -36,14 +37,14 @@ def scorer_of(name: str) -> Scorer:
     return Scorer(model)
 
 
-def engine_of(scorer: Scorer, **config: int) -> LocalEngine:
+def engine_of(scorer: Scorer, **config: float) -> LocalEngine:
     return LocalEngine(
         scorer,
         tiny_tokenizer(),
         STOP,
         context=200,
         compute=partial(compute_context, torch.float64, CPU),
-        config=LocalConfig(**config),
+        config=ConversationConfig(**config),  # type: ignore[arg-type]
     )
 
 
@@ -125,6 +126,40 @@ def assert_same(left: list[Completion], right: list[Completion]) -> None:
         assert completion.ids_N.tolist() == other.ids_N.tolist()
         assert completion.finish_reason == other.finish_reason
         assert np.abs(completion.logp_N - other.logp_N).max() < LIMIT
+
+
+def turns(engine: LocalEngine) -> list[Completion]:
+    """Four rounds: each prompt goes on after its completion. In the third, one goes on twice, another's history has
+    been edited, and there is one more.
+    """
+    sampling = replace(DRAWN, {"n": 1})
+    generator = np.random.default_rng(1)
+    asked, completions = prompts(7), []
+    for number in range(4):
+        if number == 2:
+            again, edited = Prompt("fork", asked[0].ids_T), asked[2].ids_T.copy()
+            edited[30] = 91
+            asked[2] = Prompt(asked[2].id, edited)
+            asked += [again, Prompt("new", generator.integers(3, 90, 17))]
+        done = engine.generate(asked, sampling)
+        completions += [dataclasses.replace(c, prompt_id=f"{c.prompt_id}@{number}") for c in done]
+        said = [generator.integers(3, 90, 1 + index) for index in range(len(asked))]
+        asked = [
+            Prompt(prompt.id, np.concatenate([prompt.ids_T, completion.ids_N, more]))
+            for prompt, completion, more in zip(asked, done, said, strict=True)
+        ]
+    return completions
+
+
+@pytest.mark.parametrize("name", slow_except(["llama", "gemma2"], CARRIED))
+def test_turns_are_sampled_as_without_what_is_kept_of_earlier_ones(name: str) -> None:
+    scorer = scorer_of(name)
+    wanted = turns(engine_of(scorer))
+    few = 2**16 / 2**30  # bytes of some of the conversations
+    for config in ({}, {"sequences": 3, "prefill_tokens": 30}, {"prefix_cache_gib": few}):
+        engine = engine_of(scorer, **config)
+        with engine.conversation():
+            assert_same(wanted, turns(engine))
 
 
 @pytest.mark.parametrize(

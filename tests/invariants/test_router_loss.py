@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests import judged_runs, online_runs
 from tests.chat_runs import (
     QUIET,
     chats,
@@ -209,3 +210,23 @@ def test_choices_are_counted_before_they_are_narrowed() -> None:
 def test_a_model_without_such_a_loss_is_refused(name: str, why: str) -> None:
     with pytest.raises(ModelError, match=f"router.aux_loss_coef=0.3: found .*{why}"):
         RouterRecorder(tiny_model(name), COEF)
+
+
+@pytest.mark.parametrize("method", slow_except(["dpo"], ["dpo", "kto", "reward", "grpo", "ppo"]))
+def test_every_method_has_it(method: str, tmp_path: Path) -> None:
+    """Two steps in micro-batches of two sizes: a pair, another's answer, a scalar head, rollouts, a critic."""
+    model = save_model(tmp_path / "moe", "qwen3_moe", dtype=torch.float64)
+    runs = online_runs if method in online_runs.METHODS_KEYS else judged_runs
+    keys = runs.keys_of(method, model, tmp_path / "data") | {
+        "check": "off",
+        "steps": 2,
+        "contract.prompts": 0,
+        "router.aux_loss_coef": COEF,
+    }
+    for size in (90, 2000):
+        runs.train(keys | {"out": str(tmp_path / str(size)), "batch.tokens_per_microbatch": size})
+    small, large = tmp_path / "90", tmp_path / "2000"
+    for field in ("loss", "grad_norm", "router_aux_loss"):
+        assert column(small, field) == pytest.approx(column(large, field), rel=LIMIT, abs=LIMIT)
+    assert min(column(small, "router_aux_loss")) > 0
+    assert largest_difference(weights(small / "model"), weights(large / "model")) < LIMIT

@@ -176,6 +176,15 @@ class Own:
             return out, lse
         return out.index_select(0, self._spread[1]), lse.index_select(0, self._spread[1])
 
+    def keys_values(self, layer: nn.Module, row: int) -> KeysValues:
+        """[Hkv, tokens, K] of a running completion, after ``attend`` and before its token is counted; with the prompt's
+        last stretch where that is here.
+        """
+        place = self.places[row]
+        seen = slice(self._starts[place] if self._starts else 0, self.length + 1)
+        key, value = self.kept[layer]
+        return key[place, :, seen], value[place, :, seen]
+
     def keep(self, is_live: Sequence[bool]) -> None:
         """Drop completions that have ended. Their places are freed together, once they are a quarter."""
         live = [place for place, stays in zip(self.places, is_live, strict=True) if stays]
@@ -325,6 +334,11 @@ class Decoding:
                 part.keep(is_live[start:stop])
         for group, (start, stop) in self._rows():
             group.num_rows = sum(is_live[start:stop])
+
+    def place_of(self, row: int) -> tuple[Own, int]:
+        """What has the tokens of a completion, and which row it is there."""
+        own, start = next((own, start) for own, start, stop in self.owns if start <= row < stop)
+        return own, row - start
 
     def attend(
         self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: Call

@@ -50,7 +50,7 @@ from taut.plan.memory import (
 )
 from taut.plan.models import FUSED, Kernels, skeleton
 from taut.plan.rates import GPUS, Rates, Seconds, calibrate, from_data_sheet, recomputed
-from taut.plan.rollouts import rollout_of, seconds_of
+from taut.plan.rollouts import Rollout, rollout_of, seconds_of
 from taut.plan.scoring import scoring_of
 from taut.plan.steps import Workload, without_data, workload
 from taut.run.inputs import load_inputs
@@ -330,9 +330,7 @@ class _Planner:
             ranks = self.run.gpus
             self.now = predict_steps(self.run, self.model, kernels, self.work, num_ranks=ranks)
         self.half = self._trace(self.work.supply.filled(max(1, self.full.num_tokens // 2)))
-        supply = self.work.supply
-        self.rollout = rollout_of(self.run, self.model, kernels, supply, self.run.gpus)
-        self.scoring = scoring_of(self.run, kernels, supply, self.run.gpus)
+        self._around: dict[int, tuple[Rollout | None, int]] = {}
 
     def way(self, name: str, configured: Plan, rates: Rates | None) -> Way:
         """The prediction on the given number of GPUs."""
@@ -362,8 +360,16 @@ class _Planner:
     def footprint(self, prediction: Prediction, num_ranks: int) -> Footprint:
         """The bytes of a rank."""
         kernels = self.machine.kernels
-        rollout, scoring = self.rollout, self.scoring
+        rollout, scoring = self._around_on(num_ranks)
         return footprint_of(self.run, prediction.traced, kernels, num_ranks, rollout, scoring)
+
+    def _around_on(self, num_ranks: int) -> tuple[Rollout | None, int]:
+        """What generating and scoring take of each of so many ranks."""
+        if num_ranks not in self._around:
+            run, kernels, supply = self.run, self.machine.kernels, self.work.supply
+            rollout = rollout_of(run, self.model, kernels, supply, num_ranks)
+            self._around[num_ranks] = rollout, scoring_of(run, kernels, supply, num_ranks)
+        return self._around[num_ranks]
 
     def _trace(self, packed: Packed, num_ranks: int | None = None) -> Prediction:
         kernels, is_first = self.machine.kernels, self.work.later is None
@@ -407,9 +413,10 @@ class _Planner:
         else:
             return None
         count, generating, source = len(steps), 0.0, total.source
-        if self.rollout is not None and rates is None:
+        rollout, _ = self._around_on(num_ranks)
+        if rollout is not None and rates is None:
             replicas = self.run.parallel.replicas
-            generating = seconds_of(self.machine.name, traced, self.rollout, num_ranks, replicas)
+            generating = seconds_of(self.machine.name, traced, rollout, num_ranks, replicas)
         elif self.run.generates and not self.run.is_replayed:
             source += "; of training alone"
         return replace(

@@ -49,6 +49,7 @@ from taut.inference.reward_model import Batcher, JudgeUse, Rendered, as_steps, o
 from taut.io import files
 from taut.io.temporary import TemporaryFolder
 from taut.io.terminal import Terminal
+from taut.rewards.steps import split_steps
 from taut.vision.content import claimed_pixels
 from taut.vision.image_store import OF_ROWS, require_unset
 
@@ -297,7 +298,7 @@ def _answer(number: int, prompt: Any, completion: Any, separator: str | None) ->
     if separator is None:
         return row
     answer = row.completion if isinstance(row, Completion) else text_of(row.messages[-1]["content"])
-    stepwise = as_steps(row, answer, separator)
+    stepwise = as_steps(row, split_steps(answer, separator))
     if not stepwise.steps:
         raise DataError(f"{where}: found no step; expected text")
     return stepwise

@@ -312,14 +312,14 @@ def _logps(replays: Sequence[Replay], tolerance: float) -> Finding:
     return Finding("logprobs", "passed" if worst <= tolerance else "failed", detail)
 
 
-def limits_of(bits: float, config: Verify) -> Limits:
+def limits_of(bits: int, config: Verify) -> Limits:
     """Raises ConfigError where there are none for so few bits, and none is set."""
     known = [number for number in LIMITS if number <= bits]
     if config.tolerance is not None:
         return Limits(config.tolerance, LIMITS[max(known)].share if known else 0.0)
     if not known:
         raise ConfigError(
-            f"model={config.model} has weights of {bits:.2g} bits, for which no limit is known (3 bits moved a small "
+            f"model={config.model} has weights of {bits} bits, for which no limit is known (3 bits moved a small "
             f"model's logprobs by 3 nats); expected at least {min(LIMITS)} bits, or a limit of yours; set tolerance"
         )
     return LIMITS[max(known)]

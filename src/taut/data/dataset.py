@@ -758,6 +758,8 @@ def key_of(
     if has_images:
         frames = columns.images.fps, columns.images.max_frames
         parts += [*frames, columns.folder, str(Path.cwd())]
+        if columns.images.max_frame_pixels is not None:
+            parts.append({"max_frame_pixels": columns.images.max_frame_pixels})
     if columns.apply_chat_template:
         parts.append("apply_chat_template")
     if columns.system:

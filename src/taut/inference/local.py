@@ -5,6 +5,9 @@
     decode    one forward per step over one new token of each live completion, flat (attention/decode.py); positions
               continue after the pictures of its prompt (vision/placeholders.py)
 
+Between the calls of one ``conversation()`` keys and values are kept (prefix_cache.py): of a prompt that goes on from an
+earlier one, as each turn does, only the new tokens are computed (attention/extension.py).
+
 A completion that ends leaves the batch at once and a waiting one enters; the order depends on counts only, never on
 time. Under several ranks the prompts are divided and all ranks run equally many forwards (sharded weights need that).
 The training mode is restored, and no global random state is read or changed.
@@ -26,31 +29,43 @@ Shapes: logits [B, V] of B completions.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.attention.decode import Decoding, Group, Own, Stretch, is_similar, stack
+from taut.attention.decode import Decoding, Group, KeysValues, Own, Stretch, is_similar, stack
+from taut.attention.extension import extend
 from taut.attention.layout import Layout
 from taut.config import NotNegative, configclass
 from taut.data.packing import PackPolicy, common_prefix, pack
 from taut.errors import ModelError, NonFiniteError
 from taut.inference.engine import OnDone, Sampling, Texts, require_usable, room, stream_seed
+from taut.inference.prefix_cache import LEAST, Kept, PrefixCache, Run, key_of
 from taut.models import architecture, products
 from taut.models.packed_weights import PackedWeights
 from taut.models.precision import cast_once
 from taut.models.scorer import Scorer, evaluating
 from taut.train.distributed import Ranks
-from taut.types import Completion, FinishReason, IntArray, Prompt, Sample, to_device, to_host
+from taut.types import (
+    Completion,
+    FinishReason,
+    IntArray,
+    Packed,
+    Prompt,
+    Sample,
+    to_device,
+    to_host,
+)
 from taut.vision.placeholders import next_position
 
 BLOCK = 256
@@ -155,6 +170,15 @@ class LocalConfig:
     beyond it are used as they are. 0: no copies."""
 
 
+@configclass
+class ConversationConfig(LocalConfig):
+    """The engine in this process, for conversations of several turns."""
+
+    prefix_cache_gib: NotNegative = 2.0
+    """Memory in GiB for the keys and values that are kept from turn to turn of a conversation, so that a turn computes
+    only its new tokens; conversations that no turn reads are dropped first. 0: a turn computes its whole prompt."""
+
+
 @dataclass(eq=False, slots=True)
 class Row:
     """A completion under way."""
@@ -212,7 +236,7 @@ class LocalEngine:
         *,
         context: int | None,
         compute: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        config: LocalConfig = LocalConfig(),  # noqa: B008 (frozen)
+        config: LocalConfig = ConversationConfig(),  # noqa: B008 (frozen)
         ranks: Ranks | None = None,
     ) -> None:
         """``context``: tokens a prompt and its completion may have; ``compute``: the precision context of a forward.
@@ -233,6 +257,7 @@ class LocalEngine:
         self.stop_ids = frozenset(stop_ids)
         self.texts = Texts(tokenizer, stop_ids)
         self.version = 0
+        self._cache: PrefixCache | None = None
         self.compute, self._ranks = compute, ranks or Ranks(0, 1, scorer.device)
 
     def generate(
@@ -244,6 +269,7 @@ class LocalEngine:
         """
         require_usable(prompts, self.context)
         mine = prompts[self._ranks.share :: self._ranks.num_shares]
+        self._begin_round(mine)
         done: list[Completion] = []
         packed = self._packed()
         with self._forward(packed):
@@ -262,12 +288,25 @@ class LocalEngine:
 
     def update(self, version: int) -> None:
         """Record the version; the weights are the trainer's tensors."""
+        assert self._cache is None, "the weights do not change in the middle of a conversation"
         self.version = version
+
+    @contextmanager
+    def conversation(self) -> Iterator[None]:
+        """Keep keys and values from call to call inside the block, where the weights must stay as they are."""
+        assert self._cache is None, "conversation does not nest"
+        assert isinstance(self.config, ConversationConfig)
+        self._cache = PrefixCache(int(self.config.prefix_cache_gib * 2**30))
+        try:
+            yield
+        finally:
+            self._cache = None
 
     def tokens(self, prompt: Prompt, sampling: Sampling) -> Iterator[int]:
         """The ids of one completion as they are sampled, including the id that ends it."""
         assert sampling.n == 1 and self._ranks.size == 1
         require_usable([prompt], self.context)
+        self._begin_round([prompt])
         packed = self._packed()
         rows = self._run([prompt], sampling, packed)
         while True:
@@ -331,9 +370,11 @@ class LocalEngine:
         while call.waiting and len(chosen) * call.sampling.n < free:
             prompt = call.waiting[0]
             shared = common_prefix(_as_sample(chosen[-1]), _as_sample(prompt)) if chosen else 0
-            num_tokens += prompt.ids_T.size - shared
-            if chosen and num_tokens > self.config.prefill_tokens:
-                break
+            known = sum(size for _, size in self._known(prompt))
+            size = prompt.ids_T.size - max(shared, known)
+            num_tokens += size
+            if chosen and size and num_tokens > self.config.prefill_tokens:
+                break  # one that repeats another adds nothing
             chosen.append(call.waiting.popleft())
         for prompt in (
             *chosen,
@@ -344,13 +385,9 @@ class LocalEngine:
         rooms = {prompt.id: room(prompt, call.sampling, self.context) for prompt in chosen}
         call.packed.expect(max(rooms.values()))
         packed = pack([_as_sample(prompt) for prompt in chosen], SHARE)
-        last_T = None if packed.last_T is None else packed.last_T.numpy()
-        layout = Layout(packed.reach_T.numpy(), last_T, self.scorer.device, kept={})
-        logits_RV = self.scorer.next_logits(
-            packed.ids_T, packed.position_ids, layout, packed.read_R, packed.media
-        )
         by_id = {prompt.id: prompt for prompt in chosen}
         ordered = [by_id[name] for name in packed.sample_ids]
+        layout, logits_RV = self._next_logits(packed, ordered)
         begun = _stretches(layout, packed.read_R.numpy(), is_single=call.sampling.n == 1)
         for number, path, is_alone in begun:
             prompt = ordered[number]
@@ -364,6 +401,81 @@ class LocalEngine:
             )
             call.begun.append(Prefilled(rows, path, is_alone, logits_RV[number]))
 
+    def _next_logits(self, packed: Packed, prompts: Sequence[Prompt]) -> tuple[Layout, Tensor]:
+        """The layout of these prompts with all their keys and values, and the logits after each of them."""
+        last_T = None if packed.last_T is None else packed.last_T.numpy()
+        layout = Layout(packed.reach_T.numpy(), last_T, self.scorer.device, kept={})
+        ids_T, position_ids, read_R = packed.ids_T, packed.position_ids, packed.read_R
+        starts = [segment.start for segment in layout.segments]
+        found: list[tuple[IntArray, Kept, int]] = []
+        for prompt, last in zip(prompts, read_R.tolist(), strict=True):
+            path, at = layout.paths[bisect_right(starts, last) - 1], 0
+            for run, size in self._known(prompt):
+                found.append((path[at : at + size], run.kept, run.key_N.size))
+                at += size
+        if not found or any(p.media and p.media[-1].stop == p.ids_T.size for p in prompts):
+            return layout, self.scorer.next_logits(
+                ids_T, position_ids, layout, read_R, packed.media
+            )
+        extension = extend(layout, found, read_R)
+        rows = extension.layout.rows_read
+        assert rows is not None
+        place_T = np.searchsorted(rows, np.arange(layout.num_tokens))  # right where a token is new
+        media = [
+            replace(image, start=int(place_T[image.start]), stop=int(place_T[image.stop - 1]) + 1)
+            for image in packed.media
+            if image.start in rows
+        ]
+        logits_RV = self.scorer.next_logits(
+            ids_T[rows],
+            position_ids[..., rows],
+            extension,
+            torch.from_numpy(place_T[read_R.numpy()]),
+            media,
+        )
+        return extension.layout, logits_RV
+
+    def _begin_round(self, prompts: Sequence[Prompt]) -> None:
+        """What these prompts begin with stays while they are computed."""
+        if self._cache is not None:
+            self._cache.round += 1
+            for prompt in prompts:
+                self._known(prompt)
+
+    def _known(self, prompt: Prompt) -> list[tuple[Run, int]]:
+        """The runs that a prompt begins with, and how many tokens of each."""
+        if self._cache is None:
+            return []
+        found = self._cache.find(key_of(prompt))
+        return found if sum(size for _, size in found) >= LEAST else []
+
+    def _remember(self, row: Row, path: Sequence[Stretch], own: tuple[Own, int] | None) -> None:
+        """Keep what was computed for a finished completion: all but its last token. ``own``: what has its tokens, and
+        its row there; None: it has one token.
+        """
+        if self._cache is None:
+            return
+
+        def pairs_of(layer: nn.Module) -> list[KeysValues]:
+            pairs = [stretch.keys_values(layer) for stretch in path]
+            return pairs if own is None else [*pairs, own[0].keys_values(layer, own[1])]
+
+        def copy(first: int) -> Kept:
+            copied: dict[nn.Module, KeysValues] = {}
+            for layer in layers:
+                left, keys, values = first, [], []
+                for key, value in pairs_of(layer):
+                    keys.append(key[:, left:])
+                    values.append(value[:, left:])
+                    left = max(0, left - key.shape[1])
+                copied[layer] = torch.cat(keys, 1), torch.cat(values, 1)
+            return copied
+
+        layers = [*(path[0].stack if own is None else own[0]).kept]
+        each = [x[:, :1].nbytes for layer in layers for x in pairs_of(layer)[0]]
+        key_T = np.concatenate([key_of(row.prompt), np.array(row.ids[:-1], np.int64)])
+        self._cache.add(key_T, sum(each), copy)
+
     def _begin(self, call: _Call) -> Iterator[Row]:
         """Draw the first token of the next prompt's completions, as many as have room."""
         begun = call.begun[0]
@@ -372,6 +484,9 @@ class LocalEngine:
         if not begun.rows:
             call.begun.popleft()
         self._draw(begun.logits_V.expand(len(rows), -1), rows, call.sampling)
+        for row in rows:
+            if row.finish is not None:
+                self._remember(row, begun.path, None)
         yield from rows
         live = [row for row in rows if row.finish is None]
         if live:
@@ -390,6 +505,10 @@ class LocalEngine:
             ids_B, torch.tensor(position), decoding, torch.arange(len(rows))
         )
         self._draw(logits_BV, rows, call.sampling)
+        paths = (group.path for group in call.groups for _ in range(group.num_rows))
+        for number, (row, path) in enumerate(zip(rows, paths, strict=True)):
+            if row.finish is not None:
+                self._remember(row, path, decoding.place_of(number))
         decoding.advance([row.finish is None for row in rows])
         yield from rows
         if not all(group.num_rows for group in call.groups):

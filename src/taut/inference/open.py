@@ -115,7 +115,7 @@ class ModelUse:
         }
         unread = reads["server" if self.engine == "local" else "local"]
         for key in unread:
-            if getattr(self, key) != getattr(ModelUse, key):
+            if getattr(self, key) != getattr(type(self), key):
                 raise ConfigError(
                     f"settings of {key} would be ignored by engine={self.engine}, which does not read them; remove "
                     "them, or set the other engine"

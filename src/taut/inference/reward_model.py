@@ -32,6 +32,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from pydantic import Field
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from taut.config import ComputeDtype, Decision, configclass, from_mapping, to_dict
 from taut.data.cache import default_directory
@@ -58,14 +59,14 @@ from taut.inference.open import (
 )
 from taut.models.attention_backends import select
 from taut.models.flash_attention import activate
-from taut.models.load import load_config, load_tokenizer
-from taut.models.reward_model import load_reward_model, reward_skeleton
+from taut.models.load import load_config, load_model, load_skeleton, load_tokenizer
+from taut.models.reward_model import compare_tokens, load_reward_model, reward_skeleton
 from taut.models.scorer import Scorer
 from taut.models.self_test import run_self_test
 from taut.rewards import Answered, Score, Verifier
 from taut.rewards.judge import RewardModel, conversed
 from taut.rewards.panel import Rater
-from taut.rewards.steps import Stepped, StepsConfig, probability, split_steps
+from taut.rewards.steps import Stepped, StepsConfig, marked, probability, split_steps
 from taut.rewards.verifier import reason, scored
 from taut.types import FloatArray, Sample, Wants
 from taut.vision.content import ImagesConfig
@@ -217,14 +218,20 @@ class Judge:
 
 
 def open_judge(
-    use: JudgeUse, directory: Path | None = None, device: torch.device | None = None
+    use: JudgeUse,
+    directory: Path | None = None,
+    device: torch.device | None = None,
+    tokens: Sequence[str] = (),
 ) -> Judge:
     """Load and test the reward model that ``use`` names. ``directory``: for copies of pictures; by default the cache's.
-    ``device``: in place of its own, where several processes have one each.
-    Raises TautError where it cannot be loaded with these settings.
+    ``device``: in place of its own, where several processes have one each. ``tokens``: of a causal language model,
+    those of right and wrong. Raises TautError where it cannot be loaded with these settings.
     """
     config = load_config(use.model, use.trust_remote_code)
-    skeleton = reward_skeleton(use.model, config, None, use.trust_remote_code)
+    if tokens:
+        skeleton = load_skeleton(use.model, config, use.trust_remote_code)
+    else:
+        skeleton = reward_skeleton(use.model, config, None, use.trust_remote_code)
     tokenizer = load_tokenizer(use.model, use.trust_remote_code)
     image_store = open_image_store(
         use.model,
@@ -251,9 +258,8 @@ def open_judge(
         Decision("attention", chosen.name, chosen.reason),
         *activate(chosen.name, device, config),
     ]
-    model = load_reward_model(
+    model = (load_model if tokens else partial(load_reward_model, head=None))(
         use.model,
-        None,
         dtype=dtype.dtype,
         device=device,
         attention=chosen.implementation,
@@ -265,16 +271,30 @@ def open_judge(
     proof = run_self_test(scorer, compute(), dtype.dtype, context or PROVED)
     if proof.one_sample is not None:
         decisions.append(Decision("packing", "one sample at a time", proof.one_sample))
+    if tokens:
+        compare_tokens(model, *(_single_token(tokenizer, text) for text in tokens))
     return Judge(
         model=use.model,
         scorer=scorer,
         renderer=renderer,
         context=context,
-        is_process=type(model).__name__.endswith("ForTokenClassification"),
+        is_process=bool(tokens) or type(model).__name__.endswith("ForTokenClassification"),
         tokens_per_batch=use.tokens_per_batch,
         one_sample=proof.one_sample,
         compute=compute,
         decisions=tuple(decisions),
+    )
+
+
+def _single_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    """The id of a text that is one token: as a token's own name, or without the space that a tokenizer puts first."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) == 1:
+        return int(ids[0])
+    if (known := tokenizer.get_vocab().get(text)) is not None:
+        return int(known)
+    raise ConfigError(
+        f"steps.tokens: {text!r} is {len(ids)} tokens of {tokenizer.name_or_path}; expected one; give a text that is"
     )
 
 
@@ -431,7 +451,8 @@ def open_rater(verifier: Verifier, device: torch.device | None = None) -> Rater:
     del settings["steps"]
     if device is not None and verifier.device != "auto":
         device = torch.device(verifier.device)
-    judge = open_judge(from_mapping(JudgeUse, settings), device=device)
+    use, tokens = from_mapping(JudgeUse, settings), verifier.steps.tokens
+    judge = open_judge(use, device=device, tokens=tokens)
     if verifier.steps.separator is not None:
         judge.require_process("steps.separator")
     return rater(judge, verifier.steps)
@@ -448,7 +469,7 @@ def rater(judge: Judge, steps: StepsConfig = WHOLE) -> Rater:
                 found[number] = scored("", Stepped.of(answered.text, [], steps))
                 continue
             try:
-                row = _row(answered, f"answer {number}", steps.separator)
+                row = _row(answered, f"answer {number}", steps)
                 ((sample,),) = judge.render([row])
             except DataError as error:
                 found[number] = Score(error=reason(error))
@@ -469,9 +490,15 @@ def rater(judge: Judge, steps: StepsConfig = WHOLE) -> Rater:
     return rate
 
 
-def _row(answered: Answered, place: str, separator: str | None) -> AnyRow:
-    """An answer as a row to score; with ``separator`` one that is read at the end of each step."""
-    prompt = answered.prompt
+def _row(answered: Answered, place: str, steps: StepsConfig) -> AnyRow:
+    """An answer as a row to score; with ``steps.separator`` one that is read at the end of each step."""
+    prompt, separator = answered.prompt, steps.separator
+    spans: Sequence[tuple[int, int]] = ()
+    if separator is not None:
+        spans = split_steps(answered.text, separator)
+        if steps.mark is not None:
+            text, spans = marked(answered.text, separator, steps.mark)
+            answered = replace(answered, text=text)
     row: Row
     if isinstance(prompt, str):
         row = Completion(place, prompt, answered.text)
@@ -480,10 +507,9 @@ def _row(answered: Answered, place: str, separator: str | None) -> AnyRow:
         row = read_conversation(
             messages, place, first_learned=len(prompt), column="prompt+completion"
         )
-    return row if separator is None else as_steps(row, answered.text, separator)
+    return row if separator is None else as_steps(row, spans)
 
 
-def as_steps(row: Row, text: str, separator: str) -> Stepwise:
-    """A row whose answer ``text`` is read at the end of each step."""
-    spans = tuple(split_steps(text, separator))
-    return Stepwise(row.place, row, spans, (0.0,) * len(spans))
+def as_steps(row: Row, spans: Sequence[tuple[int, int]]) -> Stepwise:
+    """A row whose answer is read at the end of each of these parts of its text."""
+    return Stepwise(row.place, row, tuple(spans), (0.0,) * len(spans))

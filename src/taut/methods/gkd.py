@@ -9,19 +9,17 @@ several and the model as its own teacher score each rollout once, by their likel
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, ClassVar, Literal
 
-import numpy as np
 from pydantic import Field
 
-from taut.config import Decision, configclass
+from taut.config import configclass
 from taut.data.dataset import Dataset, Split, load_dataset
-from taut.data.prompts import PromptRow, PromptSet
+from taut.data.prompts import PromptSet
 from taut.data.render import Renderer
 from taut.errors import ConfigError, DataError
-from taut.inference.engine import Engine
 from taut.inference.local import LocalEngine
 from taut.losses.loss import Loss
 from taut.methods.aux_models import AuxModels
@@ -30,16 +28,14 @@ from taut.methods.method import MethodName
 from taut.methods.online import OnlineMethod
 from taut.methods.rollout_teachers import RolloutTeachersConfig, open_teachers
 from taut.methods.teacher import DistillConfig
-from taut.rewards.panel import PanelConfig, Verdict
+from taut.rewards.panel import PanelConfig
 from taut.rl.advantages import Credit, TrainSample
+from taut.rl.data_answers import DataAnswers
 from taut.rl.online import Online
 from taut.rl.rollout import (
     Group,
     ModelScores,
-    Rollout,
     RolloutConfig,
-    RolloutSource,
-    distinct,
     sample_of,
 )
 from taut.rl.sampler import Trajectory
@@ -48,9 +44,6 @@ from taut.train.distributed import Ranks
 from taut.train.optim import DefaultRates
 from taut.train.trainer import StepSource, Trainer
 from taut.types import Sample
-
-FROM_DATA = -1
-"""The index of a trajectory that is the data's answer: no completion of the row has it."""
 
 
 @configclass
@@ -123,63 +116,6 @@ class All(Credit):
         return [TrainSample.of(samples) for samples in made], {}
 
 
-@dataclass(frozen=True, eq=False)
-class WithAnswers:
-    """Rollouts in which some prompts have the data's answers. Which: a function of the seed and the phase."""
-
-    inner: RolloutSource
-    prompts: PromptSet
-    lmbda: float
-    seed: int
-
-    @property
-    def engine(self) -> Engine | None:
-        return self.inner.engine
-
-    @property
-    def is_judged(self) -> bool:
-        return self.inner.is_judged
-
-    @property
-    def settled(self) -> Sequence[Decision]:
-        return self.inner.settled
-
-    def roll(self, phase: int, indices: Sequence[int]) -> Rollout:
-        drawn = np.random.default_rng([self.seed, phase, 4]).random(len(indices))
-        is_own = (drawn < self.lmbda).tolist()
-        own = [index for index, mine in zip(indices, is_own, strict=True) if mine]
-        rest = [index for index, mine in zip(indices, is_own, strict=True) if not mine]
-        rollout = self.inner.roll(phase, own) if own else Rollout([])
-        rows = distinct([self.prompts.prompt_rows[index] for index in rest])
-        return replace(rollout, from_data=[self._answer(row, phase) for row in rows])
-
-    def _answer(self, row: PromptRow, phase: int) -> Group:
-        """The data's answer as a trajectory of its own number."""
-        sample, size = self.prompts.answers[row.place], self.prompts.answers[row.place].num_targets
-        nothing_N = np.full(size, np.nan)
-        ids_T, at_N = sample.ids_T, sample.target_at_N
-        return Group(
-            (
-                Trajectory(
-                    row=row,
-                    index=FROM_DATA,
-                    ids_T=ids_T,
-                    sampled_at_N=at_N,
-                    logp_N=nothing_N,
-                    version_N=np.zeros(size, dtype=np.int64),
-                    finish_reason="stop",
-                    text="",
-                    media=sample.media,
-                    rollout=phase,
-                    verdict=Verdict({}, 0.0),
-                ),
-            )
-        )
-
-    def close(self) -> None:
-        self.inner.close()
-
-
 @configclass
 class Gkd(OnlineMethod):
     """A run of ``taut gkd``."""
@@ -207,10 +143,6 @@ class Gkd(OnlineMethod):
             "rollout.environment": (
                 self.rollout.environment.is_on,
                 "an environment's turns have no answers in the data",
-            ),
-            "rollout.lag": (
-                self.rollout.lag > 0,
-                "groups are taken as they finish, and the data's answers would be taken before all others",
             ),
             "distill.privileged": (
                 self.distill.privileged is not None,
@@ -289,10 +221,9 @@ class Gkd(OnlineMethod):
         online = super().connect(source, inputs, models, make_engine, ranks, get_trainer)
         if self.distill.lmbda == 1:
             return online
-        open_inner = online.open_worker
-        assert open_inner is not None and isinstance(inputs.train, PromptSet)
-        prompts, lmbda, seed = inputs.train, self.distill.lmbda, self.seed
-        return replace(online, open_worker=lambda: WithAnswers(open_inner(), prompts, lmbda, seed))
+        assert isinstance(inputs.train, PromptSet)
+        answers = DataAnswers(inputs.train, self.distill.lmbda, self.seed)
+        return replace(online, data_answers=answers)
 
     def models(self) -> AuxModels:
         scored = self.distill if self.distill.is_listed else None

@@ -74,11 +74,11 @@ ALLOWED: dict[str, tuple[tuple[str | None, ...], str]] = {
         "taut trains all weights or LoRA adapters, with no other tuner",
     ),
     "optim": ((None, *ADAMW, *ADAMW_8BIT, "muon", "dist_muon"), NO_OPTIMIZER),
-    "optimizer": ((None, *ADAMW, "muon", "dist_muon"), NO_OPTIMIZER),
+    "optimizer": ((None, *ADAMW, "lorap", "muon", "dist_muon"), NO_OPTIMIZER),
 }
 """Options that decide whether there is such a run: the values with which there is one, and why there is no other."""
 SWITCHES = {
-    NO_OPTIMIZER: "use_galore use_apollo use_badam use_adam_mini lisa_activated_layers lorap_lr_ratio",
+    NO_OPTIMIZER: "use_galore use_apollo use_badam use_adam_mini lisa_activated_layers",
     "taut has LoRA, no other tuner": "use_swift_lora use_llama_pro",
     "taut has no loss that weights tokens by their probability": (
         "enable_dft_loss use_dft_loss use_asft_loss use_eaft_loss"

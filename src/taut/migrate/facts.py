@@ -397,6 +397,17 @@ def count_processes(recipe: Recipe, directory: Path, requested: int | None = Non
     if recipe.framework == "openrlhf" and "actor.num_gpus_per_node" in recipe.settings:
         return _product(recipe.settings, ("actor.num_nodes", "actor.num_gpus_per_node"))
     if recipe.value("use_ray") is True:
+        ranks = [
+            str(setting.value)
+            for key, setting in recipe.settings.items()
+            if re.fullmatch(r"device_groups\.\w+\.ranks", key)
+        ]
+        span = (
+            re.fullmatch(r"list\(range\((\d+), *(\d+)\)\)", ranks[0]) if len(ranks) == 1 else None
+        )
+        if span is not None:
+            number = int(span[2]) - int(span[1])
+            return Processes(number, f"ranks: {ranks[0]}", frozenset({"use_ray"}))
         return Processes(None, "the device groups of Ray", frozenset({"use_ray"}))
     if recipe.framework in ("swift", "megatron", "llamafactory"):
         if "NPROC_PER_NODE" in variables or "NNODES" in variables:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from taut.attention.decode import Decoding
+from taut.attention.extension import Extension
 from taut.attention.layout import Layout
 from taut.errors import ModelError
 from taut.models import products, recurrent_layers
@@ -580,7 +581,7 @@ def hidden_states(
     model: nn.Module,
     ids_T: Tensor,
     position_ids: Tensor,
-    layout: Layout | Decoding,
+    layout: Layout | Decoding | Extension,
     media: Sequence[Media] = (),
 ) -> Tensor:
     """The backbone's last hidden states [T, D], after the final norm. The tokens are on the model's device; ``media``

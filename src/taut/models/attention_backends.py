@@ -23,12 +23,11 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from taut.attention import flex, reference, varlen
 from taut.attention.decode import Decoding
-from taut.attention.layout import Call, Layout, read_call
+from taut.attention.extension import Attend, Extension
+from taut.attention.layout import Layout, read_call
 from taut.errors import AttentionError
 from taut.models.architecture import head_sizes, layer_types, text_config
 from taut.models.stateful_types import STATEFUL_TYPES
-
-Attend = Callable[[Tensor, Tensor, Tensor, Layout, Call], Tensor]
 
 BACKENDS: dict[str, Attend] = {
     "reference": reference.attend,
@@ -174,7 +173,7 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    taut_layout: Layout | Decoding | None = None,
+    taut_layout: Layout | Decoding | Extension | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     """The function that the library calls in every attention layer. q [1, H, T, K] -> ([1, T, H, K], None)."""
@@ -200,6 +199,8 @@ def _attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if isinstance(taut_layout, Decoding):
         out = taut_layout.attend(module, query, key, value, call)
+    elif isinstance(taut_layout, Extension):
+        out = taut_layout.attend(module, query, key, value, call, BACKENDS[backend])
     else:
         if taut_layout.kept is not None:
             taut_layout.kept[module] = (key, value)

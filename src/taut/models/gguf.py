@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,7 +35,6 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 import torch
 from gguf import (
-    GGML_QUANT_SIZES,
     MODEL_ARCH,
     MODEL_ARCH_NAMES,
     MODEL_TENSOR,
@@ -397,12 +397,10 @@ def differences(
     }
 
 
-def bits_of(file: GGUFReader) -> float:
-    """Bits of the narrowest matrix's weights."""
-    sizes = [
-        GGML_QUANT_SIZES[tensor.tensor_type] for tensor in file.tensors if len(tensor.shape) > 1
-    ]
-    return min((8 * num_bytes / block for block, num_bytes in sizes), default=32.0)
+def bits_of(file: GGUFReader) -> int:
+    """Bits of the narrowest matrix's weights, without their scales: 4 of Q4_1 as of Q4_K."""
+    names = [tensor.tensor_type.name for tensor in file.tensors if len(tensor.shape) > 1]
+    return min(int(re.findall(r"\d+", name)[0]) for name in names)
 
 
 @torch.no_grad()

@@ -11,8 +11,13 @@ The library's class that holds the model, so that the library can load what is s
                                          bias, which the sequence class has no place for. Its number for a sequence is
                                          its logit at the last token.
 
+A process model of others has two labels at each token, wrong and right. Its probability of right is the softmax's,
+which is the sigmoid of their difference: where no head is to be trained, the head is read as one number, the right
+label's row less the wrong one's. A causal language model that judges by its next token (+ or -) is read in the same
+way, by the rows of these tokens (``compare_tokens``).
+
 ``heads.list_with_library`` adds these classes for families that take pictures. Architectures without such a class,
-several labels, and dropout before the head are refused.
+other labels, and dropout before the head are refused.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ from transformers import (
 from taut import capabilities
 from taut.errors import ModelError
 from taut.models import faster_layers
+from taut.models.architecture import head as head_of
 from taut.models.architecture import takes_pictures
 from taut.models.frozen import Storage
 from taut.models.heads import check_head, initialise, list_with_library, scalar_head
@@ -44,6 +50,8 @@ from taut.models.load import (
 from taut.models.streamed import StreamedLayers
 
 HEAD = "score"
+RIGHT = frozenset({"label_1", "true", "right", "correct", "good", "positive", "yes", "+", "1"})
+"""Names of the label that says that a step is right, in lower case; label_1 is the library's for the second one."""
 
 
 class NewHead(NamedTuple):
@@ -74,7 +82,10 @@ def load_reward_model(
     """
     config = load_config(path, trust_remote_code)
     may_lack_head = head is not None and not is_reward_config(config)
+    right = _right_label(path, config, head)
     auto_class = _configure(path, config, head)
+    if right is not None:
+        config.num_labels = 2
     model, is_new = read_model(
         auto_class,
         path,
@@ -90,6 +101,8 @@ def load_reward_model(
         streamed=streamed,
         new_module=HEAD if may_lack_head else "",
     )
+    if right is not None:
+        _subtract(model, right)
     module = scalar_head(model)
     if head is not None:
         if is_new:
@@ -119,6 +132,54 @@ def reward_skeleton(
     return skeleton
 
 
+def _right_label(path: str, config: PreTrainedConfig, head: NewHead | None) -> int | None:
+    """Which of a process model's two labels says that a step is right; None: it is no such model."""
+    name = str((getattr(config, "architectures", None) or [""])[0])
+    if head is not None or not name.endswith("ForTokenClassification") or config.num_labels != 2:
+        return None
+    names = [str(label) for _, label in sorted((config.id2label or {}).items())]
+    found = [number for number, label in enumerate(names) if label.lower() in RIGHT]
+    if len(found) != 1:
+        raise ModelError(
+            f"model={path} has the labels {', '.join(names)}; expected one that says that a step is "
+            f"right: {', '.join(sorted(RIGHT))}; name it so in id2label of its config.json"
+        )
+    return found[0]
+
+
+@torch.no_grad()
+def _subtract(model: Any, right: int) -> None:
+    """Make one number of a head's two: the right label's less the wrong one's."""
+    two, sign = model.score, 2 * right - 1
+    wide = torch.promote_types(two.weight.dtype, torch.float32)
+    model.score = torch.nn.Linear(two.in_features, 1, two.bias is not None, two.weight.device, wide)
+    model.score.weight.copy_(sign * two.weight.to(wide).diff(dim=0))
+    if two.bias is not None:
+        model.score.bias.copy_(sign * two.bias.to(wide).diff())
+    model.config.num_labels = model.num_labels = 1
+
+
+@torch.no_grad()
+def compare_tokens(model: Any, right: int, wrong: int) -> None:
+    """Give a causal language model a scalar head: the logit of one token less that of another. Raises ModelError where
+    that is no linear function of the hidden state.
+    """
+    spec = head_of(model)
+    if spec.softcap is not None:
+        raise ModelError(
+            f"steps.tokens: {type(model).__name__} caps its logits, so their difference is no scalar head; expected a "
+            "model without a softcap; name another"
+        )
+    wide = torch.promote_types(spec.weight.dtype, torch.float32)
+    has_bias, device = spec.bias is not None, spec.weight.device
+    model.score = torch.nn.Linear(spec.weight.shape[1], 1, has_bias, device, wide)
+    rows = spec.weight[[right, wrong]].to(wide)
+    model.score.weight.copy_(spec.scale * (rows[:1] - rows[1:]))
+    if spec.bias is not None:
+        both = spec.bias[[right, wrong]].to(wide)
+        model.score.bias.copy_(spec.scale * (both[:1] - both[1:]))
+
+
 def _configure(path: str, config: PreTrainedConfig, head: NewHead | None) -> Any:
     """The library's automatic class for this directory, with ``config`` set up for its scalar head."""
     is_reward_model = is_reward_config(config)
@@ -132,7 +193,7 @@ def _configure(path: str, config: PreTrainedConfig, head: NewHead | None) -> Any
     else:
         name = str((config.architectures or [""])[0])
         is_sequence = name.endswith("ForSequenceClassification")
-        if config.num_labels != 1:
+        if config.num_labels != 1 and _right_label(path, config, head) is None:
             raise ModelError(
                 f"model={path} is a {name} with {config.num_labels} labels; expected one number: num_labels=1"
             )

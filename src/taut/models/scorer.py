@@ -37,6 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from taut.attention.decode import Decoding
+from taut.attention.extension import Extension
 from taut.attention.layout import Layout
 from taut.models.architecture import (
     HeadSpec,
@@ -184,7 +185,7 @@ class Scorer(nn.Module):
         self,
         ids_T: Tensor,
         position_ids: Tensor,
-        layout: Layout | Decoding,
+        layout: Layout | Decoding | Extension,
         read_R: Tensor,
         media: Sequence[Media] = (),
     ) -> Tensor:

@@ -32,7 +32,7 @@ from taut.models.load import freeze, is_reward_config, load_config, load_skeleto
 from taut.models.lora import LoraConfig, apply_lora
 from taut.models.quantised import pretend, pretended
 from taut.models.recompute import recompute_activations
-from taut.models.reward_model import reward_skeleton
+from taut.models.reward_model import compare_tokens, reward_skeleton
 from taut.models.routers import RouterRecorder
 from taut.models.scorer import Scorer
 from taut.models.teacher import ListedTeacher, ModelTeacher
@@ -419,7 +419,11 @@ def judge_dtype(judge: RewardModel, kernels: Kernels) -> torch.dtype:
 
 def judge_model(judge: RewardModel, kernels: Kernels, config: PreTrainedConfig) -> nn.Module:
     """A reward model on the meta device."""
-    model = reward_skeleton(judge.model, config, None, judge.trust_remote_code)
+    if judge.steps.tokens:
+        model = load_skeleton(judge.model, config, judge.trust_remote_code)
+        compare_tokens(model, 0, 1)
+    else:
+        model = reward_skeleton(judge.model, config, None, judge.trust_remote_code)
     set_attention(model, kernels.attention)
     nn.Module.to(model, judge_dtype(judge, kernels))
     return model.requires_grad_(requires_grad=False)

@@ -1,8 +1,9 @@
 """What generating in this process takes of a rank, between the steps that train: bytes and seconds.
 
     bytes      what training holds (no gradients), autocast's copies of the weights, the keys and values of as many
-               completions as are decoded at a time, each with all the tokens it may have, and of their prompts; and the
-               most of what a prefill and a round of decoding make
+               completions as are decoded at a time, each with all the tokens it may have, and of their prompts; with an
+               environment those that are kept between turns, and once more while a turn takes them up; and the most of
+               what a prefill and a round of decoding make
     seconds    each round of decoding reads every weight, and the keys and values so far; it takes no less than its
                products and its launches, nor than weights that ranks gather for it take to arrive
 
@@ -12,6 +13,7 @@ data sheet, with the same assumptions as those of a step.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +40,7 @@ from taut.plan.models import (
 from taut.plan.rates import GPUS, LAUNCH, NARROW, NETWORK, PER_NODE, UTILISATION
 from taut.plan.steps import Supply
 from taut.plan.tracing import CPU, Shapes, Traced, depths_of, known_parts, on_fakes
+from taut.rl.rollout import RolloutConfig
 from taut.types import Sample
 
 LOGITS = 3
@@ -56,10 +59,14 @@ class Rollout(NamedTuple):
     """Of the longest prompt."""
     new_tokens: int
     """Of each completion, at most."""
+    paths: tuple[float, ...]
+    """The share of the completions that are sampled one by one in each turn; less than 1 before a fork."""
     updates: int
     """Optimizer steps of a rollout."""
     kept: int
     """Bytes of a token's keys and values."""
+    cache: int
+    """Bytes of keys and values kept between turns, at most."""
     casts: int
     temporary: int
     """Most bytes that a prefill, or a round, makes beside keys and values."""
@@ -70,7 +77,14 @@ class Rollout(NamedTuple):
     def bytes(self) -> int:
         """What it takes beside what training holds."""
         tokens = self.prompts * self.prompt_tokens + self.at_a_time * self.new_tokens
-        return self.casts + self.kept * tokens + self.temporary
+        between = 2 * min(self.cache, self.kept * self.in_all)
+        return self.casts + self.kept * tokens + between + self.temporary
+
+    @property
+    def in_all(self) -> int:
+        """Distinct tokens of a rollout, at most."""
+        per_prompt = self.at_a_time // self.prompts
+        return self.completions * (self.new_tokens + self.prompt_tokens // per_prompt)
 
 
 def rollout_of(
@@ -81,7 +95,8 @@ def rollout_of(
         return None
     kernels = kernels._replace(is_sharded=num_ranks > 1 or run.parallel.cpu_offload)
     settings, local = run.rollout, run.rollout.local
-    prompts = -(-run.batch.samples_per_step * settings.minibatches // num_ranks)
+    shares = num_ranks // run.parallel.tensor
+    prompts = -(-run.batch.samples_per_step * settings.minibatches // shares)
     samples = [sample for tree in supply.trees for sample in tree.samples]
     longest = max(int(sample.target_at_N[0]) for sample in samples)
     at_a_time = min(local.sequences, prompts * settings.n)
@@ -111,11 +126,24 @@ def rollout_of(
         prompts=-(-at_a_time // settings.n),
         prompt_tokens=longest,
         new_tokens=settings.grows,
+        paths=_paths(settings),
         updates=settings.updates,
         kept=per_token,
+        cache=int(local.prefix_cache_gib * 2**30) if settings.environment.is_on else 0,
         casts=parts["casts"],
         temporary=max(prefill, LOGITS * 4 * at_a_time * vocabulary),
         operators=whole(operators),
+    )
+
+
+def _paths(settings: RolloutConfig) -> tuple[float, ...]:
+    """The share of the completions that are sampled one by one, in each turn."""
+    if not settings.environment.is_on:
+        return (1.0,)
+    fork = settings.fork
+    return tuple(
+        fork.n ** sum(at < turn for at in fork.turns) / fork.leaves
+        for turn in range(1, settings.environment.max_turns + 1)
     )
 
 
@@ -157,15 +185,18 @@ def seconds_of(
     flops = traced.flops
     tokens = rollout.prompt_tokens + rollout.new_tokens / 2
     token = (flops.per_token + flops.per_target) * forward + flops.per_pair / 3 * tokens
-    read: float = min(policy.weights.all, NARROW * policy.num_parameters)
-    read += rollout.kept * rollout.at_a_time * tokens
+    weights = min(policy.weights.all, NARROW * policy.num_parameters)
     gathered = policy.gathered.all * (shards - 1) / shards / link
-    round_ = max(
-        rollout.at_a_time * token / speed, read / bandwidth, LAUNCH * rollout.operators, gathered
-    )
-    waves = -(-rollout.completions // rollout.at_a_time)
+    least = max(LAUNCH * rollout.operators, gathered)
+    rounds = 0.0
+    for share in rollout.paths:
+        paths = math.ceil(share * rollout.completions)
+        at_a_time = min(paths, rollout.at_a_time)
+        read = weights + rollout.kept * at_a_time * tokens
+        round_ = max(at_a_time * token / speed, read / bandwidth, least)
+        rounds += -(-paths // at_a_time) * round_ / len(rollout.paths)
     prompts = rollout.completions // max(1, rollout.at_a_time // rollout.prompts)
     prefill = prompts * rollout.prompt_tokens * flops.per_token * forward / speed
     judged = rollout.completions * (rollout.prompt_tokens + rollout.new_tokens) / speed
     judged *= sum(m.flops.per_token / 2 for m in traced.models if m.part == REWARDS and m.flops)
-    return (waves * rollout.new_tokens * round_ + prefill + judged) / rollout.updates
+    return (rounds * rollout.new_tokens + prefill + judged) / rollout.updates

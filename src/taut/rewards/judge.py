@@ -248,7 +248,15 @@ def _content(content: Any) -> str:
     return " ".join(part.get("text", "") for part in content if isinstance(part, Mapping))
 
 
-UNREAD = ("folder", "bad", "fps", "max_frames", "limit_video_pixels", "limit_video_seconds")
+UNREAD = (
+    "folder",
+    "bad",
+    "fps",
+    "max_frames",
+    "max_frame_pixels",
+    "limit_video_pixels",
+    "limit_video_seconds",
+)
 """Picture settings that only concern files of rows."""
 
 
@@ -302,6 +310,12 @@ class RewardServer(Verifier):
 
     def __post_init__(self) -> None:
         read_url(self.url, "reward_server.url", "options.api_key_env")
+        for key in ("mark", "tokens"):
+            if value := getattr(self.steps, key):
+                raise ConfigError(
+                    f"reward_server: steps.{key}={value!r} would be ignored: the server divides the answer; expected a "
+                    f"model in this process; name it with reward_model, or take steps.{key} out"
+                )
 
     def prepare(self) -> None:
         """ConfigError if the key is not in the environment."""

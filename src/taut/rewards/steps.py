@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import field
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import Annotated, Literal, Self, TypeAlias
@@ -38,6 +39,13 @@ class StepsConfig:
 
     separator: Annotated[str, Field(min_length=1)] | None = None
     """The text between two steps, as that of the model's training data. By default the whole answer gets one number."""
+    mark: Annotated[str, Field(min_length=1)] | None = None
+    """A text that stands after each step where the model reads it, before the separator or in place of one that it ends
+    with: its number is read at the last token of it. For models that were trained so. By default it is read at the last
+    token of the step."""
+    tokens: list[str] = field(default_factory=list)
+    """For a causal language model that judges a step by the token after it: that of right and that of wrong, as in
+    ["+", "-"]. Its number is the difference of their logits. By default the model has a head for numbers."""
     aggregate: Aggregation = "min"
     """The reward, from the probability of each step to be right. min, mean, last, product, sum."""
     charge: bool = False
@@ -45,10 +53,15 @@ class StepsConfig:
     For taut ppo, and taut grpo with advantage_level=turn. The default charges the whole answer."""
 
     def __post_init__(self) -> None:
-        if self.separator is None and (self.charge or self.aggregate != "min"):
+        is_set = self.charge or self.aggregate != "min" or self.mark or self.tokens
+        if self.separator is None and is_set:
             raise ConfigError(
                 "steps is set without steps.separator, and nothing is divided into steps; expected the text between "
                 'two of them; set steps.separator, such as "\\n\\n"'
+            )
+        if len(self.tokens) not in (0, 2):
+            raise ConfigError(
+                f"steps.tokens={self.tokens}; expected two, that of right and that of wrong, as in ['+', '-']; set both"
             )
 
 
@@ -77,6 +90,16 @@ def split_steps(text: str, separator: str) -> list[tuple[int, int]]:
             spans.append((start + len(part) - len(part.lstrip()), start + len(part.rstrip())))
         start += len(part) + len(separator)
     return spans
+
+
+def marked(text: str, separator: str, mark: str) -> tuple[str, list[tuple[int, int]]]:
+    """The text as it is read by a model with a mark, and the span of each step there, its mark included."""
+    steps = [text[start:stop] + mark for start, stop in split_steps(text, separator)]
+    between = "" if mark.endswith(separator) else separator
+    starts = accumulate((len(step) + len(between) for step in steps), initial=0)
+    return between.join(steps), [
+        (at, at + len(step)) for at, step in zip(starts, steps, strict=False)
+    ]
 
 
 def aggregate(values: Sequence[float], how: Aggregation) -> float:

@@ -3,8 +3,9 @@
     Background     a thread with a feed (feed.py): begins a group where the server has room for it
     Lagging        asks prompts in their order, and takes groups as they finish
 
-A draw is a place in the endless order of prompts (``Order``), so each is asked once, epoch by epoch. It is open from
-when it is drawn until its group is trained on, or left out for want of a signal.
+A draw is a place in the endless order of prompts (``Order``), so each is asked once, epoch by epoch; draws that the
+data answer (``data_answers.py``) are passed over, and a rollout takes as many groups fewer as there are in its place.
+It is open from when it is drawn until its group is trained on, or left out for want of a signal.
 
     push       the weights go to the server before each rollout; trajectories in flight go on with them
     take       the first ``samples_per_step * minibatches`` groups that finish; of several that wait, those with the
@@ -171,8 +172,10 @@ class Lagging:
     worker: RolloutWorker
     prompt_of: Callable[[int, Collection[int]], tuple[int, bool]]
     """The index of the prompt to ask for a draw, given those that are open, and whether it replaces another."""
-    num_groups: int
-    """Groups of a rollout."""
+    are_own: Callable[[int], list[bool]]
+    """Which draws of a rollout are asked; the data answer the others."""
+    num_draws: int
+    """Draws of a rollout."""
     draws: Draws
     """The state after the last rollout that was taken. Replaced as a whole."""
 
@@ -217,9 +220,10 @@ class Lagging:
 
     def _take(self, phase: int, version: int, num_left: int) -> tuple[Rollout, Draws]:
         worker, background, began = self.worker, self._background, time.perf_counter()
-        config, wanted = worker.config, self.num_groups
+        config, wanted = worker.config, sum(self.are_own(phase))
         open_draws, next_draw = dict(self.draws["open"]), self.draws["next"]
-        most_open = wanted * min(1 + config.lag // config.updates, num_left)
+        ahead = range(phase, phase + min(1 + config.lag // config.updates, num_left))
+        most_open = sum(sum(self.are_own(number)) for number in ahead)
         most_asked = wanted * (1 + config.dynamic_sampling_rounds)
         most_tried = wanted * (1 + max(config.dynamic_sampling_rounds, worker.num_tries))
         kept: dict[int, list[Trajectory]] = {}
@@ -227,6 +231,10 @@ class Lagging:
         num_stale, num_replaced = background.num_stale(), 0
         while True:
             while len(open_draws) < most_open + len(left_out):
+                of_phase, place = divmod(next_draw, self.num_draws)
+                if not self.are_own(of_phase)[place]:
+                    next_draw += 1
+                    continue
                 index, is_replaced = self.prompt_of(next_draw, open_draws.values())
                 open_draws[next_draw] = index
                 num_replaced += is_replaced

@@ -39,6 +39,7 @@ from taut.losses import Loss
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
 from taut.rl.advantages import Credit, TrainSample, as_tuple
+from taut.rl.data_answers import DataAnswers
 from taut.rl.difficulty import Difficulty, KeptRecord, Record
 from taut.rl.lag import Draws, Lagging
 from taut.rl.monitors import (
@@ -258,6 +259,8 @@ class Online:
     """Opens engine, rewards and environment, or the rollouts of another run, when they are first needed."""
     open_teachers: Callable[[], Teachers] | None = None
     """Opens the teachers that score a rollout before it is trained on, where a method has some."""
+    data_answers: DataAnswers | None = None
+    """Answers of the data to some of the prompts, where a method mixes them in."""
     phase: Phase | None = field(default=None, init=False)
     replayed: list[TrainSample] = field(default_factory=list, init=False)
     """Groups that may be trained on again, newest first."""
@@ -443,11 +446,26 @@ class Online:
                 engine.update(version)
         if engine is None:
             return self.worker.roll(number, self.order.step(number + 1))
-        if not self.config.lag:
+        are_own = self._are_own(number)
+        if not any(are_own):
+            rollout = Rollout([])
+        elif self.config.lag:
+            num_left = -(-self.trainer.num_steps // self.config.updates) - number
+            rollout = self._lagging.take(number, version, num_left)
+        else:
             indices, num_replaced = self._prompts_of(number)
-            return replace(self.worker.roll(number, indices), num_replaced=num_replaced)
-        num_left = -(-self.trainer.num_steps // self.config.updates) - number
-        return self._lagging.take(number, version, num_left)
+            own = [index for index, is_own in zip(indices, are_own, strict=True) if is_own]
+            rollout = replace(self.worker.roll(number, own), num_replaced=num_replaced)
+        if self.data_answers is None:
+            return rollout
+        indices = self.order.step(number + 1)
+        return replace(rollout, from_data=self.data_answers.groups(number, indices))
+
+    def _are_own(self, number: int) -> list[bool]:
+        """Whether the policy answers each prompt of a phase."""
+        size = self.order.samples_per_step
+        answers = self.data_answers
+        return [True] * size if answers is None else answers.are_own(number, size)
 
     def _prompts_of(self, number: int) -> tuple[list[int], int]:
         """The prompts of a phase, and how many of them replace others."""
@@ -477,7 +495,7 @@ class Online:
             chosen = self.difficulty.choose(draw, index, taken)
             return chosen, chosen != index
 
-        return Lagging(self.worker, prompt_of, size, self.draws)
+        return Lagging(self.worker, prompt_of, self._are_own, size, self.draws)
 
     # -- across a restart
 

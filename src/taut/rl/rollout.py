@@ -35,7 +35,7 @@ from taut.config import Decision, configclass
 from taut.data.prompts import PromptRow
 from taut.errors import ConfigError, DataError, TautError
 from taut.inference.engine import Engine, Sampling
-from taut.inference.local import LocalConfig
+from taut.inference.local import ConversationConfig
 from taut.inference.vllm import ServerConfig, ServerEngine
 from taut.io.console import counted
 from taut.losses.advantages import are_alike
@@ -112,12 +112,18 @@ class RolloutConfig:
     """Compute dtype of the engine in this process, for a run with dtype=float32: rollouts in bfloat16 are faster on
     hardware that has its arithmetic. They are another model's than is trained, so the method has to correct for
     it (rollout_correction). None: the run's."""
-    local: LocalConfig = LocalConfig()
+    local: ConversationConfig = ConversationConfig()
     server: ServerConfig = ServerConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     fork: ForkConfig = ForkConfig()
 
     def __post_init__(self) -> None:
+        is_own_size = self.local.prefix_cache_gib != ConversationConfig.prefix_cache_gib
+        if is_own_size and not self.environment.is_on:
+            raise ConfigError(
+                "rollout.local.prefix_cache_gib is set without rollout.environment, and answers of one turn keep "
+                "nothing for a next one; expected an environment; name one, or take rollout.local.prefix_cache_gib out"
+            )
         if self.fork.is_on:
             self._require_forks()
         if (self.engine == "server") != (self.urls is not None):
@@ -130,7 +136,7 @@ class RolloutConfig:
                 f"rollout.dtype={self.dtype} with rollout.engine=server, which has a precision of its own; expected it "
                 "with the engine in this process alone; take rollout.dtype out"
             )
-        for section, config in (("local", LocalConfig()), ("server", ServerConfig())):
+        for section, config in (("local", ConversationConfig()), ("server", ServerConfig())):
             if section != self.engine and getattr(self, section) != config:
                 raise ConfigError(
                     f"rollout.{section} is set with rollout.engine={self.engine}, where nothing reads it; expected the "

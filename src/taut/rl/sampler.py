@@ -16,8 +16,9 @@ may branch and begin anew (``conversations.py``). Its path is the one with the n
 is in ``branches``.
 
 The engine in this process computes the next turns of all trajectories as one batch, once all environments have
-answered (``sample_trajectories``). A server gets each turn as soon as its trajectory has come to it (feed.py). For both
-a trajectory is a coroutine: ``begin`` makes it, and ``resume`` gives it what it waited for.
+answered (``sample_trajectories``), and of each turn only the tokens that came since the last one. A server gets each
+turn as soon as its trajectory has come to it (feed.py). For both a trajectory is a coroutine: ``begin`` makes it, and
+``resume`` gives it what it waited for.
 
 Random streams are keyed by (seed, prompt id, index). With an environment the id of a turn's prompt is the row's id with
 the sample's index and the turn, so that no trajectory depends on what happens to another. A caller that samples a
@@ -30,6 +31,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -41,6 +43,7 @@ from taut.data.prompts import PromptRow
 from taut.data.tool_calls import ToolCall
 from taut.errors import DataError, PictureError, RenderError
 from taut.inference.engine import Engine, Sampling
+from taut.inference.local import LocalEngine
 from taut.rewards.panel import Verdict
 from taut.rl.conversations import Conversations, Path
 from taut.rl.environment import (
@@ -377,33 +380,34 @@ def sample_trajectories(
     courses = {number: begin(path, environments, rendered) for number, path in paths.items()}
     results: dict[int, Completion | Outcome | None] = dict.fromkeys(courses)
     waiting: dict[int, Prompt] = {}
-    while True:
-        calls: dict[int, Call] = {}
-        while results:
-            number = next(iter(results))
-            match resume(courses[number], results.pop(number)):
-                case Prompt() as prompt:
-                    waiting[number] = prompt
-                case None:
-                    pass
-                case list() as forked:
-                    for path in forked:
-                        paths[path.number] = path
-                        courses[path.number] = begin(path, environments, rendered)
-                    results |= dict.fromkeys((number, *(path.number for path in forked)))
-                case call:
-                    calls[number] = call
-        if calls:
-            results = {**environments.each(calls)}
-        elif waiting:
-            in_order = sorted(waiting)
-            completions = engine.generate(
-                [waiting[number] for number in in_order], replace(sampling, n=1)
-            )
-            results, waiting = dict(zip(in_order, completions, strict=True)), {}
-        else:
-            ended = [paths[number] for number in sorted(paths)]
-            return [trajectory for path in ended for trajectory in path.finished()]
+    with engine.conversation() if isinstance(engine, LocalEngine) else nullcontext():
+        while True:
+            calls: dict[int, Call] = {}
+            while results:
+                number = next(iter(results))
+                match resume(courses[number], results.pop(number)):
+                    case Prompt() as prompt:
+                        waiting[number] = prompt
+                    case None:
+                        pass
+                    case list() as forked:
+                        for path in forked:
+                            paths[path.number] = path
+                            courses[path.number] = begin(path, environments, rendered)
+                        results |= dict.fromkeys((number, *(path.number for path in forked)))
+                    case call:
+                        calls[number] = call
+            if calls:
+                results = {**environments.each(calls)}
+            elif waiting:
+                in_order = sorted(waiting)
+                completions = engine.generate(
+                    [waiting[number] for number in in_order], replace(sampling, n=1)
+                )
+                results, waiting = dict(zip(in_order, completions, strict=True)), {}
+            else:
+                ended = [paths[number] for number in sorted(paths)]
+                return [trajectory for path in ended for trajectory in path.finished()]
 
 
 # -- the course of a trajectory

@@ -102,6 +102,8 @@ class ImagesConfig:
     """Frames taken per second of video."""
     max_frames: Annotated[int, Field(ge=1)] = 64
     """Largest number of frames of a video; of a longer one so many are taken, evenly spread."""
+    max_frame_pixels: Annotated[int, Field(ge=1)] | None = None
+    """Larger frames of a video file are scaled down to this number of pixels. max_pixels holds for them as well."""
 
 
 @dataclass(frozen=True)
@@ -315,7 +317,7 @@ def frames_of(
         )
     limits = images.limit_pixels, images.limit_video_pixels, images.limit_video_seconds
     try:
-        frames = _frames(film, fps, max_frames, limits, _stamp(film))
+        frames = _frames(film, fps, max_frames, images.max_frame_pixels, limits, _stamp(film))
     except TimeoutError:
         raise PictureError(
             f"{place}: the video {film.name} takes longer than {images.limit_video_seconds:g} s to decode; expected at "
@@ -353,6 +355,7 @@ def _frames(
     film: ImageRef,
     fps: float,
     max_frames: int,
+    max_frame_pixels: int | None,
     limits: tuple[int, int, float],
     stamp: tuple[int, int],
 ) -> tuple[Frame, ...]:
@@ -366,6 +369,7 @@ def _frames(
         "path": None if isinstance(film.value, bytes) else str(Path(film.value).absolute()),
         "fps": fps,
         "max_frames": max_frames,
+        "max_frame_pixels": max_frame_pixels,
         "limit_pixels": limit_pixels,
         "limit_video_pixels": limit_video_pixels,
         "memory": MEMORY + EXTRA_MEMORY + BYTES_PER_PIXEL * limit_pixels + 4 * len(content),

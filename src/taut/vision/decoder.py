@@ -94,7 +94,7 @@ def _replies(job: dict[str, Any], content: bytes) -> Iterator[Reply]:
     try:
         if job["kind"] == "film":
             for seconds, image in _film(job, content):
-                yield {"seconds": seconds}, png_bytes(image)
+                yield {"seconds": seconds}, png_bytes(_scaled(image, job["max_frame_pixels"]))
         else:
             image = _picture(job, content)
             pixels = image.tobytes() if job["kind"] == "pixels" else b""

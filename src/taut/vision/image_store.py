@@ -65,6 +65,7 @@ OF_ROWS = (
     "workers",
     "fps",
     "max_frames",
+    "max_frame_pixels",
     "limit_video_pixels",
     "limit_video_seconds",
 )

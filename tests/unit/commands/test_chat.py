@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,16 @@ class Speaks(LocalEngine):
         self.interrupt = interrupt
         self.answers, self.interrupt_after = iter(answers), interrupt_after
         self.asked: list[Prompt] = []
+        self.is_conversation = False
+
+    @contextmanager
+    def conversation(self) -> Iterator[None]:
+        self.is_conversation = True
+        yield
+        self.is_conversation = False
 
     def tokens(self, prompt: Prompt, sampling: Sampling) -> Iterator[int]:
+        assert self.is_conversation, "what is kept of earlier turns would be lost"
         self.asked.append(prompt)
         for number, index in enumerate(next(self.answers)[: sampling.max_new_tokens]):
             if number == self.interrupt_after:

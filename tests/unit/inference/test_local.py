@@ -14,7 +14,7 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from taut.config import replace
 from taut.errors import DataError, ModelError, NonFiniteError
 from taut.inference.engine import Sampling
-from taut.inference.local import LocalConfig, LocalEngine
+from taut.inference.local import ConversationConfig, LocalEngine
 from taut.models import packed_weights, products
 from taut.models.attention_backends import PREFIX
 from taut.models.scorer import Scorer
@@ -46,7 +46,7 @@ def engine(
         tiny_tokenizer(),
         stop_ids,
         context=context,
-        config=LocalConfig(**config),  # type: ignore[arg-type]
+        config=ConversationConfig(**config),  # type: ignore[arg-type]
     )
 
 
@@ -71,6 +71,68 @@ def test_a_completion_names_the_update_before_it() -> None:
         local.update(version)
         versions += [one.version for one in local.generate(prompts(3), DRAWN)]
     assert versions == [0, 5]
+
+
+def continued(asked: list[Prompt], done: list[Completion], size: int) -> list[Prompt]:
+    """The next turns: each prompt with its completion and ``size`` more tokens."""
+    return [
+        Prompt(p.id, np.concatenate([p.ids_T, c.ids_N, ids(size, n + 50)]))
+        for n, (p, c) in enumerate(zip(asked, done, strict=True))
+    ]
+
+
+def test_a_turn_computes_what_came_since_the_last_one() -> None:
+    """Its own last token, which no forward has had, and what was said to it."""
+    scorer = Watched()
+    local, asked = engine(scorer, context=None), prompts(20, 31)
+    with local.conversation():
+        for _ in range(3):
+            done = local.generate(asked, DRAWN)
+            asked = continued(asked, done, 4)
+    first = sum(p.ids_T.size - 3 * (DRAWN.max_new_tokens + 4) for p in asked)
+    assert scorer.sizes == [first, *[2] * 5, *[2 * (1 + 4), *[2] * 5] * 2]
+
+
+def test_prompts_that_are_equal_are_computed_once_even_if_they_are_long() -> None:
+    """As the first turns of a group are, each a prompt of its own."""
+    scorer = Watched()
+    asked = [Prompt(f"p{n}", ids(30, n // 3)) for n in range(6)]
+    engine(scorer, prefill_tokens=20).generate(asked, DRAWN)
+    assert [size for size in scorer.sizes if size > 6] == [30, 30]
+
+
+def test_a_turn_whose_history_was_edited_computes_it_from_there() -> None:
+    scorer = Watched()
+    local, asked = engine(scorer), prompts(40)
+    with local.conversation():
+        (turn,) = continued(asked, local.generate(asked, DRAWN), 4)
+        turn.ids_T[25] = 2
+        scorer.sizes.clear()
+        local.generate([turn], DRAWN)
+    assert scorer.sizes[0] == turn.ids_T.size - 25
+
+
+def test_after_a_conversation_nothing_is_kept() -> None:
+    scorer = Watched()
+    local, asked = engine(scorer), prompts(40)
+    for _ in range(2):
+        scorer.sizes.clear()
+        with local.conversation():
+            local.generate(asked, DRAWN)
+            with pytest.raises(AssertionError, match="conversation"):
+                local.update(1)
+        assert scorer.sizes[0] == 40
+        local.update(1)
+
+
+def test_without_room_for_what_is_kept_each_turn_computes_its_prompt() -> None:
+    scorer = Watched()
+    local, asked = engine(scorer, prefix_cache_gib=0), prompts(40)
+    with local.conversation():
+        (turn,) = continued(asked, local.generate(asked, DRAWN), 4)
+        scorer.sizes.clear()
+        local.generate([turn], DRAWN)
+    assert scorer.sizes[0] == turn.ids_T.size
 
 
 def test_a_common_beginning_is_computed_once() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.slow_cases import slow_except
 from tests.vision_models import FAMILIES, vision_config, vision_model, vision_tokenizer
 from tests.vision_processors import save_processor
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch import Tensor
 from taut.data.packing import ALONE, pack
 from taut.inference import local
 from taut.inference.engine import Sampling
-from taut.inference.local import LocalConfig, LocalEngine
+from taut.inference.local import ConversationConfig, LocalEngine
 from taut.models.attention_backends import PREFIX
 from taut.models.scorer import Scorer
 from taut.types import Completion, Media, Prompt, Sample
@@ -90,7 +91,7 @@ class Vision:
 
     def engine(self, **config: int) -> LocalEngine:
         return LocalEngine(
-            self.scorer, self.tokenizer, (), context=512, config=LocalConfig(**config)
+            self.scorer, self.tokenizer, (), context=512, config=ConversationConfig(**config)
         )
 
 
@@ -194,6 +195,40 @@ def sizes_of(it: Vision, prompts: list[Prompt]) -> list[int]:
         patch.setattr(it.scorer, "next_logits", heard)
         it.engine().generate(prompts, GREEDY)
     return sizes
+
+
+@pytest.mark.parametrize("kind", slow_except(["qwen2_vl"], FAMILIES))
+def test_a_turn_after_pictures_is_what_it_is_alone(kind: str) -> None:
+    """Two conversations that differ in their first picture only go on, and one begins as the first up to its second
+    picture.
+    """
+    it, drawn = vision(kind), Sampling(max_new_tokens=NEW, seed=1)
+
+    def shown(name: str, first: int, second: int, more: str = "") -> Prompt:
+        both = "Look: ", picture(first), " and ", picture(second)
+        return it.prompt(name, *both, f" which one is larger?{more}")
+
+    first = [shown("one", 0, 2), shown("other", 3, 2)]
+    more = " And which is not?"
+    second = [shown("one", 0, 2, more), shown("other", 3, 2, more), shown("edited", 0, 1)]
+    engine = it.engine()
+    with engine.conversation(), pytest.MonkeyPatch.context() as patch:
+        before = engine.generate(first, drawn)
+        computed: list[int] = []
+        forward = it.scorer.next_logits
+        patch.setattr(
+            it.scorer,
+            "next_logits",
+            lambda ids_T, *rest: computed.append(ids_T.numel()) or forward(ids_T, *rest),
+        )
+        after = engine.generate(second, drawn)
+    new = [p.ids_T.size - p.media[p.id != "edited"].stop for p in second]
+    assert computed[0] <= sum(new)
+    for prompts, done in ((first, before), (second, after)):
+        for prompt, completion in zip(prompts, done, strict=True):
+            (alone,) = it.engine().generate([prompt], drawn)
+            assert completion.ids_N.tolist() == alone.ids_N.tolist(), prompt.id
+            assert np.abs(completion.logp_N - alone.logp_N).max() < 1e-9, prompt.id
 
 
 def test_pictures_are_read_ahead_and_steps_do_not_look_for_any(

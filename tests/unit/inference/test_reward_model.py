@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,19 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import uvicorn
+from safetensors.torch import load_file, save_file
+from tests.chat_runs import save_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.unit.commands.test_score import chat, messages, save_reward, theirs
-from transformers import AutoModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from taut.commands.serve_reward import ServeReward, build_app
 from taut.config import fields_of, from_mapping
-from taut.errors import ConfigError
+from taut.errors import ConfigError, ModelError
 from taut.inference.http_server import listen
 from taut.inference.reward_model import Batcher, JudgeUse, open_judge, open_rater
 from taut.models.reward_model import NewHead
 from taut.rewards import Answered, RewardSpec, open_panel
-from taut.rewards.judge import RewardModel
+from taut.rewards.judge import RewardModel, RewardServer
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +112,89 @@ def test_each_step_gets_the_library_s_number_at_its_last_token(steps: Path) -> N
     product = math.prod(at_ends(steps, whole, "the cat sat\n\non the mat", [11, 23]))
     assert plain.total == pytest.approx(2 * product, abs=1e-9)
     assert (nothing.total, nothing.steps) == (0.0, ())
+
+
+def with_two_labels(steps: Path, place: Path, right: int) -> Path:
+    """The process model with two labels: the one at ``right`` has the head's number more than the other."""
+    shutil.copytree(steps, place)
+    weights = load_file(place / "model.safetensors")
+    one = weights["score.weight"]
+    rows = [one, 2 * one] if right else [2 * one, one]
+    save_file(
+        weights | {"score.weight": torch.cat(rows)}, place / "model.safetensors", {"format": "pt"}
+    )
+    config = json.loads((place / "config.json").read_text())
+    names = ["bad", "good"] if right else ["good", "bad"]
+    config["id2label"] = dict(enumerate(names))
+    config["label2id"] = {name: number for number, name in enumerate(names)}
+    (place / "config.json").write_text(json.dumps(config))
+    return place
+
+
+@pytest.mark.parametrize("right", [0, 1])
+def test_of_two_labels_the_right_one_s_probability_is_the_step_s(
+    steps: Path, tmp_path: Path, right: int
+) -> None:
+    """By hand: softmax([w h, 2 w h]) gives the second label 1 / (1 + exp(-w h)), what the model of one label says. And
+    from the library: the softmax of its two logits at each step's end.
+    """
+    two, text = with_two_labels(steps, tmp_path / "two", right), "the cat sat\n\non the mat"
+    question = tuple(messages("Who sat?", "")[:1])
+    values = []
+    for model in (steps, two):
+        options = {"model": str(model), "dtype": "float64", "steps": {"separator": "\n\n"}}
+        spec = RewardSpec(name="reward_model", options=options)
+        with open_panel([spec], open_rater=open_rater) as panel:
+            (verdict,) = panel.grade([Answered(text=text, prompt=question)])
+        values.append(verdict.total)
+    assert values[1] == pytest.approx(values[0], abs=1e-9)
+    (logits,) = theirs(two, [chat("Who sat?", text)], AutoModelForTokenClassification)
+    p_T = logits.softmax(-1)[:, right]
+    assert min(abs(p_T - values[1]).tolist()) < 1e-9
+    config = json.loads((two / "config.json").read_text())
+    config["id2label"] = {"0": "x", "1": "y"}
+    (two / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="has the labels x, y; expected one that says"):
+        open_judge(JudgeUse(model=str(two)))
+
+
+def test_with_a_mark_a_step_is_read_at_the_mark(steps: Path) -> None:
+    question = tuple(messages("Who sat?", "")[:1])
+    options: dict[str, Any] = {"model": str(steps), "dtype": "float64"}
+    options["steps"] = {"separator": "\n\n", "aggregate": "product", "mark": " dog"}
+    spec = RewardSpec(name="reward_model", options=options)
+    with open_panel([spec], open_rater=open_rater) as panel:
+        (verdict,) = panel.grade([Answered(text="the cat\n\n\n\non the mat\n\n", prompt=question)])
+    read = "the cat dog\n\non the mat dog"
+    first, second = at_ends(steps, chat("Who sat?", read), read, [11, 27])
+    assert verdict.total == pytest.approx(first * second, abs=1e-9)
+    with pytest.raises(ConfigError, match=r"steps\.mark=' dog' would be ignored"):
+        from_mapping(
+            RewardServer,
+            {"url": "http://127.0.0.1:5000", "steps": {"separator": ";", "mark": " dog"}},
+        )
+
+
+def test_of_a_language_model_two_tokens_are_compared_after_each_step(tmp_path: Path) -> None:
+    """As Math-Shepherd is read: the softmax of the library's two logits at the mark."""
+    model = save_model(tmp_path, "llama", dtype=torch.float64)
+    tokens = tiny_tokenizer().convert_ids_to_tokens([40, 41])
+    options: dict[str, Any] = {"model": str(model), "dtype": "float64"}
+    options["steps"] = {"separator": "\n", "mark": " dog", "tokens": tokens}
+    spec = RewardSpec(name="reward_model", options=options)
+    question = tuple(messages("Who sat?", "")[:1])
+    with open_panel([spec], open_rater=open_rater) as panel:
+        (verdict,) = panel.grade([Answered(text="the cat", prompt=question)])
+    (logits,) = theirs(model, [chat("Who sat?", "the cat dog")], AutoModelForCausalLM)
+    p_T = logits[:, [40, 41]].softmax(-1)[:, 0]
+    assert min(abs(p_T - verdict.total).tolist()) < 1e-9
+    options["steps"]["tokens"] = ["the cat sat", tokens[1]]
+    spec = RewardSpec(name="reward_model", options=options)
+    with (
+        pytest.raises(ConfigError, match=r"steps\.tokens: 'the cat sat' is \d+ tokens"),
+        open_panel([spec], open_rater=open_rater),
+    ):
+        pass
 
 
 def test_steps_ask_for_a_process_model(model: Path) -> None:

@@ -155,7 +155,7 @@ def test_environment_variables_are_settings(before: str, tmp_path: Path) -> None
     assert offer["exit"] == 0
 
 
-@pytest.mark.parametrize("name", ["VIDEO_MAX_PIXELS", "IMAGE_MAX_TOKEN_NUM", "SOME_SETTING"])
+@pytest.mark.parametrize("name", ["VIDEO_MIN_PIXELS", "IMAGE_MAX_TOKEN_NUM", "SOME_SETTING"])
 def test_a_variable_that_taut_has_no_setting_for_is_lacking(name: str, tmp_path: Path) -> None:
     offer = carried(tmp_path, "swift", "", f"{name}=7 ")
     assert (set(lacking(offer)), offer["exit"]) == ({f"${name}"}, 1)

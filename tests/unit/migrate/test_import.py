@@ -173,7 +173,8 @@ RECIPES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     ),
     "megatron dpo": (
         "swift", "a.sh", f"{MEGATRON}dpo --lr 1e-5 --min_lr 1e-6 --lr_warmup_fraction 0.05 --global_batch_size 32 "
-        "--tensor_model_parallel_size 2 --no_save_optim true --recompute_granularity full --moe_aux_loss_coeff 1e-3",
+        "--tensor_model_parallel_size 2 --no_save_optim true --recompute_granularity full --moe_aux_loss_coeff 1e-3 "
+        "--moe_router_load_balancing_type global_aux_loss",
         {"optim.learning_rate": 1e-5, "optim.min_learning_rate_ratio": 0.1, "optim.warmup_ratio": 0.05,
          "batch.samples_per_step": 32, "activation_checkpointing": True, "router.aux_loss_coef": 1e-3,
          "router.aux_loss": "per_layer"},
@@ -470,6 +471,47 @@ def test_rewards_that_a_plugin_registers_are_its_classes(folder: Path) -> None:
     assert carried.is_exact
     carried = imported(folder, "swift", "a.sh", f"{text} elsewhere").carried
     assert {option.key for option in carried.having("lacking")} == {"reward_funcs"}
+
+
+def test_the_matrices_b_have_the_rate_of_lora_plus(folder: Path) -> None:
+    """16 times the learning rate, 1e-4 by default."""
+    text = "swift sft --model m --dataset rows.jsonl --lorap_lr_ratio 16"
+    carried = imported(folder, "swift", "a.sh", text).carried
+    assert carried.settings["optim.group_learning_rates"] == {"*.lora_B.*": 1.6e-3}
+    assert carried.is_exact
+    whole = imported(folder, "swift", "a.sh", f"{text} --tuner_type full").carried
+    assert "optim.group_learning_rates" not in whole.settings
+    unknown = imported(folder, "swift", "a.sh", f"{text} --learning_rate $RATE").carried
+    assert "loraplus" in unknown.unfilled["optim.group_learning_rates"]
+    assert not unknown.is_exact
+
+
+def test_limits_of_a_videos_frames(folder: Path) -> None:
+    """128 tokens of 32 x 32 pixels in Qwen3-VL."""
+    text = "swift sft --model Qwen/Qwen3-VL-8B-Instruct --dataset rows.jsonl"
+    carried = imported(folder, "swift", "a.sh", f"VIDEO_MAX_TOKEN_NUM=128 {text}").carried
+    assert carried.settings["data.images.max_frame_pixels"] == 128 * 32 * 32
+    assert carried.is_exact
+    larger = f"VIDEO_MAX_PIXELS=50176 MAX_PIXELS=1000 {text}"
+    carried = imported(folder, "swift", "a.sh", larger).carried
+    assert {option.key for option in carried.having("lacking")} == {"$VIDEO_MAX_PIXELS"}
+
+
+def test_an_answer_without_an_end_is_worth_less_in_online_dpo(folder: Path) -> None:
+    text = f"trl online_dpo {TRL}--reward_model_path org/judge --missing_eos_penalty 1.5"
+    settings = imported(folder, "trl", "a.sh", text).carried.settings
+    assert {"name": "stop", "weight": 1.5} in settings["rewards"]
+
+
+def test_the_column_of_solutions_and_tokens_in_a_file(folder: Path) -> None:
+    (folder / "tokens.txt").write_text("<a>\n<b>\n")
+    text = f"{RLHF}grpo --per_device_train_batch_size 4 --reward_funcs accuracy --new_special_tokens tokens.txt "
+    carried = imported(
+        folder, "swift", "a.sh", text + """--columns '{"answer": "solution"}'"""
+    ).carried
+    assert carried.settings["rollout.reference"] == "answer"
+    assert carried.settings["tokens.add"] == ["<a>", "<b>"]
+    assert carried.is_exact
 
 
 def test_parallel_layers_are_no_change_of_the_result(folder: Path) -> None:

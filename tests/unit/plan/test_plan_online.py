@@ -30,6 +30,7 @@ from taut.train.trainer import run_steps
 from taut.types import Wants
 
 NAMES = ("policy", "beside")
+CACHE = "rollout.local.prefix_cache_gib"
 VARIED = "def varied(text: str) -> float:\n    return len(set(text)) / 50 + len(text) / 999\n"
 RANKS = distributed.start("cpu")
 
@@ -93,6 +94,43 @@ def test_generating_takes_keys_and_values(
     many = seconds_of("H100", traced, found._replace(completions=80), 1)
     assert many > 9 * fast
     assert seconds_of("H100", traced, found._replace(updates=4), 1) == pytest.approx(fast / 4)
+
+
+WORLD = "class World:\n    def step(self, text, calls):\n        raise NotImplementedError\n"
+
+
+def test_paths_that_fork_take_less_time_and_turns_keep_keys_and_values(
+    model: Path, tmp_path: Path
+) -> None:
+    """By hand: of 4 completions that fork at the end of turn 1 of 2 there are 2 in turn 1. Two prompts of four
+    completions of 32 tokens are 8 (32 + 1/4 of the prompt) distinct tokens.
+    """
+    (tmp_path / "world.py").write_text(WORLD)
+    own = {"name": f"{tmp_path / 'world.py'}:World", "max_turns": 2, "max_tokens": 32}
+    keys: dict[str, Any] = {"dtype": "bfloat16", "rewards": [], "rollout.environment": own}
+    fork = {"rollout.fork.turns": [1], "grpo.advantage": "tree"}
+    found = {}
+    for name, more in (("plain", {}), ("forked", fork), ("small", {CACHE: 1e-6})):
+        run, inputs = opened(model, tmp_path, "grpo", **keys, **more)
+        work, kernels = workload(run, inputs, 1), Kernels(DTYPES["bfloat16"], FUSED)
+        rollout = rollout_of(run, inputs.config, kernels, work.supply, 1)
+        assert rollout is not None
+        found[name] = rollout
+    assert found["plain"].paths == (1, 1)
+    assert found["forked"].paths == (0.5, 1)
+    traced = predict_steps(run, inputs.config, kernels, work).traced
+    plain, forked = (
+        seconds_of("H100", traced, found[name]._replace(completions=10**6), 1)
+        for name in ("plain", "forked")
+    )
+    assert forked == pytest.approx(0.75 * plain, rel=0.05)
+    whole, small = found["plain"], found["small"]
+    tokens = 8 * (32 + whole.prompt_tokens // 4)
+    assert small.cache == int(1e-6 * 2**30) < whole.kept * tokens
+    assert whole.bytes - small.bytes == 2 * (whole.kept * tokens - small.cache)
+    halved = rollout_of(run, inputs.config, kernels, work.supply, 2)
+    assert halved is not None
+    assert (halved.completions, halved.prompts) == (4, 1)
 
 
 def test_a_server_generates_elsewhere(model: Path, tmp_path: Path) -> None:

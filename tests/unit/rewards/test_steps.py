@@ -15,6 +15,7 @@ from taut.rewards.steps import (
     StepsConfig,
     aggregate,
     charged,
+    marked,
     probability,
     split_steps,
 )
@@ -73,3 +74,8 @@ def test_what_charges_nothing_is_refused() -> None:
         read_parts([RewardSpec(name="reward_model", label="prm", inside="answer", options=options)])
     assert charges_steps([RewardSpec(name="reward_model", options=options)])
     assert not charges_steps(["math", RewardSpec(name="reward_model", options={"model": "prm"})])
+
+
+def test_marks_stand_after_each_step_and_in_place_of_a_separator_that_they_end_with() -> None:
+    assert marked("a\n\nbc\n", "\n", " ki") == ("a ki\nbc ki", [(0, 4), (5, 10)])
+    assert marked("a\n\nbc\n", "\n", "\n") == ("a\nbc\n", [(0, 2), (2, 5)])

@@ -250,6 +250,14 @@ def test_a_copy_that_does_not_come_is_an_error_of_all_its_leaves() -> None:
         ({"rollout.environment.name": "agent:true"}, "has an agent, which branches by itself"),
         ({"grpo.advantage": "group"}, "grpo.advantage=tree"),
         ({"method": "ppo", "grpo.advantage": None}, "grpo.advantage=tree"),
+        (
+            {
+                "rollout.environment.name": None,
+                "rollout.fork.turns": None,
+                "rollout.local.prefix_cache_gib": 1,
+            },
+            "answers of one turn keep nothing for a next one",
+        ),
         ({}, None),
     ],
 )

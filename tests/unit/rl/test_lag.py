@@ -126,6 +126,7 @@ def lagging(
     monkeypatch: pytest.MonkeyPatch,
     draws: Draws | None = None,
     num_groups: int = 2,
+    are_own: Callable[[int], list[bool]] | None = None,
     **keys: Any,
 ) -> Iterator[Lagging]:
     monkeypatch.setattr(lag, "Feed", lambda *_: script)
@@ -134,7 +135,11 @@ def lagging(
     ranks = Ranks(0, 1, torch.device("cpu"))
     worker = RolloutWorker(config, rows(5), Engine(), None, None, 3, ranks)
     made = Lagging(
-        worker, lambda draw, taken: (draw % 5, False), num_groups, draws or Draws(next=0, open=[])
+        worker,
+        lambda draw, taken: (draw % 5, False),
+        are_own or (lambda phase: [True] * num_groups),
+        num_groups,
+        draws or Draws(next=0, open=[]),
     )
     try:
         yield made
@@ -199,6 +204,18 @@ def test_groups_are_taken_as_they_finish_and_the_others_stay_open(
         assert rollout.draws == [1, 0]  # one update old
         assert made.draws == {"next": 6, "open": [(4, 4), (5, 0)]}
     assert len({row_id for _, row_id in script.asked}) == 6  # each draw has its own streams
+
+
+def test_draws_that_the_data_answer_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the draws of rollouts 0 to 3 the policy has 1; 2 and 3; none; 6."""
+    own = [[False, True], [True, True], [False, False], [True, False]]
+    script = Script(lambda number, before: (0, [0.0, 1.0]))
+    with lagging(script, monkeypatch, are_own=lambda phase: own[phase]) as made:
+        assert made.take(0, 0, 4).draws == [1]
+        assert made.draws == {"next": 4, "open": [(2, 2), (3, 3)]}
+        assert sorted(made.take(1, 0, 3).draws) == [2, 3]
+        assert made.take(3, 0, 1).draws == [6]
+    assert [number for number, _ in script.asked] == [1, 2, 3, 6]
 
 
 def test_a_group_that_is_too_old_is_dropped_and_asked_again(

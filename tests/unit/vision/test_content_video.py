@@ -54,6 +54,13 @@ def test_animations(kind: str) -> None:
     assert len(frames_of(film, 100, 64, "row", IMAGES)) == 10, "each once"
 
 
+def test_large_frames_are_scaled_down() -> None:
+    """16 x 16 within 100 pixels: 10 x 10."""
+    frames = frames_of(animation("PNG"), 5, 2, "row", ImagesConfig(max_frame_pixels=100))
+    assert [opened(frame.image).size for frame in frames] == [(10, 10)] * 2
+    assert seen(frames) == [(0, 0), (0.8, 8)]
+
+
 def test_a_frame_is_shown_until_the_next() -> None:
     film = animation("GIF", [1000, *[100] * 9])
     assert seen(frames_of(film, 1, 64, "row", IMAGES)) == [(0, 0), (1, 1)]

@@ -196,7 +196,7 @@ AXOLOTL = Tables(
         ),
         **lacking(
             "adapters of another kind",
-            "peft peft_init_lora_weights lora_fan_in_fan_out loraplus_lr_ratio "
+            "peft peft_init_lora_weights lora_fan_in_fan_out "
             "loraplus_lr_embedding relora relora_prune_ratio relora_cpu_offload peft_trainable_token_indices "
             "lora_rank_pattern lora_alpha_pattern peft_layer_replication",
             loraplus_lr_embedding=1e-6,

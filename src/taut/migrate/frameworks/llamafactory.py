@@ -161,7 +161,7 @@ LLAMAFACTORY = Tables(
         ),
         **lacking(
             "another learning rate of matrices B",
-            "loraplus_lr_ratio loraplus_lr_embedding",
+            "loraplus_lr_embedding",
             loraplus_lr_embedding=1e-6,
         ),
         **lacking(

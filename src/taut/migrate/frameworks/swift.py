@@ -87,6 +87,7 @@ BY_METHOD = {
 }
 NAMES = {
     "lora_rank": "lora_r",
+    "lorap_lr_ratio": "loraplus_lr_ratio",
     "sapo_temperature_pos": "tau_pos",
     "sapo_temperature_neg": "tau_neg",
     "overlong_filter": "mask_truncated_completions",
@@ -173,8 +174,8 @@ OTHER_KINDS: dict[str, Lacking] = {
 VARIABLES_ELSEWHERE = {
     name: why
     for why, names in {
-        "limits of a video's frames apart from those of pictures, and lower limits": (
-            "VIDEO_MAX_PIXELS VIDEO_MIN_PIXELS VIDEO_MAX_TOKEN_NUM VIDEO_TOTAL_PIXELS MIN_PIXELS FPS_MIN_FRAMES "
+        "lower limits of pictures and frames, and a limit of whole videos": (
+            "VIDEO_MIN_PIXELS VIDEO_TOTAL_PIXELS MIN_PIXELS FPS_MIN_FRAMES "
             "IMAGE_MIN_TOKEN_NUM VIDEO_MIN_TOKEN_NUM NFRAMES"
         ),
         "sound, and pictures that are generated": "ENABLE_AUDIO_OUTPUT SPEAKER_NAME USE_AUDIO_IN_VIDEO image_area",
@@ -372,6 +373,7 @@ MEGATRON = Tables(
             "the router's auxiliary losses of mixtures of experts",
             "moe_z_loss_coeff "
             "moe_router_load_balancing_type dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss",
+            moe_router_load_balancing_type=("aux_loss", "global_aux_loss"),
         ),
         **lacking(
             "experts with a limited number of tokens",

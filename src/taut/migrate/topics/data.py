@@ -9,7 +9,7 @@ from typing import Any
 
 from taut.io import files
 from taut.migrate.dialects import find_near
-from taut.migrate.draft import Draft, is_count, is_off, words_of
+from taut.migrate.draft import POLICY_METHODS, Draft, is_count, is_off, words_of
 from taut.migrate.frameworks.tables import words
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
@@ -315,6 +315,12 @@ def _carry_swift_columns(draft: Draft) -> None:
     columns = draft.value("columns")
     if not isinstance(columns, dict):
         return
+    right = next((theirs for theirs, ours in columns.items() if ours == "solution"), None)
+    if draft.method in POLICY_METHODS and right is not None:
+        draft.set("rollout.reference", str(right), "columns")
+        columns = {theirs: ours for theirs, ours in columns.items() if ours != "solution"}
+        if not columns:
+            return
     known = SWIFT_COLUMNS
     if draft.method in ("dpo", "orpo", "cpo", "simpo", "reward"):
         known = known | {"response": "chosen"}

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from taut.migrate.dialects import find_near
-from taut.migrate.draft import Draft, is_off, words_of
+from taut.migrate.draft import Draft, is_number, is_off, words_of
 from taut.migrate.recipe import read_text
 
 Spec = dict[str, Any]
@@ -100,6 +100,10 @@ def carry_rewards(draft: Draft) -> None:
         sources.append("reward_weights")
     elif weights:
         draft.lacking("reward_weights", f"{len(weights)} weights of {len(specs)} rewards")
+    penalty = draft.value("missing_eos_penalty")
+    if draft.method == "online_dpo" and is_number(penalty):  # taken off where an answer has no end
+        specs.append({"name": "stop", "weight": penalty})
+        sources.append("missing_eos_penalty")
     if len({str(spec.get("label", spec["name"])) for spec in specs}) < len(specs):
         specs = [
             spec | {"label": f"{spec['name'].rpartition(':')[2]}_{at}"}
@@ -123,6 +127,12 @@ def _plugins(draft: Draft) -> dict[str, str]:
         if path is None or path.suffix != ".py":
             continue
         text = read_text(path)
+        for variable in draft.recipe.environment:
+            if re.search(
+                rf"environ.*[\"']{re.escape(variable)}[\"']|getenv\([\"']{re.escape(variable)}",
+                text,
+            ):
+                draft.needless(f"{file} reads it: set it for the run", f"${variable}")
         for name, kind in re.findall(r"""(?m)^orms\[["'](\w+)["']\] *= *(\w+)""", text):
             if re.search(rf"(?m)^class {kind}\b", text):
                 found[name] = f"{file}:{kind}"

@@ -25,11 +25,6 @@ def carry_online_pairs(draft: Draft) -> None:
         draft.set("dpo.loss", loss, "loss_type")
     else:
         draft.lacking("loss_type", "losses of pairs that are generated are sigmoid and ipo")
-    if draft.is_on("missing_eos_penalty"):
-        draft.lacking(
-            "missing_eos_penalty",
-            "the rewards of answers that are compared are not shaped: add the reward stop",
-        )
 
 
 def carry_teacher(draft: Draft) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from taut.migrate.dialects import find_near
 from taut.migrate.draft import (
     Draft,
     is_count,
@@ -12,7 +13,7 @@ from taut.migrate.draft import (
     is_off,
     words_of,
 )
-from taut.migrate.recipe import parsed
+from taut.migrate.recipe import parsed, read_text
 
 PARTS = {
     "freeze_llm": ("language_model", False),
@@ -64,6 +65,7 @@ def carry_adapters(draft: Draft) -> None:
         "use_rslora",
         "use_dora",
         "lora_target_linear",
+        "loraplus_lr_ratio",
     )
     adapter = draft.value("adapters")
     if is_off(adapter):
@@ -90,6 +92,7 @@ def carry_adapters(draft: Draft) -> None:
         alpha = 2 * rank if draft.framework == "llamafactory" else rank
     if alpha is not None or draft.is_unknown("lora_alpha"):
         draft.set("lora.alpha", alpha, "lora_alpha")
+    _carry_rate_of_b(draft)
     _carry_dropout(draft)
     for name in ("use_rslora", "use_dora"):
         if draft.value(name):
@@ -97,6 +100,18 @@ def carry_adapters(draft: Draft) -> None:
         else:
             draft.needless("off", name)
     _carry_modules(draft)
+
+
+def _carry_rate_of_b(draft: Draft) -> None:
+    """LoRA+ (arXiv 2402.12354): the matrices B have a learning rate of their own."""
+    name, key = "loraplus_lr_ratio", "optim.group_learning_rates"
+    rate, ratio = draft.settings.get("optim.learning_rate"), draft.value(name)
+    if draft.is_unknown(name) or (is_number(ratio) and not is_number(rate)):
+        draft.leave_open(key, f"the rate of matrices B: learning_rate times {name}")
+        draft.lacking(name, "the rate is not known")
+    elif is_number(ratio) and is_number(rate):
+        draft.set(key, {"*.lora_B.*": float(f"{rate * ratio:.6g}")}, name)
+    draft.off(name)
 
 
 def _carry_dropout(draft: Draft) -> None:
@@ -249,6 +264,12 @@ def carry_tokens(draft: Draft) -> None:
     """New special tokens: words, or files of them."""
     words = draft.value("new_special_tokens")
     words = words if isinstance(words, list) else [] if is_off(words) else str(words).split(",")
+    paths = [find_near(draft.facts.directory / "recipe", str(word)) for word in words]
+    words = [
+        token
+        for word, path in zip(words, paths, strict=True)
+        for token in ([word] if path is None else read_text(path).split())
+    ]
     if any(str(word).endswith(".txt") for word in words):
         draft.lacking("new_special_tokens", "name the words of the file: tokens.add")
     elif words:
@@ -314,8 +335,11 @@ def carry_parts(draft: Draft) -> None:
     draft.carried(list(PARTS), [key])
     rates = {part: draft.value(name) for name, part in RATES.items() if part in trained}
     if rates := {part: rate for part, rate in rates.items() if rate is not None}:
-        draft.settings["optim.group_learning_rates"] = rates
+        others = draft.settings.get("optim.group_learning_rates", {})
+        draft.settings["optim.group_learning_rates"] = others | rates
         draft.sources["optim.group_learning_rates"] = "vit_lr, aligner_lr"
+        if others:
+            draft.lacking("loraplus_lr_ratio", "matrices B in parts of the model with other rates")
     for name, part in RATES.items():
         if part in trained:
             draft.carried([name], ["optim.group_learning_rates"])
@@ -333,6 +357,8 @@ def carry_pictures(draft: Draft) -> None:
         "$FPS_MAX_FRAMES": "data.images.max_frames",
         "fps_max_frames": "data.images.max_frames",
         "$IMAGE_MAX_TOKEN_NUM": "data.images.max_pixels",
+        "$VIDEO_MAX_PIXELS": "data.images.max_frame_pixels",
+        "$VIDEO_MAX_TOKEN_NUM": "data.images.max_frame_pixels",
     }
     for name, key in names.items():
         is_default = name not in draft.given and name in draft.defaults and draft.is_vision
@@ -344,7 +370,7 @@ def carry_pictures(draft: Draft) -> None:
             draft.needless("the model takes no pictures", name)
         elif not is_number(value):
             draft.lacking(name, f"a number is expected by {key}")
-        elif name == "$IMAGE_MAX_TOKEN_NUM":
+        elif name.endswith("_MAX_TOKEN_NUM"):
             model = str(draft.value("model")).lower()
             is_older = re.search(r"qwen-?2(\.5)?-?(vl|omni)|qvq", model)
             side = 28 if is_older else 32 if re.search(r"qwen-?3(\.5)?", model) else 0
@@ -357,6 +383,10 @@ def carry_pictures(draft: Draft) -> None:
                 )
         else:
             draft.set(key, min(value, draft.settings.get(key, value)), name)
+    frame = draft.settings.get("data.images.max_frame_pixels", 0)
+    if draft.settings.get("data.images.max_pixels", frame) < frame:
+        name = next(name for name in names if name.startswith("$VIDEO") and name in draft.given)
+        draft.lacking(name, "frames of videos are at most as large as pictures")
 
 
 def carry_precision(draft: Draft) -> None:
