@@ -454,7 +454,10 @@ def test_dropout_is_in_force_where_an_answer_is_trained_on_once(folder: Path) ->
     text = f"{RLHF}grpo --reward_funcs accuracy --tuner_type lora --per_device_train_batch_size 4"
     carried = imported(folder, "swift", "a.sh", text).carried
     assert carried.settings["lora.dropout"] == 0.05
+    assert not any("divergence in the reward" in text for text in carried.assumed)
     assert carried.is_exact
+    rewarded = imported(folder, "swift", "a.sh", f"{text} --kl_in_reward true --beta 0.1").carried
+    assert any("divergence in the reward" in text for text in rewarded.assumed)
     for more in ("--async_generate true", "--steps_per_generation 2"):
         carried = imported(folder, "swift", "a.sh", f"{text} {more}").carried
         assert "lora.dropout" not in carried.settings
@@ -492,6 +495,7 @@ def test_limits_of_a_videos_frames(folder: Path) -> None:
     carried = imported(folder, "swift", "a.sh", f"VIDEO_MAX_TOKEN_NUM=128 {text}").carried
     assert carried.settings["data.images.max_frame_pixels"] == 128 * 32 * 32
     assert carried.is_exact
+    assert any("smaller ones are enlarged" in text for text in carried.assumed)
     larger = f"VIDEO_MAX_PIXELS=50176 MAX_PIXELS=1000 {text}"
     carried = imported(folder, "swift", "a.sh", larger).carried
     assert {option.key for option in carried.having("lacking")} == {"$VIDEO_MAX_PIXELS"}

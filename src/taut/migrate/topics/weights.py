@@ -128,6 +128,10 @@ def _carry_dropout(draft: Draft) -> None:
     is_noisy = bool(dropout) and is_alone and not draft.value("disable_dropout")
     if draft.is_unknown(name) or draft.method == "sft" or is_noisy:
         draft.set("lora.dropout", dropout, name)
+        if is_noisy and draft.value("beta") and draft.value("kl_in_reward"):
+            draft.assumed.append(
+                "the divergence in the reward is taken without dropout, and in the framework with it"
+            )
     elif not dropout:
         draft.needless("off", name)
     elif draft.value("disable_dropout") or draft.method == "ppo":
@@ -387,6 +391,10 @@ def carry_pictures(draft: Draft) -> None:
     if draft.settings.get("data.images.max_pixels", frame) < frame:
         name = next(name for name in names if name.startswith("$VIDEO") and name in draft.given)
         draft.lacking(name, "frames of videos are at most as large as pictures")
+    if frame:
+        draft.assumed.append(
+            "frames of videos are as large as Qwen's smallest or larger: there smaller ones are enlarged"
+        )
 
 
 def carry_precision(draft: Draft) -> None:
