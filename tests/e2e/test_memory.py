@@ -67,9 +67,9 @@ def plant(monkeypatch: pytest.MonkeyPatch, room: Mapping[int, int]) -> None:
     """Micro-batches of more tokens ask the CPU's allocator for more than there is."""
     backward = loop.backward
 
-    def act(trainer: Trainer, packed: Any, scales: Any, step: int) -> Any:
+    def act(trainer: Trainer, packed: Any, scales: Any, step: int, *rest: Any) -> Any:
         torch.rand(())
-        scores = backward(trainer, packed, scales, step)
+        scores = backward(trainer, packed, scales, step, *rest)
         if packed.num_tokens > min([tokens for at, tokens in room.items() if at <= step] or [9999]):
             torch.empty(1 << 50)
         return scores

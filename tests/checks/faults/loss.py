@@ -339,9 +339,9 @@ def a_mean_of_means(place: Place, is_faulty: bool) -> Session:
             num.append(len(microbatches))
             return denominators(loss, microbatches, *rest)
 
-        def own(trainer: Any, packed: Packed, scales: dict[str, float], step: int) -> Any:
+        def own(trainer: Any, packed: Packed, scales: dict[str, float], *rest: Any) -> Any:
             share = 1.0 / (num[-1] * float(packed.weight_N.sum()))
-            return backward(trainer, packed, dict.fromkeys(scales, share), step)
+            return backward(trainer, packed, dict.fromkeys(scales, share), *rest)
 
         place.patch.setattr(loop, "denominators", counted)
         place.patch.setattr(loop, "backward", own)

@@ -16,7 +16,7 @@ from taut.models import attention_backends
 from taut.run import setup
 from taut.train import distributed
 from taut.train import trainer as loop
-from taut.types import Packed, Scores
+from taut.types import Packed
 
 
 @fault("attention.calls", says="1 of 2 attention layers")
@@ -73,8 +73,8 @@ def a_gradient_divided_by_micro_batches(place: Place, is_faulty: bool) -> Sessio
             number[0] = len(found)
             return found
 
-        def divided(trainer: Any, packed: Packed, scales: dict[str, float], step: int) -> Scores:
-            return summed(trainer, packed, {k: v / number[0] for k, v in scales.items()}, step)
+        def divided(trainer: Any, packed: Packed, scales: dict[str, float], *rest: Any) -> Any:
+            return summed(trainer, packed, {k: v / number[0] for k, v in scales.items()}, *rest)
 
         place.patch.setattr(loop, "plan_microbatches", counted)
         place.patch.setattr(loop, "backward", divided)

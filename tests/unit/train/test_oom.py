@@ -248,9 +248,9 @@ def limited(monkeypatch: pytest.MonkeyPatch, tokens: int) -> list[tuple[int, int
     seen: list[tuple[int, int]] = []
     backward = loop.backward
 
-    def act(trainer: Trainer, packed: Any, scales: Any, step: int) -> Any:
+    def act(trainer: Trainer, packed: Any, scales: Any, step: int, *rest: Any) -> Any:
         seen.append((step, packed.num_tokens))
-        scores = backward(trainer, packed, scales, step)
+        scores = backward(trainer, packed, scales, step, *rest)
         if packed.num_tokens > tokens:
             torch.empty(IMPOSSIBLE)
         return scores
@@ -312,9 +312,9 @@ def test_generators_stand_where_the_step_began(
     limited(monkeypatch, 60)
     backward = loop.backward
 
-    def drawing(trainer: Trainer, packed: Any, scales: Any, step: int) -> Any:
+    def drawing(trainer: Trainer, packed: Any, scales: Any, step: int, *rest: Any) -> Any:
         drawn.append((step, float(torch.rand(()))))
-        return backward(trainer, packed, scales, step)
+        return backward(trainer, packed, scales, step, *rest)
 
     monkeypatch.setattr(loop, "backward", drawing)
     trainer, events = trained(tmp_path, batch__halve_when_out_of_memory=True)

@@ -12,6 +12,7 @@ from tests.picture_names import Named, illustrated
 
 from taut.data.batching import Budget
 from taut.data.packing import PackPolicy
+from taut.models.routers import RouterConfig
 from taut.train.distributed import Ranks
 from taut.train.trainer import (
     Prefetch,
@@ -50,6 +51,7 @@ def job_of(rank: int, size: int) -> Any:
         budget=Budget(100, num_ranks=size),
         policy=PackPolicy(),
         roles=(),
+        router=RouterConfig(),
         plans={},
     )
 
