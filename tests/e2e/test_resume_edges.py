@@ -131,7 +131,7 @@ def test_a_checkpoint_that_failed_before_does_not_keep_a_signal_from_saving(
         real(path)
 
     def with_signal(*given: Any) -> Any:
-        if given[-1] == 3:  # the step; the checkpoint of step 2 is being written
+        if given[3] == 3:  # the step; the checkpoint of step 2 is being written
             os.kill(os.getpid(), signal.SIGTERM)
             released.set()
         return backward(*given)
