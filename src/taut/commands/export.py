@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from taut.config import configclass, home_path
+from taut.data.messages import Message
 from taut.errors import ConfigError, OutputError
 from taut.inference.open import ModelUse, Rendering, open_renderer
 from taut.io import files
@@ -112,17 +113,14 @@ def _modelfile(config: Export, name: str, rendering: Rendering, *, has_bos: bool
     if not config.modelfile:
         return None
     tokenizer, stops = rendering.renderer.tokenizer, rendering.stops.ids
-    template = rendering.renderer.template.template
+    template = rendering.renderer.template
 
     def render(chat: Chat) -> str:
-        messages = [{"role": role, "content": content} for role, content in chat]
-        text = tokenizer.apply_chat_template(
-            messages, chat_template=template, tokenize=False, add_generation_prompt=True
-        )
-        assert isinstance(text, str)
-        return text
+        messages: list[Message] = [{"role": role, "content": content} for role, content in chat]
+        return template.write(messages, [], is_prompt=True, place=config.model)
 
-    translation = translate(template, render, str(tokenizer.bos_token) if has_bos else None)
+    bos = str(tokenizer.bos_token) if has_bos else None
+    translation = translate(template.template, render, bos)
     system, run = config.system, home_path(config.model).parent
     if system is None and (run / MARK).is_file():
         system = read_settings(run).get("data.system")

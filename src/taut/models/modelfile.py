@@ -20,14 +20,13 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TypeAlias
 
-from jinja2 import TemplateError
-
 from taut.errors import ModelError
+from taut.io.processes import FunctionFailed
 
 Chat: TypeAlias = Sequence[tuple[str, str]]
 """Roles and contents."""
 Render: TypeAlias = Callable[[Chat], str]
-"""The text of a chat with the prompt for its answer; raises TemplateError for what a template does not take."""
+"""The text of a chat with the prompt for its answer; raises FunctionFailed for what a template does not take."""
 
 ROLES = ("system", "user", "assistant")
 PROBES: tuple[Chat, ...] = (
@@ -99,7 +98,7 @@ def translate(template: str | None, render: Render, bos: str | None) -> Translat
 
     try:
         affixes = _affixes(rendered)
-    except (TemplateError, ValueError) as error:
+    except (FunctionFailed, ValueError) as error:
         return Translation(None, f"the chat template is no text around messages ({error})")
     parts = [
         affixes.default,
@@ -114,7 +113,7 @@ def translate(template: str | None, render: Render, bos: str | None) -> Translat
         chat = [(role, f"{content} {text}" if text == "plain" else text) for role, content in probe]
         try:
             wanted = rendered(chat)
-        except TemplateError as error:
+        except FunctionFailed as error:
             return Translation(None, f"the chat template refuses a conversation ({error})")
         if affixes.render(chat) != wanted:
             return Translation(None, f"the chat template changes a message such as {text!r}")
@@ -143,7 +142,7 @@ def _affixes(render: Render) -> Affixes:
     try:  # what stands between two messages is the end of the one and the beginning of the other
         _, between, _ = cut(render([("user", "Q1Q"), ("user", "Q2Q")]), "Q1Q", "Q2Q")
         after_user = between.removesuffix(user)
-    except TemplateError:  # turns have to alternate
+    except FunctionFailed:  # turns have to alternate
         after_user = _common_start(to_answer, end)
     return Affixes(
         around={

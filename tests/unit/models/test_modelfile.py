@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tests.chat_runs import QUIET, chats, save_model, write_rows
 from tests.tiny_models import save_tiny
@@ -17,6 +16,7 @@ from tests.tiny_tokenizers import tiny_tokenizer
 import taut
 from taut.commands.export import Export, run
 from taut.errors import ConfigError, ModelError, OutputError
+from taut.io.processes import FunctionFailed
 from taut.models.modelfile import Chat, Translation, modelfile, translate
 
 CHATML = (
@@ -64,7 +64,7 @@ def jinja(template: str) -> Any:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
 
     def refuse(message: str) -> None:
-        raise TemplateError(message)
+        raise FunctionFailed(message)
 
     environment.globals["raise_exception"] = refuse
     compiled = environment.from_string(template)
