@@ -291,11 +291,8 @@ class Rows:
 
     def lengths(self) -> IntArray:
         """The tokens of each tree; a prefix that its samples share counts for each of them."""
-        length_S = np.concatenate([np.zeros(0, np.int64), *self.data.sizes("tokens")])
-        if not self.are_answers:
-            return length_S
-        starts = [self.data.row(index).start for index in range(len(self))]
-        return np.add.reduceat(length_S, starts)
+        sizes = self.data.sizes("tokens", rows=self.are_answers)
+        return np.concatenate([np.zeros(0, np.int64), *sizes])
 
     def expect(self, steps: Iterable[Sequence[int]]) -> None:
         """The next steps have these trees (``Dataset.expect``)."""

@@ -504,11 +504,12 @@ class Dataset(Samples):
         part, offset = self._locate(index)
         return part.length(offset)
 
-    def sizes(self, of: Literal["tokens", "targets"]) -> Iterator[IntArray]:
-        """The number of tokens, or of targets, of every sample, shard by shard."""
+    def sizes(self, of: Literal["tokens", "targets"], *, rows: bool = False) -> Iterator[IntArray]:
+        """The number of tokens, or of targets, of every sample, or row with samples, shard by shard."""
         name = "offsets" if of == "tokens" else "target_offsets"
         for entry in (entry for part in self.parts for entry in part.shards):
-            yield np.diff(entry.arrays[name])
+            offsets, starts = entry.arrays[name], entry.arrays.get("row_offsets")
+            yield np.diff(offsets[starts] if rows and starts is not None else offsets)
 
     @cached_property
     def lengths(self) -> LengthCounts:

@@ -359,6 +359,9 @@ def test_a_mixture(tmp_path: Path) -> None:
     order = Rows(data, are_answers=True).order(BatchConfig(), 0, 4)
     assert (order.counts, order.weights, order.epoch_size) == ((2, 2), (1, 2), 6)
     assert [sample.values["preference"] for sample in data][5:7] == [1, 0]
+    of_rows = [sum(data[index].num_tokens for index in row) for row in rows_of(data)]
+    assert Rows(data, are_answers=True).lengths().tolist() == of_rows
+    assert Rows(data).lengths().tolist() == [sample.num_tokens for sample in data]
     assert data[5].id == f"{paths[1]}:1#1"
 
 
