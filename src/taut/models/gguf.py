@@ -336,30 +336,50 @@ def differences(
     file: GGUFReader, config: PreTrainedConfig, wanted: Metadata
 ) -> dict[str, list[str]]:
     """Question -> where a file's keys are not those of the model. ``wanted``: from ``vocabulary``."""
-    text: Any = config.get_text_config()
-    expected = _architecture_metadata(config, "f32", "")
-    arch = MODEL_ARCH_NAMES[_ARCHITECTURES[config.model_type]]
-    is_split = getattr(text, "head_dim", None) in (
-        None,
-        text.hidden_size // text.num_attention_heads,
+    found, expected = (
+        _value(file, Keys.Tokenizer.CHAT_TEMPLATE),
+        wanted.get(Keys.Tokenizer.CHAT_TEMPLATE),
     )
+    other = "there is none" if found is None else "the chat template is another"
+    return {
+        "architecture": _other_shape(file, config),
+        "template": [] if found == expected else [other],
+        "tokenizer": _other_tokenizer(file, wanted),
+        "stop set": _missing_stops(file, wanted),
+    }
+
+
+def _other_shape(file: GGUFReader, config: PreTrainedConfig) -> list[str]:
+    """The keys of the architecture that differ."""
+    text: Any = config.get_text_config()
+    arch = MODEL_ARCH_NAMES[_ARCHITECTURES[config.model_type]]
+    by_division = text.hidden_size // text.num_attention_heads
+    is_split = getattr(text, "head_dim", None) in (None, by_division)
     may_lack = {key.format(arch=arch) for key in _MAY_LACK if is_split}
-    expected = {key: value for key, value in expected.items() if not key.startswith("general.")}
-    expected = {Keys.General.ARCHITECTURE: arch, **expected}
-    shape: list[str] = []
-    for key, value in expected.items():
+    expected = {
+        key: value
+        for key, value in _architecture_metadata(config, "f32", "").items()
+        if not key.startswith("general.")
+    }
+    wrong: list[str] = []
+    for key, value in {Keys.General.ARCHITECTURE: arch, **expected}.items():
         found = _value(file, key)
         is_same = found == (float(np.float32(value)) if isinstance(value, float) else value)
         if not is_same and not (found is None and key in may_lack):
-            shape.append(f"{key} is {found}, expected {value}")
-    tokenizer = [
+            wrong.append(f"{key} is {found}, expected {value}")
+    return wrong
+
+
+def _other_tokenizer(file: GGUFReader, wanted: Metadata) -> list[str]:
+    """The keys of the tokenizer that differ, but for its stops."""
+    wrong = [
         f"{key} is {str(_value(file, key))[:60]}, expected {str(wanted[key])[:60]}"
         for key in (Keys.Tokenizer.MODEL, Keys.Tokenizer.PRE, Keys.Tokenizer.ADD_BOS)
         if (_value(file, key) or False) != wanted[key]
     ]
     if wanted[Keys.Tokenizer.ADD_BOS]:
-        bos = _value(file, Keys.Tokenizer.BOS_ID), wanted[Keys.Tokenizer.BOS_ID]
-        tokenizer += [f"bos is {bos[0]}, expected {bos[1]}"] if bos[0] != bos[1] else []
+        found, expected = _value(file, Keys.Tokenizer.BOS_ID), wanted[Keys.Tokenizer.BOS_ID]
+        wrong += [f"bos is {found}, expected {expected}"] if found != expected else []
     tokens: Any = wanted[Keys.Tokenizer.LIST]
     types: Any = wanted[Keys.Tokenizer.TOKEN_TYPE]
     stored: list[str] = _value(file, Keys.Tokenizer.LIST) or []
@@ -369,32 +389,24 @@ def differences(
         if kind != TokenType.UNUSED and stored[index : index + 1] != [token]
     ]
     if other:
-        found = stored[other[0] : other[0] + 1]
-        tokenizer.append(
-            f"{len(other)} tokens differ: {other[0]} is {found}, expected {tokens[other[0]]}"
+        first = other[0]
+        wrong.append(
+            f"{len(other)} tokens differ: {first} is {stored[first : first + 1]}, expected {tokens[first]}"
         )
     if _value(file, Keys.Tokenizer.MERGES) != wanted[Keys.Tokenizer.MERGES]:
-        tokenizer.append("its merges are others")
-    ends = {
-        _value(file, key)
-        for key in (Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)
-    } | {index for index, token in enumerate(stored) if token in ENDS_BY_TEXT}
-    stops = [
-        wanted[key]
-        for key in (Keys.Tokenizer.EOS_ID, Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)
-        if key in wanted
-    ]
-    template = _value(file, Keys.Tokenizer.CHAT_TEMPLATE)
-    return {
-        "architecture": shape,
-        "template": []
-        if template == wanted.get(Keys.Tokenizer.CHAT_TEMPLATE)
-        else ["there is none" if template is None else "the chat template is another"],
-        "tokenizer": tokenizer,
-        "stop set": [
-            f"an answer does not end at {tokens[index]}" for index in stops if index not in ends
-        ],
-    }
+        wrong.append("its merges are others")
+    return wrong
+
+
+def _missing_stops(file: GGUFReader, wanted: Metadata) -> list[str]:
+    """The stop tokens of the model at which llama.cpp does not end an answer."""
+    keys = (Keys.Tokenizer.EOS_ID, *_FURTHER_STOPS)
+    stored: list[str] = _value(file, Keys.Tokenizer.LIST) or []
+    ends = {_value(file, key) for key in keys}
+    ends |= {index for index, token in enumerate(stored) if token in ENDS_BY_TEXT}
+    tokens: Any = wanted[Keys.Tokenizer.LIST]
+    stops: list[Any] = [wanted[key] for key in keys if key in wanted]
+    return [f"an answer does not end at {tokens[index]}" for index in stops if index not in ends]
 
 
 def bits_of(file: GGUFReader) -> int:
@@ -453,6 +465,8 @@ ENDS_BY_TEXT: Final = frozenset(
     "</s> <EOT> _<EOT>".split()
 )
 """Tokens at which llama.cpp ends an answer by their text (llama-vocab.cpp), in old versions too."""
+_FURTHER_STOPS: Final = (Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)
+"""Keys of further tokens that end an answer, besides the end of a turn."""
 
 
 def vocabulary(
@@ -483,14 +497,13 @@ def vocabulary(
     }
     names = {index: str(tokenizer.convert_ids_to_tokens(index)) for index in stop_ids[1:]}
     further = [index for index, name in names.items() if name not in ENDS_BY_TEXT]
-    keys = (Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)
-    if len(further) > len(keys):
+    if len(further) > len(_FURTHER_STOPS):
         raise ModelError(
             f"the stop set has {', '.join(names[index] for index in further)} besides its end of turn; expected two at "
             "most, which is what llama.cpp has keys for; take those that end no answer from eos_token_id in "
             "generation_config.json"
         )
-    metadata |= {key: int(index) for key, index in zip(keys, further, strict=False)}
+    metadata |= {key: int(index) for key, index in zip(_FURTHER_STOPS, further, strict=False)}
     bos = tokenizer.bos_token_id
     if bos is None:
         bos = getattr(config.get_text_config(), "bos_token_id", None)
