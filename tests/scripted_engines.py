@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,10 +36,6 @@ class FakeEngine:
 
     def update(self, version: int) -> None:
         self.version = version
-
-    @contextmanager
-    def conversation(self) -> Iterator[None]:
-        yield
 
     def _completion(self, prompt: Prompt, index: int) -> Completion:
         text = self.say(prompt.id, index)

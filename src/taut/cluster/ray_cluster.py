@@ -91,6 +91,11 @@ class Ranks(NamedTuple):
         return self.fewest < self.most
 
     @property
+    def wanted(self) -> str:
+        """What has to be had, in words."""
+        return f"{self.fewest} ranks" if self.is_elastic else f"{self.nodes} nodes"
+
+    @property
     def one(self) -> dict[str, float]:
         """The resources of one rank."""
         return {"CPU": float(self.cpus), **({"GPU": float(self.gpus)} if self.gpus else {})}
@@ -340,8 +345,7 @@ def _require_room(ranks: Ranks, servers: Servers | None, wait: float) -> Any:
     group = placement_group(ranks.bundles, strategy=strategy)
     try:
         if not group.wait(wait):
-            wanted = f"{ranks.fewest} ranks" if ranks.is_elastic else f"{ranks.nodes} nodes"
-            raise ClusterError(_missing(wanted, ranks.bundles[0], wait))
+            raise ClusterError(_missing(ranks.wanted, ranks.bundles[0], wait))
         if servers is None:
             return None
         theirs = placement_group([servers.one] * servers.number, strategy="PACK")
@@ -466,8 +470,7 @@ def _run(
             if not passed:  # nothing runs that could save anything
                 interrupts.check()
         if silence > wait and _is_short(ranks):
-            wanted = f"{ranks.fewest} ranks" if ranks.is_elastic else f"{ranks.nodes} nodes"
-            raise ClusterError(_missing(wanted, ranks.bundles[0], wait))
+            raise ClusterError(_missing(ranks.wanted, ranks.bundles[0], wait))
     _print_lines(relay)
     attempt, count = ray.get(relay.last.remote())
     return _outcome(attempt, count, failures, interrupts, restarts)

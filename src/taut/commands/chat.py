@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, NamedTuple, TextIO
 
@@ -21,7 +21,7 @@ from taut.config import configclass, user_path
 from taut.data.messages import Message
 from taut.errors import ConfigError, EngineError, TautError
 from taut.inference.engine import Sampling, Texts, room
-from taut.inference.local import ConversationConfig, LocalEngine
+from taut.inference.local import ConversationConfig, LocalEngine, conversation
 from taut.inference.open import ModelUse, Opened, open_engine
 from taut.io.temporary import TemporaryFolder
 from taut.train.signals import Interrupt
@@ -89,9 +89,7 @@ def run(config: Chat) -> int:
 def chat(config: Chat, opened: Opened, lines: Iterator[str], write: Write) -> None:
     """Answer every line."""
     write("\n".join(f"{name}: {value}" for name, value, _ in opened.decisions) + f"\n{HELP}\n")
-    engine = opened.engine
-    keeping = engine.conversation() if isinstance(engine, LocalEngine) else nullcontext()
-    with keeping, TemporaryFolder("chat") as folder:
+    with conversation(opened.engine), TemporaryFolder("chat") as folder:
         session = Session(config, opened, write, folder)
         for line in lines:
             if line.strip() == "/exit":

@@ -187,7 +187,7 @@ def _served(path: Path | None, launcher: LaunchRay, rest: Sequence[str]) -> list
                 "server_restarts",
                 "server_start",
             )
-            if getattr(launcher, name) != getattr(LaunchRay(), name)
+            if getattr(launcher, name) != getattr(LaunchRay, name)
         ]
         if unread:
             raise ConfigError(

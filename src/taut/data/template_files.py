@@ -25,10 +25,14 @@ SHIPPED: Mapping[str, tuple[str, ...]] = {"hermes": ("<|im_start|>", "<|im_end|>
 """Name -> the tokens that it writes."""
 
 
+def is_template(value: str) -> bool:
+    """Whether it is the template itself: it has marks of Jinja."""
+    return any(mark in value for mark in ("{{", "{%", "{#"))
+
+
 def is_file(value: str | None) -> bool:
-    """Whether a template is given as a file. A template itself has marks of Jinja."""
-    marks = ("{{", "{%", "{#")
-    return value is not None and value not in SHIPPED and not any(mark in value for mark in marks)
+    """Whether a template is given as a file."""
+    return value is not None and value not in SHIPPED and not is_template(value)
 
 
 def read_template(

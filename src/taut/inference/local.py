@@ -49,7 +49,7 @@ from taut.attention.layout import Layout
 from taut.config import NotNegative, configclass
 from taut.data.packing import PackPolicy, common_prefix, pack
 from taut.errors import ModelError, NonFiniteError
-from taut.inference.engine import OnDone, Sampling, Texts, require_usable, room, stream_seed
+from taut.inference.engine import Engine, OnDone, Sampling, Texts, require_usable, room, stream_seed
 from taut.inference.prefix_cache import LEAST, Kept, PrefixCache, Run, key_of
 from taut.models import architecture, products
 from taut.models.packed_weights import PackedWeights
@@ -631,3 +631,8 @@ def _free_stacks(paths: Sequence[Sequence[Stretch]]) -> None:
     live = {stretch for path in paths for stretch in path}
     for some in {stretch.stack for stretch in live}:
         some.keep([stretch for stretch in live if stretch.stack is some])
+
+
+def conversation(engine: Engine) -> AbstractContextManager[None]:
+    """``LocalEngine.conversation``; a server keeps what it keeps by itself."""
+    return engine.conversation() if isinstance(engine, LocalEngine) else nullcontext()

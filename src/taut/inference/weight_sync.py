@@ -77,6 +77,10 @@ from taut.train import distributed
 from taut.train.distributed import Ranks
 from taut.types import FloatArray, IntArray, Sample
 
+EXTENSION = "--worker-extension-cls taut_worker.TautWorker"
+PROCESSED = "--logprobs-mode processed_logprobs"
+LOADS_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+"""What a vLLM server is started with."""
 PROBE = "The quick brown fox jumps over the lazy dog. 12 x 3.5 = 42, so: what comes next?"
 """The text whose logprobs server and model must agree on."""
 PROBE_TOKENS = 32
@@ -515,15 +519,10 @@ def _shared(ranks: Ranks, outcome: T | TautError | None) -> T:
 
 def how_to_start(name: str) -> str:
     """The command line of a server whose weights can be changed."""
-    place = Path(worker_package.__file__).parent
-    serve = (
-        f"vllm serve DIR --served-model-name {name} --logprobs-mode processed_logprobs "
-        "--host 127.0.0.1"
-    )
+    serve = f"vllm serve DIR --served-model-name {name} {PROCESSED} --host 127.0.0.1"
     return (
-        f"start it with VLLM_SERVER_DEV_MODE=1 PYTHONPATH={shlex.quote(str(place))} {serve} --worker-extension-cls "
-        f"taut_worker.TautWorker; for adapters alone VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 {serve} --enable-lora "
-        "--max-lora-rank RANK (docs/weights.md)"
+        f"start it with {_full_weights()} {serve} {EXTENSION}; for adapters alone {LOADS_ADAPTERS} {serve} "
+        f"{adapters_of('RANK')} (docs/weights.md)"
     )
 
 
@@ -531,16 +530,25 @@ def serve_command(model: str, rank: int, gpus: int) -> str:
     """The shell command of a server that takes every weight, and adapters of a rank above 0. {host} and {port} stand
     for where it listens.
     """
-    place, model = shlex.quote(str(Path(worker_package.__file__).parent)), shlex.quote(model)
     words = [
-        f"VLLM_SERVER_DEV_MODE=1 PYTHONPATH={place}",
-        *(["VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"] if rank else []),
-        f"vllm serve {model} --served-model-name policy --host {{host}} --port {{port}}",
-        "--worker-extension-cls taut_worker.TautWorker --logprobs-mode processed_logprobs",
-        *([f"--enable-lora --max-lora-rank {rank}"] if rank else []),
+        _full_weights(),
+        *([LOADS_ADAPTERS] if rank else []),
+        f"vllm serve {shlex.quote(model)} --served-model-name policy --host {{host}} --port {{port}}",
+        f"{EXTENSION} {PROCESSED}",
+        *([adapters_of(rank)] if rank else []),
         *([f"--tensor-parallel-size {gpus}"] if gpus > 1 else []),
     ]
     return " ".join(words)
+
+
+def _full_weights() -> str:
+    """Variables of a server that takes every weight."""
+    place = Path(worker_package.__file__).parent
+    return f"VLLM_SERVER_DEV_MODE=1 PYTHONPATH={shlex.quote(str(place))}"
+
+
+def adapters_of(rank: int | str) -> str:
+    return f"--enable-lora --max-lora-rank {rank}"
 
 
 class Folder:

@@ -25,6 +25,7 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -150,12 +151,8 @@ def _right_label(path: str, config: PreTrainedConfig, head: NewHead | None) -> i
 @torch.no_grad()
 def _subtract(model: Any, right: int) -> None:
     """Make one number of a head's two: the right label's less the wrong one's."""
-    two, sign = model.score, 2 * right - 1
-    wide = torch.promote_types(two.weight.dtype, torch.float32)
-    model.score = torch.nn.Linear(two.in_features, 1, two.bias is not None, two.weight.device, wide)
-    model.score.weight.copy_(sign * two.weight.to(wide).diff(dim=0))
-    if two.bias is not None:
-        model.score.bias.copy_(sign * two.bias.to(wide).diff())
+    two = model.score
+    model.score = _difference(two.weight, two.bias, right, 1 - right)
     model.config.num_labels = model.num_labels = 1
 
 
@@ -170,14 +167,19 @@ def compare_tokens(model: Any, right: int, wrong: int) -> None:
             f"steps.tokens: {type(model).__name__} caps its logits, so their difference is no scalar head; expected a "
             "model without a softcap; name another"
         )
-    wide = torch.promote_types(spec.weight.dtype, torch.float32)
-    has_bias, device = spec.bias is not None, spec.weight.device
-    model.score = torch.nn.Linear(spec.weight.shape[1], 1, has_bias, device, wide)
-    rows = spec.weight[[right, wrong]].to(wide)
-    model.score.weight.copy_(spec.scale * (rows[:1] - rows[1:]))
-    if spec.bias is not None:
-        both = spec.bias[[right, wrong]].to(wide)
-        model.score.bias.copy_(spec.scale * (both[:1] - both[1:]))
+    model.score = _difference(spec.weight, spec.bias, right, wrong, spec.scale)
+
+
+def _difference(
+    weight_VD: Tensor, bias_V: Tensor | None, right: int, wrong: int, scale: float = 1.0
+) -> torch.nn.Linear:
+    """A scalar head: what one row of a head gives less what another gives, in float32 at least."""
+    wide = torch.promote_types(weight_VD.dtype, torch.float32)
+    head = torch.nn.Linear(weight_VD.shape[1], 1, bias_V is not None, weight_VD.device, wide)
+    for ours, theirs in ((head.weight, weight_VD), (head.bias, bias_V)):
+        if theirs is not None:
+            ours.copy_(scale * (theirs[[right]].to(wide) - theirs[[wrong]].to(wide)))
+    return head
 
 
 def _configure(path: str, config: PreTrainedConfig, head: NewHead | None) -> Any:

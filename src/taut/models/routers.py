@@ -86,6 +86,11 @@ class RouterRecorder:
             )
 
 
+def recorder_of(model: nn.Module, config: RouterConfig) -> RouterRecorder | None:
+    """The recorder, where the loss is on."""
+    return RouterRecorder(model, config.aux_loss_coef) if config.aux_loss_coef else None
+
+
 def _routers(model: nn.Module, coef: float) -> tuple[list[nn.Module], int]:
     """The routers, in order, and the index of the logits among a router's outputs."""
     inner, text = architecture.unwrap(model), architecture.language_model(model)

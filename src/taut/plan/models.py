@@ -33,7 +33,7 @@ from taut.models.lora import LoraConfig, apply_lora
 from taut.models.quantised import pretend, pretended
 from taut.models.recompute import recompute_activations
 from taut.models.reward_model import compare_tokens, reward_skeleton
-from taut.models.routers import RouterRecorder
+from taut.models.routers import recorder_of
 from taut.models.scorer import Scorer
 from taut.models.teacher import ListedTeacher, ModelTeacher
 from taut.rewards.judge import RewardModel
@@ -201,8 +201,7 @@ def planned_scorer(run: RunConfig, configs: Configs, kernels: Kernels) -> Scorer
         teacher.num_rows = None if rows[0] == rows[1] else min(rows)
     elif models.teacher is not None:
         teacher = ListedTeacher()
-    coef = run.router.aux_loss_coef
-    return Scorer(policy, teacher, critic, RouterRecorder(policy, coef) if coef else None)
+    return Scorer(policy, teacher, critic, recorder_of(policy, run.router))
 
 
 def deep(scorer: Scorer) -> dict[str, nn.Module]:

@@ -31,7 +31,6 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -43,7 +42,7 @@ from taut.data.prompts import PromptRow
 from taut.data.tool_calls import ToolCall
 from taut.errors import DataError, PictureError, RenderError
 from taut.inference.engine import Engine, Sampling
-from taut.inference.local import LocalEngine
+from taut.inference.local import conversation
 from taut.rewards.panel import Verdict
 from taut.rl.conversations import Conversations, Path
 from taut.rl.environment import (
@@ -380,7 +379,7 @@ def sample_trajectories(
     courses = {number: begin(path, environments, rendered) for number, path in paths.items()}
     results: dict[int, Completion | Outcome | None] = dict.fromkeys(courses)
     waiting: dict[int, Prompt] = {}
-    with engine.conversation() if isinstance(engine, LocalEngine) else nullcontext():
+    with conversation(engine):
         while True:
             calls: dict[int, Call] = {}
             while results:

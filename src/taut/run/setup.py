@@ -47,7 +47,7 @@ from taut.models.precision import (
 from taut.models.quantised import require_trainable
 from taut.models.recompute import recompute_activations, require_possible
 from taut.models.reward_model import load_reward_model
-from taut.models.routers import RouterRecorder
+from taut.models.routers import recorder_of
 from taut.models.save import find_processor
 from taut.models.scorer import Scorer
 from taut.models.self_test import library_logps, one_sample_reasons
@@ -289,8 +289,7 @@ def join_models(
     decisions.extend(reasons)
     critic, reasons = others.load_critic(run, inputs, loaded, model, ranks)
     decisions.extend(reasons)
-    coef = run.router.aux_loss_coef
-    scorer = Scorer(model, teacher, critic, RouterRecorder(model, coef) if coef else None)
+    scorer = Scorer(model, teacher, critic, recorder_of(model, run.router))
     budget = build_budget(run, model, ranks, one_sample=one_sample is not None)
     # A vision tower is sharded with the root: how often its blocks run depends on a rank's images, and each run of a
     # shard is a collective.

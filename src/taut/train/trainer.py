@@ -441,8 +441,6 @@ def compute_gradients(trainer: Trainer, plan: Planned, step: int) -> Gradients:
     scales = {term: 1.0 / count for term, count in counts.items()}
     nothing = dict.fromkeys(scales, 0.0)
     slope_LE = router_slopes(trainer, planned, plan.trees, f"step {step}")
-    if slope_LE is not None:
-        (slope_LE,) = to_device([slope_LE], trainer.ranks.device)
     scored, sums, logps, router_losses = [], [], [], []
     with distributed.summing_gradients(trainer.trained, trainer.ranks):
         for packed, is_real in on_device(trainer, planned):
@@ -482,8 +480,8 @@ def on_device(
 def router_slopes(
     trainer: Trainer, planned: Sequence[tuple[Packed, bool]], trees: Sequence[Tree], where: str
 ) -> Tensor | None:
-    """The slopes of the routers' loss, [L, E] on the CPU, from the choices in all micro-batches; None: it is off. The
-    choices are those without noise.
+    """The slopes of the routers' loss, [L, E], from the choices in all micro-batches; None: it is off. The choices are
+    those without noise.
     """
     config, scorer = trainer.router, trainer.scorer
     if not config.aux_loss_coef:
@@ -499,7 +497,9 @@ def router_slopes(
     num_tokens, *counts = trainer.ranks.sum_of_shares([mine, *total_LE.flatten().tolist()])
     total_LE = torch.tensor(counts, dtype=torch.float64).view_as(total_LE)
     recorder: Any = scorer.routers
-    return slopes(total_LE, num_tokens, recorder.top_k, config.aux_loss, config.aux_loss_coef)
+    kind, coef = config.aux_loss, config.aux_loss_coef
+    slope_LE = slopes(total_LE, num_tokens, recorder.top_k, kind, coef)
+    return to_device([slope_LE], trainer.ranks.device)[0]
 
 
 def backward(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
+from taut.data.template_files import is_template
 from taut.migrate.dialects import find_near
 from taut.migrate.draft import (
     POLICY_METHODS,
@@ -172,7 +172,7 @@ def carry_template(draft: Draft) -> None:
         if is_off(template) or (draft.framework == "axolotl" and template == "tokenizer_default"):
             draft.off(name)
             draft.needless("the tokenizer's own", name)
-        elif str(template).endswith(".jinja") or re.search(r"{[{%#]", str(template)):
+        elif str(template).endswith(".jinja") or is_template(str(template)):
             draft.set("data.template", str(template), name)
         elif draft.framework == "axolotl":
             draft.assumed.append(f"the model's own chat template is axolotl's {template}")

@@ -135,7 +135,7 @@ def _carry_packing(draft: Draft, rows: int | None, used: tuple[str, ...]) -> Non
         draft.needless("what is generated is counted in samples", "packing", *extra)
         return
     name = "packing_length" if draft.is_on("packing_length") else "max_length"
-    length, packs = draft.value(name), "an unknown number of packs"
+    length = draft.value(name)
     if rows is not None and is_count(length) and not draft.is_unknown(name, option):
         draft.settings.pop("batch.samples_per_step")
         why = f"batch.tokens_per_step: {rows} packs of {length} tokens"
@@ -145,7 +145,7 @@ def _carry_packing(draft: Draft, rows: int | None, used: tuple[str, ...]) -> Non
             "tokens, which are seldom quite full"
         )
     else:
-        packs = f"{rows} packs" if rows is not None else packs
+        packs = "an unknown number of packs" if rows is None else f"{rows} packs"
         why = (
             f"a step is {packs} of {length or name} tokens: batch.tokens_per_step is their product"
         )
