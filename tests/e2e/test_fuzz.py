@@ -369,8 +369,9 @@ def count_refused(loader: str, numbers: range, place: Path) -> int:
 @pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("part", ["some", pytest.param("all", marks=pytest.mark.slow)])
 def test_what_is_malformed_is_refused_by_place(
-    loader: str, part: str, model: Path, tmp_path: Path
+    loader: str, part: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # a path may be drawn, such as that of the cache
     MODEL[:] = [model]
     num_cases, _ = LOADERS[loader]
     numbers = range(0, num_cases, 5 if part == "some" and num_cases >= 150 else 1)
