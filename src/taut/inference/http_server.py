@@ -17,8 +17,8 @@ which it reads an answer, and refuses every connection above its limit. Here a c
 no request (from its start or its last answer to the end of the next request's headers), and another while an answer
 cannot be sent. A request beyond ``max_connections`` is marked ``BUSY`` and served only if it is ``GET /health``;
 ``NUM_SPARE`` further connections may be open for it, and a new connection closes the one that has waited longest
-without a request. So one can always be closed, and ``/health`` is always reachable. Chunked bodies are refused before
-they are parsed: chunks of one byte cost the event loop more than their senders.
+without a request that is served. So one can always be closed, and ``/health`` is always reachable. Chunked bodies are
+refused before they are parsed: chunks of one byte cost the event loop more than their senders.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import threading
 from collections.abc import Awaitable, Callable, MutableMapping
 from functools import partial
 from types import FrameType
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, cast
 from urllib.parse import urlsplit
 
 import h11
@@ -181,7 +181,7 @@ class Guard:
                 431,
                 f"the headers have {num_bytes:,} bytes; expected at most {limits.max_header_bytes:,}; send fewer",
             )
-        if scope.get("state", {}).get(BUSY) and scope["path"] != HEALTH:
+        if _is_beyond(scope):
             raise Refused(
                 503,
                 f"{limits.max_connections} requests are being served; expected fewer; try again later",
@@ -324,6 +324,11 @@ def _host_name(host: str) -> str:
     return match[1].strip("[]").lower().rstrip(".") if match else ""
 
 
+def _is_beyond(scope: Scope) -> bool:
+    """A request beyond ``max_connections``, which is refused."""
+    return bool(scope.get("state", {}).get(BUSY)) and scope["path"] != HEALTH
+
+
 NUM_SPARE = 32
 """Open connections beyond ``max_connections``."""
 SHUTDOWN_SECONDS = 30
@@ -448,8 +453,14 @@ class _LimitedProtocol(H11Protocol):
 
     @property
     def _is_in_work(self) -> bool:
-        """A request is being read or answered; closing the connection would lose it."""
-        return self.cycle is not None and not self.cycle.response_started
+        """A request is being read or answered; closing the connection would lose it. Of a request that is refused
+        only the refusal would be lost."""
+        cycle = self.cycle
+        return (
+            cycle is not None
+            and not cycle.response_started
+            and not _is_beyond(cast(Scope, cycle.scope))
+        )
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as the base class
         super().connection_made(transport)
