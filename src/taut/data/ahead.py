@@ -267,6 +267,7 @@ def settings_of(
         "data.chat_template_kwargs": config.chat_template_kwargs,
         "data.system": config.system,
         "data.step_separator": config.step_separator,
+        "data.token_weights": renderer.token_weights.identity() or None,
     }
 
 

@@ -23,6 +23,8 @@ SHARD_BYTES = 2**28
 """A shard ends with the block of rows that brings its arrays to this size."""
 MEDIA_BYTES, INCIDENT_BYTES = 64, 128
 """What an image of a sample, and an incident, count towards the size of a shard."""
+WEIGHT = "target_weight"
+"""The array of weights, of blocks and entries in which one is not 1."""
 LENGTHS = "length."
 """Prefix, in a block, of the arrays of lengths."""
 
@@ -68,6 +70,7 @@ class BlockBuilder:
         for sample in samples:
             self._joined["ids"].append(sample.ids_T.astype(np.int32))
             self._joined["target_at"].append(sample.target_at_N.astype(np.int32))
+            self._joined[WEIGHT].append(sample.weight_N)
             self._per_sample["line"].append(number)
             self._per_sample["part"].append(int(sample.id[len(place) + 1 :] or 0))
             self._media.append(sample.media)
@@ -84,6 +87,8 @@ class BlockBuilder:
             if name in arrays:
                 arrays[LENGTHS + name] = np.array([len(piece) for piece in self._joined[name]])
         arrays |= {name: np.asarray(values) for name, values in self._per_sample.items()}
+        if WEIGHT in arrays and (arrays[WEIGHT] == 1).all():
+            del arrays[WEIGHT]
         media, films = tuple(self._media), tuple(self.films)
         incidents = tuple(self.incidents)
         return Block(
@@ -97,6 +102,10 @@ def joined(blocks: Sequence[Block], ends: Sequence[int] = ()) -> Entry:
     The arrays are taken out of the blocks, one after another, so that a shard is not held twice.
     """
     names = dict.fromkeys(name for block in blocks for name in block.arrays)
+    if WEIGHT in names:
+        for block in blocks:
+            if "target_at" in block.arrays:
+                block.arrays.setdefault(WEIGHT, np.ones(len(block.arrays["target_at"])))
     found = {
         name: np.concatenate([block.arrays.pop(name) for block in blocks if name in block.arrays])
         for name in names

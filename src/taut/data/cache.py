@@ -16,6 +16,10 @@ and, where a row has several samples,
 
                   row_offsets.npy     int64 [G+1]   start of the samples of each row that has any
 
+and, where a target has another weight than 1 (of such a shard all, else none),
+
+                  target_weight.npy   float64 [N]
+
 and, where answers are judged,
 
                   value.NAME.npy      float64 [S]   a value of each sample
@@ -101,6 +105,7 @@ ARRAYS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "line": (np.int64, ()),
     "part": (np.int32, ()),
     "row_offsets": (np.int64, ()),
+    "target_weight": (np.float64, ()),
     "read_at": (np.int32, ()),
     "read_offsets": (np.int64, ()),
     "media.offsets": (np.int64, ()),
@@ -195,6 +200,7 @@ class Entry:
         start, stop = arrays["offsets"][index : index + 2]
         first, last = arrays["target_offsets"][index : index + 2]
         target_at_N = arrays["target_at"][first:last].astype(np.int64)
+        weights = arrays.get("target_weight")
         values = {
             key.removeprefix(VALUE): float(array[index])
             for key, array in arrays.items()
@@ -213,7 +219,7 @@ class Entry:
             name,
             arrays["ids"][start:stop].astype(np.int64),
             target_at_N,
-            np.ones(target_at_N.size),
+            np.ones(target_at_N.size) if weights is None else np.array(weights[first:last]),
             media=self._media(index, name, image_store),
             values=values,
             read_at_R=read_at_R,
@@ -965,6 +971,10 @@ def require_sound(arrays: Mapping[str, NDArray[Any]]) -> None:
     _require_within(offsets, arrays["target_offsets"], arrays["target_at"], "target_at", first=1)
     if arrays["ids"].size and int(arrays["ids"].min()) < 0:
         raise ValueError("ids has a negative token id")
+    if (weights := arrays.get("target_weight")) is not None and not (
+        len(weights) == len(arrays["target_at"]) and np.isfinite(weights).all() and (weights > 0).all()
+    ):
+        raise ValueError("target_weight does not have a weight above 0 for each of target_at")
     if "read_at" in arrays or "read_offsets" in arrays:
         _require_offsets(arrays, "read_offsets", "read_at", num_samples)
         _require_within(offsets, arrays["read_offsets"], arrays["read_at"], "read_at", first=0)

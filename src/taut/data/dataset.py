@@ -54,6 +54,7 @@ from taut.data.sources import (
     require_apart,
 )
 from taut.data.template_files import is_file, read_template
+from taut.data.token_weights import TokenWeight
 from taut.data.tokenise import entries, workers_for
 from taut.errors import ConfigError
 from taut.io import remote
@@ -89,6 +90,8 @@ class DataConfig:
     """Keys of messages, and columns, that may be present and are not used."""
     targets: Targets = "assistant"
     """Which tokens of a conversation are learned: all assistant turns, the last one, or all tokens."""
+    token_weights: tuple[TokenWeight, ...] = ()
+    """Weights of parts of answers in the loss, as in [{ pattern = "<tool_call>.+?</tool_call>", weight = 2 }]."""
     template: str | None = None
     """A chat template to use in place of the tokenizer's own: a file, or the template itself; or hermes, which comes
     with taut: ChatML that writes tools and calls as Hermes does."""
@@ -131,6 +134,11 @@ class DataConfig:
     default all that are fetched."""
 
     def __post_init__(self) -> None:
+        if self.token_weights and self.targets == "all":
+            raise ConfigError(
+                "data.token_weights with data.targets=all: the patterns are looked for in answers, and every token is "
+                "learned; expected data.targets=assistant or last; set it, or take data.token_weights out"
+            )
         require_apart(_sources_of(self, "train"), _sources_of(self, "eval"))
         if self.is_stream:
             self._require_streamable()
@@ -274,7 +282,12 @@ def build_renderer(
     template = read_template(config.template, tokenizer, "data.template")
     variables = config.chat_template_kwargs
     return Renderer(
-        tokenizer, template, config.targets, image_store=image_store, variables=variables
+        tokenizer,
+        template,
+        config.targets,
+        image_store=image_store,
+        variables=variables,
+        token_weights=config.token_weights,
     )
 
 

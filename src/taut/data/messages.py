@@ -72,6 +72,8 @@ class Conversation:
     tools: tuple[Tool, ...] = ()
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     """Values of the chat template's own variables for this row, in place of the template's defaults."""
+    weights: Mapping[int, float] = field(default_factory=dict)
+    """Index of an assistant message -> the weight of its tokens in the loss, where it is not 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ KEYS_OF_ROLE = {
     "assistant": {"name", "tool_calls", "reasoning_content", "reasoning", "thinking"},
     "tool": {"name", "tool_call_id"},
 }
-MESSAGE_KEYS = {"role", "content", "train"}.union(*KEYS_OF_ROLE.values())
+MESSAGE_KEYS = {"role", "content", "train", "weight"}.union(*KEYS_OF_ROLE.values())
 
 PICTURES = ("images", "image", "image_url")
 VIDEOS = ("videos", "video", "video_url")
@@ -170,21 +172,26 @@ def read_conversation(
     messages: list[Message] = []
     learned: list[int] = []
     excluded: list[int] = []
+    weights: dict[int, float] = {}
     for index, item in enumerate(items):
-        message, train = _read_message(item, f"{place}: {column}[{index}]", ignore, media)
+        message, weight = _read_message(item, f"{place}: {column}[{index}]", ignore, media)
         messages.append(message)
-        if message["role"] == "assistant" and not train:
+        if message["role"] == "assistant" and not weight:
             excluded.append(index)
         elif message["role"] == "assistant" and index >= first_learned:
             learned.append(index)
+            if weight != 1:
+                weights[index] = weight
     functions = read_tools(tools, place)
-    return Conversation(place, tuple(messages), tuple(learned), tuple(excluded), functions)
+    return Conversation(
+        place, tuple(messages), tuple(learned), tuple(excluded), functions, weights=weights
+    )
 
 
 def _read_message(
     item: object, where: str, ignore: Collection[str], media: MediaOptions
-) -> tuple[Message, bool]:
-    """The message as templates read it, and whether it may be learned."""
+) -> tuple[Message, float]:
+    """The message as templates read it, and its weight in the loss; 0: it is not learned."""
     item = typed(item, dict, where, "an object with role and content")
     item = {key: value for key, value in item.items() if value is not None and key not in ignore}
     role = item.get("role")
@@ -193,16 +200,17 @@ def _read_message(
         value = shown(role) if "role" in item else "missing"
         raise DataError(f"{where}.role is {value}; expected system, user, assistant or tool{hint}")
     for key in item:
-        if key in ("role", "content", "train") or key in KEYS_OF_ROLE[role]:
+        if key in ("role", "content", "train", "weight") or key in KEYS_OF_ROLE[role]:
             continue
         if key in MEDIA:
             raise DataError(
                 f"{where} has {key}; expected pictures as parts of its content, or in a column of the "
                 "row; sound is not supported"
             )
-        if key in ("weight", "loss_weight", "loss", "mask"):
+        if key in ("loss_weight", "loss_scale", "loss", "mask"):
             raise DataError(
-                f"{where} has {key!r}; expected train; write train: false for a turn not to be learned"
+                f"{where} has {key!r}; expected train or weight; write train: false for a turn not to be learned, or "
+                "its weight in the loss"
             )
         if key not in MESSAGE_KEYS:
             hint = did_you_mean(key, MESSAGE_KEYS) or "; remove it, or name it in data.ignore_keys"
@@ -234,7 +242,19 @@ def _read_message(
         raise DataError(
             f"{where}.train is true on a {role} message; expected it on assistant messages only"
         )
-    return message, train
+    if "weight" not in item:
+        return message, float(train)
+    weight = read_number(item["weight"], f"{where}.weight")
+    if weight < 0 or (weight and role != "assistant"):
+        raise DataError(
+            f"{where}.weight is {weight:g} on a {role} message; expected a number of 0 or more, on assistant messages; "
+            "correct it"
+        )
+    if "train" in item and train != bool(weight):
+        raise DataError(
+            f"{where} has train: {str(train).lower()} and weight {weight:g}; expected one of the two; remove the other"
+        )
+    return message, weight
 
 
 def read_tools(value: object, place: str) -> tuple[Tool, ...]:

@@ -13,7 +13,8 @@ up to its end token, the row is one sample; otherwise (templates that strip thin
 A row that cannot be rendered exactly is a RenderError. Two tokenisations are never concatenated and no end token is
 ever made up. A template that writes no end token is refused; so is one that leaves out tools, tool calls or reasoning,
 and an answer with a token of the stop set before its end. In a row with images, every prefix counts the images of the
-whole row; no token of an image is a target.
+whole row; no token of an image is a target. A target's weight is its message's, times that of the pattern that finds it
+(``token_weights.py``); one of weight 0 is no target.
 
 Where answers are judged, every answer is rendered as the row of SFT that it is, and ends at its last target, so that
 its last token, where a reward is read, is the one that a server stops at. In compared whole texts (documents), the
@@ -53,8 +54,9 @@ from taut.data.images import Placed, is_same_input, uncut, within
 from taut.data.json_io import shown
 from taut.data.messages import Completion, Conversation, Document, Message, Row, Tool, text_of
 from taut.data.schema import Answers, AnyRow, Stepwise
+from taut.data.token_weights import TokenWeight, TokenWeights
 from taut.errors import DataError, PictureError, RenderError
-from taut.types import IntArray, Media, Sample
+from taut.types import FloatArray, IntArray, Media, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -115,6 +117,7 @@ class Renderer:
         key: str = "data.template",
         image_store: ImageStore | None = None,
         variables: Mapping[str, Any] | None = None,
+        token_weights: Sequence[TokenWeight] = (),
     ) -> None:
         """``key``: the setting that names another template, for messages. ``image_store``: None if the model takes no
         images. ``variables``: values of the template's own variables, which become its defaults.
@@ -123,6 +126,7 @@ class Renderer:
         self.image_store = image_store
         self.tokenizer = tokenizer
         self.targets: Targets = targets
+        self.token_weights = TokenWeights(token_weights)
         self.stop_set: frozenset[int] = frozenset()
 
     def stopping_at(self, stop_set: Collection[int]) -> Renderer:
@@ -141,7 +145,8 @@ class Renderer:
     def identity(self) -> str:
         """A digest that changes whenever the ids or targets of some row could."""
         images = f" {self.image_store.identity()}" if self.image_store else ""
-        return f"{self.template.identity()} {self.targets} {sorted(self.stop_set)}{images}"
+        weights = self.token_weights.identity()
+        return f"{self.template.identity()} {self.targets} {sorted(self.stop_set)}{images}{weights}"
 
     def prompt_ids(
         self,
@@ -228,9 +233,15 @@ class Renderer:
                 ids = self._with_eos(ids, row.place)
                 self.require_none_inside(ids[start:-1], ids[-1], row.place)
                 first = 1 if self.targets == "all" else max(start, 1)
-                return [self._sample(row.place, ids, range(first, len(ids)))]
+                weight_T = self._weights(whole, ids, len(row.prompt), start, len(ids) - 1)
+                return [self._sample(row.place, ids, range(first, len(ids)), weight_T=weight_T)]
 
             return (prompt, whole), finish_completion
+        if self.token_weights.rules:
+            raise RenderError(
+                f"{row.place}: the row is a text without an answer, and data.token_weights is for answers; expected "
+                "conversations, or prompts with completions; take the key out"
+            )
         document = self.template.plain(row.text, row.place)
 
         def finish_document(ids_of: IdsOf) -> list[Sample]:
@@ -303,26 +314,68 @@ class Renderer:
         """One sample where the whole conversation begins with every R_i; else one per turn."""
         spans = [self._span(row, turn, ids_of) for turn in turns]
         full, rows = ids_of[text], [ids_of[turn.row] for turn in turns]
+        weights = [
+            self._turn_weights(row, turn, ids, span)
+            for turn, ids, span in zip(turns, rows, spans, strict=True)
+        ]
         if all(
             ids is full or full[:stop] == ids[:stop]
             for ids, (_, stop) in zip(rows, spans, strict=True)
         ):
             at = [position for span in spans for position in range(*span)]
-            return [self._sample(row.place, full, at, text.pictures)]
+            weight_T = np.ones(len(full))
+            for (start, stop), own_T in zip(spans, weights, strict=True):
+                weight_T[start:stop] = own_T[start:stop]
+            return [self._sample(row.place, full, at, text.pictures, weight_T)]
         return [
             self._sample(
                 f"{row.place}#{number}" if len(turns) > 1 else row.place,
                 ids,
                 range(*span),
                 turn.row.pictures,
+                weight_T,
             )
-            for number, (turn, ids, span) in enumerate(zip(turns, rows, spans, strict=True), 1)
+            for number, (turn, ids, span, weight_T) in enumerate(
+                zip(turns, rows, spans, weights, strict=True), 1
+            )
         ]
+
+    def _turn_weights(
+        self, row: Conversation, turn: _Turn, ids: Ids, span: tuple[int, int]
+    ) -> FloatArray:
+        """The weights of the tokens of R_i: outside the turn they mean nothing."""
+        if self.token_weights.rules and not turn.row.text.startswith(turn.prompt.text):
+            raise RenderError(
+                f"{row.place}: messages[{turn.index}]: the chat template writes the prompt in another way once it is "
+                "answered, so data.token_weights does not know where the answer's text begins; expected it unchanged; "
+                f"give another template with {self.template.key}=FILE"
+            )
+        start, stop = span
+        weight_T = self._weights(turn.row, ids, len(turn.prompt.text), start, stop - 1)
+        return weight_T * row.weights.get(turn.index, 1.0)
+
+    def _weights(self, text: Text, ids: Ids, begin: int, start: int, end: int) -> FloatArray:
+        """The weight of each token by the patterns. The answer's text begins at the character ``begin``; its tokens are
+        ``ids[start:end]``.
+        """
+        weight_T = np.ones(len(ids))
+        if not self.token_weights.rules:
+            return weight_T
+        spans = self.template.spans(text)
+        stop = spans[end][0] if end < len(spans) else len(text.text)
+        own = [(max(first - begin, 0), last - begin) for first, last in spans[start:end]]
+        weight_T[start:end] = self.token_weights.of(text.text[begin:stop], own)
+        return weight_T
 
     def _finish_all(
         self, row: Conversation, text: Text, turns: Sequence[_Turn], ids_of: IdsOf
     ) -> list[Sample]:
         """One sample: every token is a target except the first, and the turns marked train: false."""
+        if row.weights:
+            raise RenderError(
+                f"{row.place}: messages[{min(row.weights)}] has a weight, and data.targets=all learns every token "
+                "alike; expected data.targets=assistant or last; set it, or remove the weight"
+            )
         full = ids_of[text]
         is_target = np.ones(len(full), dtype=bool)
         is_target[:1] = False
@@ -364,8 +417,14 @@ class Renderer:
             )
 
     def _sample(
-        self, name: str, ids: Ids, target_at: Iterable[int], placed: Sequence[Placed] = ()
+        self,
+        name: str,
+        ids: Ids,
+        target_at: Iterable[int],
+        placed: Sequence[Placed] = (),
+        weight_T: FloatArray | None = None,
     ) -> Sample:
+        """``weight_T``: the weight of each token; None: 1."""
         bos = self.tokenizer.bos_token_id
         if bos is not None and ids[:2] == [bos, bos]:
             raise RenderError(
@@ -378,7 +437,10 @@ class Renderer:
         ids_T, pictures = np.asarray(ids, dtype=np.int64), self.template.pictures
         media = pictures.find(ids_T, placed, name)
         at = pictures.learnable(ids_T, np.fromiter(target_at, dtype=np.int64), media)
-        return Sample(name, ids_T, at, np.ones(at.size), media)
+        if weight_T is None:
+            return Sample(name, ids_T, at, np.ones(at.size), media)
+        at = at[weight_T[at] > 0]
+        return Sample(name, ids_T, at, weight_T[at], media)
 
 
 # -- rows of any kind

@@ -455,6 +455,12 @@ class RunConfig:
         }
         if self.data.is_stream:
             self._require_streamable()
+        if self.data.token_weights and (self.generates or self.has_scalar_head):
+            why = "generated" if self.generates else "given scores, not learned"
+            raise ConfigError(
+                f"data.token_weights in a run of {self.command()}, whose answers are {why}; expected a method that "
+                "learns the answers of its data, such as sft; take the key out"
+            )
         if self.batch.tokens_per_step is not None and self.generates:
             raise ConfigError(
                 f"batch.tokens_per_step={self.batch.tokens_per_step} and method={self.method}, whose answers are yet "

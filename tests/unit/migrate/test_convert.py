@@ -18,6 +18,7 @@ from rich.console import Console
 from tests.tiny_tokenizers import save_tokenizer, tiny_tokenizer
 
 from taut.config import load
+from taut.data.token_weights import TokenWeight, TokenWeights
 from taut.methods.method import RunConfig
 from taut.migrate.dialects import DIALECTS
 from taut.migrate.examine import examine
@@ -306,6 +307,55 @@ def test_a_setting_that_taut_lacks_is_named(
     (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
     offer = carried(tmp_path, framework, options)
     assert (set(lacking(offer)), offer["exit"]) == ({key}, 1)
+
+
+def weighed(rules: list[dict[str, Any]], text: str) -> list[tuple[str, float]]:
+    parts = TokenWeights([TokenWeight(**rule) for rule in rules]).parts(text)
+    return [(text[part.start : part.stop], part.weight) for part in parts]
+
+
+@pytest.mark.parametrize(
+    ("scale", "text", "expected"),
+    [
+        ("ignore_empty_think", "<think>\n\n</think>\n\n5", [("<think>\n\n</think>\n\n", 0)]),
+        ("default+ignore_empty_think", "<think>\na\n</think>\n\n5", []),
+        ("last_round+ignore_think_prefix", "<think>\na\n</think>", [("<think>\n", 0)]),
+        ("hermes", "a<tool_call>\nb</tool_call>", [("<tool_call>\nb</tool_call>", 2)]),
+        (
+            "react",
+            "Thought: a\nAction: b\nAction Input: c\nObservation: d\nThought: e\nFinal Answer: f",
+            [("Action: b\n", 2), ("Action Input: c\n", 2), ("Observation:", 2), (" d\n", 0)],
+        ),
+    ],
+)
+def test_patterns_of_ms_swift_weigh_parts_of_answers(
+    scale: str, text: str, expected: list[tuple[str, float]], tmp_path: Path
+) -> None:
+    """By hand from ms-swift's tables: a pattern weighs what it matches; of react, a word and what follows it up to the
+    next word have a weight each.
+    """
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    offer = carried(tmp_path, "swift", f"--loss_scale {scale}")
+    settings = offer["settings"]
+    assert weighed(settings["data.token_weights"], text) == expected
+    assert settings["data.targets"] == ("last" if scale.startswith("last") else "assistant")
+    assert set(lacking(offer)) == ({"loss_scale"} if scale in ("hermes", "react") else set())
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("--loss_scale agentflan", "agentflan"),
+        ("--loss_scale all+hermes", "those of answers in the data"),
+        ("--loss_scale hermes+react", "one after another"),
+    ],
+)
+def test_patterns_that_taut_does_not_have_are_named(
+    options: str, why: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    offer = carried(tmp_path, "swift", options)
+    assert why in lacking(offer)["loss_scale"] and "data.token_weights" not in offer["settings"]
 
 
 @pytest.mark.parametrize(

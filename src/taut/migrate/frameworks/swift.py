@@ -129,7 +129,7 @@ OTHER_KINDS: dict[str, Lacking] = {
     ),
     **lacking(
         "an empty thought is not put before answers",
-        "add_non_thinking_prefix disable_ignore_empty_think",
+        "add_non_thinking_prefix",
     ),
     **lacking("a mixture of streams: weight of each source", "interleave_prob stopping_strategy"),
     **lacking(

@@ -34,9 +34,30 @@ def carry_targets(draft: Draft) -> None:
     draft.off("completion_only_loss", "assistant_only_loss")
 
 
+BASES = {"default": "assistant", "last_round": "last", "all": "all"}
+"""ms-swift's words for the answers that are learned -> data.targets."""
+THOUGHTLESS = (
+    r"^\s*(<think>\s*)?</think>\s*|^<\|channel>thought\n<channel\|>|^</mm:think>\s*|^<seed:think><seed:cot_budget_reflect>"
+    r"The current thinking budget is 0, so I will directly start answering the question.</seed:cot_budget_reflect>\n"
+    r"</seed:think>\s*"
+)
+REACT_ENDS = r"(?=Action:|Action Input:|Thought:|Final Answer:|Observation:|\Z)"
+TOKEN_WEIGHTS = {
+    "ignore_empty_think": ((THOUGHTLESS, 0.0),),
+    "ignore_think_prefix": ((r"^<think>\n?", 0.0),),
+    "hermes": (("<tool_call>.+?</tool_call>", 2.0),),
+    "react": (
+        (f"(Action:|Action Input:).*?{REACT_ENDS}", 2.0),
+        ("Observation:", 2.0),
+        (f"(?<=Observation:).*?{REACT_ENDS}", 0.0),
+    ),
+}
+"""ms-swift's names of patterns -> data.token_weights."""
+
+
 def _carry_loss_scale(draft: Draft) -> None:
-    names = {"default": "assistant", "last_round": "last", "all": "all"}
-    scale = draft.value("loss_scale")
+    """``BASE+PATTERNS``: which answers are learned, and the weights of their parts."""
+    name = "loss_scale"
     if draft.recipe.method == "pt" and not draft.value("use_chat_template"):
         draft.set("data.format", "text", "use_chat_template")
     elif draft.value("use_chat_template") is False:
@@ -44,16 +65,53 @@ def _carry_loss_scale(draft: Draft) -> None:
             "use_chat_template", "rows go through the model's own chat template, or are documents"
         )
     draft.needless("follows from loss_scale", "is_binary_loss_scale")
-    if draft.is_unknown("loss_scale"):
-        draft.set("data.targets", None, "loss_scale")
-    elif not isinstance(scale, str) or scale not in names:
-        draft.lacking("loss_scale", "weights of tokens by a pattern")
-    elif draft.method == "sft":
-        draft.set("data.targets", names[scale], "loss_scale")
-    elif scale == "all":
-        draft.lacking("loss_scale", "the prompts of answers that are compared are not learned")
+    if draft.is_unknown(name):
+        draft.set("data.targets", None, name)
+        return
+    base, *patterns = str(draft.value(name)).split("+")
+    if base not in BASES:
+        base, patterns = "default", [base, *patterns]
+    patterns = [pattern for pattern in patterns if pattern != "base"]
+    if draft.method == "sft":
+        draft.set("data.targets", BASES[base], name)
+    elif base == "all":
+        draft.lacking(name, "the prompts of answers that are compared are not learned")
     else:
-        draft.needless("an answer is one turn", "loss_scale")
+        draft.needless("an answer is one turn", name)
+    if draft.method == "reward":
+        draft.needless("answers are given scores, not learned", "disable_ignore_empty_think")
+        return
+    ignores = "ignore_empty_think"
+    if draft.is_on("disable_ignore_empty_think"):
+        draft.needless("every part of an answer is learned", "disable_ignore_empty_think")
+    else:
+        draft.needless("data.token_weights", "disable_ignore_empty_think")
+        thinks = draft.facts.answer("template_thinks").holds and draft.method == "sft"
+        if thinks and base != "all" and ignores not in patterns:
+            patterns.append(ignores)
+    unknown = [pattern for pattern in patterns if pattern not in TOKEN_WEIGHTS]
+    heavy = [pattern for pattern in patterns if not pattern.startswith("ignore_")]
+    if unknown:
+        draft.lacking(name, f"weights of tokens by the patterns {', '.join(unknown)}")
+    elif patterns and (base == "all" or draft.method in POLICY_METHODS):
+        draft.lacking(name, "weights of tokens by a pattern are those of answers in the data")
+    elif len(patterns) - len(heavy) > 1 or len(heavy) > 1:
+        draft.lacking(name, "patterns one after another in what others have found")
+    elif heavy and draft.method != "sft":
+        draft.lacking(name, "of answers that are compared ms-swift does not weigh tokens")
+    elif patterns:
+        rules = [
+            {"pattern": regex, "weight": weight}
+            for pattern in patterns
+            for regex, weight in TOKEN_WEIGHTS[pattern]
+        ]
+        draft.set("data.token_weights", rules, name)
+        if heavy:
+            draft.lacking(
+                name,
+                "data.token_weights has it, and divides the loss by the sum of weights: ms-swift divides it by the "
+                "number of tokens",
+            )
 
 
 def _carry_thoughts(draft: Draft) -> None:
@@ -69,7 +127,7 @@ def _carry_thoughts(draft: Draft) -> None:
             draft.lacking(name, f"{why}: put it into the rows")
             return
         draft.assumed.append(
-            f"the model's template has no switch for thinking: of one that has, {why}"
+            f"the model's template has no switch for thinking: of one that has, {why}, and does not learn it"
         )
     draft.needless("nothing is put before answers", name)
 
