@@ -972,7 +972,9 @@ def require_sound(arrays: Mapping[str, NDArray[Any]]) -> None:
     if arrays["ids"].size and int(arrays["ids"].min()) < 0:
         raise ValueError("ids has a negative token id")
     if (weights := arrays.get("target_weight")) is not None and not (
-        len(weights) == len(arrays["target_at"]) and np.isfinite(weights).all() and (weights > 0).all()
+        len(weights) == len(arrays["target_at"])
+        and np.isfinite(weights).all()
+        and (weights > 0).all()
     ):
         raise ValueError("target_weight does not have a weight above 0 for each of target_at")
     if "read_at" in arrays or "read_offsets" in arrays:

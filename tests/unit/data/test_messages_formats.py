@@ -135,7 +135,7 @@ REFUSED: list[tuple[object, str]] = [
     ({"messages": [{"role": "user", "content": 3}]}, "content is 3; expected a string"),
     ({"messages": [{**USER, "contnet": "x"}]}, "unknown key 'contnet'.*did you mean 'content'"),
     ({"messages": [{**USER, "mood": "x"}]}, "unknown key 'mood'.*data.ignore_keys"),
-    ({"messages": [{**ANSWER, "weight": 0}]}, "write train: false"),
+    ({"messages": [{**ANSWER, "loss": 0}]}, "write train: false"),
     ({"messages": [{**ANSWER, "train": 0}]}, "train is 0; expected true or false"),
     ({"messages": [{**USER, "train": True}]}, "train is true on a user message"),
     ({"messages": [{**USER, "tool_calls": [CALL]}]}, "tool_calls on a user message"),

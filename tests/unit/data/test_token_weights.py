@@ -64,8 +64,8 @@ def test_parts_do_not_overlap_and_the_first_pattern_listed_wins() -> None:
 
 
 def test_a_token_has_the_weight_of_its_first_character_that_is_not_blank() -> None:
-    """By hand: the tokens "a", " b", " ", "bc", "c" of "a b bcc", with b = 2 and a blank = 3: the space of " b" does not
-    count, and "bc" begins with b.
+    """By hand: the tokens "a", " b", " ", "bc", "c" of "a b bcc", with b = 2 and a blank = 3: the space of " b" does
+    not count, and "bc" begins with b.
     """
     weights = TokenWeights([TokenWeight(pattern="b", weight=2), TokenWeight(pattern=" ", weight=3)])
     spans = [(0, 1), (1, 3), (3, 4), (4, 6), (6, 7)]
@@ -83,7 +83,9 @@ def test_an_empty_thought_is_read_and_not_learned() -> None:
 def test_a_part_has_its_weight_and_the_end_token_has_none(template: str) -> None:
     """Whatever the tokenizer: the text of the tokens of weight 2 is the match, up to the tokens' bounds."""
     runs = rendered(
-        answered(CALL), TokenWeight(pattern="<tool_call>.+?</tool_call>", weight=2), template=template
+        answered(CALL),
+        TokenWeight(pattern="<tool_call>.+?</tool_call>", weight=2),
+        template=template,
     )
     (heavy,) = [text for text, weight in runs if weight == 2]
     assert heavy.strip() == "<tool_call>add(2, 3)</tool_call>"
@@ -159,7 +161,10 @@ def test_what_has_no_answers_is_refused() -> None:
     for wrong, says in (
         ([weights, "data.targets=all"], "data.targets=all"),
         (["data.token_weights=[{pattern = '(', weight = 2}]"], "is no regular expression"),
-        (["data.token_weights=[{pattern = 'a', weight = -2}]"], "greater than or equal to 0|at least 0"),
+        (
+            ["data.token_weights=[{pattern = 'a', weight = -2}]"],
+            "greater than or equal to 0|at least 0",
+        ),
     ):
         with pytest.raises(ConfigError, match=says):
             load(Sft, None, [*words, *wrong])

@@ -350,9 +350,7 @@ def test_patterns_of_ms_swift_weigh_parts_of_answers(
         ("--loss_scale hermes+react", "one after another"),
     ],
 )
-def test_patterns_that_taut_does_not_have_are_named(
-    options: str, why: str, tmp_path: Path
-) -> None:
+def test_patterns_that_taut_does_not_have_are_named(options: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
     offer = carried(tmp_path, "swift", options)
     assert why in lacking(offer)["loss_scale"] and "data.token_weights" not in offer["settings"]
