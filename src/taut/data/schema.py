@@ -145,10 +145,20 @@ ANSWER_LISTS, GRADES = ("answers", "responses", "completions"), ("scores", "rank
 PROMPTS = {"completion": "prompt", "sharegpt": "conversations", "alpaca": "instruction"}
 """Format -> the prompt column of a preference; the other formats have none."""
 PAIR = ("chosen", "rejected")
+OTHER_ANSWER = "rejected_response"
+"""A text that is worse than the last of the messages next to it: ms-swift's pair."""
 JUDGED_NAMES: dict[Kind, tuple[str, ...]] = {
     "sft": (),
-    "preference": (*PAIR, "margin", *CHOSEN_SCORES, *REJECTED_SCORES, *ANSWER_LISTS, *GRADES),
-    "unpaired": ("label", *PAIR),
+    "preference": (
+        *PAIR,
+        OTHER_ANSWER,
+        "margin",
+        *CHOSEN_SCORES,
+        *REJECTED_SCORES,
+        *ANSWER_LISTS,
+        *GRADES,
+    ),
+    "unpaired": ("label", *PAIR, OTHER_ANSWER),
     "scored": ("score",),
     "stepwise": ("completions", "labels"),
     "prompt": (),
@@ -303,7 +313,8 @@ def _unfit(fault: str, named: Mapping[str, Any], kind: Kind) -> DataError:
     """The error of a row that is not of this kind; an OtherKindError where its columns are those of another."""
     is_row = any(all(key in named for key in wanted) for wanted in REQUIRED.values())
     fits: dict[Kind, bool] = {
-        "preference": all(name in named for name in PAIR)
+        "preference": (OTHER_ANSWER in named and "messages" in named)
+        or all(name in named for name in PAIR)
         or (any(name in named for name in ANSWER_LISTS) and any(name in named for name in GRADES)),
         "stepwise": "completions" in named and "labels" in named,
         "unpaired": is_row and "label" in named,
@@ -488,11 +499,32 @@ class _RecordReader:
             messages=(_message("system", self.columns.system), *row.messages),
             learned=tuple(index + 1 for index in row.learned),
             excluded=tuple(index + 1 for index in row.excluded),
+            weights={index + 1: weight for index, weight in row.weights.items()},
         )
 
     # rows whose answers are judged
 
+    def _take_pair(self) -> None:
+        """Messages, and a text that is worse than their last answer, as the conversations chosen and rejected."""
+        if OTHER_ANSWER not in self.named or "messages" not in self.named:
+            return
+        answer, where = self._text(OTHER_ANSWER), self._at("messages")
+        if any(name in self.named for name in PAIR):
+            raise DataError(
+                f"{self.place}: the row has {OTHER_ANSWER} and {' or '.join(PAIR)}; expected one of them; name the "
+                f"other in {self.columns.prefix}ignore_keys"
+            )
+        chosen = read_list(self.named.pop("messages"), where, "a list of messages")
+        last = typed(chosen[-1] if chosen else None, dict, f"{where}[-1]", "an assistant message")
+        if last.get("role") != "assistant":
+            raise DataError(
+                f"{where}[-1] is {shown(last)}; expected an assistant message, the better answer; correct the row"
+            )
+        self.named |= {"chosen": chosen, "rejected": [*chosen[:-1], _message("assistant", answer)]}
+        del self.named[OTHER_ANSWER]
+
     def read_preference(self) -> Answers:
+        self._take_pair()
         lists = [name for name in ANSWER_LISTS if name in self.named]
         grades = [name for name in GRADES if name in self.named]
         is_pair = all(name in self.named for name in PAIR)
@@ -548,6 +580,7 @@ class _RecordReader:
         )
 
     def read_unpaired(self) -> Answers:
+        self._take_pair()
         if "label" in self.named:
             value = self.named.pop("label")
             texts = {"true": True, "false": False}  # as CSV files have it

@@ -783,6 +783,10 @@ class RunConfig:
         counted = self.router.aux_loss_coef > 0
         return int(has_reference) + (observed if loss.observes else 0) + counted
 
+    def extra_head_passes(self) -> int:
+        """Those of ``extra_forwards`` that compute the head: the one that counts what routers choose does not."""
+        return self.extra_forwards() - (self.router.aux_loss_coef > 0)
+
     @property
     def loss_has_floor(self) -> bool:
         """Whether the loss may stay well above 0 on learned samples: log-ratios are bounded, a teacher is unsure."""

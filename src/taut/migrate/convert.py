@@ -37,6 +37,7 @@ from taut.migrate.topics.steps import carry_batch, carry_duration, carry_optimiz
 from taut.migrate.topics.teacher import carry_grpo_teacher, carry_online_pairs, carry_teacher
 from taut.migrate.topics.weights import (
     carry_adapters,
+    carry_frozen,
     carry_parts,
     carry_pictures,
     carry_precision,
@@ -115,6 +116,7 @@ def convert(recipe: Recipe, facts: Facts, requested_processes: int | None = None
     carry_tokens(draft)
     carry_routers(draft)
     carry_parts(draft)
+    carry_frozen(draft)
     carry_pictures(draft)
     carry_precision(draft)
     carry_distribution(draft)

@@ -240,8 +240,8 @@ class Draft:
             return judged("needless", "the settings of the file are read")
         if name.startswith("--"):
             return judged("machine", "how the processes are started")
-        if name.startswith("$") and name in tables.variables_elsewhere:
-            return judged("lacking", tables.variables_elsewhere[name], True)
+        if name.startswith("$") and name[1:] in tables.variables_elsewhere:
+            return judged("lacking", tables.variables_elsewhere[name[1:]], True)
         if name.startswith("$"):
             if any(fnmatchcase(name[1:], pattern) for pattern in tables.variables):
                 return judged("machine", "how processes and memory are organised")

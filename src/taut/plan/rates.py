@@ -418,7 +418,7 @@ def _head_step(
             hidden_TD.sum().backward()  # type: ignore[no-untyped-call]
 
         return act_on_embedding
-    passes, is_linear = run.extra_forwards(), run.loss().linear_weights(packed) is not None
+    passes, is_linear = run.extra_head_passes(), run.loss().linear_weights(packed) is not None
     planned = architecture.head(model)
     dtype = torch.promote_types(planned.weight.dtype, torch.float32)  # narrow ones are widened
     is_tied = architecture.is_tied(model)

@@ -76,6 +76,8 @@ class Traced:
     num_tokens: int
     passes: int
     """Additional forwards of a step: of a reference, and for statistics."""
+    head_passes: int
+    """Those that compute the head."""
     is_linear: bool
     """Whether the head's gradient is computed in the forward; else its logits are computed twice."""
 
@@ -93,7 +95,7 @@ class Traced:
     @property
     def head_flops(self) -> float:
         """Operations of the head per target: the three products that ``flops`` counts, and the additional ones."""
-        return self.flops.per_target * (1 + (self.passes + (not self.is_linear)) / 3)
+        return self.flops.per_target * (1 + (self.head_passes + (not self.is_linear)) / 3)
 
     @property
     def operators(self) -> int:
@@ -154,6 +156,7 @@ def trace(
         models=held(run, scorer, kernels),
         num_tokens=packed.num_tokens,
         passes=run.extra_forwards(),
+        head_passes=run.extra_head_passes(),
         is_linear=run.loss().linear_weights(packed) is not None,
     )
 

@@ -84,6 +84,37 @@ def test_a_pair_of_conversations(name: str) -> None:
     assert best_row(row) == row.answers[0]
 
 
+@pytest.mark.parametrize("options", [{}, {"format": "messages"}, {"system": "Be brief."}])
+def test_messages_and_a_text_that_is_worse_than_their_last_answer(options: dict[str, Any]) -> None:
+    """The row of ms-swift is the pair of whole conversations."""
+    asked, five, six = (
+        {"role": role, "content": text}
+        for role, text in (("user", "2 + 3?"), ("assistant", "5"), ("assistant", "6"))
+    )
+    row = {"messages": [asked, five], "rejected_response": "6"}
+    pair = {"chosen": [asked, five], "rejected": [asked, six]}
+    assert answers(row, **options) == answers(pair, **options)
+    assert answers(row, "unpaired", **options) == answers(pair, "unpaired", **options)
+    for wrong, says in (
+        ({**row, "messages": [asked]}, "the better answer"),
+        ({**row, "rejected_response": ""}, "rejected_response is empty"),
+        ({**row, "chosen": [asked, five]}, "expected one of them"),
+    ):
+        with pytest.raises(DataError, match=says):
+            read(wrong)
+    with pytest.raises(DataError, match="rows like these are preference data"):
+        read(row, "scored")
+
+
+def test_a_system_message_moves_weights_with_their_messages() -> None:
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "weight": 2},
+    ]
+    row = read({"messages": messages}, "sft", system="Be brief.")
+    assert isinstance(row, Conversation) and (row.learned, row.weights) == ((2,), {2: 2.0})
+
+
 def test_a_pair_of_texts() -> None:
     assert answers(TEXTS).answers == (
         Completion("f:1#1", "2 plus 3 is", "5"),

@@ -6,6 +6,7 @@ One recipe for each way in which a setting could vanish; every option of a recip
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from io import StringIO
 from pathlib import Path
@@ -307,6 +308,74 @@ def test_a_setting_that_taut_lacks_is_named(
     (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
     offer = carried(tmp_path, framework, options)
     assert (set(lacking(offer)), offer["exit"]) == ({key}, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "frozen"),
+    [
+        ("--freeze_parameters model.layers.0. model.embed", "model.layers.0.a model.embed_tokens"),
+        ("--freeze_parameters_regex 'layers\\.[01]\\.'", "model.layers.0.a model.layers.1.a"),
+        (
+            "--freeze_parameters model. --trainable_parameters model.layers.1.",
+            "model.layers.0.a model.layers.10.a model.embed_tokens",
+        ),
+        (
+            "--freeze_parameters model. --trainable_parameters_regex 'embed|\\.10\\.'",
+            "model.layers.0.a model.layers.1.a",
+        ),
+    ],
+)
+def test_ms_swift_freezes_by_prefixes_and_expressions(
+    options: str, frozen: str, tmp_path: Path
+) -> None:
+    """By hand from ms-swift: a name that begins with a prefix, or in which the expression is found, is frozen, unless
+    the same holds of those that train.
+    """
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    offer = carried(tmp_path, "swift", f"--tuner_type full {options}")
+    (pattern,) = offer["settings"]["freeze"]
+    names = [
+        "model.layers.0.a",
+        "model.layers.1.a",
+        "model.layers.10.a",
+        "model.embed_tokens",
+        "lm_head",
+    ]
+    assert [name for name in names if re.search(pattern[1:-1], name)] == [
+        name for name in names if name in frozen.split()
+    ]
+    assert lacking(offer) == {}
+
+
+def test_axolotl_names_what_trains(tmp_path: Path) -> None:
+    """A dot is a dot there; rows of a parameter are refused."""
+    text = "base_model: some/model\ndatasets:\n  - path: rows.jsonl\n    type: chat_template\n"
+    text += "unfrozen_parameters:\n"
+    offer = read(
+        tmp_path, "axolotl", f"{text}  - ^lm_head.weight$\n  - model.layers.1.+\n", "a.yaml"
+    )
+    (pattern,) = offer["carried"]["settings"]["freeze"]
+    names = ["lm_head.weight", "lm_head_weight", "model.layers.1.a", "model.layers.2.a"]
+    assert [name for name in names if re.search(pattern[1:-1], name)] == [names[1], names[3]]
+    offer = read(tmp_path, "axolotl", f"{text}  - ^embed.weight$[:32000]\n", "a.yaml")["carried"]
+    assert "unfrozen_parameters" in lacking(offer) and "freeze" not in offer["settings"]
+
+
+def test_a_limit_of_prompts_is_not_that_of_whole_samples(tmp_path: Path) -> None:
+    text = "trl dpo --model_name_or_path some/model --dataset_name rows.jsonl --max_length 64"
+    (tmp_path / "rows.jsonl").write_text('{"chosen": [], "rejected": []}\n')
+    path = f"{text} --max_prompt_length 32\n"
+    (tmp_path / "b.sh").write_text(path)
+    report = examine(f"trl==0.18.0:{tmp_path / 'b.sh'}")
+    offer = json.loads(json.dumps(report.as_json(), allow_nan=False))["carried"]
+    assert offer["settings"]["data.max_length"] == 64
+    assert "max_prompt_length" in lacking(offer)
+
+
+def test_a_variable_that_taut_has_nothing_for_has_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    offer = carried(tmp_path, "swift", "", "export VIDEO_MIN_PIXELS=256\n")
+    assert lacking(offer)["$VIDEO_MIN_PIXELS"].startswith("lower limits of pictures")
 
 
 def weighed(rules: list[dict[str, Any]], text: str) -> list[tuple[str, float]]:

@@ -14,10 +14,11 @@ from tests.tiny_trainers import make
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from taut.config import from_mapping
+from taut.config import from_mapping, load
 from taut.data.packing import ALONE, pack
 from taut.losses.supervised import CrossEntropy
 from taut.methods.method import RunConfig
+from taut.methods.sft import Sft
 from taut.models import products, quantised, scorer
 from taut.models.lora import LoraConfig
 from taut.models.scorer import LinearHead
@@ -370,6 +371,18 @@ def test_a_small_micro_batch_takes_as_long_as_its_kernels_and_its_weights(tmp_pa
     assert from_data_sheet("H100", scored, [work], 1, recomputes=False).compute == pytest.approx(
         2 * 5e-3
     )
+    assert scored.head_flops == one.head_flops
+    assert replace(one, head_passes=3).head_flops == pytest.approx(
+        one.head_flops + one.flops.per_target, rel=1e-12
+    )
+
+
+def test_the_pass_that_counts_what_routers_choose_has_no_head(tmp_path: Path) -> None:
+    words = ["model=m", "data.train=a"]
+    run = load(Sft, None, [*words, "router.aux_loss_coef=0.01"])
+    assert (run.extra_forwards(), run.extra_head_passes()) == (1, 0)
+    plain = load(Sft, None, words)
+    assert (plain.extra_forwards(), plain.extra_head_passes()) == (0, 0)
 
 
 def test_operators_are_counted_views_are_not_and_layers_add_alike(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ AXOLOTL = Tables(
         **transformers.LACKING,
         **lacking("code of the recipe's own", "plugins"),
         **lacking(
-            "training parts of the model by a pattern: write the others as freeze",
+            "parameters next to adapters, and layers by their numbers: freeze, lora.targets",
             "unfrozen_parameters "
             "freeze_mm_modules lora_layers_to_transform peft_layers_to_transform peft_layers_pattern",
         ),

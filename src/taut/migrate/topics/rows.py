@@ -208,7 +208,12 @@ def carry_length(draft: Draft) -> None:
     else:
         draft.lacking("truncation_mode", "data.too_long=truncate keeps the start")
     cut = draft.value("max_prompt_length")
-    if is_number(cut):
+    if is_number(cut) and not is_policy:
+        draft.lacking(
+            "max_prompt_length",
+            "prompts of data with answers are not cut or dropped apart from the answers",
+        )
+    elif is_number(cut):
         why = "longer prompts are dropped, where their beginning would be cut"
         draft.set("data.max_length", cut, "max_prompt_length", why=why)
         draft.set("data.too_long", "drop", "max_prompt_length", why=why)

@@ -306,6 +306,55 @@ def carry_routers(draft: Draft) -> None:
     draft.off(name)
 
 
+def carry_frozen(draft: Draft) -> None:
+    """Parameters that do not train, by their names: prefixes and regular expressions of ms-swift, or axolotl's patterns
+    of those that do.
+    """
+    has_adapters = "lora.rank" in draft.settings or "lora.adapter" in draft.settings
+    if has_adapters or draft.framework not in ("swift", "axolotl"):
+        return
+    if draft.framework == "axolotl":
+        names = ["unfrozen_parameters"]
+        kept = [re.sub(r"\.(?!\+)", r"\.", word) for word in _texts(draft, names[0])]
+        if any(re.search(r"\[\d*:\d*\]$", word) for word in kept):
+            draft.lacking(names[0], "rows of a parameter: a parameter trains whole or not at all")
+            return
+        frozen = [""] if kept else []
+    else:
+        names = ["freeze_parameters", "freeze_parameters_regex"]
+        frozen = [re.escape(word) for word in _texts(draft, names[0])]
+        frozen += [f".*(?:{word})" for word in _texts(draft, names[1])]
+        names += ["trainable_parameters", "trainable_parameters_regex"]
+        kept = [re.escape(word) for word in _texts(draft, names[2])]
+        kept += [f".*(?:{word})" for word in _texts(draft, names[3])]
+    if not frozen or draft.is_unknown(*names):
+        return
+    pattern = f"^{f'(?!{_any(kept)})' if kept else ''}{_any(frozen)}"
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        draft.lacking(names[0], f"its patterns are no regular expression together: {error}")
+        return
+    parts = draft.settings.get("freeze", [])
+    if parts and kept:
+        draft.lacking(names[0], "parameters of a part that is frozen are to train: freeze")
+        return
+    draft.set("freeze", [*parts, f"/{pattern}/"], *names)
+
+
+def _texts(draft: Draft, name: str) -> list[str]:
+    value = draft.value(name)
+    return (
+        []
+        if is_off(value)
+        else [str(word) for word in (value if isinstance(value, list) else [value])]
+    )
+
+
+def _any(patterns: list[str]) -> str:
+    return f"(?:{'|'.join(patterns)})"
+
+
 def carry_parts(draft: Draft) -> None:
     """The parts of a vision-language model that train (by default the language model), with their rates."""
     names = (*PARTS, *RATES)
