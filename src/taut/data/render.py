@@ -323,10 +323,12 @@ class Renderer:
             for ids, (_, stop) in zip(rows, spans, strict=True)
         ):
             at = [position for span in spans for position in range(*span)]
-            weight_T = np.ones(len(full))
-            for (start, stop), own_T in zip(spans, weights, strict=True):
-                weight_T[start:stop] = own_T[start:stop]
-            return [self._sample(row.place, full, at, text.pictures, weight_T)]
+            whole_T = None
+            for (start, stop), weight_T in zip(spans, weights, strict=True):
+                if weight_T is not None:
+                    whole_T = np.ones(len(full)) if whole_T is None else whole_T
+                    whole_T[start:stop] = weight_T[start:stop]
+            return [self._sample(row.place, full, at, text.pictures, whole_T)]
         return [
             self._sample(
                 f"{row.place}#{number}" if len(turns) > 1 else row.place,
@@ -342,8 +344,10 @@ class Renderer:
 
     def _turn_weights(
         self, row: Conversation, turn: _Turn, ids: Ids, span: tuple[int, int]
-    ) -> FloatArray:
-        """The weights of the tokens of R_i: outside the turn they mean nothing."""
+    ) -> FloatArray | None:
+        """The weights of the tokens of R_i, which mean nothing outside the turn; None: they are 1."""
+        if not (self.token_weights.rules or row.weights):
+            return None
         if self.token_weights.rules and not turn.row.text.startswith(turn.prompt.text):
             raise RenderError(
                 f"{row.place}: messages[{turn.index}]: the chat template writes the prompt in another way once it is "
