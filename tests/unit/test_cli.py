@@ -76,6 +76,10 @@ def test_a_switch_takes_no_following_word() -> None:
             ["stf"],
             f"found the command 'stf'; expected one of {', '.join(cli.commands())}; did you mean 'taut sft'?",
         ),
+        (
+            ["plan", "online-dpo", *MINIMAL],
+            "found 'online-dpo' after taut plan; expected a file of settings, or key=value; write method=online_dpo",
+        ),
         (["demo", "a.toml"], "taut demo takes key=value only"),
     ],
 )

@@ -122,6 +122,12 @@ def prompts_leave_room_for_answers(session: Session) -> Finding:
     left_S = context - length_S
     full = np.flatnonzero(left_S < max(1, 0.05 * most))  # less room is none
     if full.size:
+        limit = "rollout.environment.max_tokens" if environments else "rollout.max_new_tokens"
+        shorter = (
+            f"data.max_length={context - most} with data.too_long=drop"
+            if most < context
+            else f"{limit}, now {most:,}, to at most {max(1, context - int(np.median(length_S))):,}"
+        )
         return failed(
             f"{full.size:,} {unit} leave no room for an answer",
             measured=(int(full.size), unit),
@@ -129,8 +135,7 @@ def prompts_leave_room_for_answers(session: Session) -> Finding:
                 f"{session.train.sample_id(int(i))}: {length_S[i]:,} tokens of {context:,}"
                 for i in full[:SHOWN]
             ],
-            remedy=f"set data.max_length={max(1, context - most)} with data.too_long=drop, or use a model, or a "
-            "server, with a longer context",
+            remedy=f"set {shorter}, or use a model, or a server, with a longer context",
         )
     num_cut = int((left_S < most).sum())
     notes = []
