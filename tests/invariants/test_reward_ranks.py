@@ -19,9 +19,7 @@ LIMIT = 1e-9
 
 
 def test_two_ranks_judge_as_one(tmp_path: Path) -> None:
-    """Rewards, losses, held-out answers and final weights, and the right answers that are judged before the run; another
-    reward is asked next to the model.
-    """
+    """Rewards, losses, held-out answers, final weights, and right answers before the run; next to another reward."""
     model = save_models(tmp_path)
     judge = save_reward(tmp_path, NewHead(seed=3))
     options = {"model": str(judge), "dtype": "float64"}
