@@ -13,7 +13,7 @@ from tests.fake_weight_sync import Worker
 from torch import Tensor, nn
 
 from taut.inference.vllm_client import ParameterReport
-from taut.inference.weight_sync import require_arrived
+from taut.inference.weight_sync import Files, require_arrived
 from taut.inference.worker import taut_worker
 from taut.inference.worker.taut_worker import NUM_COLUMNS, checksum, columns
 
@@ -94,7 +94,7 @@ def test_every_tensor_is_read_where_the_model_keeps_it(
     }
     in_part = [report.name for report in reports if report.columns is not None]
     assert in_part == ["qk_proj.weight", "head's copy"]
-    assert require_arrived(tensors, [reports]) == (4, [])
+    assert require_arrived(Files(tensors), [reports]) == (4, [])
 
 
 def test_a_head_s_old_copy_is_found(tensors: dict[str, Tensor], tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_layer_whose_input_is_sharded_is_not_read(
     model.qk_proj.input_size = 2 * WIDTH
     reports = told(model, tmp_path)
     assert next(r for r in reports if r.name == "qk_proj.weight").checksum is None
-    unread = require_arrived(tensors, [reports])[1]
+    unread = require_arrived(Files(tensors), [reports])[1]
     assert sorted(unread) == ["k_proj.weight", "q_proj.weight"]
 
 
