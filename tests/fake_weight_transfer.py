@@ -26,7 +26,7 @@ import pytest
 import torch
 from tests.fake_vllm import Body, _send
 from tests.fake_weight_sync import ROUTES as PAUSE
-from tests.sampling_server import SamplingServer
+from tests.fake_weight_sync import WeightServer
 from torch import Tensor
 
 from taut.inference import weight_sync, weight_transfer
@@ -196,7 +196,7 @@ class FakeNccl:
 
 
 @dataclass
-class TransferServer(SamplingServer):
+class TransferServer(WeightServer):
     """Takes weights by vLLM's routes. With ``full`` in ``has`` it has taut's extension too."""
 
     has: tuple[str, ...] = ("pause", "full")

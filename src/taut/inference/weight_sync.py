@@ -184,6 +184,8 @@ class _Push:
     dtype: str
     expected_N: FloatArray
     """The training model's logprobs of the probe."""
+    num_written: int = 0
+    """Bytes of what was written."""
     sent: Sent = field(default_factory=Sent)
     """What was sent without files."""
     proven: list[tuple[list[list[ParameterReport]], tuple[int, list[str]]]] = field(
@@ -194,9 +196,7 @@ class _Push:
 
     @property
     def num_bytes(self) -> int:
-        if self.folder is None:
-            return self.sent.num_bytes
-        return sum(file.stat().st_size for file in self.folder.iterdir())
+        return self.sent.num_bytes if self.folder is None else self.num_written
 
     @property
     def tensors(self) -> Sent | Files:
@@ -419,11 +419,13 @@ class Sync:
         model = self.trained.scorer.model
         if self.mode == "full":
             self._folder.keep_only({folder})  # the folder needs room for one push only
-            write(checkpoint_tensors(model, whole), getattr(torch, self._dtype), folder)
+            tensors = checkpoint_tensors(model, whole)
+            num_bytes = write(tensors, getattr(torch, self._dtype), folder)
         else:
             save_adapter(model, folder, whole)
+            num_bytes = sum(file.stat().st_size for file in folder.iterdir())
         self._folder.share(folder)
-        self._last = _Push(version, self._count, folder, self._dtype, expected_N)
+        self._last = _Push(version, self._count, folder, self._dtype, expected_N, num_bytes)
 
     def _feed_all(self) -> list[tuple[Serving | EngineError, Proof | None]]:
         """Give all servers the last push, at the same time; those that do not answer are left to ``_revive``."""

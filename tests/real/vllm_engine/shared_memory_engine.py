@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from taut_worker import TautWorker, _copied
+from taut_worker import TautWorker
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tests.fake_vllm import CONFIG, GREEDY, prompt
@@ -264,12 +264,13 @@ def test_what_is_asked_for_and_cannot_be_is_refused_with_the_command_that_starts
     assert found in message and option in message and "\n" not in message
 
 
-@pytest.mark.parametrize(("settings", "transport", "found"), OBSTACLES)
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [(settings, found) for settings, _, found in OBSTACLES if "with the backend" not in found],
+)
 def test_auto_takes_files_where_the_server_s_own_way_is_closed(
-    settings: dict[str, Any], transport: str, found: str, nccl: FakeNccl, tmp_path: Any
+    settings: dict[str, Any], found: str, nccl: FakeNccl, tmp_path: Path
 ) -> None:
-    if (settings, transport) == ({"backend": "nccl", "gpu": "GPU-b"}, "ipc"):
-        pytest.skip("auto takes the server's backend")
     server = TransferServer(nccl=nccl, **settings)
     with following(tiny(), server, folder=str(tmp_path / "weights")) as (engine, _):
         engine.update(0)
@@ -277,7 +278,7 @@ def test_auto_takes_files_where_the_server_s_own_way_is_closed(
         assert server.worker.taut_version == 0 and server.version == "default"
 
 
-def test_auto_asks_nothing_where_this_process_is_on_no_gpu(tmp_path: Any) -> None:
+def test_auto_asks_nothing_where_this_process_is_on_no_gpu(tmp_path: Path) -> None:
     server = TransferServer()
     with following(tiny(), server, folder=str(tmp_path / "weights")) as (engine, _):
         assert way(engine)[1:] == ("files", "this process computes on cpu, not on a GPU")
@@ -303,7 +304,7 @@ def test_auto_does_not_guess_which_gpu_a_server_is_on(nccl: FakeNccl) -> None:
 
 
 def test_no_nccl_in_this_process_is_said(
-    nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def missing() -> None:
         raise OSError("libnccl.so.2: cannot open shared object file")
@@ -319,18 +320,4 @@ def test_no_nccl_in_this_process_is_said(
 
 def test_an_adapter_alone_has_no_other_way() -> None:
     with pytest.raises(ConfigError, match=r"transport=ipc sends every weight, and .*mode=adapter"):
-        SyncConfig(transport="ipc", mode="adapter")
-
-
-def test_log_probs_after_a_push_are_the_model_s(nccl: FakeNccl) -> None:
-    model, server = tiny(), TransferServer(nccl=nccl)
-    with following(model, server) as (engine, _):
-        change(model)
-        engine.update(1)
-        (found,) = engine.pool.servers
-        ids_T = np.arange(3, 12)
-        served_N = found.vllm.log_probs("model", ids_T)
-    with torch.no_grad():
-        logits = model(torch.tensor(ids_T)[None], use_cache=False).logits[0].double()
-    own_N = logits.log_softmax(-1)[:-1].gather(-1, torch.tensor(ids_T)[1:, None])[:, 0]
-    assert np.abs(served_N - own_N.numpy()).max() < 1e-4
+        replace(SyncConfig(), {"transport": "ipc", "mode": "adapter"})
