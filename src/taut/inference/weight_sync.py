@@ -334,9 +334,7 @@ class Sync:
         ranks = self.trained.ranks
         self._apply(_together(ranks, self._hold))
         if self._transfer is not None and (num_back := _together(ranks, self._num_back)):
-            self.push(
-                self.version
-            )  # the model is still what was pushed: the ranks come here together
+            self.push(self.version)  # nothing was trained since
             self.restarts += num_back
         self.restarts = ranks.gather(self.restarts)[0]
         if not self.pool.in_use:

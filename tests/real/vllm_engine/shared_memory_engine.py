@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from taut_worker import TautWorker
+from taut_worker import TautWorker, pack_again
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
@@ -37,9 +37,9 @@ class SharedMemoryEngine(IPCWeightTransferEngine):
     update_info_cls: Any = UpdateInfo
 
     def receive_weights(self, update_info: Any) -> None:
-        packed = torch.frombuffer(
-            bytearray(Path(update_info.block).read_bytes()), dtype=torch.uint8
-        )
+        with Path(update_info.block).open("rb") as block:
+            raw = bytearray(block.read(sum(update_info.tensor_sizes)))
+        packed = torch.frombuffer(raw, dtype=torch.uint8)
         dtypes = [getattr(torch, name) for name in update_info.dtype_names]
         self.model.load_weights(
             unpack_tensor(
@@ -48,7 +48,11 @@ class SharedMemoryEngine(IPCWeightTransferEngine):
         )
 
     def finish_weight_update(self) -> None:
+        """And pack a tied head again, which vLLM 0.32 forgets on a CPU: without this the checksum of its copy is
+        another one, and the push is refused.
+        """
         super().finish_weight_update()
+        pack_again(self.model)
 
 
 WeightTransferEngineFactory.register_engine("shared_memory", SharedMemoryEngine)

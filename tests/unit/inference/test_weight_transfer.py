@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.fake_vllm import CONFIG, GREEDY, prompt
-from tests.fake_weight_sync import change, tiny, trained
+from tests.fake_weight_sync import CPU, change, tiny, trained
 from tests.fake_weight_transfer import UUID, FakeNccl, TransferServer, stand_in
 from tests.tiny_tokenizers import tiny_tokenizer
 from torch import nn
@@ -22,6 +25,7 @@ from taut.inference import weight_transfer
 from taut.inference.vllm import ServerEngine
 from taut.inference.weight_sync import Sync, SyncConfig
 from taut.inference.weight_transfer import ROUTES
+from taut.train.distributed import Ranks
 
 BACKENDS = ("nccl", "ipc")
 GPU = {"nccl": "GPU-b", "ipc": UUID}
@@ -234,6 +238,44 @@ def test_another_trainer_s_weights_are_seen(nccl: FakeNccl) -> None:
         server.version = "step-7"
         engine.generate([prompt("a", 1, 20)], GREEDY)
         assert sync.restarts == 1 and server.version.startswith("taut-")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_ranks_send_once_and_again_together(backend: str, nccl: FakeNccl) -> None:
+    """The writer alone talks to the server. A rank that came to another collective would break the barrier."""
+    barrier, table = threading.Barrier(2, timeout=SOON), [None, None]
+
+    class Together(Ranks):
+        """A rank on a thread."""
+
+        def gather(self, value: Any) -> list[Any]:
+            table[self.rank] = value
+            barrier.wait()
+            values = [*table]
+            barrier.wait()
+            return values
+
+    server, model = TransferServer(backend=backend, gpu=GPU[backend], nccl=nccl), tiny()
+    change(model)
+
+    def run(rank: int) -> list[int]:
+        config = replace(CONFIG, {"retries": 0})
+        engine = ServerEngine.open(server.url, config, tiny_tokenizer(), [7], 64)
+        followed = engine.follow(trained(copy.deepcopy(model), Together(rank, 2, CPU)))
+        try:
+            followed.update(1)
+            if rank == 0:
+                server.restart()
+            (completion,) = followed.generate([prompt("a", 1, 20)], GREEDY)
+            assert followed.sync is not None
+            return [completion.version, followed.sync.restarts, followed.sync.proofs[0].num_equal]
+        finally:
+            followed.close()
+
+    with server, ThreadPoolExecutor(2) as threads:
+        outcomes = [*threads.map(run, (0, 1))]
+    assert outcomes == [[1, 1, len(list(model.parameters()))]] * 2
+    assert server.num_groups == 1 and server.told.count("/init_weight_transfer_engine") == 2
 
 
 # Which way

@@ -69,8 +69,7 @@ class TautWorker:
             folder,
         )  # reported even if loading fails half-way
         _worker(self).reload_weights(weights_iterator=_tensors(files))
-        for _, layer in _copied(_worker(self).model_runner.get_model()):
-            layer.quant_method.process_weights_after_loading(layer)
+        pack_again(_worker(self).model_runner.get_model())
         return {}
 
     def taut_checksums(self, names: list[str]) -> list[dict[str, Any]]:
@@ -108,6 +107,12 @@ def checksum(tensor: Tensor) -> int:
         mixed.bitwise_xor_(mixed >> 29)
         total += mixed.sum()
     return int(total) % 2**64
+
+
+def pack_again(model: Any) -> None:
+    """Make the copies anew that kernels for CPUs keep of weights, which vLLM forgets when it loads weights again."""
+    for _, layer in _copied(model):
+        layer.quant_method.process_weights_after_loading(layer)
 
 
 def columns(width: int) -> list[int]:
