@@ -178,7 +178,7 @@ class _Push:
 
     version: int
     number: int
-    """How many came before it."""
+    """Which push of this run it is."""
     folder: Path | None
     """The folder with its files; None: it is sent without files."""
     dtype: str
@@ -351,6 +351,7 @@ class Sync:
         return _shared(ranks, outcome)
 
     def _look_at_servers(self) -> _Findings:
+        """Raises EngineError for servers whose weights cannot be changed as asked."""
         model, servers = self.trained.scorer.model, [server.vllm for server in self.pool.servers]
         wanted, obstacle = self.config.mode, _obstacle(model)
         if wanted == "adapter" and obstacle is not None:
