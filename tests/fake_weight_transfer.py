@@ -208,7 +208,7 @@ class TransferServer(WeightServer):
     nccl: FakeNccl = field(default_factory=FakeNccl)
     loses: Callable[[str], bool] = lambda name: False
     """Which tensors do not arrive."""
-    before_chunk: Callable[[TransferServer, int], None] = lambda server, number: None
+    before_chunk: Callable[[TransferServer, int], object] = lambda server, number: None
     """Called with the number of chunks that came since the start."""
 
     def restart(self) -> None:
@@ -235,7 +235,7 @@ class TransferServer(WeightServer):
         self.told.append(path)
         try:
             getattr(self, path[1:])(body)
-        except (RuntimeError, AssertionError) as error:
+        except (RuntimeError, AssertionError, OSError) as error:
             return _send(handler, 500, json.dumps({"error": {"message": str(error)}}))
         if self.is_gone:
             handler.close_connection = True

@@ -212,12 +212,14 @@ def test_a_server_that_never_takes_a_chunk_is_waited_for_as_long_as_allowed(
     model, server = tiny(), TransferServer(backend=backend, gpu=GPU[backend], nccl=nccl)
     with following(model, server, timeout=0.5) as (engine, _):
         engine.update(0)
-        server.before_chunk = lambda *_: time.sleep(3)
+        goes_on = threading.Event()
+        server.before_chunk = lambda *_: goes_on.wait(SOON)
         began = time.monotonic()
         with pytest.raises(EngineError, match=r"rollout\.server\.sync\.timeout"):
             engine.update(1)
         assert time.monotonic() - began < SOON
         assert nccl.aborted == (backend == "nccl")
+        goes_on.set()
 
 
 def test_what_nccl_says_is_in_the_error(nccl: FakeNccl) -> None:
