@@ -27,7 +27,7 @@ SWIFT_COLUMNS = {
     "videos": "videos",
     "tools": "tools",
     "label": "label",
-    "rejected_response": "rejected_response",
+    "rejected_response": "rejected",
 }
 """ms-swift's name of a column -> taut's."""
 FACTORY_COLUMNS = {
