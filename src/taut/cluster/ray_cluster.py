@@ -7,8 +7,9 @@ one fails (https://docs.ray.io, ``ray.train.torch.TorchTrainer``). A worker only
 its own (rank_process.py), which ends by exit codes and signals as under torchrun and knows nothing of Ray. Between the
 workers and the command is one actor, ``Relay``, on the node of the command: lines and exit codes come, signals go.
 
-Roll-out servers (servers.py) are actors in a placement group of their own, which has to fit next to the ranks. Each
-runs one server; where that dies the actor dies with it, and Ray starts it again, on its node or, where that is gone, on
+Servers of roll-outs and of rewards (servers.py) are actors in a placement group of their own, which has to be had at
+the same time as that of the ranks: Ray Train makes one for its workers, all alike, and takes no other. Each actor runs
+one server; where that dies the actor dies with it, and Ray starts it again, on its node or, where that is gone, on
 another. Ranks that are started again find the servers as they are.
 """
 
@@ -22,7 +23,7 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -58,7 +59,15 @@ from ray.util.scheduling_strategies import (
 from taut.cluster.attempts import STATED, Attempt
 from taut.cluster.look import Expected, free_port, look, port_in_use
 from taut.cluster.rank_process import RankProcess, Stream
-from taut.cluster.servers import PROGRAM, Address, Doors, Servers, is_ready
+from taut.cluster.servers import (
+    PROGRAM,
+    REWARDS_PLACE,
+    ROLLOUT_SERVER,
+    Address,
+    Doors,
+    Servers,
+    is_ready,
+)
 from taut.errors import ClusterError, RankFailed
 from taut.io.console import counted
 from taut.train.signals import Interrupts
@@ -131,7 +140,7 @@ class Relay:
     heard: float = field(default_factory=time.monotonic)
     """When a rank was last heard of."""
     lines: list[tuple[Stream, str]] = field(default_factory=list)
-    servers: dict[int, Address] = field(default_factory=dict)
+    servers: dict[tuple[str, int], Address] = field(default_factory=dict)
     """Where each server was when it last said that it is ready."""
     server_failure: str | None = None
     """How a server last ended."""
@@ -182,18 +191,18 @@ class Relay:
             return "another attempt has begun"
         return attempt.failure(self.signalled)
 
-    async def serve(self, number: int, node: str, address: Address) -> None:
+    async def serve(self, name: str, number: int, node: str, address: Address) -> None:
         """A server is ready."""
-        self.servers[number] = address
-        self._note(f"server {number} on {node} is ready")
+        self.servers[name, number] = address
+        self._note(f"{name} {number} on {node} is ready")
 
-    async def end_server(self, number: int, node: str, code: int, line: str) -> None:
+    async def end_server(self, name: str, number: int, node: str, code: int, line: str) -> None:
         """A server has ended, which none should. ``line``: the last that it printed."""
         said = f": {line}" if line else ""
-        self.server_failure = f"server {number} on {node} ended with {code}{said}"
+        self.server_failure = f"{name} {number} on {node} ended with {code}{said}"
         self._note(self.server_failure)
 
-    async def take_servers(self) -> tuple[dict[int, Address], str | None]:
+    async def take_servers(self) -> tuple[dict[tuple[str, int], Address], str | None]:
         return self.servers, self.server_failure
 
     async def take(self) -> tuple[list[tuple[Stream, str]], float]:
@@ -223,7 +232,7 @@ def launch(
     job: Job,
     ranks: Ranks,
     expected: Expected,
-    servers: Servers | None = None,
+    kinds: Sequence[Servers] = (),
     *,
     address: str | None,
     restarts: int,
@@ -231,18 +240,18 @@ def launch(
     resize_every: float,
 ) -> int:
     """Run the job on a cluster; its exit code. Raises ClusterError where there is no room for it or a node does not
-    fit, RankFailed where ranks have died more than ``restarts`` times. With ``servers`` the run's words get where they
-    answer.
+    fit, RankFailed where ranks have died more than ``restarts`` times. ``kinds``: servers that run as
+    long; the run's words get where they answer.
     """
-    _connect(address, ranks, servers)
+    _connect(address, ranks, kinds)
     with Interrupts.watching() as interrupts:
         try:
             with interrupts.at_once():
-                group = _require_room(ranks, servers, wait)
-                _require_fit(expected, ranks, servers)
+                group = _require_room(ranks, kinds, wait)
+                _require_fit(expected, ranks, kinds)
                 here = ray.get_runtime_context().get_node_id()
                 job = replace(job, relay=_on(here, Relay, 4 * ranks.most + 16))
-            with _serving(job, servers, group, interrupts) as doors:
+            with _serving(job, kinds, group, interrupts) as doors:
                 return _run(
                     _pointed(job, doors),
                     ranks,
@@ -269,21 +278,25 @@ def _on(node_id: str, cls: type[Any], max_concurrency: int) -> Any:
 
 def _pointed(job: Job, doors: Doors | None) -> Job:
     """The job whose run asks the servers behind the doors."""
-    if doors is None:
-        return job
-    urls = json.dumps([f"http://{host}:{port}/v1" for host, port in doors.addresses])
-    return replace(job, words=[*job.words, "rollout.engine=server", f"rollout.urls={urls}"])
+    words = list(job.words)
+    for name, addresses in {} if doors is None else doors.addresses.items():
+        urls = [f"http://{host}:{port}" for host, port in addresses]
+        if name == ROLLOUT_SERVER:
+            filled = json.dumps([f"{url}/v1" for url in urls])
+            words += ["rollout.engine=server", f"rollout.urls={filled}"]
+        else:
+            words = [word.replace(REWARDS_PLACE, urls[0]) for word in words]
+    return replace(job, words=words)
 
 
-def _connect(address: str | None, ranks: Ranks, servers: Servers | None) -> None:
+def _connect(address: str | None, ranks: Ranks, kinds: Sequence[Servers]) -> None:
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address == LOCAL:
         settings |= {
             "address": LOCAL,
             "include_dashboard": False,
             "_node_ip_address": "127.0.0.1",
-            "num_cpus": ranks.cpus * ranks.most
-            + (0 if servers is None else servers.cpus * servers.number),
+            "num_cpus": ranks.cpus * ranks.most + sum(kind.cpus * kind.number for kind in kinds),
             "object_store_memory": 80 * 2**20,
         }
     else:
@@ -336,27 +349,32 @@ def _name_of(address: str, node_id: str) -> str:
     return f"{address} ({node_id[:6]})"
 
 
-def _require_room(ranks: Ranks, servers: Servers | None, wait: float) -> Any:
+def _require_room(ranks: Ranks, kinds: Sequence[Servers], wait: float) -> Any:
     """Raise ClusterError unless ranks and servers can be placed at the same time within ``wait`` seconds. The placement
     group of the servers, which is theirs from now on; Ray Train makes that of the ranks again.
     """
     deadline = time.monotonic() + wait
     strategy = "PACK" if ranks.is_elastic else "STRICT_SPREAD"
-    group = placement_group(ranks.bundles, strategy=strategy)
+    asked = [("ranks", ranks.bundles, strategy)]
+    if kinds:
+        bundles = [kind.one for kind in kinds for _ in range(kind.number)]
+        asked.append(("servers", bundles, "PACK"))
+    # What is hardest to place comes first: Ray places a group without regard to the next one.
+    asked.sort(key=lambda group: max(_size(bundle) for bundle in group[1]), reverse=True)
+    groups: dict[str, Any] = {}
     try:
-        if not group.wait(wait):
-            raise ClusterError(_missing(ranks.wanted, ranks.bundles[0], wait))
-        if servers is None:
-            return None
-        theirs = placement_group([servers.one] * servers.number, strategy="PACK")
-        if not theirs.wait(max(1.0, deadline - time.monotonic())):
-            wanted = (
-                f"{counted(servers.number, 'servers')} next to {counted(ranks.fewest, 'ranks')}"
-            )
-            raise ClusterError(_missing(wanted, servers.one, wait))
-        return theirs
+        for name, bundles, strategy in asked:
+            groups[name] = placement_group(bundles, strategy=strategy)
+            if not groups[name].wait(max(1.0, deadline - time.monotonic())):
+                raise ClusterError(_missing(ranks, kinds, wait, [*groups.values()][:-1]))
+        return groups.pop("servers", None)
     finally:
-        remove_placement_group(group)
+        for group in groups.values():
+            remove_placement_group(group)
+
+
+def _size(bundle: Mapping[str, float]) -> tuple[float, float]:
+    return bundle.get("GPU", 0.0), bundle["CPU"]
 
 
 def _is_short(ranks: Ranks) -> bool:
@@ -369,30 +387,57 @@ def _is_short(ranks: Ranks) -> bool:
     return num_fitting < len(ranks.bundles) or any(group["state"] == "PENDING" for group in groups)
 
 
-def _missing(wanted: str, need: Mapping[str, float], wait: float) -> str:
-    """Which node lacks what."""
-    nodes = _nodes()
-    each = " and ".join(f"{number:g} {name}" for name, number in need.items())
-    lacking = []
+def _missing(
+    ranks: Ranks, kinds: Sequence[Servers], wait: float, groups: Sequence[Any] = ()
+) -> str:
+    """Which node lacks what, of all that is needed at the same time. ``groups``: what is set aside for this launch."""
+    asked = [(ranks.wanted, len(ranks.bundles), ranks.bundles[0])]
+    asked += [(kind.wanted, kind.number, kind.one) for kind in kinds]
+    wanted = [f"{words} with {_listed(one)} each" for words, _, one in asked]
+    nodes, ours = _nodes(), _set_aside(groups)
+    lacking, found = [], Counter[str]()
     for node in nodes:
+        free = {name: node.free.get(name, 0) + ours[node.id][name] for name in ("CPU", "GPU")}
+        found.update(free)
         short = [
-            f"{node.free.get(name, 0):g} of {node.total.get(name, 0):g} {name} free"
-            for name, number in need.items()
-            if node.free.get(name, 0) < number
+            f"{free[name]:g} of {node.total.get(name, 0):g} {name} free"
+            for name in ("CPU", "GPU")
+            if any(free[name] < one.get(name, 0) for _, _, one in asked)
         ]
         lacking.append(f"{node.name} has {' and '.join(short) or 'room'}")
+    total = ""
+    if kinds:
+        needed = Counter[str]()
+        for _, number, one in asked:
+            needed.update({name: number * amount for name, amount in one.items()})
+        needs = [f"{amount:g} {name} of {found[name]:g} free" for name, amount in needed.items()]
+        total = f": {' and '.join(needs)} in all"
     return (
-        f"no room for {wanted} with {each} each, for {wait:.0f} s; found {counted(len(nodes), 'nodes')}: "
+        f"no room for {' and '.join(wanted)}{total}, for {wait:.0f} s; found {counted(len(nodes), 'nodes')}: "
         f"{'; '.join(lacking)}; add nodes, end what runs there, or ask for less"
     )
 
 
-def _require_fit(expected: Expected, ranks: Ranks, servers: Servers | None) -> None:
+def _listed(need: Mapping[str, float]) -> str:
+    return " and ".join(f"{number:g} {name}" for name, number in need.items())
+
+
+def _set_aside(groups: Sequence[Any]) -> Mapping[str, Mapping[str, float]]:
+    """What placement groups hold of each node."""
+    held: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for group in groups:
+        table = placement_group_table(group)
+        for number, node in table["bundles_to_node_id"].items():
+            held[node].update(table["bundles"][number])
+    return held
+
+
+def _require_fit(expected: Expected, ranks: Ranks, kinds: Sequence[Servers]) -> None:
     """Raise ClusterError where a node on which ranks or servers may start lacks something. One that dies while it is
     asked, or is dead and not yet noticed to be, gets none of them: it lacks nothing.
     """
     ask = ray.remote(num_cpus=0, max_retries=0)(look)
-    needs = [ranks.one, *([] if servers is None else [servers.one])]
+    needs = [ranks.one, *(kind.one for kind in kinds)]
     asked = [
         (
             node.name,
@@ -470,7 +515,7 @@ def _run(
             if not passed:  # nothing runs that could save anything
                 interrupts.check()
         if silence > wait and _is_short(ranks):
-            raise ClusterError(_missing(ranks.wanted, ranks.bundles[0], wait))
+            raise ClusterError(_missing(ranks, (), wait))
     _print_lines(relay)
     attempt, count = ray.get(relay.last.remote())
     return _outcome(attempt, count, failures, interrupts, restarts)
@@ -584,32 +629,38 @@ def _hand_on(relay: Any, number: int, lines: SimpleQueue[tuple[Stream, str]]) ->
 
 @contextmanager
 def _serving(
-    job: Job, servers: Servers | None, group: Any, interrupts: Interrupts
+    job: Job, kinds: Sequence[Servers], group: Any, interrupts: Interrupts
 ) -> Iterator[Doors | None]:
     """The servers, all ready. Raises ClusterError where one ends before, or is not ready in time."""
-    if servers is None:
+    if not kinds:
         yield None
         return
-    doors = Doors(ray.util.get_node_ip_address(), servers.number)
+    host = ray.util.get_node_ip_address()
+    doors = Doors(host, kinds)
     actors: list[Any] = []
     try:
-        actors += [
-            ray.remote(num_cpus=servers.cpus, num_gpus=servers.gpus, max_restarts=servers.restarts)(
-                _Server
-            )
-            .options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, number))
-            .remote(job, servers.command, number)
-            for number in range(servers.number)
-        ]
-        deadline = time.monotonic() + servers.start_seconds
-        with interrupts.at_once():
-            while not _lead(doors, job.relay, is_starting=True):
-                if time.monotonic() > deadline:
-                    raise ClusterError(
-                        f"not all of {counted(servers.number, 'servers')} answer at /health after "
-                        f"{servers.start_seconds:.0f} s; expected all; see the logs of Ray's workers, or raise "
-                        "server_start"
+        for kind in kinds:
+            command = kind.command.replace("{door}", host)
+            for number in range(kind.number):
+                place = PlacementGroupSchedulingStrategy(group, len(actors))
+                actors.append(
+                    ray.remote(num_cpus=kind.cpus, num_gpus=kind.gpus, max_restarts=kind.restarts)(
+                        _Server
                     )
+                    .options(scheduling_strategy=place)
+                    .remote(job, kind.name, command, number)
+                )
+        began, waiting = time.monotonic(), list(kinds)
+        with interrupts.at_once():
+            while waiting:
+                ready = _lead(doors, job.relay, is_starting=True)
+                waiting = [kind for kind in waiting if ready[kind.name] < kind.number]
+                for kind in waiting:
+                    if time.monotonic() - began > kind.start_seconds:
+                        raise ClusterError(
+                            f"not all of {kind.wanted} answer at /health after {kind.start_seconds:.0f} s; expected "
+                            "all; see the logs of Ray's workers, or raise the seconds in which they start"
+                        )
                 _print_lines(job.relay)
                 time.sleep(BEAT)
         yield doors
@@ -619,23 +670,25 @@ def _serving(
         doors.close()
 
 
-def _lead(doors: Doors | None, relay: Any, *, is_starting: bool = False) -> bool:
-    """Let the doors lead to where the servers are now; whether all have been ready. ``is_starting``: none may end."""
+def _lead(doors: Doors | None, relay: Any, *, is_starting: bool = False) -> Counter[str]:
+    """Let the doors lead to where the servers are now; how many of each kind have been ready. ``is_starting``: none may
+    end.
+    """
     if doors is None:
-        return True
+        return Counter()
     addresses, failure = ray.get(relay.take_servers.remote())
     if is_starting and failure is not None:
-        raise ClusterError(f"{failure}; expected servers that run; correct server_command")
-    for number, address in addresses.items():
-        doors.lead(number, Address(*address))
-    return len(addresses) == len(doors.addresses)
+        raise ClusterError(f"{failure}; expected servers that run; correct their command")
+    for (name, number), address in addresses.items():
+        doors.lead(name, number, Address(*address))
+    return Counter(name for name, _ in addresses)
 
 
 class _Server:
     """The actor of a server, which lives as long as the server."""
 
-    def __init__(self, job: Job, command: str, number: int) -> None:
-        self._job, self._number = job, number
+    def __init__(self, job: Job, name: str, command: str, number: int) -> None:
+        self._job, self._which = job, (name, number)
         self._node = _name_of(
             ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
         )
@@ -663,9 +716,9 @@ class _Server:
         while process.is_alive:
             time.sleep(BEAT)
             if not is_told and is_ready(self._address):
-                ray.get(relay.serve.remote(self._number, self._node, self._address))
+                ray.get(relay.serve.remote(*self._which, self._node, self._address))
                 is_told = True
         code = process.wait()
         last = self._last[0][-300:] if self._last else ""
-        ray.get(relay.end_server.remote(self._number, self._node, code, last))
+        ray.get(relay.end_server.remote(*self._which, self._node, code, last))
         os._exit(1)  # Ray starts the actor again
