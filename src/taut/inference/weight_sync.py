@@ -29,6 +29,9 @@ Requests under way during a push:
     adapter                         they end under the adapter that they began with
     a probe has to be alone         they are waited for
 
+Servers on the GPUs that train (``sleep``) sleep between a rollout and the next push: they are woken in two parts,
+weights before they are loaded, keys and values after that, and no request is sent while they sleep.
+
 A completion's version is that of the weights at its beginning: of its oldest token.
 
 A server that was restarted gets the same files once more, and is proven again, before it gets requests
@@ -66,7 +69,13 @@ from taut.data.packing import pack
 from taut.errors import EngineError, OutputError, TautError
 from taut.inference import worker as worker_package
 from taut.inference.server_pool import Pool, Restarted, Server, Serving, require_held
-from taut.inference.vllm_client import PUSHED, TOLERANCE, NoAnswer, ParameterReport
+from taut.inference.vllm_client import (
+    PUSHED,
+    TOLERANCE,
+    NoAnswer,
+    ParameterReport,
+    VllmServer,
+)
 from taut.inference.worker.taut_worker import checksum
 from taut.io.temporary import MEMORY, PRIVATE, TemporaryFolder
 from taut.models.lora import Whole, is_adapted, plain_groups, plain_skeleton, save_adapter
@@ -106,6 +115,10 @@ class SyncConfig:
     can write in it."""
     timeout: Annotated[float, Field(gt=0)] = 600.0
     """Seconds a server may take to load them."""
+    sleep: bool = False
+    """Whether the servers sleep while the model trains, for servers on the GPUs that train: their weights are then in
+    the host's memory, and keys and values nowhere. Requires vLLM with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1,
+    and rollout.lag=0."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +185,8 @@ class Sync:
         self.pool, self.trained, self.config, self.probe_T = pool, trained, config, probe_T
         self.proofs: list[Proof] = []
         """Proofs of the last push, of each server that has it."""
+        self.is_asleep = False
+        """Whether the servers sleep, on all ranks alike."""
         self.restarts = 0
         """How often a restarted server got the last push again."""
         self.mode: Mode
@@ -221,7 +236,11 @@ class Sync:
             reason = (
                 "a server cannot pause and go on (vLLM's /pause?mode=keep, VLLM_SERVER_DEV_MODE=1)"
             )
-        return [Decision("requests during a push", value, reason)]
+        decisions = [Decision("requests during a push", value, reason)]
+        if self.config.sleep:
+            reason = "rollout.server.sync.sleep: weights in the host's memory, no keys and values (/sleep?level=1)"
+            decisions.append(Decision("servers between rollouts", "sleep", reason))
+        return decisions
 
     @property
     def version(self) -> int:
@@ -241,6 +260,8 @@ class Sync:
                     outcome = _outcome(partial(self._write, version, whole, expected_N))
         _shared(ranks, outcome)
         waits = self._is_probed_alone or (self.mode == "full" and not self._can_pause)
+        self._free_memory()
+        self.is_asleep = False  # ``_feed`` wakes them
         with self.pool.held(until_empty=waits):
             ranks.gather(None)  # requests of all ranks have ended, or are held
             outcomes = _together(ranks, self._feed_all)
@@ -267,6 +288,38 @@ class Sync:
         self.restarts = ranks.gather(self.restarts)[0]
         if not self.pool.in_use:
             raise self.pool.failure
+
+    def wake(self) -> None:
+        """Before generation: wake the servers, if they sleep."""
+        if self.is_asleep:
+            self._free_memory()
+            _together(self.trained.ranks, partial(self._tell_all, VllmServer.wake))
+            self.is_asleep = False
+
+    def rest(self) -> None:
+        """After generation: have the servers sleep, where ``sleep`` asks for it. No request is under way."""
+        if self.config.sleep and not self.is_asleep:
+            _together(self.trained.ranks, partial(self._tell_all, VllmServer.sleep))
+            self.is_asleep = True
+
+    def _tell_all(self, tell: Callable[[VllmServer], None]) -> None:
+        """Tell it to all servers, at the same time. One that does not do it is left out."""
+
+        def try_one(server: Server) -> None:
+            try:
+                tell(server.vllm)
+            except EngineError as failure:
+                self.pool.leave_out(server, self.pool.named(server, failure))
+
+        with self._lock, ThreadPoolExecutor(len(self.pool.servers), "sleep") as threads:
+            [*threads.map(try_one, self.pool.in_use)]
+
+    def _free_memory(self) -> None:
+        """Give back what the allocator of this process keeps of its GPU, before servers there take memory."""
+        if self.config.sleep:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self.trained.ranks.gather(None)
 
     def _look_at_servers(self) -> tuple[Mode, str, bool, bool]:
         """How all servers get weights, the dtype they compute in, whether all can pause, and whether one has to be
@@ -314,7 +367,9 @@ class Sync:
             raise EngineError(
                 f"server: {listed}; expected all servers to compute in one dtype; start them with the same --dtype"
             )
-        can_pause = mode == "full" and not is_alone and all(server.pauses for server in servers)
+        # A server that wakes is paused until it has all its memory: resuming it before would be wrong.
+        pauses = not self.config.sleep and all(server.pauses for server in servers)
+        can_pause = mode == "full" and not is_alone and pauses
         return mode, dtypes[0], can_pause, is_alone
 
     def _write(self, version: int, whole: Whole, expected_N: FloatArray) -> None:
@@ -351,9 +406,11 @@ class Sync:
     def _feed(self, server: Server, push: _Push) -> tuple[Serving, Proof]:
         """Have a server load what was written, and prove it."""
         start, vllm = time.monotonic(), server.vllm
+        if self.config.sleep:
+            vllm.wake("weights")
         before_N = self._logp.get(server)
         is_first = before_N is None
-        if before_N is None:
+        if before_N is None:  # it has not slept yet
             before_N = vllm.log_probs(vllm.base, self.probe_T)
         name, num_equal = vllm.base, 0
         unread: list[str] = []
@@ -380,6 +437,8 @@ class Sync:
             name = f"{vllm.base}{PUSHED}{run}-{push.folder.name}"
             vllm.load_adapter(name, push.folder)
             self._adapters[server][name] = push.folder
+        if self.config.sleep:
+            vllm.wake("kv_cache")
         logp_N = vllm.log_probs(name, self.probe_T)
         self._require_same(logp_N, push.expected_N, None if is_first else before_N, push.dtype)
         self._logp[server] = logp_N
@@ -464,6 +523,8 @@ class Sync:
                 server.vllm.serves(server.vllm.base)  # soon, where it does not answer
                 server.serving, _ = self._feed(server, self._last)
                 self.restarts += 1
+                if self.is_asleep:
+                    server.vllm.sleep()
 
     def _unload(self, server: Server, in_use: set[str]) -> None:
         """Unload the adapters that neither new requests name nor those under way."""

@@ -147,6 +147,11 @@ class RolloutConfig:
                 f"rollout.lag={self.lag} with rollout.engine=local: the engine in this process has the weights that "
                 "train, and cannot generate while they change; expected rollout.engine=server; take rollout.lag out"
             )
+        if self.lag and self.server.sync.sleep:
+            raise ConfigError(
+                f"rollout.lag={self.lag} with rollout.server.sync.sleep=true: servers that generate while the model "
+                "trains cannot sleep meanwhile; expected one of the two; take one out"
+            )
         if self.lag % self.updates:
             raise ConfigError(
                 f"rollout.lag={self.lag} and a rollout that is trained on for {self.updates} updates: weights are sent "
