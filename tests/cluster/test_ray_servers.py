@@ -18,7 +18,7 @@ import torch
 from ray.cluster_utils import Cluster
 from tests.chat_runs import column, events
 from tests.online_runs import keys_of, save_models, train
-from tests.ray_clusters import LIMIT, begin, nodes
+from tests.ray_clusters import LIMIT, NODE, begin, node_of, nodes
 from tests.sampling_server import SamplingServer
 from tests.unit.commands.test_score import save_reward
 from transformers import AutoModelForCausalLM
@@ -105,6 +105,36 @@ def test_a_server_that_is_killed_twice_costs_no_answer(
         train({**keys, **urls, "out": str(tmp_path / "alone")})
     assert column(out, "loss") == pytest.approx(column(tmp_path / "alone", "loss"), rel=1e-9)
     assert not list(tmp_path.glob("taut-launch-*"))
+
+
+def test_servers_next_to_the_ranks_sleep_while_those_train(
+    cluster: Cluster, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    """Where a node dies, the ranks of the next attempt get servers on other nodes."""
+    folder = tmp_path / "servers"
+    folder.mkdir()
+    (folder / "hold").touch()
+    python = shlex.quote(sys.executable)
+    command = f"exec {python} -m tests.sampling_server {{model}} {{host}} {{port}} {folder}"
+    words = ["nodes=2", "servers=2", "gpus_per_server=0", "colocate=true", "cpus_per_worker=2"]
+    out = tmp_path / "out"
+    cluster.add_node(**{**NODE, "num_cpus": 2})  # in place of the one that is killed
+    process = begin({**keys, "out": str(out)}, cluster.address, *words, f"server_command={command}")
+    first, pid = asked(folder, set())
+    _, other = asked(folder, {first})
+    (node, *_) = filter(None, (node_of(cluster, pid), node_of(cluster, other)))
+    cluster.remove_node(node, allow_graceful=False)
+    (folder / "hold").unlink()
+    _, stderr = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, stderr
+    assert ", restart 1" in stderr
+    for file in folder.iterdir():
+        require_gone(int(file.read_text()))
+    model = AutoModelForCausalLM.from_pretrained(keys["model"], dtype=torch.float32)
+    with SamplingServer(model=model) as server:
+        urls = {"rollout.engine": "server", "rollout.urls": server.url}
+        train({**keys, **urls, "out": str(tmp_path / "alone")})
+    assert column(out, "loss") == pytest.approx(column(tmp_path / "alone", "loss"), rel=1e-9)
 
 
 def test_a_reward_server_that_is_killed_costs_no_number(

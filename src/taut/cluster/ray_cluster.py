@@ -11,6 +11,10 @@ Servers of roll-outs and of rewards (servers.py) are actors in a placement group
 the same time as that of the ranks: Ray Train makes one for its workers, all alike, and takes no other. Each actor runs
 one server; where that dies the actor dies with it, and Ray starts it again, on its node or, where that is gone, on
 another. Ranks that are started again find the servers as they are.
+
+Servers on the GPUs of the ranks (``is_colocated``) are actors that take nothing of Ray, each bound to the node of some
+ranks and started with their CUDA_VISIBLE_DEVICES, once Ray Train has placed its workers; these wait for the servers
+before they start the ranks. Workers that are placed elsewhere get new servers, behind the same doors.
 """
 
 from __future__ import annotations
@@ -65,10 +69,12 @@ from taut.cluster.servers import (
     ROLLOUT_SERVER,
     Address,
     Doors,
+    Place,
     Servers,
     is_ready,
+    shares,
 )
-from taut.errors import ClusterError, RankFailed
+from taut.errors import ClusterError, Interrupted, RankFailed
 from taut.io.console import counted
 from taut.train.signals import Interrupts
 
@@ -126,6 +132,8 @@ class Job:
     environment: Mapping[str, str]
     port: int
     """On which the ranks meet; 0: a free one."""
+    waits: bool = False
+    """Whether ranks start once there are servers on their GPUs."""
     relay: Any = None
 
 
@@ -144,18 +152,23 @@ class Relay:
     """Where each server was when it last said that it is ready."""
     server_failure: str | None = None
     """How a server last ended."""
+    places: dict[int, Place] = field(default_factory=dict)
+    """Those of the ranks of this attempt."""
+    released: int = -1
+    """The last attempt whose ranks may start."""
 
     async def begin(self, size: int) -> int:
         """A new attempt; its number. The workers of an earlier one are gone."""
-        self.attempt = Attempt(self.number, size)
+        self.attempt, self.places = Attempt(self.number, size), {}
         self.number += 1
         return self.attempt.number
 
-    async def join(self, number: int, rank: int, node: str) -> None:
+    async def join(self, number: int, rank: int, node: str, place: Place) -> None:
         attempt = self._current(number)
         if attempt is None:
             return
         attempt.nodes[rank] = node
+        self.places[rank] = place
         if len(attempt.nodes) == attempt.size and attempt.error is None:
             nodes = list(attempt.nodes.values())
             counts = ", ".join(f"{nodes.count(name)} on {name}" for name in dict.fromkeys(nodes))
@@ -205,6 +218,25 @@ class Relay:
     async def take_servers(self) -> tuple[dict[tuple[str, int], Address], str | None]:
         return self.servers, self.server_failure
 
+    async def forget_servers(self, name: str) -> None:
+        """The servers of this name have been ended."""
+        self.servers = {key: place for key, place in self.servers.items() if key[0] != name}
+        self.server_failure = None
+
+    async def take_places(self) -> tuple[int, list[Place]]:
+        """The number of the attempt, and the places of its ranks, once all have one."""
+        attempt = self.attempt
+        if attempt is None or len(self.places) < attempt.size:
+            return -1, []
+        return attempt.number, [place for _, place in sorted(self.places.items())]
+
+    async def release(self, number: int) -> None:
+        """Let the ranks of an attempt start."""
+        self.released = number
+
+    async def is_released(self, number: int) -> bool:
+        return self.released >= number
+
     async def take(self) -> tuple[list[tuple[Stream, str]], float]:
         """The lines since the last time, and for how many seconds no rank has been heard of."""
         lines, self.lines = self.lines, []
@@ -250,14 +282,15 @@ def launch(
                 group = _require_room(ranks, kinds, wait)
                 _require_fit(expected, ranks, kinds)
                 here = ray.get_runtime_context().get_node_id()
-                job = replace(job, relay=_on(here, Relay, 4 * ranks.most + 16))
-            with _serving(job, kinds, group, interrupts) as doors:
+                waits = any(kind.is_colocated for kind in kinds)
+                job = replace(job, relay=_on(here, Relay, 4 * ranks.most + 16), waits=waits)
+            with _serving(job, kinds, group, interrupts) as placed:
                 return _run(
-                    _pointed(job, doors),
+                    _pointed(job, placed.doors),
                     ranks,
                     expected.folder,
                     interrupts,
-                    doors,
+                    placed,
                     restarts,
                     wait,
                     resize_every,
@@ -276,10 +309,10 @@ def _on(node_id: str, cls: type[Any], max_concurrency: int) -> Any:
     )
 
 
-def _pointed(job: Job, doors: Doors | None) -> Job:
+def _pointed(job: Job, doors: Doors) -> Job:
     """The job whose run asks the servers behind the doors."""
     words = list(job.words)
-    for name, addresses in {} if doors is None else doors.addresses.items():
+    for name, addresses in doors.addresses.items():
         urls = [f"http://{host}:{port}" for host, port in addresses]
         if name == ROLLOUT_SERVER:
             filled = json.dumps([f"{url}/v1" for url in urls])
@@ -296,7 +329,8 @@ def _connect(address: str | None, ranks: Ranks, kinds: Sequence[Servers]) -> Non
             "address": LOCAL,
             "include_dashboard": False,
             "_node_ip_address": "127.0.0.1",
-            "num_cpus": ranks.cpus * ranks.most + sum(kind.cpus * kind.number for kind in kinds),
+            "num_cpus": ranks.cpus * ranks.most
+            + sum(kind.cpus * kind.number for kind in kinds if not kind.is_colocated),
             "object_store_memory": 80 * 2**20,
         }
     else:
@@ -354,6 +388,7 @@ def _require_room(ranks: Ranks, kinds: Sequence[Servers], wait: float) -> Any:
     group of the servers, which is theirs from now on; Ray Train makes that of the ranks again.
     """
     deadline = time.monotonic() + wait
+    kinds = [kind for kind in kinds if not kind.is_colocated]
     strategy = "PACK" if ranks.is_elastic else "STRICT_SPREAD"
     asked = [("ranks", ranks.bundles, strategy)]
     if kinds:
@@ -437,7 +472,7 @@ def _require_fit(expected: Expected, ranks: Ranks, kinds: Sequence[Servers]) -> 
     asked, or is dead and not yet noticed to be, gets none of them: it lacks nothing.
     """
     ask = ray.remote(num_cpus=0, max_retries=0)(look)
-    needs = [ranks.one, *(kind.one for kind in kinds)]
+    needs = [ranks.one, *(kind.one for kind in kinds if not kind.is_colocated)]
     asked = [
         (
             node.name,
@@ -474,7 +509,7 @@ def _run(
     ranks: Ranks,
     folder: str,
     interrupts: Interrupts,
-    doors: Doors | None,
+    placed: _PlacedServers,
     restarts: int,
     wait: float,
     resize_every: float,
@@ -509,7 +544,8 @@ def _run(
     while fit.is_alive():
         fit.join(BEAT)
         silence = _print_lines(relay)
-        _lead(doors, relay)
+        placed.lead()
+        placed.follow_ranks()
         if interrupts.received is not None and not passed:
             passed = ray.get(relay.pass_on.remote(_number_of(interrupts.received)))
             if not passed:  # nothing runs that could save anything
@@ -588,7 +624,9 @@ def _supervise(job: Job) -> None:
     dist.broadcast_object_list(shared)
     number, port = shared[0]
     node = _name_of(ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id())
-    ray.get(job.relay.join.remote(number, rank, node))
+    devices = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    place = Place(ray.get_runtime_context().get_node_id(), tuple(devices))
+    ray.get(job.relay.join.remote(number, rank, node, place))
     code = 2 if port is None else _run_rank(job, number, port)
     failure = ray.get(job.relay.ended.remote(number, rank, code))
     if failure is not None:
@@ -598,6 +636,10 @@ def _supervise(job: Job) -> None:
 def _run_rank(job: Job, number: int, port: int) -> int:
     """The exit code of the rank."""
     relay = job.relay
+    while job.waits and not ray.get(relay.is_released.remote(number)):
+        if ray.get(relay.heed.remote(number)) is not None:
+            return Interrupted.exit_code
+        time.sleep(BEAT)
     lines: SimpleQueue[tuple[Stream, str]] = SimpleQueue()
     process = RankProcess(
         job.words,
@@ -630,58 +672,148 @@ def _hand_on(relay: Any, number: int, lines: SimpleQueue[tuple[Stream, str]]) ->
 @contextmanager
 def _serving(
     job: Job, kinds: Sequence[Servers], group: Any, interrupts: Interrupts
-) -> Iterator[Doors | None]:
-    """The servers, all ready. Raises ClusterError where one ends before, or is not ready in time."""
-    if not kinds:
-        yield None
-        return
-    host = ray.util.get_node_ip_address()
-    doors = Doors(host, kinds)
-    actors: list[Any] = []
+) -> Iterator[_PlacedServers]:
+    """The servers, all ready but those on the GPUs of the ranks. Raises ClusterError where one ends before, or is not
+    ready in time.
+    """
+    placed = _PlacedServers(job, kinds, Doors(ray.util.get_node_ip_address(), kinds))
     try:
+        bundle = 0
         for kind in kinds:
-            command = kind.command.replace("{door}", host)
-            for number in range(kind.number):
-                place = PlacementGroupSchedulingStrategy(group, len(actors))
-                actors.append(
-                    ray.remote(num_cpus=kind.cpus, num_gpus=kind.gpus, max_restarts=kind.restarts)(
-                        _Server
-                    )
-                    .options(scheduling_strategy=place)
-                    .remote(job, kind.name, command, number)
-                )
-        began, waiting = time.monotonic(), list(kinds)
+            if not kind.is_colocated:
+                placed.start(kind, [_request(kind, group, bundle + n) for n in range(kind.number)])
+                bundle += kind.number
         with interrupts.at_once():
-            while waiting:
-                ready = _lead(doors, job.relay, is_starting=True)
-                waiting = [kind for kind in waiting if ready[kind.name] < kind.number]
-                for kind in waiting:
-                    if time.monotonic() - began > kind.start_seconds:
-                        raise ClusterError(
-                            f"not all of {kind.wanted} answer at /health after {kind.start_seconds:.0f} s; expected "
-                            "all; see the logs of Ray's workers, or raise the seconds in which they start"
-                        )
+            while placed.starting:
+                placed.lead()
                 _print_lines(job.relay)
                 time.sleep(BEAT)
-        yield doors
+        yield placed
     finally:
-        for actor in actors:
-            ray.kill(actor)
-        doors.close()
+        placed.close()
 
 
-def _lead(doors: Doors | None, relay: Any, *, is_starting: bool = False) -> Counter[str]:
-    """Let the doors lead to where the servers are now; how many of each kind have been ready. ``is_starting``: none may
-    end.
+def _request(kind: Servers, group: Any, bundle: int) -> dict[str, Any]:
+    """What Ray is asked for, for a server in a placement group."""
+    return {
+        "num_cpus": kind.cpus,
+        "num_gpus": kind.gpus,
+        "max_restarts": kind.restarts,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, bundle),
+    }
+
+
+def _request_at(kind: Servers, place: Place) -> dict[str, Any]:
+    """The same for a server on GPUs that are the ranks'. It is started again on its node or, with new ranks, not at
+    all.
     """
-    if doors is None:
-        return Counter()
-    addresses, failure = ray.get(relay.take_servers.remote())
-    if is_starting and failure is not None:
-        raise ClusterError(f"{failure}; expected servers that run; correct their command")
-    for (name, number), address in addresses.items():
-        doors.lead(name, number, Address(*address))
-    return Counter(name for name, _ in addresses)
+    return {
+        "num_cpus": 0,
+        "num_gpus": 0,
+        "max_restarts": kind.restarts,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(place.node_id, soft=False),
+    }
+
+
+@dataclass
+class _PlacedServers:
+    """The servers of a launch, and the doors that lead to them."""
+
+    job: Job
+    kinds: Sequence[Servers]
+    doors: Doors
+    actors: dict[str, list[Any]] = field(default_factory=dict)
+    starting: dict[str, float] = field(default_factory=dict)
+    """The kinds that are not all ready yet, and when they were started."""
+    attempt: int = -1
+    """The ranks next to which servers were last placed."""
+    places: list[Place] = field(default_factory=list)
+
+    def start(
+        self,
+        kind: Servers,
+        requests: Sequence[Mapping[str, Any]],
+        environments: Sequence[Mapping[str, str]] = (),
+    ) -> None:
+        """``environments``: variables of each server."""
+        command = kind.command.replace("{door}", ray.util.get_node_ip_address())
+        self.starting[kind.name] = time.monotonic()
+        self.actors[kind.name] = [
+            ray.remote(_Server)
+            .options(**request)
+            .remote(
+                replace(
+                    self.job,
+                    environment={
+                        **self.job.environment,
+                        **(environments[number] if environments else {}),
+                    },
+                ),
+                kind.name,
+                command,
+                number,
+            )
+            for number, request in enumerate(requests)
+        ]
+
+    def lead(self) -> None:
+        """Let the doors lead to where the servers are now. While a kind is starting, none may end."""
+        if not self.kinds:
+            return
+        addresses, failure = ray.get(self.job.relay.take_servers.remote())
+        if self.starting and failure is not None:
+            raise ClusterError(f"{failure}; expected servers that run; correct their command")
+        for (name, number), address in addresses.items():
+            self.doors.lead(name, number, Address(*address))
+        ready = Counter(name for name, _ in addresses)
+        for kind in self.kinds:
+            began = self.starting.get(kind.name)
+            if began is None:
+                continue
+            if ready[kind.name] == kind.number:
+                del self.starting[kind.name]
+            elif time.monotonic() - began > kind.start_seconds:
+                raise ClusterError(
+                    f"not all of {kind.wanted} answer at /health after {kind.start_seconds:.0f} s; expected all; see "
+                    "the logs of Ray's workers, or raise the seconds in which they start"
+                )
+
+    def follow_ranks(self) -> None:
+        """Start the servers on the GPUs of the ranks where those have been placed, and let these ranks start once their
+        servers are ready.
+        """
+        kind = next((kind for kind in self.kinds if kind.is_colocated), None)
+        if kind is None:
+            return
+        relay = self.job.relay
+        number, ranks = ray.get(relay.take_places.remote())
+        if number < 0:
+            return
+        if number != self.attempt:
+            self.attempt, places = number, shares(ranks, kind.gpus or 1)
+            if len(places) != kind.number:
+                raise ClusterError(
+                    f"the ranks have room for {counted(len(places), 'servers')} on {kind.gpus} GPUs of one node each; "
+                    f"expected {kind.number}; set another gpus_per_server"
+                )
+            if places != self.places:
+                self.places = places
+                self._end(kind.name)
+                ray.get(relay.forget_servers.remote(kind.name))
+                devices = [{"CUDA_VISIBLE_DEVICES": ",".join(place.devices)} for place in places]
+                requests = [_request_at(kind, place) for place in places]
+                self.start(kind, requests, devices if kind.gpus else ())
+        if not self.starting:
+            ray.get(relay.release.remote(number))
+
+    def _end(self, name: str) -> None:
+        for actor in self.actors.pop(name, ()):
+            ray.kill(actor)
+
+    def close(self) -> None:
+        for name in [*self.actors]:
+            self._end(name)
+        self.doors.close()
 
 
 class _Server:

@@ -40,6 +40,7 @@ NEEDS = {
         "server_command",
         "server_restarts",
         "server_start",
+        "colocate",
     ),
     "reward_servers": (
         "gpus_per_reward_server",
@@ -55,6 +56,7 @@ SERVE_REWARD = (
     "without_key=true"
 )
 """The ranks reach it as the host that they are told."""
+SLEEP = "rollout.server.sync.sleep=true"
 
 
 @configclass
@@ -100,6 +102,9 @@ class LaunchRay:
     """How often each server is started again."""
     server_start: Annotated[float, Field(gt=0)] = 900.0
     """Seconds in which a server has to answer at /health."""
+    colocate: bool = False
+    """Servers are on the GPUs of the ranks, and sleep while those train (rollout.server.sync.sleep): one on each
+    gpus_per_server GPUs of a machine."""
     reward_servers: Annotated[int, Field(ge=0)] = 0
     """Servers of rewards that Ray starts next to the ranks and starts again when they die; all have one URL, which
     stands in the run's settings as {reward_servers}. 0: none."""
@@ -183,6 +188,8 @@ def ray(path: Path | None, overrides: Sequence[str]) -> int:
         )
     for number in {fewest, most}:
         require_divisors(number, run.parallel)
+    if launcher.colocate:
+        _require_colocated(launcher, fewest, most)
     unset = [name for name in launcher.env if name not in os.environ]
     if unset:
         raise ConfigError(
@@ -204,6 +211,7 @@ def ray(path: Path | None, overrides: Sequence[str]) -> int:
                     *asked.words,
                     *_named_in_file(path, asked.words),
                     *(_shared_weights(run, folder) if launcher.servers else ()),
+                    *([SLEEP] if launcher.colocate else ()),
                 ),
                 str(Path.cwd()),
                 {name: os.environ[name] for name in launcher.env},
@@ -230,6 +238,30 @@ def _served(path: Path | None, launcher: LaunchRay, rest: Sequence[str]) -> list
     return [*_rollout_servers(path, launcher, rest), *_reward_servers(path, launcher, rest)]
 
 
+def _require_colocated(launcher: LaunchRay, fewest: int, most: int) -> None:
+    """Raise ConfigError unless each rank is of one server."""
+    if fewest < most:
+        raise ConfigError(
+            f"colocate=true with {fewest} to {most} ranks: each GPU has a rank and a server; expected a fixed number; "
+            "take min_workers and max_workers out"
+        )
+    if launcher.cpus_per_server != LaunchRay.cpus_per_server:
+        raise ConfigError(
+            "cpus_per_server is set with colocate=true: servers take what the ranks have; expected it in "
+            "cpus_per_worker; take it out"
+        )
+    size = launcher.gpus_per_server or 1
+    if (
+        bool(launcher.gpus_per_server) != bool(launcher.gpus_per_node)
+        or launcher.servers * size != most
+    ):
+        raise ConfigError(
+            f"colocate=true with servers={launcher.servers}, gpus_per_server={launcher.gpus_per_server} and {most} "
+            f"ranks, gpus_per_node={launcher.gpus_per_node}; expected a rank on each GPU of a server; set servers="
+            f"{most // size or 1}"
+        )
+
+
 def _rollout_servers(path: Path | None, launcher: LaunchRay, rest: Sequence[str]) -> list[str]:
     if not launcher.servers:
         return []
@@ -247,7 +279,8 @@ def _rollout_servers(path: Path | None, launcher: LaunchRay, rest: Sequence[str]
             "rollout.urls; expected one of the two; take one out"
         )
     urls = [f"http://server-{number}/v1" for number in range(launcher.servers)]
-    return ["rollout.engine=server", f"rollout.urls={json.dumps(urls)}"]
+    sleep = [SLEEP] if launcher.colocate else []
+    return ["rollout.engine=server", f"rollout.urls={json.dumps(urls)}", *sleep]
 
 
 def _reward_servers(path: Path | None, launcher: LaunchRay, rest: Sequence[str]) -> list[str]:
@@ -291,6 +324,7 @@ def _servers(launcher: LaunchRay, run: RunConfig) -> list[Servers]:
     if launcher.servers:
         model = str(home_path(run.model))
         vllm = serve_command(model, run.lora.rank, launcher.gpus_per_server)
+        vllm += " --enable-sleep-mode" if launcher.colocate else ""
         command = launcher.server_command.replace("{vllm}", vllm)
         kinds.append(
             Servers(
@@ -301,6 +335,7 @@ def _servers(launcher: LaunchRay, run: RunConfig) -> list[Servers]:
                 launcher.cpus_per_server,
                 launcher.server_restarts,
                 launcher.server_start,
+                is_colocated=launcher.colocate,
             )
         )
     if launcher.reward_servers:

@@ -13,7 +13,7 @@ import httpx2
 from tests.fake_vllm import FakeServer
 
 from taut.cluster.rank_process import RankProcess
-from taut.cluster.servers import PROGRAM, Address, Doors, Servers, is_ready
+from taut.cluster.servers import PROGRAM, Address, Doors, Place, Servers, is_ready, shares
 
 STARTER = """
 import sys
@@ -75,6 +75,16 @@ def port_of(server: FakeServer) -> int:
 def models(client: httpx2.Client, door: Address) -> list[str]:
     answer = client.get(f"http://{door.host}:{door.port}/v1/models").json()
     return [card["id"] for card in answer["data"]]
+
+
+def test_servers_on_the_gpus_of_ranks_share_no_node_with_those_of_others() -> None:
+    ranks = [Place("a", ("0",)), Place("a", ("1",)), Place("b", ("4",)), Place("a", ("2",))]
+    ranks += [Place("b", ("5",)), Place("a", ("3",)), Place("b", ("6",))]
+    assert shares(ranks, 2) == [
+        Place("a", ("0", "1")),
+        Place("a", ("2", "3")),
+        Place("b", ("4", "5")),
+    ]
 
 
 def test_a_server_ends_with_a_code_and_its_last_line(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from taut import cli, extras
-from taut.cluster.ray_cluster import Job, _pointed
-from taut.cluster.servers import Doors
+from taut.cluster.ray_cluster import Job, _pointed, _request_at
+from taut.cluster.servers import Doors, Place
 from taut.commands.launch import LaunchRay, _named_in_file, _served, _servers, ray, read
 from taut.config import fields_of, load
 from taut.errors import ConfigError, OutputError
@@ -48,6 +48,7 @@ def test_a_rank_is_started_with_the_runs_own_words(tmp_path: Path) -> None:
         (["stepz=3"], "unknown key 'stepz'"),
         (["gpus_per_server=2"], "gpus_per_server is set and servers=0"),
         (["servers=2"], "servers=2 and sft, which asks none"),
+        (["colocate=true"], "colocate is set and servers=0"),
         (["reward_server_command=x"], "reward_server_command is set and reward_servers=0"),
         (["reward_servers=2"], "reward_servers=2 and no command that starts one"),
         (
@@ -80,10 +81,34 @@ def test_a_run_with_servers_is_one_that_asks_them(tmp_path: Path) -> None:
     for more, problem in (
         ("rollout.urls=http://a:1/v1", "servers=2 and rollout.urls: Ray starts servers"),
         ("rollout.engine=local", "servers=2 and rollout.engine: Ray starts servers"),
+        ("colocate=true", "gpus_per_server=4 and 1 ranks, gpus_per_node=1; expected a rank on"),
     ):
         with pytest.raises(ConfigError) as caught:
             ray(None, [*words, more])
         assert problem in str(caught.value)
+
+
+def test_servers_on_the_gpus_of_the_ranks_sleep_and_ask_ray_for_none(tmp_path: Path) -> None:
+    words = [*KEYS, "method=grpo", "rewards=math", f"out={tmp_path / 'out'}", "nodes=2"]
+    words += ["gpus_per_node=8", "servers=4", "gpus_per_server=4", "colocate=true"]
+    asked = read(LaunchRay, None, words, partial(_served, None))
+    assert asked.run.rollout.server.sync.sleep
+    (kind,) = _servers(asked.launcher, asked.run)
+    assert kind.command.endswith(" --tensor-parallel-size 4 --enable-sleep-mode")
+    request = _request_at(kind, Place("node", ("4", "5", "6", "7")))
+    where = request.pop("scheduling_strategy")
+    assert (where.node_id, where.soft) == ("node", False)
+    assert request == {"num_cpus": 0, "num_gpus": 0, "max_restarts": 3}
+    for more, problem in (
+        ("servers=3", "colocate=true with servers=3, gpus_per_server=4 and 16 ranks"),
+        ("min_workers=8", "colocate=true with 8 to 16 ranks"),
+        ("cpus_per_server=2", "cpus_per_server is set with colocate=true"),
+        ("rollout.lag=1", "rollout.lag=1 with rollout.server.sync.sleep=true"),
+    ):
+        others = [word for word in words if not word.startswith(more.partition("=")[0] + "=")]
+        with pytest.raises(ConfigError) as caught:
+            ray(None, [*others, more])
+        assert str(caught.value).startswith(problem)
 
 
 def test_a_run_asks_reward_servers_at_the_url_that_its_settings_name(tmp_path: Path) -> None:
