@@ -120,16 +120,16 @@ def test_servers_next_to_the_ranks_sleep_while_those_train(
     out = tmp_path / "out"
     cluster.add_node(**{**NODE, "num_cpus": 2})  # in place of the one that is killed
     process = begin({**keys, "out": str(out)}, cluster.address, *words, f"server_command={command}")
-    first, pid = asked(folder, set())
+    first, one = asked(folder, set())
     _, other = asked(folder, {first})
-    (node, *_) = filter(None, (node_of(cluster, pid), node_of(cluster, other)))
+    (node, *_) = filter(None, (node_of(cluster, one), node_of(cluster, other)))
     cluster.remove_node(node, allow_graceful=False)
     (folder / "hold").unlink()
     _, stderr = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, stderr
     assert ", restart 1" in stderr
-    for file in folder.iterdir():
-        require_gone(int(file.read_text()))
+    for pid in filter(None, (file.read_text() for file in folder.iterdir())):
+        require_gone(int(pid))
     model = AutoModelForCausalLM.from_pretrained(keys["model"], dtype=torch.float32)
     with SamplingServer(model=model) as server:
         urls = {"rollout.engine": "server", "rollout.urls": server.url}

@@ -150,8 +150,8 @@ class Relay:
     lines: list[tuple[Stream, str]] = field(default_factory=list)
     servers: dict[tuple[str, int], Address] = field(default_factory=dict)
     """Where each server was when it last said that it is ready."""
-    server_failure: str | None = None
-    """How a server last ended."""
+    server_failures: dict[str, str] = field(default_factory=dict)
+    """How a server of each kind last ended."""
     places: dict[int, Place] = field(default_factory=dict)
     """Those of the ranks of this attempt."""
     released: int = -1
@@ -212,16 +212,16 @@ class Relay:
     async def end_server(self, name: str, number: int, node: str, code: int, line: str) -> None:
         """A server has ended, which none should. ``line``: the last that it printed."""
         said = f": {line}" if line else ""
-        self.server_failure = f"{name} {number} on {node} ended with {code}{said}"
-        self._note(self.server_failure)
+        self.server_failures[name] = f"{name} {number} on {node} ended with {code}{said}"
+        self._note(self.server_failures[name])
 
-    async def take_servers(self) -> tuple[dict[tuple[str, int], Address], str | None]:
-        return self.servers, self.server_failure
+    async def take_servers(self) -> tuple[dict[tuple[str, int], Address], dict[str, str]]:
+        return self.servers, self.server_failures
 
     async def forget_servers(self, name: str) -> None:
         """The servers of this name have been ended."""
         self.servers = {key: place for key, place in self.servers.items() if key[0] != name}
-        self.server_failure = None
+        self.server_failures.pop(name, None)
 
     async def take_places(self) -> tuple[int, list[Place]]:
         """The number of the attempt, and the places of its ranks, once all have one."""
@@ -733,36 +733,28 @@ class _PlacedServers:
         self,
         kind: Servers,
         requests: Sequence[Mapping[str, Any]],
-        environments: Sequence[Mapping[str, str]] = (),
+        devices: Sequence[str] = (),
     ) -> None:
-        """``environments``: variables of each server."""
+        """``devices``: the CUDA_VISIBLE_DEVICES of each; where there are none Ray sets it."""
         command = kind.command.replace("{door}", ray.util.get_node_ip_address())
         self.starting[kind.name] = time.monotonic()
-        self.actors[kind.name] = [
-            ray.remote(_Server)
-            .options(**request)
-            .remote(
-                replace(
-                    self.job,
-                    environment={
-                        **self.job.environment,
-                        **(environments[number] if environments else {}),
-                    },
-                ),
-                kind.name,
-                command,
-                number,
-            )
-            for number, request in enumerate(requests)
-        ]
+        self.actors[kind.name] = actors = []
+        for number, request in enumerate(requests):
+            visible = {"CUDA_VISIBLE_DEVICES": devices[number]} if devices else {}
+            job = replace(self.job, environment={**self.job.environment, **visible})
+            actor = ray.remote(_Server).options(**request)
+            actors.append(actor.remote(job, kind.name, command, number))
 
     def lead(self) -> None:
         """Let the doors lead to where the servers are now. While a kind is starting, none may end."""
         if not self.kinds:
             return
-        addresses, failure = ray.get(self.job.relay.take_servers.remote())
-        if self.starting and failure is not None:
-            raise ClusterError(f"{failure}; expected servers that run; correct their command")
+        addresses, failures = ray.get(self.job.relay.take_servers.remote())
+        for name in self.starting:
+            if name in failures:
+                raise ClusterError(
+                    f"{failures[name]}; expected servers that run; correct their command"
+                )
         for (name, number), address in addresses.items():
             self.doors.lead(name, number, Address(*address))
         ready = Counter(name for name, _ in addresses)
@@ -800,9 +792,8 @@ class _PlacedServers:
                 self.places = places
                 self._end(kind.name)
                 ray.get(relay.forget_servers.remote(kind.name))
-                devices = [{"CUDA_VISIBLE_DEVICES": ",".join(place.devices)} for place in places]
-                requests = [_request_at(kind, place) for place in places]
-                self.start(kind, requests, devices if kind.gpus else ())
+                devices = [",".join(place.devices) for place in places] if kind.gpus else ()
+                self.start(kind, [_request_at(kind, place) for place in places], devices)
         if not self.starting:
             ray.get(relay.release.remote(number))
 
