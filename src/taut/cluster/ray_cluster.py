@@ -383,6 +383,15 @@ def _name_of(address: str, node_id: str) -> str:
     return f"{address} ({node_id[:6]})"
 
 
+def _here() -> tuple[str, str]:
+    """The address of this process's node in the cluster, and the node as it is shown. In a worker
+    ``ray.util.get_node_ip_address`` is the address of a way to the internet, which may be another one.
+    """
+    node_id = ray.get_runtime_context().get_node_id()
+    (host,) = (node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id)
+    return host, _name_of(host, node_id)
+
+
 def _require_room(ranks: Ranks, kinds: Sequence[Servers], wait: float) -> Any:
     """Raise ClusterError unless ranks and servers can be placed at the same time within ``wait`` seconds. The placement
     group of the servers, which is theirs from now on; Ray Train makes that of the ranks again.
@@ -623,7 +632,7 @@ def _supervise(job: Job) -> None:
             shared = [(number, job.port or free_port(host))]
     dist.broadcast_object_list(shared)
     number, port = shared[0]
-    node = _name_of(ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id())
+    _, node = _here()
     devices = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
     place = Place(ray.get_runtime_context().get_node_id(), tuple(devices))
     ray.get(job.relay.join.remote(number, rank, node, place))
@@ -676,7 +685,8 @@ def _serving(
     """The servers, all ready but those on the GPUs of the ranks. Raises ClusterError where one ends before, or is not
     ready in time.
     """
-    placed = _PlacedServers(job, kinds, Doors(ray.util.get_node_ip_address(), kinds))
+    host, _ = _here()
+    placed = _PlacedServers(job, kinds, host, Doors(host, kinds))
     try:
         bundle = 0
         for kind in kinds:
@@ -721,6 +731,8 @@ class _PlacedServers:
 
     job: Job
     kinds: Sequence[Servers]
+    host: str
+    """Where the doors are."""
     doors: Doors
     actors: dict[str, list[Any]] = field(default_factory=dict)
     starting: dict[str, float] = field(default_factory=dict)
@@ -736,7 +748,7 @@ class _PlacedServers:
         devices: Sequence[str] = (),
     ) -> None:
         """``devices``: the CUDA_VISIBLE_DEVICES of each; where there are none Ray sets it."""
-        command = kind.command.replace("{door}", ray.util.get_node_ip_address())
+        command = kind.command.replace("{door}", self.host)
         self.starting[kind.name] = time.monotonic()
         self.actors[kind.name] = actors = []
         for number, request in enumerate(requests):
@@ -812,10 +824,7 @@ class _Server:
 
     def __init__(self, job: Job, name: str, command: str, number: int) -> None:
         self._job, self._which = job, (name, number)
-        self._node = _name_of(
-            ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
-        )
-        host = ray.util.get_node_ip_address()
+        host, self._node = _here()
         self._address = Address(host, free_port(host))
         self._last: deque[str] = deque(maxlen=1)
         process = RankProcess(
