@@ -4,6 +4,7 @@ process. Several nodes, and what dies: tests/cluster.
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -32,8 +33,8 @@ def test_a_rank_and_a_server_give_the_losses_of_one_process(tmp_path: Path) -> N
     stdout, stderr = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, stderr
     first, second = (line for line in stderr.splitlines() if line.startswith("taut: launch: "))
-    assert first.startswith("taut: launch: server 0 on 127.0.0.1 (")
-    assert second.startswith("taut: launch: 1 rank: 1 on 127.0.0.1 (")
+    assert re.fullmatch(r"taut: launch: server 0 on [\d.]+ \(\w{6}\) is ready", first)
+    assert re.fullmatch(r"taut: launch: 1 rank: 1 on [\d.]+ \(\w{6}\)", second)
     assert "step 2/2" in stdout
     assert [event["servers"] for event in events(out, "rollout")] == [1, 1]
     (state,) = runs([out])

@@ -328,7 +328,6 @@ def _connect(address: str | None, ranks: Ranks, kinds: Sequence[Servers]) -> Non
         settings |= {
             "address": LOCAL,
             "include_dashboard": False,
-            "_node_ip_address": "127.0.0.1",
             "num_cpus": ranks.cpus * ranks.most
             + sum(kind.cpus * kind.number for kind in kinds if not kind.is_colocated),
             "object_store_memory": 80 * 2**20,

@@ -52,7 +52,7 @@ NEEDS = {
 }
 """Keys that are read only where there are servers of a kind."""
 SERVE_REWARD = (
-    f"exec {shlex.quote(sys.executable)} -m taut serve-reward host={{host}} port={{port}} hosts={{door}} "
+    f"exec {shlex.quote(sys.executable)} -m taut serve-reward host={{host}} port={{port}} 'hosts=[{{door}}]' "
     "without_key=true"
 )
 """The ranks reach it as the host that they are told."""

@@ -123,7 +123,7 @@ def test_a_run_asks_reward_servers_at_the_url_that_its_settings_name(tmp_path: P
     (servers,) = _servers(asked.launcher, asked.run)
     assert (servers.wanted, servers.one) == ("2 reward servers", {"CPU": 1.0})
     assert servers.command.endswith(
-        " serve-reward host={host} port={port} hosts={door} without_key=true rm"
+        " serve-reward host={host} port={port} 'hosts=[{door}]' without_key=true rm"
     )
     (word,) = _named_in_file(file, asked.words)
     doors = Doors("127.0.0.1", [servers])
