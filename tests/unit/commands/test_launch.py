@@ -95,9 +95,9 @@ def test_servers_on_the_gpus_of_the_ranks_sleep_and_ask_ray_for_none(tmp_path: P
     assert asked.run.rollout.server.sync.sleep
     (kind,) = _servers(asked.launcher, asked.run)
     assert kind.command.endswith(" --tensor-parallel-size 4 --enable-sleep-mode")
-    request = _request_at(kind, Place("node", ("4", "5", "6", "7")))
+    request = _request_at(kind, Place("ab" * 28, ("4", "5", "6", "7")))
     where = request.pop("scheduling_strategy")
-    assert (where.node_id, where.soft) == ("node", False)
+    assert (where.node_id, where.soft) == ("ab" * 28, False)
     assert request == {"num_cpus": 0, "num_gpus": 0, "max_restarts": 3}
     for more, problem in (
         ("servers=3", "colocate=true with servers=3, gpus_per_server=4 and 16 ranks"),
