@@ -107,7 +107,8 @@ def test_a_server_sleeps_between_rollouts_and_wakes_in_parts_around_a_push(folde
         engine.generate([prompt("a", 1, 20)], GREEDY)
         assert [path.removeprefix("/collective_rpc ") for path in server.told] == [
             "/wake_up?tags=weights",
-            *("taut_held", "taut_load", "/reset_prefix_cache", "taut_checksums"),
+            *("taut_held", "taut_load"),
+            *("/reset_prefix_cache?reset_running_requests=true", "taut_checksums"),
             "/wake_up?tags=kv_cache",
             *("taut_held", "taut_held"),  # before the rollout, and after the answer
             "/sleep?level=1",
