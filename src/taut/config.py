@@ -26,7 +26,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, dataclass_transform
@@ -852,6 +852,16 @@ def fields_of(cls: type[Any]) -> dict[str, FieldInfo]:
     """The fields of a configclass, by name."""
     fields: dict[str, FieldInfo] = cls.__pydantic_fields__
     return fields
+
+
+def changed(config: Any, keys: Iterable[str] | None = None) -> list[str]:
+    """Those of the keys (all by default) whose values are not the defaults."""
+    fields = fields_of(type(config))
+    return [
+        key
+        for key in (fields if keys is None else keys)
+        if getattr(config, key) != fields[key].get_default(call_default_factory=True)
+    ]
 
 
 def _is_table(annotation: Any) -> bool:

@@ -13,7 +13,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from taut.config import configclass, describe, from_mapping, home_path, load, to_dict, user_path
+from taut.config import (
+    changed,
+    configclass,
+    describe,
+    from_mapping,
+    home_path,
+    load,
+    to_dict,
+    user_path,
+)
 from taut.errors import ConfigError
 
 
@@ -307,3 +316,10 @@ def test_only_the_home_of_the_user_is_expanded(
     monkeypatch.setenv("HOME", "/HOME")
     assert str(home_path(given)) == expected.replace("HOME", "/HOME")
     assert str(user_path(given, "out")) == expected.replace("HOME", "/HOME")
+
+
+def test_changed_keys_are_those_that_differ_from_their_defaults() -> None:
+    config = Root(out="a", freeze=["x"], columns={}, batch=Batch(samples_per_step=2))
+    assert changed(config) == ["out", "freeze", "columns", "batch"]
+    assert changed(config, ("batch", "rate", "freeze")) == ["batch", "freeze"]
+    assert changed(Root(out="a", freeze=[], batch=Batch()), ("freeze", "batch", "columns")) == []

@@ -11,7 +11,6 @@ Both are there when all is done, or neither. How the questions are answered is i
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +18,7 @@ from pydantic import Field
 from rich.markup import escape
 from rich.table import Table
 
+from taut.commands.reading import write_errors
 from taut.config import Decision, configclass, home_path, to_dict
 from taut.errors import ConfigError, OutputError
 from taut.inference.open import ModelUse, open_engine, open_renderer
@@ -91,20 +91,10 @@ def run(config: EvaluateTasks) -> int:
             for task, of_task in results.samples.items()
             for sample in of_task
         ]
-        partial = out.with_name(f".{out.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        try:
-            partial.mkdir(parents=True)
+        with write_errors(out, "; name another"), files.replacing_directory(out) as partial:
             text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
             (partial / "report.json").write_text(text, encoding="utf-8")
             (partial / "samples.jsonl").write_text("".join(samples), encoding="utf-8")
-            files.replace_directory(partial, out)
-        except OSError as error:
-            raise OutputError(
-                f"out={out} cannot be written: {error}; expected room and permission; name another"
-            ) from error
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
         console.lines([f"written: {out}"])
     return 0
 

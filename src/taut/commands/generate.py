@@ -44,7 +44,7 @@ from taut.commands.reading import (
     require_free,
     write_errors,
 )
-from taut.config import Decision, configclass, home_path, to_dict
+from taut.config import Decision, changed, configclass, home_path, to_dict
 from taut.curate.output import beside
 from taut.data.folder import ROWS, Card, is_folder, require_new, write_card, writing_folder
 from taut.data.prompts import PromptRow
@@ -109,8 +109,8 @@ class Generate(RowSettings, ModelUse):
             raise ConfigError(
                 "keep=best and rewards is not set; expected what judges the completions; set rewards"
             )
-        for key in ("keep", "license"):
-            if getattr(self, key) != getattr(Generate, key) and not is_folder(self.out):
+        for key in changed(self, ("keep", "license")):
+            if not is_folder(self.out):
                 raise ConfigError(
                     f"{key}={getattr(self, key)} is for a data set folder, and out={self.out} is a file; set "
                     f"out=DIR/, or remove {key}"

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from taut.commands.reading import write_errors
 from taut.commands.verify import Verify, verify
 from taut.config import configclass, home_path
 from taut.errors import CheckFailed, OutputError
@@ -208,22 +209,13 @@ def _files(directory: Path) -> dict[str, Path | bytes]:
 
 def _write(folder: Folder, out: Path) -> None:
     """Write the folder whole, or not at all."""
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
+    with write_errors(out, "; name another"), files.replacing_directory(out) as partial:
         for name, content in folder.content.items():
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             if isinstance(content, bytes):
                 (partial / name).write_bytes(content)
             else:
                 shutil.copyfile(content, partial / name)
-        files.replace_directory(partial, out)
-    except OSError as error:
-        raise OutputError(
-            f"out={out} cannot be written: {error}; expected room and permission; name another"
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _counted(folder: Folder) -> str:

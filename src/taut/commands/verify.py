@@ -31,7 +31,7 @@ import torch
 from pydantic import Field
 
 from taut import extras
-from taut.config import configclass, home_path, replace
+from taut.config import changed, configclass, home_path, replace
 from taut.data.render import Renderer
 from taut.errors import ConfigError
 from taut.evals.contract import (
@@ -382,12 +382,11 @@ def verify_gguf(config: Verify) -> list[Finding]:
             "made from; set contract=DIR"
         )
     unread = ("engine", "urls", "adapter", "dtype", "attention", "products", "local", "images")
-    for key in unread:
-        if getattr(config, key) != getattr(Verify, key):
-            raise ConfigError(
-                f"{key} would be ignored: a GGUF file is read as numbers and computed with in float32; remove it, or, "
-                "to ask the server that runs the file, name the directory of the model it was made from"
-            )
+    for key in changed(config, unread):
+        raise ConfigError(
+            f"{key} would be ignored: a GGUF file is read as numbers and computed with in float32; remove it, or, "
+            "to ask the server that runs the file, name the directory of the model it was made from"
+        )
     extras.require("gguf", f"model={config.model}")
     from taut.models import gguf
 

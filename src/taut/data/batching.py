@@ -20,7 +20,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from taut.config import configclass
+from taut.config import changed, configclass
 from taut.data.dataset import Dataset, Samples
 from taut.data.images import outside, uncut, within
 from taut.data.order import MOST_IN_ARRAYS, Order, TokenLimit, is_large
@@ -57,8 +57,8 @@ class BatchConfig:
     """Shuffle the samples again in each epoch; false: the order of the data files."""
 
     def __post_init__(self) -> None:
-        for key in ("samples_per_step", "group_prefixes"):
-            if self.tokens_per_step and getattr(self, key) != getattr(BatchConfig, key):
+        for key in changed(self, ("samples_per_step", "group_prefixes")):
+            if self.tokens_per_step:
                 raise ConfigError(
                     f"batch.tokens_per_step={self.tokens_per_step} and batch.{key} are both set; expected one of them; "
                     f"take batch.{key} out"

@@ -13,7 +13,6 @@ The folder appears whole or not at all.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,16 +56,9 @@ def require_new(directory: Path) -> None:
 @contextmanager
 def writing_folder(directory: Path) -> Iterator[Path]:
     """Where to write the files of the folder; it takes its place when the block ends without an exception."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
+    with files.replacing_directory(directory) as partial:
         yield partial
         require_new(directory)  # another process may have made it
-        files.replace_directory(partial, directory)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_card(folder: Path, card: Card) -> str:

@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from taut.config import changed
 from taut.data.blocks import BlockBuilder, joined
 from taut.data.cache import Entry, Shards
 from taut.data.chat_template import Ids, Text
@@ -475,12 +476,11 @@ def _require_usable(config: DataConfig) -> None:
             f"data.too_long={config.too_long} would cut prompts, and their answers be judged by the whole; expected "
             "error or drop; set data.too_long"
         )
-    for key in ("targets", "min_length", "without_targets", "step_separator"):
-        if getattr(config, key) != getattr(DataConfig, key):
-            raise ConfigError(
-                f"data.{key} is set, and what is learned are the model's own completions; expected it for data that "
-                "have answers to learn; take it out"
-            )
+    for key in changed(config, ("targets", "min_length", "without_targets", "step_separator")):
+        raise ConfigError(
+            f"data.{key} is set, and what is learned are the model's own completions; expected it for data that "
+            "have answers to learn; take it out"
+        )
     for key in ("cache", "workers"):
         if (value := getattr(config, key)) is not None:
             raise ConfigError(

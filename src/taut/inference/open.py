@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from taut.config import ComputeDtype, Decision, configclass, home_path
+from taut.config import ComputeDtype, Decision, changed, configclass, home_path
 from taut.data.cache import default_directory
 from taut.data.render import Renderer
 from taut.data.stop_tokens import StopSet, derive_stop_set, described
@@ -114,12 +114,11 @@ class ModelUse:
             "server": ("server",),
         }
         unread = reads["server" if self.engine == "local" else "local"]
-        for key in unread:
-            if getattr(self, key) != getattr(type(self), key):
-                raise ConfigError(
-                    f"settings of {key} would be ignored by engine={self.engine}, which does not read them; remove "
-                    "them, or set the other engine"
-                )
+        for key in changed(self, unread):
+            raise ConfigError(
+                f"settings of {key} would be ignored by engine={self.engine}, which does not read them; remove "
+                "them, or set the other engine"
+            )
 
 
 @dataclass(frozen=True)

@@ -155,6 +155,21 @@ def replace_directory(partial: Path, directory: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+@contextmanager
+def replacing_directory(directory: Path) -> Iterator[Path]:
+    """An empty directory to write to. It replaces ``directory`` when the block ends; if the block raises, nothing is
+    replaced and nothing is left.
+    """
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        replace_directory(partial, directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 def clear_leftovers(folder: Path, names: Collection[str] | None = None) -> None:
     """Remove what killed writers left in a folder, and put back a directory that was about to be replaced.
 

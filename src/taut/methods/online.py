@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from taut.config import Decision, configclass, home_path
+from taut.config import Decision, changed, configclass, home_path
 from taut.data.dataset import Dataset, Split
 from taut.data.order import START, Cursor
 from taut.data.prompts import PromptRow, PromptSet, load_prompt_set
@@ -123,13 +123,12 @@ class OnlineMethod(RunConfig):
                 f"rollout.difficulty_filter={self.rollout.difficulty_filter:g}: {self.command()} has no rewards that "
                 "could say which prompts teach nothing; expected a method with rewards; take it out"
             )
-        for name in self.unread_monitor_keys:
-            if getattr(self.rollout_monitor, name) != getattr(RolloutMonitorConfig, name):
-                raise ConfigError(
-                    f"rollout_monitor.{name}={getattr(self.rollout_monitor, name):g} watches policy gradients, and "
-                    f"{self.command()} reads neither advantages nor the engine's logprobs; taut grpo and ppo "
-                    "do; take it out"
-                )
+        for name in changed(self.rollout_monitor, self.unread_monitor_keys):
+            raise ConfigError(
+                f"rollout_monitor.{name}={getattr(self.rollout_monitor, name):g} watches policy gradients, and "
+                f"{self.command()} reads neither advantages nor the engine's logprobs; taut grpo and ppo "
+                "do; take it out"
+            )
         if self.rollout.dtype is not None and not self.corrects_rollouts:
             raise ConfigError(
                 f"rollout.dtype={self.rollout.dtype}: {self.command()} cannot correct for rollouts of another "

@@ -7,14 +7,13 @@ The formulas and their papers are in losses/{policy,advantages}.py.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field
 
-from taut.config import Decision, NotNegative, Positive, Share, configclass, home_path
+from taut.config import Decision, NotNegative, Positive, Share, changed, configclass, home_path
 from taut.errors import ConfigError
 from taut.losses import Loss
 from taut.losses.advantages import Estimator
@@ -166,11 +165,10 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         for key in self._keys():
-            value = getattr(self, key.name)
-            if not key.is_read and value != _default(self, key.name):
+            if not key.is_read and changed(self, [key.name]):
                 raise ConfigError(
-                    f"found {self.section}.{key.name}={_shown(value)}, which nothing reads; expected {key.wanted}; set "
-                    f"that, or leave {key.name} out"
+                    f"found {self.section}.{key.name}={_shown(getattr(self, key.name))}, which nothing reads; expected "
+                    f"{key.wanted}; set that, or leave {key.name} out"
                 )
         if is_own(self.loss):
             return
@@ -269,13 +267,12 @@ class PolicyConfig:
 
     def require_no_auto(self) -> None:
         """Raise ConfigError for settings of a correction that ``auto`` leaves out: the engine is in this process."""
-        for name in CORRECTING if self.rollout_correction == "auto" else ():
-            if getattr(self, name) != _default(self, name):
-                raise ConfigError(
-                    f"found {self.section}.{name}={_shown(getattr(self, name))}, which nothing reads: with the engine "
-                    f"in this process {self.section}.rollout_correction=auto is none; expected truncated or "
-                    f"masked; set that, or leave {name} out"
-                )
+        for name in changed(self, CORRECTING) if self.rollout_correction == "auto" else ():
+            raise ConfigError(
+                f"found {self.section}.{name}={_shown(getattr(self, name))}, which nothing reads: with the engine "
+                f"in this process {self.section}.rollout_correction=auto is none; expected truncated or "
+                f"masked; set that, or leave {name} out"
+            )
 
     def _keys(self) -> Iterator[Key]:
         """Keys that only have an effect together with others."""
@@ -505,10 +502,6 @@ class PolicyMethod(OnlineMethod):
             "rollout_correction_floor": correction.floor,
         }
         return settings
-
-
-def _default(config: PolicyConfig, name: str) -> Any:
-    return next(field.default for field in fields(config) if field.name == name)
 
 
 def _shown(value: object) -> str:

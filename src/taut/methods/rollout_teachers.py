@@ -25,7 +25,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from taut.config import Decision, configclass
+from taut.config import Decision, changed, configclass
 from taut.data.json_io import shown
 from taut.data.prompts import PromptRow, PromptSet, with_privileged
 from taut.errors import ConfigError, DataError
@@ -97,12 +97,11 @@ class RolloutTeachersConfig:
                 f"{chosen[0]} and {chosen[1]} are both set; expected one kind of teacher; keep one"
             )
         for kind, keys in self.keys_of.items():
-            for key in keys if not getattr(self, kind) else ():
-                if getattr(self, key) != getattr(type(self), key):
-                    raise ConfigError(
-                        f"distill.{key} is set without distill.{kind}, and nothing reads it; expected both; set "
-                        f"distill.{kind}, or take it out"
-                    )
+            for key in changed(self, keys) if not getattr(self, kind) else ():
+                raise ConfigError(
+                    f"distill.{key} is set without distill.{kind}, and nothing reads it; expected both; set "
+                    f"distill.{kind}, or take it out"
+                )
         for name, source in self.teachers.items():
             if (source.teacher is None) == (source.url is None):
                 raise ConfigError(

@@ -71,8 +71,6 @@ def saving(
     ``whole``: gives the weights of ``model``, where it holds shards.
     """
     directory = Path(directory)
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     served = serving_tokenizer(
         tokenizer, stop_ids, template, has_scalar=not architecture.has_head(model)
     )
@@ -95,21 +93,18 @@ def saving(
         if hasattr(plain, "generation_config"):  # a reward model does not generate
             plain.generation_config = generation_to_save(plain.generation_config, served, stop_ids)
         try:
-            partial.mkdir(parents=True)
-            weight_files.save(plain, plain_groups(model, whole), partial)
-            served.save_pretrained(partial)
-            copy_processor(model, partial, has_template=template is not None)
-            _require_same_ids(served, partial)
-            make_readable(partial)
-            yield partial
-            files.replace_directory(partial, directory)
+            with files.replacing_directory(directory) as partial:
+                weight_files.save(plain, plain_groups(model, whole), partial)
+                served.save_pretrained(partial)
+                copy_processor(model, partial, has_template=template is not None)
+                _require_same_ids(served, partial)
+                make_readable(partial)
+                yield partial
         except (OSError, SafetensorError) as error:
             raise OutputError(
                 f"{directory} cannot be written: {error}; expected room and permission for the "
                 "model"
             ) from error
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
 
 
 def serving_tokenizer(

@@ -41,7 +41,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, cast
 
 from pydantic import Field
 
-from taut.config import Decision, configclass
+from taut.config import Decision, changed, configclass
 from taut.data.chat_template import PROBE
 from taut.data.json_io import shown
 from taut.data.messages import Message, Tool, read_conversation, read_tools
@@ -144,8 +144,8 @@ class EnvironmentConfig:
                 f"{self.name}: nothing reads it; expected name=gym:ENV_ID or verifiers:ENV_ID; take options out, or "
                 "correct name"
             )
-        for key in ("max_turns", "max_tokens", "timeout", "workers"):
-            if not self.is_on and getattr(self, key) != getattr(EnvironmentConfig, key):
+        for key in changed(self, ("max_turns", "max_tokens", "timeout", "workers")):
+            if not self.is_on:
                 raise ConfigError(
                     f"rollout.environment.{key} is {getattr(self, key)} and rollout.environment.name is not set: "
                     f"nothing reads it; expected an environment; set rollout.environment.name, or take {key} out"

@@ -31,7 +31,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from taut.config import configclass
+from taut.config import changed, configclass
 from taut.data.json_io import shown
 from taut.errors import ConfigError, UserCodeError
 
@@ -55,8 +55,8 @@ class ForkConfig:
                 f"rollout.fork.turns={self.turns}; expected each turn once, in their order; set "
                 f"rollout.fork.turns={sorted(set(self.turns))}"
             )
-        for key in ("n", "state"):
-            if not self.turns and getattr(self, key) != getattr(ForkConfig, key):
+        for key in changed(self, ("n", "state")):
+            if not self.turns:
                 raise ConfigError(
                     f"rollout.fork.{key}={getattr(self, key)} and rollout.fork.turns is not set: nothing reads it; "
                     f"expected turns; set rollout.fork.turns=[1], or take {key} out"

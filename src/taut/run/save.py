@@ -7,7 +7,6 @@ comparison fails at the end, the training state is saved. All ranks call these f
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -183,30 +182,17 @@ def _saving_adapter(built: Built, directory: Path, whole: Whole | None) -> Itera
     the block raises, nothing is replaced.
     """
     inputs, model = built.inputs, built.scorer.model
-    partial_directory = directory.with_name(f".{directory.name}.partial")
     template = inputs.renderer.template.template
     has_scalar = built.run.has_scalar_head
     served = serving_tokenizer(inputs.tokenizer, inputs.stops.ids, template, has_scalar=has_scalar)
     try:
-        with _naming(directory):
-            shutil.rmtree(partial_directory, ignore_errors=True)
+        with files.replacing_directory(directory) as partial_directory:
             save_adapter(model, partial_directory, whole)
             write_base(partial_directory, built.run.model, built.run.quantise)
             copy_processor(model, partial_directory, has_template=template is not None)
             make_readable(partial_directory)
             served.save_pretrained(partial_directory)
-        yield partial_directory
-        with _naming(directory):
-            files.replace_directory(partial_directory, directory)
-    finally:
-        shutil.rmtree(partial_directory, ignore_errors=True)
-
-
-@contextmanager
-def _naming(directory: Path) -> Iterator[None]:
-    """Turn an error of the file system into an OutputError that names the adapter's directory."""
-    try:
-        yield
+            yield partial_directory
     except (OSError, SafetensorError) as error:
         raise OutputError(
             f"{directory} cannot be written: {error}; expected room and permission for the adapter"

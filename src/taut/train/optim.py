@@ -26,7 +26,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from taut.config import NotNegative, Positive, Share, configclass
+from taut.config import NotNegative, Positive, Share, changed, configclass
 from taut.errors import ConfigError
 from taut.train import distributed
 from taut.train.updates import GroupedOptimizer, StateFormat, new_state
@@ -78,13 +78,11 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         if self.name != "muon":
-            usual = OptimConfig.__dataclass_fields__
-            for key in ("muon_learning_rate", "muon_momentum", "muon_ns_steps"):
-                if getattr(self, key) != usual[key].default:
-                    raise ConfigError(
-                        f"optim.{key}={getattr(self, key)} is a setting of Muon, and optim.name={self.name}; expected "
-                        "optim.name=muon; set that, or leave it out"
-                    )
+            for key in changed(self, ("muon_learning_rate", "muon_momentum", "muon_ns_steps")):
+                raise ConfigError(
+                    f"optim.{key}={getattr(self, key)} is a setting of Muon, and optim.name={self.name}; expected "
+                    "optim.name=muon; set that, or leave it out"
+                )
         if self.schedule == "constant" and self.min_learning_rate_ratio:
             raise ConfigError(
                 f"optim.min_learning_rate_ratio={self.min_learning_rate_ratio:g} is where a decay ends, and "

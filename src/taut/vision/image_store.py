@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias, TypeVar
 import cachetools
 from torch import Tensor
 
-from taut.config import fields_of
+from taut.config import changed, fields_of
 from taut.errors import ConfigError, DataError, ModelError, OutputError, PictureError
 from taut.io import files
 from taut.io.temporary import TemporaryFolder
@@ -120,11 +120,10 @@ def require_unset(
     images: ImagesConfig, names: Iterable[str], reader: str, key: str = "images"
 ) -> None:
     """Raise ConfigError where one of these settings would be ignored."""
-    for name in names:
-        if getattr(images, name) != getattr(ImagesConfig, name):
-            raise ConfigError(
-                f"{key}.{name} would be ignored by {reader}; expected it unset; remove it"
-            )
+    for name in changed(images, names):
+        raise ConfigError(
+            f"{key}.{name} would be ignored by {reader}; expected it unset; remove it"
+        )
 
 
 # -- the store

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from taut.config import configclass, fields_of, read_secret, read_url
+from taut.config import changed, configclass, read_secret, read_url
 from taut.errors import ConfigError
 
 ServiceName = Literal["piston", "e2b", "morph"]
@@ -48,12 +48,11 @@ class Remote:
     def __post_init__(self) -> None:
         """Raises ConfigError if two settings contradict each other."""
         if self.service is None:
-            for name in fields_of(Remote):
-                if getattr(self, name) != getattr(Remote, name):
-                    raise ConfigError(
-                        f"remote.{name} is set and remote.service is not: nothing reads it; expected a service; set "
-                        f"remote.service, or take {name} out (of the reward, or of rollout.environment.remote)"
-                    )
+            for name in changed(self):
+                raise ConfigError(
+                    f"remote.{name} is set and remote.service is not: nothing reads it; expected a service; set "
+                    f"remote.service, or take {name} out (of the reward, or of rollout.environment.remote)"
+                )
             return
         if self.service != "piston" and len(self.addresses) > 1:
             raise ConfigError(
