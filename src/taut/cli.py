@@ -535,6 +535,8 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
                 re.sub(r"^\s*data\s*=", "data.train=", word) for word in sorted_words.overrides
             ]
             sorted_words = sorted_words._replace(overrides=overrides)  # data=FILE is short for it
+        if command.has_method:
+            _require_no_method(name, sorted_words.path)
         if command.has_method and not command.is_raw:
             cls = _import_name("taut.methods.method:class_of")(*sorted_words)
         result = call(*sorted_words) if command.is_raw else call(load(cls, *sorted_words))
@@ -544,6 +546,15 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
         if warning := getattr(result, "warning", None):
             sys.stderr.write(f"taut: warning: {one_line(warning)}\n")
     return result if isinstance(result, int) else 0
+
+
+def _require_no_method(name: str, path: Path | None) -> None:
+    """Refuse ``taut plan grpo``: the word is where a file of settings is named."""
+    method = str(path).replace("-", "_")
+    if path is not None and method in METHODS and not path.exists():
+        raise ConfigError(
+            f"found {str(path)!r} after taut {name}; expected a file of settings, or key=value; write method={method}"
+        )
 
 
 def _require_free_out(words: Sequence[str]) -> None:

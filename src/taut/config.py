@@ -656,6 +656,11 @@ def read_settings(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     kind = "YAML" if path.suffix in YAML else "TOML"
+    if path.is_dir():
+        raise ConfigError(
+            f"found the directory {path}; expected a TOML or YAML file of settings; give its path (of a run's "
+            "directory, taut show --step N, taut resume, taut rollouts and taut page take the name)"
+        )
     try:
         raw = files.read_regular(path, LARGEST)
     except OSError as error:

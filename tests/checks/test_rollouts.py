@@ -192,6 +192,21 @@ def test_a_server_that_takes_less_than_it_may_be_sent(
         assert f"--max-model-len {longest}" in found.remedy
 
 
+def test_a_limit_beyond_the_context_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are short; it is the answer that may be longer than the model's context."""
+    worker = SimpleNamespace(
+        engine=SimpleNamespace(context=128),
+        environments={"": object()},
+        config=SimpleNamespace(grows=4096),
+    )
+    train = SimpleNamespace(sizes=lambda of: iter([np.array([8])]), sample_id=lambda at: f"q{at}")
+    train = type("Train", (SimpleNamespace,), {"__len__": lambda self: 1})(**vars(train))
+    monkeypatch.setattr("taut.checks.rollouts.rollout_worker", lambda _: worker)
+    found = prompts_leave_room_for_answers(SimpleNamespace(train=train))  # type: ignore[arg-type]
+    assert found.outcome == "failed"
+    assert "set rollout.environment.max_tokens, now 4,096, to at most 120" in found.remedy
+
+
 def test_where_programs_run_is_told_and_a_service_that_is_down_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

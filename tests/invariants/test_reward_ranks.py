@@ -19,16 +19,16 @@ LIMIT = 1e-9
 
 
 def test_two_ranks_judge_as_one(tmp_path: Path) -> None:
-    """Rewards, losses, held-out answers and final weights; another reward is asked next to the model."""
+    """Rewards, losses, held-out answers, final weights, and right answers before the run; next to another reward."""
     model = save_models(tmp_path)
     judge = save_reward(tmp_path, NewHead(seed=3))
     options = {"model": str(judge), "dtype": "float64"}
     rewards = [
-        {"name": "reward_model", "options": options},
+        {"name": "reward_model", "judges": "form", "options": options},
         {"name": "length_target", "options": {"target": 5}},
     ]
     held_out = {"data.eval": str(write_rows(tmp_path / "eval.jsonl", questions(3)))}
-    more = {"rewards": rewards, "steps": 2, "eval.answers.every": 2, **held_out}
+    more = {"rewards": rewards, "check": "quick", "steps": 2, "eval.answers.every": 2, **held_out}
     todo = [
         {
             **keys_of("grpo", model, tmp_path, **more, **{"rollout.n": 3}),
@@ -43,6 +43,9 @@ def test_two_ranks_judge_as_one(tmp_path: Path) -> None:
         done = run(tmp_path / "program.py", listed, num_ranks=num_ranks)
         assert done.returncode == 0, done.stderr[-2000:]
     one, two = tmp_path / "one", tmp_path / "two"
+    for out in (one, two):
+        (gold,) = [e for e in events(out, "check") if e["name"] == "rewards.gold"]
+        assert gold["outcome"] == "passed"
     for step in (1, 2):
         rows = [Recorded(out).rollouts(step) for out in (one, two)]
         assert len(rows[0]) == len(rows[1]) == 12

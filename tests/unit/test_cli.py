@@ -72,9 +72,14 @@ def test_a_switch_takes_no_following_word() -> None:
             "found 'b.toml' next to 'a.toml'; expected one file of settings",
         ),
         (["sft", "missing.toml"], "cannot read missing.toml"),
+        (["show", "/"], "found the directory /; expected a TOML or YAML file of settings"),
         (
             ["stf"],
             f"found the command 'stf'; expected one of {', '.join(cli.commands())}; did you mean 'taut sft'?",
+        ),
+        (
+            ["plan", "online-dpo", *MINIMAL],
+            "found 'online-dpo' after taut plan; expected a file of settings, or key=value; write method=online_dpo",
         ),
         (["demo", "a.toml"], "taut demo takes key=value only"),
     ],

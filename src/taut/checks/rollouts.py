@@ -32,7 +32,7 @@ from taut.losses import advantages
 from taut.methods.inputs import engine_of
 from taut.rewards import Panel, Score, Verdict
 from taut.rewards.user import UserReward
-from taut.rewards.verifier import Judged
+from taut.rewards.verifier import Answered, Judged
 from taut.rl.online import Online
 from taut.rl.rollout import Group, Rollout, RolloutWorker, score_trees
 from taut.train.monitors import TOLERANCE
@@ -122,6 +122,12 @@ def prompts_leave_room_for_answers(session: Session) -> Finding:
     left_S = context - length_S
     full = np.flatnonzero(left_S < max(1, 0.05 * most))  # less room is none
     if full.size:
+        limit = "rollout.environment.max_tokens" if environments else "rollout.max_new_tokens"
+        shorter = (
+            f"data.max_length={context - most} with data.too_long=drop"
+            if most < context
+            else f"{limit}, now {most:,}, to at most {max(1, context - int(np.median(length_S))):,}"
+        )
         return failed(
             f"{full.size:,} {unit} leave no room for an answer",
             measured=(int(full.size), unit),
@@ -129,8 +135,7 @@ def prompts_leave_room_for_answers(session: Session) -> Finding:
                 f"{session.train.sample_id(int(i))}: {length_S[i]:,} tokens of {context:,}"
                 for i in full[:SHOWN]
             ],
-            remedy=f"set data.max_length={max(1, context - most)} with data.too_long=drop, or use a model, or a "
-            "server, with a longer context",
+            remedy=f"set {shorter}, or use a model, or a server, with a longer context",
         )
     num_cut = int((left_S < most).sum())
     notes = []
@@ -208,6 +213,19 @@ class Graded(NamedTuple):
     empty: Verdict
 
 
+class AnswersToJudge(NamedTuple):
+    """Answers to a row: right ones, right ones of another row, and an empty one."""
+
+    row: PromptRow
+    right: list[Answered]
+    others: list[Answered]
+    empty: Answered
+
+    @property
+    def all(self) -> list[Answered]:
+        return [*self.right, *self.others, self.empty]
+
+
 @check("rewards.gold", after=["rollout.opens"])
 def rewards_know_right_answers(session: Session) -> Finding:
     """Do the run's rewards give right answers full marks?
@@ -221,7 +239,6 @@ def rewards_know_right_answers(session: Session) -> Finding:
     Rewards of form (``judges``) have to be computable on these answers, and a function of the user's has to give a
     number for one of them at least. If no reward judges correctness, nothing else is asked.
     """
-    skip_if(not session.ranks.is_writer, "the first rank judges for all")
 
     def num_tokens(text: str) -> int:
         """With the token that ends it."""
@@ -229,6 +246,17 @@ def rewards_know_right_answers(session: Session) -> Finding:
 
     findings = []
     evaluated = session.run.eval.answers
+    if session.run.training_rewards and (rating := rollout_worker(session).rating) is not None:
+        assert isinstance(session.train, PromptSet)
+        rating.rate(  # on every rank
+            [
+                answer
+                for row in answers_to_judge(session.train.prompt_rows, num_tokens)
+                for answer in row.all
+            ],
+            are_bare=True,
+        )
+    skip_if(not session.ranks.is_writer, "the first rank judges for all")
     if session.run.training_rewards:
         panel, train = rollout_worker(session).panel, session.train
         assert panel is not None and isinstance(train, PromptSet)
@@ -260,6 +288,23 @@ def _answering(session: Session) -> Answering:
     return built
 
 
+def answers_to_judge(
+    rows: Sequence[PromptRow], num_tokens: Callable[[str], int]
+) -> list[AnswersToJudge]:
+    """Of the first rows with a right answer. A reward may take its time, and is asked some four times a row."""
+    rows = [row for row in rows if row.references][:16]
+    found = []
+    for number, row in enumerate(rows):
+        right, others = _right_answers(row), _right_answers(rows[(number + 1) % len(rows)])
+        others = [] if set(others) & set(right) else others
+        of_row = [
+            [replace(as_answer(row, text), num_tokens=num_tokens(text)) for text in texts]
+            for texts in (right, others, [""])
+        ]
+        found.append(AnswersToJudge(row, of_row[0], of_row[1], of_row[2][0]))
+    return found
+
+
 def judge_rewards(
     panel: Panel,
     rows: Sequence[PromptRow],
@@ -272,23 +317,19 @@ def judge_rewards(
     ``key``: the table of the configuration that has ``rewards``; "" is the run itself, in which the total counts.
     ``num_tokens``: how many tokens an answer has.
     """
-    # a reward may take its time, and is asked some four times a row
-    rows = [row for row in rows if row.references][:16]
-    if not rows:
+    asked = answers_to_judge(rows, num_tokens)
+    if not asked:
         return skipped("no row has a reference answer")
-    answers, counts = [], []
-    for number, row in enumerate(rows):
-        right, others = _right_answers(row), _right_answers(rows[(number + 1) % len(rows)])
-        others = [] if set(others) & set(right) else others
-        counts.append((len(right), len(others)))
-        answers += [
-            replace(as_answer(row, text), num_tokens=num_tokens(text))
-            for text in (*right, *others, "")
-        ]
+    answers = [answer for of_row in asked for answer in of_row.all]
     verdicts = iter(panel.grade(answers, are_bare=True))  # all at once, side by side
     graded = [
-        Graded(row, [*islice(verdicts, num)], [*islice(verdicts, num_others)], next(verdicts))
-        for row, (num, num_others) in zip(rows, counts, strict=True)
+        Graded(
+            of_row.row,
+            [*islice(verdicts, len(of_row.right))],
+            [*islice(verdicts, len(of_row.others))],
+            next(verdicts),
+        )
+        for of_row in asked
     ]
     marks = [
         _marks(

@@ -380,8 +380,8 @@ def derive_call_format(template: Template) -> CallFormat:
     single = _turn(template, PROBES[:1])
     if single is None or PROBES[0].name not in single:
         raise RenderError(
-            "the chat template writes no tool calls; expected one that does, since tools are on offer; give another "
-            f"with {template.key}=FILE"
+            "the chat template writes no tool calls; expected one that does, since tools are on offer; set "
+            f"{template.key}=hermes, or give another with {template.key}=FILE"
         )
     plain = _turn(template, ()) or ""
     single = single[len(_common_prefix(plain, single)) :]

@@ -16,7 +16,7 @@ is proven by the name of the folder that was loaded and by the logprobs of the p
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -200,7 +200,7 @@ class SglangServer(VllmServer):
     def empty_prefix_cache(self) -> None:
         """``load`` has."""
 
-    def checksums(self, folder: Path) -> list[list[ParameterReport]] | None:
+    def checksums(self, names: Sequence[str]) -> list[list[ParameterReport]] | None:
         """None: it has none that could be computed here."""
         return None
 

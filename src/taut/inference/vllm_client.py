@@ -14,16 +14,19 @@ controlled by these endpoints:
                                                             inference/worker/taut_worker.py
     /pause?mode=keep, /resume                               freeze requests under way while weights are loaded; used
                                                             where /openapi.json has them
+    /init_weight_transfer_engine, /start_weight_update, /update_weights, /finish_weight_update, /weight_info,
+    /server_info                                            vLLM's own transfer (weight_transfer.py)
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
@@ -116,6 +119,12 @@ class Endpoint:
             thread=thread,
         )
 
+    def once(self) -> Endpoint:
+        """The same endpoint, whose requests are sent once."""
+        single = copy.copy(self)
+        single._retries = replace(self._retries, attempts=1)
+        return single
+
     def close(self) -> None:
         """End its own thread and all requests under way."""
         if self._own is not None:
@@ -125,9 +134,11 @@ class Endpoint:
         """The future answer to a POST of ``body``, or to a GET without ``body``."""
         return self._thread.start(self.send, path, body)
 
-    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The same, waited for."""
-        return _awaited(self.start(path, body))
+    def ask(
+        self, path: str, body: dict[str, Any] | None = None, within: float | None = None
+    ) -> Any:
+        """The same, waited for. Raises TimeoutError after ``within`` seconds."""
+        return _awaited(self.start(path, body), within)
 
     def tell(self, path: str, body: dict[str, Any], within: float | None = None) -> None:
         """POST, and wait for success; the answer's body is not read. Raises TimeoutError after ``within`` seconds."""
@@ -335,7 +346,7 @@ PAUSE = 0.2
 PUSHED = "-taut-"
 """Part of the names of adapters that were pushed; a killed run leaves its last adapter on the server."""
 LEAVING = 5.0
-"""Seconds that a server has to unload the last adapter."""
+"""Seconds that a server has to unload the last adapter, or to resume after a push that failed."""
 
 R = TypeVar("R")
 
@@ -353,6 +364,8 @@ class WorkerState(BaseModel):
     is_probed_alone: bool
     """Whether a probe has to be its only request: on a CPU with --enable-lora, vLLM's engine ends at prompt_logprobs
     in a batch with other requests (vllm-project/vllm#16668)."""
+    gpu: str | None = None
+    """The UUID of the GPU that it computes on; None: it computes on none, or does not say."""
 
     @property
     def origin(self) -> str:
@@ -443,9 +456,9 @@ class VllmServer:
                     "user may read, or run it as the user who trains (docs/weights.md)"
                 )
 
-    def checksums(self, folder: Path) -> list[list[ParameterReport]] | None:
-        """Each worker's reports on its parameters; None: the server has none."""
-        answer = self._call("taut_checksums", folder=str(folder))
+    def checksums(self, names: Sequence[str]) -> list[list[ParameterReport]] | None:
+        """Each worker's reports on its parameters, made of pushed tensors of these names; None: the server has none."""
+        answer = self._call("taut_checksums", names=[*names])
         return parsed(_Results[list[ParameterReport]], answer).results
 
     def load_adapter(self, name: str, folder: Path) -> None:
@@ -490,14 +503,18 @@ class VllmServer:
         return True
 
     @cached_property
+    def routes(self) -> dict[str, dict[str, _Operation]]:
+        """Its routes, as /openapi.json describes them; none where it does not."""
+        try:
+            return _Routes.model_validate(self.control.ask("openapi.json")).paths
+        except (EngineError, ValidationError):
+            return {}
+
+    @cached_property
     def pauses(self) -> bool:
         """Whether it can freeze requests under way and go on with them. The /pause of an older one aborts them."""
-        try:
-            routes = _Routes.model_validate(self.control.ask("openapi.json")).paths
-        except (EngineError, ValidationError):
-            return False
-        parameters = routes.get("/pause", {}).get("post", _Operation()).parameters
-        return "/resume" in routes and any(
+        parameters = self.routes.get("/pause", {}).get("post", _Operation()).parameters
+        return "/resume" in self.routes and any(
             parameter.name == "mode" and "keep" in json.dumps(parameter.schema_)
             for parameter in parameters
         )
@@ -509,8 +526,8 @@ class VllmServer:
         try:
             yield
         except BaseException:
-            with suppress(EngineError):
-                self.control.ask("resume", {})
+            with suppress(EngineError, TimeoutError):  # it may have no answer to anything any more
+                self.control.once().ask("resume", {}, LEAVING)
             raise
         self.control.ask("resume", {})
 

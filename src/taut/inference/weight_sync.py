@@ -2,12 +2,15 @@
 
     mode      what is sent                                        how vLLM takes it
     full      every weight, adapters merged, in its dtype         files in a folder; POST /collective_rpc to taut's
-                                                                  worker extension; the prefix cache is emptied
+                                                                  worker extension; the prefix cache is emptied.
+                                                                  Or from GPU to GPU, by vLLM's own routes
+                                                                  (weight_transfer.py)
     adapter   the adapter alone, in peft's format                 POST /v1/load_lora_adapter under a name per version,
                                                                   which requests then use; earlier ones are unloaded
                                                                   once no request names them
 
-Weights are gathered, merged and written once, a layer at a time; all servers read the same files, at the same time.
+Weights are gathered, merged and written (or sent) once, a layer at a time; all servers read the same files, at the same
+time.
 
 Tensors are written under the names of a Hugging Face checkpoint (tied tensors once) in the dtype that the server
 computes in, so nothing is rounded on the way and checksums cover the exact bits.
@@ -32,9 +35,10 @@ Requests under way during a push:
 A completion's version is that of the weights at its beginning: of its oldest token.
 
 A server that was restarted gets the same files once more, and is proven again, before it gets requests
-(``server_pool.py`` finds out).
+(``server_pool.py`` finds out). One that gets weights without files has them again before the next rollout: only then do
+all ranks hold those weights, and take part in gathering them.
 
-Not here: transfers between GPUs (docs/weights.md says why), a server that shards a layer's input on CPU kernels.
+Not here: a server that shards a layer's input on CPU kernels.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -63,10 +67,22 @@ from torch import Tensor, nn
 
 from taut.config import Decision, configclass, home_path
 from taut.data.packing import pack
-from taut.errors import EngineError, OutputError, TautError
+from taut.errors import ConfigError, EngineError, OutputError, TautError
 from taut.inference import worker as worker_package
 from taut.inference.server_pool import Pool, Restarted, Server, Serving, require_held
 from taut.inference.vllm_client import PUSHED, TOLERANCE, NoAnswer, ParameterReport
+from taut.inference.weight_transfer import (
+    VERSION,
+    Choice,
+    Delivery,
+    Gpu,
+    Sent,
+    Transfer,
+    TransferServer,
+    Transport,
+    choose,
+    options,
+)
 from taut.inference.worker.taut_worker import checksum
 from taut.io.temporary import MEMORY, PRIVATE, TemporaryFolder
 from taut.models.lora import Whole, is_adapted, plain_groups, plain_skeleton, save_adapter
@@ -106,6 +122,17 @@ class SyncConfig:
     can write in it."""
     timeout: Annotated[float, Field(gt=0)] = 600.0
     """Seconds a server may take to load them."""
+    transport: Transport = "auto"
+    """How every weight gets to vLLM. files: through ``folder``. nccl, ipc: by vLLM's own transfer, with which the
+    server was started: to other GPUs, or to a server on this process's GPU. auto: the server's own where it can be
+    used, else files."""
+
+    def __post_init__(self) -> None:
+        if self.transport in ("nccl", "ipc") and self.mode == "adapter":
+            raise ConfigError(
+                f"server.sync.transport={self.transport} sends every weight, and server.sync.mode=adapter only an "
+                "adapter; expected mode=full, or transport=files; set one of them"
+            )
 
 
 @dataclass(frozen=True)
@@ -150,16 +177,44 @@ class _Push:
     """The last push, on the writer only: what each server gets, and what it must then show."""
 
     version: int
-    folder: Path
+    number: int
+    """Which push of this run it is."""
+    folder: Path | None
+    """The folder with its files; None: it is sent without files."""
     dtype: str
-    num_bytes: int
     expected_N: FloatArray
     """The training model's logprobs of the probe."""
+    num_written: int = 0
+    """Bytes of what was written."""
+    sent: Sent = field(default_factory=Sent)
+    """What was sent without files."""
     proven: list[tuple[list[list[ParameterReport]], tuple[int, list[str]]]] = field(
         default_factory=list
     )
     """Checksums of servers that are those of the tensors sent, and what ``require_arrived`` said of them: most servers
     show the same."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.sent.num_bytes if self.folder is None else self.num_written
+
+    @property
+    def tensors(self) -> Sent | Files:
+        """What a server must have."""
+        return self.sent if self.folder is None else Files(written(self.folder))
+
+
+@dataclass(frozen=True)
+class _Findings:
+    """What the servers are, as the writer finds out."""
+
+    mode: Mode
+    dtype: str
+    can_pause: bool
+    """Whether all can."""
+    is_probed_alone: bool
+    """Whether one has to be."""
+    way: Choice
 
 
 class Sync:
@@ -174,13 +229,15 @@ class Sync:
         """Proofs of the last push, of each server that has it."""
         self.restarts = 0
         """How often a restarted server got the last push again."""
-        self.mode: Mode
-        self._dtype: str
-        self._can_pause: bool
-        self._is_probed_alone: bool
-        self.mode, self._dtype, self._can_pause, self._is_probed_alone = _together(
-            trained.ranks, self._look_at_servers
-        )
+        found = _together(trained.ranks, self._look_at_servers)
+        self.mode, self._dtype, self._way = found.mode, found.dtype, found.way
+        self._can_pause, self._is_probed_alone = found.can_pause, found.is_probed_alone
+        self._transfer: Transfer | None = None
+        if found.mode == "full" and found.way.servers:
+            for server, described in zip(pool.servers, found.way.servers, strict=True):
+                server.vllm = TransferServer.of(server.vllm, described)
+            dtype, gpu = getattr(torch, found.dtype), Gpu(trained.ranks.device)
+            self._transfer = Transfer(found.way.transport, gpu, dtype, config.timeout)
         self._folder = Folder(config.folder) if trained.ranks.is_writer else None
         self._count = 0
         self._last: _Push | None = None
@@ -190,9 +247,12 @@ class Sync:
         """The adapters that each server has, by name, with their folders."""
         self._lock, self._proving = threading.RLock(), threading.Lock()
         """Held while servers are given weights, and while checksums are compared."""
-        pool.revive, pool.revives = self._revive, trained.ranks.is_writer
+        pool.revive = self._revive
+        pool.revives = trained.ranks.is_writer and self._transfer is None
 
     def close(self) -> None:
+        if self._transfer is not None:
+            self._transfer.close()
         for server, adapters in self._adapters.items():
             for name in adapters:
                 if server.failure is None:
@@ -202,7 +262,7 @@ class Sync:
 
     @property
     def decisions(self) -> list[Decision]:
-        """What happens to requests that are under way during a push."""
+        """How whole weights go to the servers, and what happens to requests that are under way during a push."""
         if self._is_probed_alone:
             value = "are waited for"
             reason = (
@@ -221,7 +281,17 @@ class Sync:
             reason = (
                 "a server cannot pause and go on (vLLM's /pause?mode=keep, VLLM_SERVER_DEV_MODE=1)"
             )
-        return [Decision("requests during a push", value, reason)]
+        found = [Decision("requests during a push", value, reason)]
+        if self.mode == "full":
+            found.append(Decision("weight transfer", self._way.transport, self._way_reason))
+        return found
+
+    @property
+    def _way_reason(self) -> str:
+        silent = [server.url for server in self._way.servers if not server.has_extension]
+        if silent:
+            return f"{self._way.reason}; logprobs alone prove it, since {silent[0]} is without taut's worker extension"
+        return self._way.reason
 
     @property
     def version(self) -> int:
@@ -234,16 +304,15 @@ class Sync:
         """
         expected_N, ranks = self.trained.log_probs(self.probe_T), self.trained.ranks
         self._count += 1
-        outcome: TautError | None = None
-        with distributed.whole_tensors(self.trained.scorer.model, ranks) as whole:
-            if whole is not None:
-                with self._lock:
-                    outcome = _outcome(partial(self._write, version, whole, expected_N))
-        _shared(ranks, outcome)
+        if self._transfer is None:
+            self._gathered(partial(self._write, version, expected_N))
         waits = self._is_probed_alone or (self.mode == "full" and not self._can_pause)
         with self.pool.held(until_empty=waits):
             ranks.gather(None)  # requests of all ranks have ended, or are held
-            outcomes = _together(ranks, self._feed_all)
+            if self._transfer is None:
+                outcomes = _together(ranks, self._feed_all)
+            else:
+                outcomes = self._gathered(partial(self._send, version, expected_N))
             self._apply([serving for serving, _ in outcomes])
         self.proofs = [proof for _, proof in outcomes if proof is not None]
         if not self.pool.in_use:
@@ -264,14 +333,25 @@ class Sync:
         """
         ranks = self.trained.ranks
         self._apply(_together(ranks, self._hold))
+        if self._transfer is not None and (num_back := _together(ranks, self._num_back)):
+            self.push(self.version)  # nothing was trained since
+            self.restarts += num_back
         self.restarts = ranks.gather(self.restarts)[0]
         if not self.pool.in_use:
             raise self.pool.failure
 
-    def _look_at_servers(self) -> tuple[Mode, str, bool, bool]:
-        """How all servers get weights, the dtype they compute in, whether all can pause, and whether one has to be
-        probed alone.
-        """
+    def _gathered(self, work: Callable[[Whole], T]) -> T:
+        """The result of ``work`` on the writer, which is given the whole weights, returned or raised on every rank."""
+        ranks = self.trained.ranks
+        outcome: T | TautError | None = None
+        with distributed.whole_tensors(self.trained.scorer.model, ranks) as whole:
+            if whole is not None:
+                with self._lock:
+                    outcome = _outcome(partial(work, whole))
+        return _shared(ranks, outcome)
+
+    def _look_at_servers(self) -> _Findings:
+        """Raises EngineError for servers whose weights cannot be changed as asked."""
         model, servers = self.trained.scorer.model, [server.vllm for server in self.pool.servers]
         wanted, obstacle = self.config.mode, _obstacle(model)
         if wanted == "adapter" and obstacle is not None:
@@ -289,14 +369,28 @@ class Sync:
         workers = [server.worker() for server in servers]
         dtypes = ["unknown" if worker is None else worker.dtype for worker in workers]
         is_alone = any(worker is not None and worker.is_probed_alone for worker in workers)
+        transport = self.config.transport
+        way = Choice("files", "it is an adapter")
+        if wanted != "adapter":
+            way = choose(transport, Gpu(self.trained.ranks.device), servers)
+        if transport in ("nccl", "ipc"):
+            wanted = "full"
+            if not way.servers:
+                raise EngineError(
+                    f"rollout.server.sync.transport={transport}, and {way.reason}; expected vLLM that takes them; "
+                    f"{how_to_start(servers[0].base, transport)}, or set rollout.server.sync.transport=files"
+                )
         mode: Mode | None = None
         takes_adapters = [
             wanted != "full" and obstacle is None and server.takes_adapters() for server in servers
         ]
         if all(takes_adapters):
             mode = "adapter"
-        elif wanted != "adapter" and "unknown" not in dtypes and not is_quantised:
-            mode = "full"
+        elif wanted != "adapter" and not is_quantised:
+            if way.servers:
+                dtypes = [server.dtype for server in way.servers]
+                is_alone = any(server.is_probed_alone for server in way.servers)
+            mode = "full" if "unknown" not in dtypes else None
         if mode is None:
             lacks = dtypes.index("unknown") if wanted != "adapter" and "unknown" in dtypes else 0
             needs = "adapters" if wanted == "adapter" else "weights"
@@ -315,9 +409,9 @@ class Sync:
                 f"server: {listed}; expected all servers to compute in one dtype; start them with the same --dtype"
             )
         can_pause = mode == "full" and not is_alone and all(server.pauses for server in servers)
-        return mode, dtypes[0], can_pause, is_alone
+        return _Findings(mode, dtypes[0], can_pause, is_alone, way)
 
-    def _write(self, version: int, whole: Whole, expected_N: FloatArray) -> None:
+    def _write(self, version: int, expected_N: FloatArray, whole: Whole) -> None:
         """Write the next push as the writer."""
         assert self._folder is not None
         folder = self._folder.new(f"{version}-{self._count}")  # a path that never was before
@@ -330,7 +424,7 @@ class Sync:
             save_adapter(model, folder, whole)
             num_bytes = sum(file.stat().st_size for file in folder.iterdir())
         self._folder.share(folder)
-        self._last = _Push(version, folder, self._dtype, num_bytes, expected_N)
+        self._last = _Push(version, self._count, folder, self._dtype, expected_N, num_bytes)
 
     def _feed_all(self) -> list[tuple[Serving | EngineError, Proof | None]]:
         """Give all servers the last push, at the same time; those that do not answer are left to ``_revive``."""
@@ -348,8 +442,49 @@ class Sync:
         with self._lock, ThreadPoolExecutor(len(self.pool.servers), "weights") as threads:
             return [*threads.map(feed, self.pool.servers)]
 
-    def _feed(self, server: Server, push: _Push) -> tuple[Serving, Proof]:
-        """Have a server load what was written, and prove it."""
+    def _send(
+        self, version: int, expected_N: FloatArray, whole: Whole
+    ) -> list[tuple[Serving | EngineError, Proof | None]]:
+        """Give all servers that answer the weights, without files: each on a thread, while this one gathers them."""
+        transfer = self._transfer
+        assert transfer is not None
+        push = self._last = _Push(version, self._count, None, self._dtype, expected_N)
+
+        def feed(server: Server, delivery: Delivery) -> tuple[Serving | EngineError, Proof | None]:
+            try:
+                if isinstance(server.failure, NoAnswer) and not _answers(server):
+                    return server.failure, None
+                return self._feed(server, push, delivery)
+            except EngineError as failure:
+                transfer.forget(_transfers(server))
+                return self.pool.named(server, failure), None
+            finally:
+                delivery.leave()
+
+        servers = self.pool.servers
+        deliveries = [Delivery() for _ in servers]
+        with ThreadPoolExecutor(len(servers), "weights") as threads:
+            fed = [
+                threads.submit(feed, server, delivery)
+                for server, delivery in zip(servers, deliveries, strict=True)
+            ]
+            tensors = checkpoint_tensors(self.trained.scorer.model, whole)
+            transfer.send(tensors, deliveries, push.sent)
+            return [future.result() for future in fed]
+
+    def _num_back(self) -> int:
+        """The number of servers that were left out since they did not answer, or were started again, and answer now."""
+        failed = [
+            server
+            for server in self.pool.servers
+            if isinstance(server.failure, NoAnswer | Restarted)
+        ]
+        return sum(map(_answers, failed))
+
+    def _feed(
+        self, server: Server, push: _Push, delivery: Delivery | None = None
+    ) -> tuple[Serving, Proof]:
+        """Have a server load what was written, or is sent by ``delivery``, and prove it."""
         start, vllm = time.monotonic(), server.vllm
         before_N = self._logp.get(server)
         is_first = before_N is None
@@ -363,19 +498,30 @@ class Sync:
                 raise EngineError(
                     f"server: it computes in {workers[0].dtype}; expected {push.dtype}, as before; start it as before"
                 )
-            loaded = {"version": push.version, "folder": str(push.folder)}
-            workers = [worker.model_copy(update=loaded) for worker in workers]
+            load: Callable[[], None]
+            if delivery is None:
+                assert push.folder is not None, "without a delivery it is written"
+                loaded = {"version": push.version, "folder": str(push.folder)}
+                workers = [worker.model_copy(update=loaded) for worker in workers]
+                load = partial(vllm.load, push.folder, push.version)
+            else:
+                assert self._transfer is not None
+                channel = self._transfer.channel(_transfers(server), workers[0])
+                tag = f"{VERSION}-{channel.group}-{push.version}-{push.number}"
+                workers = [_transfers(server).state(tag)]
+                load = partial(delivery.take, channel, tag)
             old = server.serving.workers[-1:]
             server.serving = replace(server.serving, workers=(*old, workers) if old else ())
             with vllm.paused() if self._can_pause else nullcontext():
-                vllm.load(push.folder, push.version)
+                load()
                 vllm.empty_prefix_cache()
-                checksums = vllm.checksums(push.folder)
+                checksums = vllm.checksums(push.tensors.names)
             if checksums is None:
-                unread = [*written(push.folder)]
+                unread = push.tensors.names
             else:
                 num_equal, unread = self._require_arrived(push, checksums)
         else:  # under a new name and path, so that nothing cached of another version is used
+            assert push.folder is not None, "adapters are written"
             run = push.folder.parent.name.rpartition("-")[2]
             name = f"{vllm.base}{PUSHED}{run}-{push.folder.name}"
             vllm.load_adapter(name, push.folder)
@@ -402,7 +548,7 @@ class Sync:
             for proven, outcome in push.proven:
                 if checksums == proven:
                     return outcome
-            outcome = require_arrived(written(push.folder), checksums)
+            outcome = require_arrived(push.tensors, checksums)
             push.proven.append((checksums, outcome))
             return outcome
 
@@ -478,7 +624,18 @@ class Sync:
         """Remove the files of pushes that no server needs any more."""
         assert self._folder is not None and self._last is not None
         folders = {folder for adapters in self._adapters.values() for folder in adapters.values()}
-        self._folder.keep_only({self._last.folder, *folders})
+        last = {self._last.folder} if self._last.folder is not None else set()
+        self._folder.keep_only({*last, *folders})
+
+
+def _transfers(server: Server) -> TransferServer:
+    """A server that takes weights without files."""
+    assert isinstance(server.vllm, TransferServer)
+    return server.vllm
+
+
+def _answers(server: Server) -> bool:
+    return _transfers(server).answers
 
 
 def _obstacle(model: nn.Module) -> str | None:
@@ -517,9 +674,12 @@ def _shared(ranks: Ranks, outcome: T | TautError | None) -> T:
     return result
 
 
-def how_to_start(name: str) -> str:
-    """The command line of a server whose weights can be changed."""
+def how_to_start(name: str, backend: str | None = None) -> str:
+    """The command line of a server whose weights can be changed; ``backend``: of vLLM's own transfer."""
     serve = f"vllm serve DIR --served-model-name {name} {PROCESSED} --host 127.0.0.1"
+    if backend is not None:
+        variables, option = options(backend)
+        return f"start it with {variables}{_full_weights()} {serve} {EXTENSION} {option} (docs/weights.md)"
     return (
         f"start it with {_full_weights()} {serve} {EXTENSION}; for adapters alone {LOADS_ADAPTERS} {serve} "
         f"{adapters_of('RANK')} (docs/weights.md)"
@@ -650,8 +810,24 @@ def served(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to("cpu", dtype if tensor.is_floating_point() else None).contiguous()
 
 
+@dataclass(frozen=True)
+class Files:
+    """Tensors that were written."""
+
+    tensors: dict[str, Tensor]
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.tensors]
+
+    def checksum(self, name: str, at: list[int] | None) -> int:
+        """The checksum of a tensor, or of its columns ``at``."""
+        tensor = self.tensors[name]
+        return checksum(tensor if at is None else tensor[:, at])
+
+
 def require_arrived(
-    tensors: Mapping[str, Tensor],
+    tensors: Files | Sent,
     workers: Sequence[Sequence[ParameterReport]],
 ) -> tuple[int, list[str]]:
     """How many tensors the server has bit for bit, and the names of those it cannot read.
@@ -669,8 +845,7 @@ def require_arrived(
         parts, columns = reports[0].parts, reports[0].columns
         if not parts or len(sums) < len(reports):
             continue
-        sent = [tensors[part] if columns is None else tensors[part][:, columns] for part in parts]
-        expected = sum(checksum(tensor.contiguous()) for tensor in sent) % 2**64
+        expected = sum(tensors.checksum(part, columns) for part in parts) % 2**64
         if sum(sums) % 2**64 != expected and any(value != expected for value in sums):
             raise EngineError(
                 f"server: {name} ({', '.join(parts)}) has checksum {sums[0]:016x}; expected {expected:016x}, that of "
@@ -680,7 +855,7 @@ def require_arrived(
         proven.update(parts)
     if not proven:
         raise EngineError(
-            f"server: it shows a checksum of none of the {len(tensors)} tensors just pushed; expected most of them; "
-            "serve the model that is trained, with the worker extension of this version of taut"
+            f"server: it shows a checksum of none of the {len(tensors.names)} tensors just pushed; expected most of "
+            "them; serve the model that is trained, with the worker extension of this version of taut"
         )
-    return len(proven), [name for name in tensors if name not in proven]
+    return len(proven), [name for name in tensors.names if name not in proven]

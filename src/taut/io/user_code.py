@@ -50,7 +50,11 @@ class UserCode:
         loaded = getattr(module, self.name, None)
         if not callable(loaded):
             names = [
-                key for key, value in vars(module).items() if callable(value) and key[0] != "_"
+                key
+                for key, value in vars(module).items()
+                if callable(value)
+                and getattr(value, "__module__", "") == module.__name__
+                and key[0] != "_"
             ]
             raise ConfigError(
                 f"{self.label}: {self.path} has no {self.kind} {self.name!r}; expected one of "

@@ -42,13 +42,16 @@ class SharedRating:
         number = [part.verifier for part in self._parts].index(verifier)
         return lambda answers: self._scores[number][: len(answers)]
 
-    def rate(self, answers: Sequence[Answered]) -> None:
-        """Score the answers, a part on each rank; raises on all ranks the first error of one."""
+    def rate(self, answers: Sequence[Answered], *, are_bare: bool = False) -> None:
+        """Score the answers, a part on each rank; raises on all ranks the first error of one.
+
+        ``are_bare``: as for ``Panel.grade``.
+        """
         rank, size = self._ranks.rank, self._ranks.size
         mine = answers[rank * len(answers) // size : (rank + 1) * len(answers) // size]
         scores = self._together(
             lambda: [
-                rater([part.read(answered, is_bare=False) for answered in mine])
+                rater([part.read(answered, are_bare) for answered in mine])
                 for part, rater in zip(self._parts, self._raters, strict=True)
             ]
         )

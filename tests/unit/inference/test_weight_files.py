@@ -17,7 +17,7 @@ from torch import Tensor
 from taut.errors import EngineError, OutputError
 from taut.inference import weight_sync
 from taut.inference.vllm_client import ParameterReport
-from taut.inference.weight_sync import Folder, checkpoint_tensors, require_arrived, write
+from taut.inference.weight_sync import Files, Folder, checkpoint_tensors, require_arrived, write
 from taut.inference.worker.taut_worker import TautWorker, checksum
 from taut.models.lora import LoraConfig, apply_lora
 
@@ -77,17 +77,17 @@ def test_what_is_fused_or_sharded_adds_up() -> None:
     tensors = {"q": q, "k": k, "o": whole.T.contiguous()}
     left = [report("qk", whole[:3], "q", "k"), report("o", whole.T[:, :2], "o")]
     right = [report("qk", whole[3:], "q", "k"), report("o", whole.T[:, 2:], "o")]
-    assert require_arrived(tensors, [left, right]) == (3, [])
+    assert require_arrived(Files(tensors), [left, right]) == (3, [])
     both = [report("qk", whole, "q", "k"), report("o", whole.T, "o")]
-    assert require_arrived(tensors, [both, both]) == (3, [])
+    assert require_arrived(Files(tensors), [both, both]) == (3, [])
 
 
 def test_columns_are_compared_with_columns() -> None:
     q = torch.randn(4, 6)
     reports = [[report("q", q[:, [0, 3]].T, "q", columns=[0, 3])]]
-    assert require_arrived({"q": q}, reports) == (1, [])
+    assert require_arrived(Files({"q": q}), reports) == (1, [])
     with pytest.raises(EngineError, match=r"q \(q\) has checksum"):
-        require_arrived({"q": q + 1}, reports)
+        require_arrived(Files({"q": q + 1}), reports)
 
 
 def test_one_bit_is_enough_and_its_tensor_is_named() -> None:
@@ -99,13 +99,13 @@ def test_one_bit_is_enough_and_its_tensor_is_named() -> None:
     with pytest.raises(
         EngineError, match=r"server: a\.qk \(a\.q, a\.k\) has checksum [0-9a-f]{16}; expected"
     ):
-        require_arrived({"a.q": q, "a.k": k}, reports)
+        require_arrived(Files({"a.q": q, "a.k": k}), reports)
 
 
 def test_what_cannot_be_read_is_said_to_be_unread() -> None:
     q, k = torch.randn(4, 6), torch.randn(2, 6)
     unread = ParameterReport(name="k", parts=["k"], columns=None, checksum=None)
-    assert require_arrived({"q": q, "k": k}, [[report("q", q, "q"), unread]]) == (1, ["k"])
+    assert require_arrived(Files({"q": q, "k": k}), [[report("q", q, "q"), unread]]) == (1, ["k"])
 
 
 # The folder

@@ -160,7 +160,7 @@ def test_the_folder_needs_room_for_one_push(folder: str, monkeypatch: pytest.Mon
 def test_a_server_that_shows_no_checksum_is_refused(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Worker, "taut_checksums", lambda worker, folder: [])
+    monkeypatch.setattr(Worker, "taut_checksums", lambda worker, names: [])
     with (
         following(WeightServer(), trained(tiny()), folder=folder) as engine,
         pytest.raises(EngineError, match=r"step 0: .*a checksum of none of the \d+ tensors"),

@@ -13,7 +13,7 @@ from tests.fake_weight_sync import Worker
 from torch import Tensor, nn
 
 from taut.inference.vllm_client import ParameterReport
-from taut.inference.weight_sync import require_arrived
+from taut.inference.weight_sync import Files, require_arrived
 from taut.inference.worker import taut_worker
 from taut.inference.worker.taut_worker import NUM_COLUMNS, checksum, columns
 
@@ -75,17 +75,15 @@ def tensors() -> dict[str, Tensor]:
     }
 
 
-def told(model: nn.Module, folder: Path) -> list[ParameterReport]:
-    return [
-        ParameterReport.model_validate(one) for one in Worker(model).taut_checksums(str(folder))
-    ]
+def told(model: nn.Module, tensors: dict[str, Tensor]) -> list[ParameterReport]:
+    reports = Worker(model).taut_checksums([*tensors])
+    return [ParameterReport.model_validate(report) for report in reports]
 
 
 def test_every_tensor_is_read_where_the_model_keeps_it(
-    tensors: dict[str, Tensor], tmp_path: Path
+    tensors: dict[str, Tensor],
 ) -> None:
-    save_file(tensors, tmp_path / "weights.safetensors")
-    reports = told(Model(tensors), tmp_path)
+    reports = told(Model(tensors), tensors)
     assert {report.name: set(report.parts) for report in reports} == {
         "embed.weight": {"embed.weight"},
         "qk_proj.weight": {"q_proj.weight", "k_proj.weight"},
@@ -94,14 +92,13 @@ def test_every_tensor_is_read_where_the_model_keeps_it(
     }
     in_part = [report.name for report in reports if report.columns is not None]
     assert in_part == ["qk_proj.weight", "head's copy"]
-    assert require_arrived(tensors, [reports]) == (4, [])
+    assert require_arrived(Files(tensors), [reports]) == (4, [])
 
 
-def test_a_head_s_old_copy_is_found(tensors: dict[str, Tensor], tmp_path: Path) -> None:
-    save_file(tensors, tmp_path / "weights.safetensors")
+def test_a_head_s_old_copy_is_found(tensors: dict[str, Tensor]) -> None:
     model = Model(tensors)
     model.head.packed.add_(1)
-    (copy,) = [report for report in told(model, tmp_path) if report.name == "head's copy"]
+    (copy,) = [report for report in told(model, tensors) if report.name == "head's copy"]
     assert copy.checksum != f"{checksum(tensors['embed.weight'][:, columns(WIDTH)]):016x}"
 
 
@@ -140,14 +137,13 @@ def test_a_folder_without_files_is_said(tensors: dict[str, Tensor], tmp_path: Pa
 
 
 def test_a_layer_whose_input_is_sharded_is_not_read(
-    tensors: dict[str, Tensor], tmp_path: Path
+    tensors: dict[str, Tensor],
 ) -> None:
-    save_file(tensors, tmp_path / "weights.safetensors")
     model = Model(tensors)
     model.qk_proj.input_size = 2 * WIDTH
-    reports = told(model, tmp_path)
+    reports = told(model, tensors)
     assert next(r for r in reports if r.name == "qk_proj.weight").checksum is None
-    unread = require_arrived(tensors, [reports])[1]
+    unread = require_arrived(Files(tensors), [reports])[1]
     assert sorted(unread) == ["k_proj.weight", "q_proj.weight"]
 
 

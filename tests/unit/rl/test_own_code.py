@@ -24,7 +24,9 @@ GROUP_S = torch.tensor([0, 0, 1, 1])
 
 def advantage(tmp_path: Path, body: str, name: str = "advantage") -> Any:
     lines = "\n    ".join(body.splitlines())
-    (tmp_path / "own.py").write_text(f"import torch\n\ndef advantage(outcomes):\n    {lines}\n")
+    (tmp_path / "own.py").write_text(
+        f"import torch; from pathlib import Path\n\ndef advantage(outcomes):\n    {lines}\n"
+    )
     return load_advantage(read_own(f"{tmp_path / 'own.py'}:{name}", "grpo.advantage", "function"))
 
 

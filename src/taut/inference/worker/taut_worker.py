@@ -48,9 +48,10 @@ class TautWorker:
         runner = _worker(self).model_runner
         dtype = str(runner.model_config.dtype).removeprefix("torch.")
         held = {"start": START, "version": self.taut_version, "folder": self.taut_folder}
-        device = next(runner.get_model().parameters()).device.type
-        is_alone = device == "cpu" and runner.lora_config is not None
-        return {**held, "dtype": dtype, "is_probed_alone": is_alone}
+        device = next(runner.get_model().parameters()).device
+        is_alone = device.type == "cpu" and runner.lora_config is not None
+        gpu = f"{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else None
+        return {**held, "dtype": dtype, "is_probed_alone": is_alone, "gpu": gpu}
 
     def taut_load(self, folder: str, version: int) -> dict[str, Any]:
         """Replace the model's weights by those of a folder's files, named as in the checkpoint."""
@@ -68,15 +69,16 @@ class TautWorker:
             folder,
         )  # reported even if loading fails half-way
         _worker(self).reload_weights(weights_iterator=_tensors(files))
-        for _, layer in _copied(_worker(self).model_runner.get_model()):
-            layer.quant_method.process_weights_after_loading(layer)
+        pack_again(_worker(self).model_runner.get_model())
         return {}
 
-    def taut_checksums(self, folder: str) -> list[dict[str, Any]]:
-        """For every parameter: its name, the folder's tensors it is made of, and the checksum of the readable part."""
+    def taut_checksums(self, names: list[str]) -> list[dict[str, Any]]:
+        """For every parameter: its name, those of the pushed tensors ``names`` it is made of, and the checksum of the
+        readable part.
+        """
         runner = _worker(self).model_runner
         model, dtype = runner.get_model(), runner.model_config.dtype
-        parts = _parts(model, [name for name, _ in _tensors(_files(folder))])
+        parts = _parts(model, names)
         reports = []
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -84,11 +86,11 @@ class TautWorker:
                 if not parameter.numel():
                     at, read = _through(model.get_submodule(name.rpartition(".")[0]), dtype)
                 reports.append(_report(name, parts.get(_plain(name), []), at, read.to(dtype)))
-            names = {parameter: name for name, parameter in model.named_parameters()}
+            own = {parameter: name for name, parameter in model.named_parameters()}
             for name, layer in _copied(model):
                 at, read = _through(layer, dtype)
                 reports.append(
-                    _report(f"{name}'s copy", parts.get(_plain(names[layer.weight]), []), at, read)
+                    _report(f"{name}'s copy", parts.get(_plain(own[layer.weight]), []), at, read)
                 )
         return reports
 
@@ -105,6 +107,12 @@ def checksum(tensor: Tensor) -> int:
         mixed.bitwise_xor_(mixed >> 29)
         total += mixed.sum()
     return int(total) % 2**64
+
+
+def pack_again(model: Any) -> None:
+    """Make the copies anew that kernels for CPUs keep of weights, which vLLM forgets when it loads weights again."""
+    for _, layer in _copied(model):
+        layer.quant_method.process_weights_after_loading(layer)
 
 
 def columns(width: int) -> list[int]:
