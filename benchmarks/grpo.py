@@ -6,8 +6,7 @@
     long        4 prompts of 64 tokens, 8 completions of 512 tokens each
     silent      small, at 256; all answers to every other prompt get one reward, and their groups teach nothing
     agents      2 prompts of 8,000 tokens, 4 trajectories of each: 8 turns of 32 tokens, and a short message after each.
-                TRL generates as many tokens in one turn, and trains on one completion at a time: all eight are 66,000
-                tokens
+                TRL generates and trains on as many tokens in one turn
     group       4, 16 and 32 completions of each prompt
     losses      the losses that both have, on one rollout of TRL's: values and gradients, in float64
 
@@ -127,7 +126,7 @@ CASES = (
         turns=8,
         new_tokens=32,
         num_steps=2,
-        contenders=(TAUT, UNSHARED, Contender("trl", "single")),
+        contenders=(TAUT, UNSHARED, Contender("trl", "batch")),
     ),
     Case("silent, 256", 256, is_half_silent=True, contenders=(TAUT, EVERYTHING, ACCUMULATED)),
     Case("reference, 256", 256, divergence=0.04, target=4.0),

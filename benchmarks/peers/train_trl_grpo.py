@@ -5,7 +5,6 @@ Modes, which differ in how a step's completions are cut for training and in whet
     defaults       8 completions at a time (the library's default batch), activation checkpointing (TRL's default)
     accumulated    8 completions at a time
     pairs          16 completions at a time
-    single         1 completion at a time
     batch          the step as one batch
 
 TRL's defaults stay as they are except for what must be equal for all: dtype, order of the prompts, learning rate, the
@@ -28,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 Job = dict[str, Any]
-AT_A_TIME = {"defaults": 8, "accumulated": 8, "pairs": 16, "single": 1}
+AT_A_TIME = {"defaults": 8, "accumulated": 8, "pairs": 16}
 
 
 class Recorder(TrainerCallback):

@@ -67,7 +67,6 @@ SERVED = (
     "rollout.server.concurrency=64",
     f"log.sinks=[{HERE / 'settled.py'}:Settled]",
     "rewards=exact_match",
-    "grpo.rollout_correction_level=sequence",
 )
 WAYS = {
     "lag_0": Way("grpo", "GRPO, lag 0", SERVED),

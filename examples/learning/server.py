@@ -41,7 +41,7 @@ from taut.types import Completion, Prompt
 
 AT_ONCE = 256
 """Completions of a wave."""
-SETTLED = 0.3
+SETTLED = 0.1
 """Seconds without a request, after which nobody asks any more."""
 Asked = tuple[Body, Future[Completion]]
 
@@ -70,7 +70,7 @@ class WaveServer(WeightServer):
             return super().handle(handler, body)
         busy_at = time.monotonic()
         while time.monotonic() - busy_at < SETTLED:
-            time.sleep(0.01)
+            time.sleep(SETTLED / 10)
             if self.under_way:
                 busy_at = time.monotonic()
         return _send(handler, 200, "{}")

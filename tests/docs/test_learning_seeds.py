@@ -43,6 +43,7 @@ def test_the_server_samples_from_the_weights_that_it_was_given(lag: int, tmp_pat
     model = save_model(tmp_path / "model" / "llama", "llama")
     loaded = AutoModelForCausalLM.from_pretrained(model)
     module = load(EXAMPLE / "server.py")
+    module.SETTLED = 0.3
     server = module.WaveServer(
         model=loaded, mode="processed", max_model_len=64, has=("full", "pause")
     )
@@ -119,11 +120,11 @@ def test_what_the_page_concludes_is_so(expected: dict[str, Any]) -> None:
     ways, less = expected["ways"], expected["less_lag_0"]
     for name in ("lag_0", "lag_1", "lag_4"):
         assert ways[name]["raise"]["low"] > 0
-    assert ways["lag_0"]["age"] == 0 and ways["lag_1"]["age"] > 0.8 and ways["lag_4"]["age"] > 3
+    assert ways["lag_0"]["age"] == 0 and ways["lag_1"]["age"] > 0.8 and ways["lag_4"]["age"] > 2
     assert ways["lag_4"]["corrected"] > ways["lag_1"]["corrected"] > 0
     for name in ("lag_1", "lag_4"):
         assert less[name]["accuracy"]["low"] < 0 < less[name]["accuracy"]["high"]
-        assert less[name]["pass_at_1"]["low"] < 0 < less[name]["pass_at_1"]["high"]
+        assert less[name]["pass_at_1"]["high"] < 0
     assert ways["coin"]["raise"]["high"] < 0
     assert less["gkd"]["accuracy"]["low"] > 0.4
 
