@@ -15,7 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from itertools import count
 
 import pytest
@@ -42,12 +42,18 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
         item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-def pytest_collection_finish() -> None:
-    """The garbage collector leaves alone what is there before the first test: modules and thousands of tests, which a
-    full collection, as after each shortage of memory, would look through for half a second.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """The garbage collector rests while modules and thousands of tests are made, and leaves alone what is there before
+    the first test: a full collection, as after each shortage of memory, would look through it for half a second.
     """
-    gc.collect()
-    gc.freeze()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

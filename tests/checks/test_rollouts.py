@@ -47,7 +47,7 @@ FULL = {"grpo in bfloat16", OWN, "ppo", "online dpo"}
 NOT_ASKED = ("template.targets", "data.targets", "stop.targets", "template.parts")
 
 
-@pytest.mark.parametrize("name", slow_except(["grpo", "ppo", "gkd"], RUNS))
+@pytest.mark.parametrize("name", slow_except(["ppo", "gkd"], RUNS))
 def test_no_method_raises_a_false_alarm(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

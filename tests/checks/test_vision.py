@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.chat_runs import QUIET, chats, write_rows
 from tests.picture_rows import chats_with_pictures
+from tests.slow_cases import slow_except
 from tests.vision_models import tiny_vlm
 
 from taut.checks.examine import Examination, examine
@@ -26,7 +27,7 @@ def ask(place: Path, kind: str, rows: list[dict[str, Any]], **keys: Any) -> Exam
     return examine(Session(run, distributed.start("cpu")), "quick")
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("kind", slow_except(["qwen3_vl"], ["qwen3_vl", "gemma3"]))
 def test_sound_pictures_pass_every_check(kind: str, tmp_path: Path) -> None:
     """Positions in three dimensions and features in several layers; blocks that see both ways."""
     found = ask(tmp_path, kind, chats_with_pictures(tmp_path))

@@ -11,7 +11,6 @@ from tests.kill_points import Operation, Point, point
 from tests.killed_runs import kill, resume, shuffled_mixture, whole
 from tests.online_runs import keys_of as online_keys
 from tests.run_directories import Left, left, require_equal
-from tests.slow_cases import slow_except
 
 from taut.run.fingerprint import TOLERANCE
 
@@ -36,14 +35,15 @@ class Wholes:
             self.left[num_ranks] = left(out)
 
 
-@pytest.fixture(scope="module", params=slow_except(["full"], KINDS))
+@pytest.fixture(scope="module", params=KINDS)
 def wholes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, model: Path
 ) -> Wholes:
     return Wholes(tmp_path_factory.mktemp("whole"), model, request.param)
 
 
-@pytest.mark.parametrize(("before", "after"), slow_except([(2, 1)], [(1, 2), (2, 1)]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_resumed_on_another_number_of_ranks(
     before: int, after: int, wholes: Wholes, tmp_path: Path
 ) -> None:

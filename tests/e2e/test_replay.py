@@ -109,6 +109,7 @@ def test_a_run_has_the_recorded_one_s_numbers_to_the_bit(
     assert first["samples"] == events(place / "grpo", "rollout")[0]["samples"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_has_the_recorded_one_s_numbers_too(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

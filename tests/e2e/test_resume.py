@@ -27,6 +27,7 @@ from tests.chat_runs import (
     write_rows,
 )
 from tests.forked_processes import start
+from tests.slow_cases import slow_except
 
 import taut
 from taut.cli import main
@@ -69,7 +70,7 @@ def killed_copy(run: Path, to: Path) -> Path:
     return to
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_except(["full", "lora with noise"], KINDS))
 def test_resumed_equals_uninterrupted_bit_for_bit(kind: str, go: Go, tmp_path: Path) -> None:
     whole = go("whole", **KINDS[kind]).out
     killed = killed_copy(whole, tmp_path / "killed")

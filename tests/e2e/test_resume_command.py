@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.chat_runs import QUIET, chats, column, largest_difference, weights, words_of, write_rows
+from tests.slow_cases import slow_except
 
 import taut
 from taut.cli import main
@@ -63,7 +64,7 @@ def change(out: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     (out / "resolved.json").write_text(json.dumps(resolved))
 
 
-@pytest.mark.parametrize("place", ["runs/..", ".", "elsewhere"])
+@pytest.mark.parametrize("place", slow_except(["elsewhere"], ["runs/..", ".", "elsewhere"]))
 def test_it_goes_on_from_anywhere_bit_for_bit(
     place: str, whole: Path, died: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

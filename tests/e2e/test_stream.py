@@ -197,6 +197,7 @@ def test_a_signal_ends_a_run_that_waits(model: Path, tmp_path: Path) -> None:
     assert "the state after step 3 is in" in end["reason"]
 
 
+@pytest.mark.slow
 def test_two_ranks_see_the_rows_of_one(uninterrupted: Whole, tmp_path: Path) -> None:
     """Killed on two ranks, and gone on with on two."""
     out = tmp_path / "out"

@@ -111,7 +111,8 @@ KILLED: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_except(["sft"], KILLED))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KILLED)
 def test_killed_and_resumed_equals_uninterrupted(
     name: str, model: Path, place: Path, tmp_path: Path
 ) -> None:

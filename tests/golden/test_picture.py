@@ -29,6 +29,7 @@ from tests.golden.snapshot import (
     working_in,
     write_inputs,
 )
+from tests.slow_cases import slow_except
 
 RELATIVE, ABSOLUTE = 1e-6, 1e-9
 ROUNDING = 2e-5
@@ -84,7 +85,7 @@ def test_a_run_is_as_in_the_picture(
     )
 
 
-@pytest.mark.parametrize("name", EXAMINED)
+@pytest.mark.parametrize("name", slow_except(["sft", "grpo"], EXAMINED))
 def test_a_report_of_checks_is_as_in_the_picture(name: str, place: Path, renames: Renames) -> None:
     with working_in(place):
         seen = take_check(name, renames.run_keys(keys_of_run(name)), renames)

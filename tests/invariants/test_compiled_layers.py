@@ -127,7 +127,8 @@ def require_same(model: nn.Module) -> int:
     return number
 
 
-@pytest.mark.parametrize(("name", "make"), slow_except([("llama", adapted)], CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "make"), CASES)
 def test_compiled_layers_equal_eager_ones(name: str, make: Callable[[str], nn.Module]) -> None:
     number = require_same(make(name))
     assert 2 <= number <= GRAPHS.get(name, 4 if make is adapted else 3)

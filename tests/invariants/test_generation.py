@@ -151,7 +151,7 @@ def turns(engine: LocalEngine) -> list[Completion]:
     return completions
 
 
-@pytest.mark.parametrize("name", slow_except(["llama", "gemma2"], CARRIED))
+@pytest.mark.parametrize("name", slow_except(["gemma2"], CARRIED))
 def test_turns_are_sampled_as_without_what_is_kept_of_earlier_ones(name: str) -> None:
     scorer = scorer_of(name)
     wanted = turns(engine_of(scorer))

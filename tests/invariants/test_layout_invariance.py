@@ -101,7 +101,7 @@ CASES = [
     for backend in BACKENDS
     if backend not in NO_BACKWARD_ON_CPU
 ]
-WINDOWED = {"mistral", "gemma3", "cohere2", "qwen3_moe"}
+WINDOWED = {"mistral", "gemma3"}
 """Of the backends but the reference, these see the other architectures in the slow tests."""
 
 

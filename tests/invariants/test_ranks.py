@@ -28,6 +28,7 @@ from tests.chat_runs import (
 )
 from tests.forked_processes import run
 from tests.rank_memory import memory_of_ranks, save_random_llama
+from tests.slow_cases import slow_except
 from tests.vision_models import tiny_vlm
 from tests.vision_samples import Drawn
 
@@ -81,6 +82,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "checkpoint.every": 2,
     },
 }
+SLOW = ("lora by rows", "muon, eight bits")
 TAUGHT: dict[str, Any] = {
     **RUNS["uneven bins"],
     "method": "distill",
@@ -215,28 +217,42 @@ def approx(asked: Mapping[str, float]) -> Any:
     return pytest.approx(asked["end_probability"], rel=LIMIT)
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, model: Path, train: Path) -> Path:
+def by_one_and_by_two(
+    place: Path, model: Path, train: Path, runs: Mapping[str, Mapping[str, Any]]
+) -> Path:
     """Every run by one process, and then by two ranks, in one process group."""
-    place = tmp_path_factory.mktemp("runs")
-    save_model(place / "teacher", "gemma2", hidden_size=48, seed=3)
     todo = []
-    illustrated = {**ILLUSTRATED, **illustrated_keys(place)}
-    for name, given in {**RUNS, "taught": TAUGHT, "illustrated": illustrated}.items():
+    for name, given in runs.items():
         keys = {"method": "sft", **keys_of(model, train, place / "one" / name, given)}
         if "distill.teacher" in keys:
             keys["distill.teacher"] = place / keys["distill.teacher"]
         keys = {key: str(it) if isinstance(it, Path) else it for key, it in keys.items()}
         getattr(taut, keys["method"])(**keys)
         todo.append({**keys, "out": str(place / "two" / name)})
-    replicas = {**todo[2], "out": str(place / "four"), "parallel.replicas": 2}
-    by_ranks(place, [replicas], 4)
     by_ranks(place, todo)
     return place
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_two_ranks_equal_one_process(name: str, place: Path, model: Path, train: Path) -> None:
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, model: Path, train: Path) -> Path:
+    place = tmp_path_factory.mktemp("runs")
+    save_model(place / "teacher", "gemma2", hidden_size=48, seed=3)
+    runs = {name: given for name, given in RUNS.items() if name not in SLOW}
+    runs |= {"taught": TAUGHT, "illustrated": {**ILLUSTRATED, **illustrated_keys(place)}}
+    return by_one_and_by_two(place, model, train, runs)
+
+
+@pytest.fixture(scope="module")
+def slow_place(tmp_path_factory: pytest.TempPathFactory, model: Path, train: Path) -> Path:
+    runs = {name: RUNS[name] for name in SLOW}
+    return by_one_and_by_two(tmp_path_factory.mktemp("slow"), model, train, runs)
+
+
+@pytest.mark.parametrize("name", slow_except([name for name in RUNS if name not in SLOW], RUNS))
+def test_two_ranks_equal_one_process(
+    name: str, request: pytest.FixtureRequest, model: Path, train: Path
+) -> None:
+    place = request.getfixturevalue("slow_place" if name in SLOW else "place")
     one, two = place / "one" / name, place / "two" / name
     assert events(two, "start")[0]["num_ranks"] == 2
     for field in ("loss", "grad_norm"):
@@ -260,8 +276,16 @@ def test_two_ranks_equal_one_process(name: str, place: Path, model: Path, train:
         assert largest_difference(weights(two / "model"), weights(one / "model")) < LIMIT
 
 
-def test_two_replicas_of_two_ranks_equal_one_process(place: Path) -> None:
-    one, four = place / "one" / "lora, noise, checkpoints", place / "four"
+@pytest.mark.slow
+def test_two_replicas_of_two_ranks_equal_one_process(
+    model: Path, train: Path, tmp_path: Path
+) -> None:
+    one, four = tmp_path / "one", tmp_path / "four"
+    keys = keys_of(model, train, one, RUNS["lora, noise, checkpoints"])
+    keys = {key: str(it) if isinstance(it, Path) else it for key, it in keys.items()}
+    taut.sft(**keys)
+    replicas = {**keys, "method": "sft", "out": str(four), "parallel.replicas": 2}
+    by_ranks(tmp_path, [replicas], 4)
     assert events(four, "start")[0]["num_ranks"] == 4
     for field in ("loss", "grad_norm"):
         assert column(four, field) == pytest.approx(column(one, field), rel=LIMIT)

@@ -12,6 +12,7 @@ from tests.chat_runs import column, largest_difference, weights, write_rows
 from tests.forked_processes import run
 from tests.invariants.test_ranks import PROGRAM
 from tests.online_runs import keys_of, questions, save_models
+from tests.slow_cases import slow_except
 from tests.unit.rl.test_agents import PROGRAM as ASK
 
 from taut.run.recorded import Recorded
@@ -58,7 +59,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_except(["by row"], KINDS))
 def test_two_ranks_sample_as_one(kind: str, tmp_path: Path) -> None:
     model = save_models(tmp_path)
     (tmp_path / "talk.py").write_text(TALK)

@@ -73,14 +73,18 @@ def test_a_plan_needs_neither_weights_nor_data(bare: Path) -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_a_learning_rate_that_is_set_needs_no_explanation(bare: Path) -> None:
-    assert "learning_rate" not in text_of(config_of(bare, gpu="H100", optim__learning_rate=1e-4))
-
-
-def test_what_is_asked_comes_first_and_each_way_has_its_keys(bare: Path) -> None:
-    """And 80 columns are enough for all of it: no line is longer, no word and no number is cut."""
+def test_what_is_asked_comes_first_and_each_way_has_its_keys(
+    bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And 80 columns are enough for all of it: no line is longer, no word and no number is cut. A plan that takes long
+    says what it does.
+    """
+    monkeypatch.setattr(command, "told_when_slow", partial(told_when_slow, after=0.0))
     asked = {"activation_checkpointing": True, "lora__rank": 4}
     planned = plan(config_of(bare, gpu="L4", gpu_memory="1GiB", **asked))
+    said = capsys.readouterr().err.splitlines()
+    assert "taut: counting the bytes of all weights" in said
+    assert "taut: counting the bytes of LoRA, rank 4, checkpointing" in said
     wide, narrow = shown(planned, 400), shown(planned, 80)
     assert max(map(len, narrow.splitlines())) <= 80
     assert sorted(narrow.split()) == sorted(wide.split())
@@ -114,18 +118,12 @@ def test_exit_codes_and_the_budget_that_fits(
     assert "fits: " in capsys.readouterr().out
 
 
-def test_a_plan_that_takes_long_says_what_it_does(
-    bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_where_nothing_fits_it_says_so_and_a_rate_that_is_set_needs_no_explanation(
+    bare: Path,
 ) -> None:
-    monkeypatch.setattr(command, "told_when_slow", partial(told_when_slow, after=0.0))
-    plan(config_of(bare, gpu="L4"))
-    said = capsys.readouterr().err.splitlines()
-    assert "taut: counting the bytes of all weights" in said
-    assert "taut: counting the bytes of LoRA, rank 16, checkpointing" in said
-
-
-def test_where_nothing_fits_it_says_so(bare: Path) -> None:
-    assert "nor does any way below" in text_of(config_of(bare, gpu="L4", gpu_memory="100KB"))
+    text = text_of(config_of(bare, gpu="L4", gpu_memory="100KB", optim__learning_rate=1e-4))
+    assert "nor does any way below" in text
+    assert "learning_rate" not in text
 
 
 def test_a_plan_of_data_on_this_processor_is_measured(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -70,8 +71,10 @@ QUICK = ("nested loops", "a constant", "a power", "a width of format", "join", "
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limits of these tests: half a second, 200 MB."""
-    call = processes.call
-    monkeypatch.setattr(processes, "call", lambda *given: call(*given, seconds=0.5, memory_mb=200))
+    limited = partial(processes.call_each, seconds=0.5, memory_mb=200)
+    monkeypatch.setattr(
+        processes, "call_each", lambda function, given, **_: limited(function, given)
+    )
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, HOSTILE))

@@ -133,7 +133,6 @@ def test_it_is_shown_checked_and_planned(
     assert cli.main(["show", *words]) == 0
     assert "toy.q" in capsys.readouterr().out
     assert cli.main(["check", *words]) == 0
-    assert not taut.check(**keys).failures
     assert cli.main(["plan", *words, "measure=false"]) == 0
     assert "GiB" in capsys.readouterr().out
 

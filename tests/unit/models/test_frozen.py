@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.slow_cases import slow_except
 from tests.tiny_models import CARRIED, plain_model, tiny_model
 from tests.tiny_samples import nested_family
 from torch import Tensor, nn
@@ -72,7 +73,9 @@ def two_steps(model: nn.Module, dtype: torch.dtype) -> tuple[list[Tensor], dict[
     return losses, {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", slow_except([torch.bfloat16], [torch.float32, torch.bfloat16]), ids=str
+)
 @pytest.mark.parametrize("name", CARRIED)
 def test_training_has_the_same_bits_as_with_weights_in_float32(
     name: str, dtype: torch.dtype, tmp_path: Path

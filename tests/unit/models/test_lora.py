@@ -13,6 +13,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.slow_cases import slow_except
 from tests.tiny_models import logits_of, parameters_of, plain_model, tiny_model, with_weights_of
 from tests.vision_models import vision_model
 from torch import Tensor, nn
@@ -331,7 +332,7 @@ def saved_adapter(case: str, directory: Path) -> tuple[str, Path]:
     return name, directory / "adapter_model.safetensors"
 
 
-@pytest.mark.parametrize("case", SAVED)
+@pytest.mark.parametrize("case", slow_except(["dora", "tied rows"], SAVED))
 def test_each_tensor_of_an_adapter_must_be_there(case: str, tmp_path: Path) -> None:
     """One tensor taken out, whichever it is."""
     name, file = saved_adapter(case, tmp_path)

@@ -91,13 +91,18 @@ def test_shares_move_the_fullest_moment() -> None:
     ("architecture", "is_first", "keys"),
     [
         ("qwen2", True, {"dtype": "bfloat16"}),
-        ("qwen2", False, {"dtype": "bfloat16"}),
+        pytest.param("qwen2", False, {"dtype": "bfloat16"}, marks=pytest.mark.slow),
         ("gemma2", True, {"dtype": "float32", "activation_checkpointing": True}),
         ("llama", False, {"dtype": "bfloat16", "lora__rank": 4, "activation_checkpointing": True}),
-        ("qwen3_moe", True, {"dtype": "float32"}),
+        pytest.param("qwen3_moe", True, {"dtype": "float32"}, marks=pytest.mark.slow),
         ("qwen3_moe", False, {"dtype": "float32", "router__aux_loss_coef": 0.01}),
-        ("lfm2", False, {"dtype": "float64", "lora__rank": 2}),
-        ("qwen3", True, {"dtype": "bfloat16", "activation_checkpointing": "selective"}),
+        pytest.param("lfm2", False, {"dtype": "float64", "lora__rank": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3",
+            True,
+            {"dtype": "bfloat16", "activation_checkpointing": "selective"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_predicted_bytes_are_those_of_the_live_tensors(
@@ -142,9 +147,9 @@ def test_a_head_that_keeps_its_logits_would_be_seen(
     ("keys", "is_first", "depth"),
     [
         ({}, True, 3),
-        ({"activation_checkpointing": True}, True, 3),
+        pytest.param({"activation_checkpointing": True}, True, 3, marks=pytest.mark.slow),
         ({"activation_checkpointing": "offload"}, True, 4),
-        ({"lora.rank": 2}, False, 3),
+        pytest.param({"lora.rank": 2}, False, 3, marks=pytest.mark.slow),
     ],
 )
 def test_a_few_layers_tell_of_many(

@@ -18,9 +18,9 @@ from taut.plan.steps import workload
 @pytest.mark.parametrize(
     ("method", "keys"),
     [
-        ("dpo", {"dtype": "bfloat16"}),
+        pytest.param("dpo", {"dtype": "bfloat16"}, marks=pytest.mark.slow),
         ("dpo", {"lora__rank": 4, "dpo__log_entropy": True}),
-        ("dpo", {"reference__update_every": 3}),
+        pytest.param("dpo", {"reference__update_every": 3}, marks=pytest.mark.slow),
         ("dpo", {"reference__model": "llama"}),
         ("kto", {"dtype": "float32"}),
         ("simpo", {}),

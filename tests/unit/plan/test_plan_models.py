@@ -45,10 +45,12 @@ def compare(built: Built, *, is_first: bool = True) -> dict[str, int]:
     ("method", "keys"),
     [
         ("ppo", {"critic__kind": "own"}),
-        ("ppo", {"critic__kind": "shared", "lora__rank": 2}),
+        pytest.param("ppo", {"critic__kind": "shared", "lora__rank": 2}, marks=pytest.mark.slow),
         ("ppo", {"critic__model": "beside", "critic__lora_rank": 2, "lora__rank": 2}),
-        ("ppo", {"activation_checkpointing": True, "ppo__kl_coef": 0.1}),
-        ("gkd", {}),
+        pytest.param(
+            "ppo", {"activation_checkpointing": True, "ppo__kl_coef": 0.1}, marks=pytest.mark.slow
+        ),
+        pytest.param("gkd", {}, marks=pytest.mark.slow),
         ("gkd", {"lora__rank": 2, "distill__divergence": "js"}),
     ],
 )
@@ -68,11 +70,14 @@ OTHER = {"teacher": "beside"}
 @pytest.mark.parametrize(
     ("method", "keys", "copies"),
     [
-        ("grpo", {"distill__teacher": "beside"}, 1),
+        pytest.param("grpo", {"distill__teacher": "beside"}, 1, marks=pytest.mark.slow),
         ("grpo", {"distill__teachers": {"a": OTHER, "b": OTHER}}, 2),
         ("grpo", {"distill__privileged": "answer", "grpo__kl_coef": 0.1}, 1),
         ("grpo", {"distill__privileged": "answer", "distill__weights": "now"}, 0),
-        ("gkd", {"distill__teachers": {"a": OTHER}, "lora__rank": 2}, 1),
+        pytest.param(
+            *("gkd", {"distill__teachers": {"a": OTHER}, "lora__rank": 2}, 1),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_teachers_that_score_completions(

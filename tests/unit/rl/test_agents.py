@@ -311,16 +311,20 @@ def test_what_an_agent_does_wrong_is_an_error_with_the_reason(tmp_path: Path) ->
         chat(endpoint, [user("Hi")])
         return float("nan")
 
+    def refused(row: dict[str, Any], endpoint: Endpoint) -> None:
+        chat(endpoint, [user("Hi")], model="gpt-4o")
+
     expected = {
         silent: "the agent ended and had no answer of the policy",
         broken: "the agent raised KeyError: 'answer'",
         infinite: "nan",
+        refused: "HTTP Error 400: Bad Request; its last request was refused: model: found 'gpt-4o'",
     }
     for agent, reason in expected.items():
         (found,), _ = run(agent)
         assert found.finish_reason == "error"
         assert reason in str(found.error)
-        assert found.num_sampled == (0 if agent is silent else len("Answer 0.") + 1)
+        assert found.num_sampled == (0 if agent in (silent, refused) else len("Answer 0.") + 1)
     (tmp_path / "agent.py").write_text("import sys; sys.exit('no licence')")
     (found,), _ = run(f"{sys.executable} {tmp_path}/agent.py")
     assert found.error == "the agent ended with exit code 1: no licence"

@@ -153,6 +153,7 @@ class AgentRun:
         assert self._pending is not None, "nothing was asked"
         was_read = not self._pending.is_gone
         if isinstance(answer, Refusal):
+            self._session.refused = answer.reason
             self._pending.refuse(400, answer.reason)
         else:
             self._pending.answer(answer)
@@ -200,6 +201,11 @@ class AgentRun:
                 self._pending = event
                 return Next(event.asked, was_read)
 
+    def _refused(self) -> str:
+        """Why its newest request was refused, which programs seldom print."""
+        reason = self._session.refused
+        return f"; its last request was refused: {reason}"[:300] if reason else ""
+
     # -- a function
 
     def _call(self, row: dict[str, Any]) -> None:
@@ -209,7 +215,7 @@ class AgentRun:
             ended = Ended(self._agents.function(row, endpoint))
         except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code may raise anything; it is shown)
             reason = " ".join(f"raised {type(error).__name__}: {error}".split())
-            ended = Ended(error=reason[:300])
+            ended = Ended(error=reason[:300] + self._refused())
         self._session.inbox.put(ended)
 
     # -- a process
@@ -247,7 +253,7 @@ class AgentRun:
         if code := self._process.returncode:
             lines = err.decode(errors="replace").strip().splitlines()
             why = f": {lines[-1]}" if lines else ""
-            ended = Ended(error=f"ended with exit code {code}{why}"[:300])
+            ended = Ended(error=f"ended with exit code {code}{why}"[:300] + self._refused())
         else:
             ended = Ended(_printed(out.decode(errors="replace")))
         self._session.inbox.put(ended)

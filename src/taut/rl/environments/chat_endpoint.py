@@ -115,6 +115,8 @@ class Session:
     inbox: SimpleQueue[Any] = field(default_factory=SimpleQueue)
     """Pending requests, in the order in which they came."""
     is_closed: bool = False
+    refused: str = ""
+    """Why its newest request was refused; empty where it was not."""
 
     def close(self) -> None:
         """Refuse what waits, and what comes."""
@@ -174,9 +176,15 @@ class ChatEndpoint:
 
         async def complete(request: Request) -> Response:
             session = session_of(request)
-            body = _object(await request.body())
             loop = asyncio.get_running_loop()
-            pending = Pending(read_request(body), loop, loop.create_future())
+            try:
+                body = _object(await request.body())
+                asked = read_request(body)
+            except DataError as error:
+                session.refused = str(error)
+                raise
+            session.refused = ""
+            pending = Pending(asked, loop, loop.create_future())
             session.inbox.put(pending)
             if session.is_closed:  # meanwhile
                 raise Refused(410, OVER)
