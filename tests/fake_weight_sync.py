@@ -44,6 +44,9 @@ ROUTES = {
     }
 }
 """What vLLM says of its routes, as far as it is read."""
+SLEEPS = {"vllm_config": {"model_config": {"enable_sleep_mode": True}}}
+"""What it says of a server that can sleep, as far as it is read."""
+PARTS = frozenset({"weights", "kv_cache"})
 
 
 def tiny(seed: int = 0, name: str = "llama") -> PreTrainedModel:
@@ -103,6 +106,8 @@ class WeightServer(FakeServer):
     """Cleared while it is paused: then nothing is sampled."""
     step: threading.Lock = field(default_factory=threading.Lock)
     """Held while a token is sampled."""
+    asleep: frozenset[str] = frozenset()
+    """The parts that are asleep: what needs them is refused."""
     told: list[str] = field(default_factory=list)
     """The paths beside completions, in order."""
 
@@ -121,16 +126,21 @@ class WeightServer(FakeServer):
         way = {"/collective_rpc": "full", "/v1/load_lora_adapter": "adapter"}
         way |= {"/v1/unload_lora_adapter": "adapter", "/reset_prefix_cache": "full"}
         way |= {"/pause": "pause", "/resume": "pause", "/openapi.json": "pause"}
+        way |= {"/sleep": "sleep", "/wake_up": "sleep", "/server_info": "sleep"}
         path, _, query = handler.path.partition("?")
         if self.is_gone:
             handler.close_connection = True
             return None
-        if way.get(path) not in self.has or (body is None and path != "/openapi.json"):
+        if path == "/v1/completions" and self.asleep:
+            self.told.append("a request while it sleeps")
+            return _send(handler, 400, json.dumps({"error": {"message": "it sleeps"}}))
+        reads = {"/openapi.json": ROUTES, "/server_info": SLEEPS}
+        if way.get(path) not in self.has or (body is None and path not in reads):
             return super().handle(handler, body)
-        if path == "/openapi.json":
-            return _send(handler, 200, json.dumps(ROUTES))
+        if path in reads:
+            return _send(handler, 200, json.dumps(reads[path]))
         assert body is not None
-        self.told.append(handler.path)
+        self.told.append(f"{handler.path} {body['method']}" if "method" in body else handler.path)
         if path == "/collective_rpc":
             status, text = self._call(body)
         elif path == "/pause":
@@ -138,6 +148,16 @@ class WeightServer(FakeServer):
             with self.step:
                 self.runs.clear()
             status, text = 200, json.dumps({"status": "paused"})
+        elif path == "/sleep":
+            assert query == "level=1", "at another level the weights are lost, or stay"
+            assert not self.under_way, "its requests would be aborted"
+            self.asleep = PARTS
+            status, text = 200, json.dumps({"status": "sleeping"})
+        elif path == "/wake_up":
+            tags = frozenset(tag.removeprefix("tags=") for tag in query.split("&") if tag)
+            assert tags <= PARTS
+            self.asleep -= tags or PARTS
+            status, text = 200, json.dumps({"status": "sleeping" if self.asleep else "awake"})
         elif path == "/resume":
             self.runs.set()
             status, text = 200, json.dumps({"status": "resumed"})
@@ -149,6 +169,8 @@ class WeightServer(FakeServer):
         return _send(handler, status, text)
 
     def _call(self, body: Body) -> tuple[int, str]:
+        if "weights" in self.asleep and body["method"] != "taut_held":
+            return 500, json.dumps({"error": {"message": "its weights are not there"}})
         time.sleep(self.slow if body["method"] == "taut_load" else 0.0)
         result = getattr(self.worker, body["method"])(**body["kwargs"])
         if body["method"] == "taut_held":

@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,31 @@ def nodes(num_nodes: int, **options: Any) -> Iterator[Cluster]:
         yield cluster
     finally:
         cluster.shutdown()
+
+
+def node_of(cluster: Cluster, pid: int) -> Any:
+    """The node, other than the head, on which a process runs: Ray's node has started it, or what started it."""
+    raylets = {
+        info.process.pid: node
+        for node in cluster.worker_nodes
+        for infos in node.all_processes.values()
+        for info in infos
+    }
+    while pid > 1 and pid not in raylets:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return raylets.get(pid)
+
+
+def processes_of(node: Any) -> list[int]:
+    """The processes of a node, and all that they have started."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found = [info.process.pid for infos in node.all_processes.values() for info in infos]
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return found
 
 
 def begin(

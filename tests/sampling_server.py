@@ -80,7 +80,8 @@ def main(model: str, host: str, port: str, folder: str) -> None:
             time.sleep(0.05)
 
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    with SamplingServer(model=loaded, address=(host, int(port)), before_token=hold):
+    has = ("full", "sleep")
+    with SamplingServer(model=loaded, has=has, address=(host, int(port)), before_token=hold):
         threading.Event().wait()
 
 

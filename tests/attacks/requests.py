@@ -103,7 +103,7 @@ CHUNKED = "Transfer-Encoding: chunked"
 
 REQUESTS = (
     # -- from a web page
-    Request("a host name that points here", sent(host="evil.example"), 403, "hosts=NAME"),
+    Request("a host name that points here", sent(host="evil.example"), 403, "hosts=[NAME]"),
     Request("a name that begins as ours", sent(host="127.0.0.1.evil.example"), 403, "Host"),
     Request("a name with a user", sent(host="127.0.0.1@evil.example"), 403, "Host"),
     Request("an empty Host", sent(host=""), 403, "Host"),

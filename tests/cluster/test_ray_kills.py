@@ -14,6 +14,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 from ray.cluster_utils import Cluster
 from tests import online_runs
 from tests.chat_runs import QUIET, chats, column, events, save_model, write_rows
-from tests.ray_clusters import LIMIT, NODE, begin, nodes
+from tests.ray_clusters import LIMIT, NODE, begin, node_of, nodes, processes_of
 
 import taut
 from taut.cluster import ray_cluster
@@ -35,6 +36,8 @@ from taut.errors import ClusterError
 
 pytestmark = pytest.mark.cluster
 STEPS = 6
+HEALTH = {"period_ms": "1000", "timeout_ms": "5000", "failure_threshold": "3"}
+"""A node that does not answer is dead after less than 20 seconds, where Ray's defaults take a minute."""
 PAIRS = [
     {
         "prompt": "the cat saw",
@@ -89,6 +92,8 @@ def cluster(place: Path) -> Iterator[Cluster]:
     paths = [str(place / "planted"), os.environ.get("PYTHONPATH", "")]
     patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     patch.setenv("PLANTED", str(place / "planted"))
+    for name, value in HEALTH.items():
+        patch.setenv(f"RAY_health_check_{name}", value)
     with nodes(1, num_cpus=0) as cluster:
         yield cluster
     patch.undo()
@@ -157,21 +162,8 @@ def stopped(place: Path, process: subprocess.Popen[str]) -> int:
     return int(path.read_text())
 
 
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
 def kill_node_of(cluster: Cluster, pid: int) -> None:
-    """Kill the node on which a rank runs: its parent is Ray's worker, whose parent is the node."""
-    raylet = parent(parent(pid))
-    (node,) = (
-        node
-        for node in cluster.worker_nodes
-        if any(
-            info.process.pid == raylet for infos in node.all_processes.values() for info in infos
-        )
-    )
-    cluster.remove_node(node, allow_graceful=False)
+    cluster.remove_node(node_of(cluster, pid), allow_graceful=False)
 
 
 def finished(process: subprocess.Popen[str], code: int = 0) -> str:
@@ -202,6 +194,25 @@ def test_a_node_that_dies_is_replaced(
     require_same(tmp_path / "out", losses)
     (resumed,) = events(tmp_path / "out", "resume")[1:]
     assert resumed["from_step"] >= 2  # at most the steps since the last checkpoint are lost
+
+
+def test_a_node_that_falls_silent_is_replaced(
+    three: Cluster, place: Path, keys: dict[str, Any], losses: list[float], tmp_path: Path
+) -> None:
+    """All of its processes are stopped: its connections stay open, and nothing answers on them."""
+    plant(place, "taking step 4")
+    process = begin({**keys, "out": str(tmp_path / "out")}, three.address, "nodes=2")
+    silent = processes_of(node_of(three, stopped(place, process)))
+    try:
+        for pid in silent:
+            os.kill(pid, signal.SIGSTOP)
+        stderr = finished(process)
+    finally:
+        for pid in silent:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    assert ", restart 1" in stderr
+    require_same(tmp_path / "out", losses)
 
 
 def test_dpo_on_two_nodes(two: Cluster, place: Path, keys: dict[str, Any], tmp_path: Path) -> None:

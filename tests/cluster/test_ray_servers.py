@@ -1,5 +1,5 @@
-"""Roll-out servers that Ray places on two simulated nodes, next to two ranks: what one of them was asked is lost with
-no death of it. ``make test-cluster``.
+"""Servers of roll-outs and of rewards that Ray places on two simulated nodes, next to two ranks: what one of them was
+asked is lost with no death of it. ``make test-cluster``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,17 @@ import torch
 from ray.cluster_utils import Cluster
 from tests.chat_runs import column, events
 from tests.online_runs import keys_of, save_models, train
-from tests.ray_clusters import LIMIT, begin, nodes
+from tests.ray_clusters import LIMIT, NODE, begin, node_of, nodes
 from tests.sampling_server import SamplingServer
+from tests.unit.commands.test_score import save_reward
 from transformers import AutoModelForCausalLM
 
+from taut.models.reward_model import NewHead
+
 pytestmark = pytest.mark.cluster
+SCORES = "exit 3"
+"""The command of a server of rewards that is not started."""
+SERVED = {"name": "reward_server", "options": {"url": "{reward_servers}"}}
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +107,73 @@ def test_a_server_that_is_killed_twice_costs_no_answer(
     assert not list(tmp_path.glob("taut-launch-*"))
 
 
+def test_servers_next_to_the_ranks_sleep_while_those_train(
+    cluster: Cluster, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    """Where a node dies, the ranks of the next attempt get servers on other nodes."""
+    folder = tmp_path / "servers"
+    folder.mkdir()
+    (folder / "hold").touch()
+    python = shlex.quote(sys.executable)
+    command = f"exec {python} -m tests.sampling_server {{model}} {{host}} {{port}} {folder}"
+    words = ["nodes=2", "servers=2", "gpus_per_server=0", "colocate=true", "cpus_per_worker=2"]
+    out = tmp_path / "out"
+    cluster.add_node(**{**NODE, "num_cpus": 2})  # in place of the one that is killed
+    process = begin({**keys, "out": str(out)}, cluster.address, *words, f"server_command={command}")
+    first, one = asked(folder, set())
+    _, other = asked(folder, {first})
+    (node, *_) = filter(None, (node_of(cluster, one), node_of(cluster, other)))
+    cluster.remove_node(node, allow_graceful=False)
+    (folder / "hold").unlink()
+    _, stderr = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, stderr
+    assert ", restart 1" in stderr
+    for pid in filter(None, (file.read_text() for file in folder.iterdir())):
+        require_gone(int(pid))
+    model = AutoModelForCausalLM.from_pretrained(keys["model"], dtype=torch.float32)
+    with SamplingServer(model=model) as server:
+        urls = {"rollout.engine": "server", "rollout.urls": server.url}
+        train({**keys, **urls, "out": str(tmp_path / "alone")})
+    assert column(out, "loss") == pytest.approx(column(tmp_path / "alone", "loss"), rel=1e-9)
+
+
+def test_a_reward_server_that_is_killed_costs_no_number(
+    cluster: Cluster, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    """The rewards are those of the model in the process of a run alone."""
+    judge = save_reward(tmp_path / "judge", NewHead(seed=3))
+    del keys["rollout.stop"]
+    plain = {key: value for key, value in keys.items() if not key.startswith("rollout.server.")}
+    plain |= {"steps": 8, "checkpoint.every": 0}
+    words = ["nodes=2", "reward_servers=2", "gpus_per_reward_server=0"]
+    words.append(f"reward_server_command={{serve}} {shlex.quote(str(judge))} dtype=float64")
+    out = tmp_path / "out"
+    process = begin({**plain, "rewards": [SERVED], "out": str(out)}, cluster.address, *words)
+    deadline = time.monotonic() + LIMIT
+    while not (out / "events.jsonl").exists() or not events(out, "step"):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    serving = [
+        int(path.name)
+        for path in Path("/proc").glob("[0-9]*")
+        if (words := path.joinpath("cmdline").read_bytes().split(b"\0"))[3:4] == [b"serve-reward"]
+        and str(judge).encode() in words
+    ]
+    assert len(serving) == 2
+    os.kill(serving[0], signal.SIGKILL)
+    _, stderr = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, stderr
+    assert "taut: launch: reward server " in stderr
+    assert stderr.count(" ended with 137") == 1
+    for pid in serving:
+        require_gone(pid)
+    options = {"model": str(judge), "dtype": "float64"}
+    alone = [{"name": "reward_model", "options": options}]
+    train({**plain, "rewards": alone, "out": str(tmp_path / "alone")})
+    assert column(out, "loss") == pytest.approx(column(tmp_path / "alone", "loss"), rel=1e-9)
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
@@ -112,7 +185,11 @@ def test_a_server_that_is_killed_twice_costs_no_answer(
             ["servers=2", "server_command=sleep 60", "server_start=1"],
             "not all of 2 servers answer at /health after 1 s",
         ),
-        (["servers=3", "wait=5"], "no room for 3 servers next to 2 ranks with 1 CPU each, for 5 s"),
+        (
+            ["servers=1", "reward_servers=2", f"reward_server_command={SCORES}", "wait=5"],
+            "no room for 2 nodes with 1 CPU each and 1 server with 1 CPU each and 2 reward servers with 1 CPU each: 5 "
+            "CPU of 4 free in all, for 5 s; found 2 nodes: ",
+        ),
     ],
 )
 def test_servers_that_do_not_start_are_one_line(
@@ -121,6 +198,9 @@ def test_servers_that_do_not_start_are_one_line(
     out = tmp_path / "out"
     began = time.monotonic()
     asked = ["nodes=2", "gpus_per_server=0", *words]
+    if "reward_servers=2" in words:
+        asked.append("gpus_per_reward_server=0")
+        keys["rewards"] = [SERVED]
     process = begin({**keys, "out": str(out)}, cluster.address, *asked)
     _, stderr = process.communicate(timeout=LIMIT)
     assert time.monotonic() - began < 60

@@ -1,40 +1,56 @@
-"""``taut launch ray`` on two simulated nodes: losses, exit code and state of one process. What dies: tests/cluster."""
+"""``taut launch ray`` with one rank and one roll-out server on this machine: losses, exit code and state of one
+process. Several nodes, and what dies: tests/cluster.
+"""
 
 from __future__ import annotations
 
+import re
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
-from tests.chat_runs import PLAIN, QUIET, column, events, sft
-from tests.ray_clusters import LIMIT, begin, nodes
+import torch
+from tests.chat_runs import column, events
+from tests.online_runs import keys_of, save_models, train
+from tests.ray_clusters import LIMIT, begin
+from tests.sampling_server import SamplingServer
+from transformers import AutoModelForCausalLM
 
+from taut import cli
 from taut.commands.runs import runs
 
-KEYS = {**QUIET, "check": "off", "contract.prompts": 0, "steps": 2, "log.console": True}
 
-
-def test_two_nodes_give_the_losses_of_one_process(model: Path, train: Path, tmp_path: Path) -> None:
-    sft(model, train, tmp_path / "alone", steps=2, **PLAIN)
-    keys = {**KEYS, "model": str(model), "data.train": str(train), "out": str(tmp_path / "out")}
-    with nodes(2) as cluster:
-        process = begin(keys, cluster.address, "nodes=2")
-        stdout, stderr = process.communicate(timeout=LIMIT)
+def test_a_rank_and_a_server_give_the_losses_of_one_process(tmp_path: Path) -> None:
+    keys = keys_of("grpo", save_models(tmp_path), tmp_path, steps=2, batch__samples_per_step=2)
+    keys |= {"rollout.n": 2, "rollout.stop": ["e"], "log.console": True}
+    folder, out = tmp_path / "servers", tmp_path / "out"
+    folder.mkdir()
+    python = shlex.quote(sys.executable)
+    command = f"exec {python} -m tests.sampling_server {{model}} {{host}} {{port}} {folder}"
+    words = ["servers=1", "gpus_per_server=0", f"server_command={command}"]
+    process = begin({**keys, "out": str(out)}, "local", *words)
+    stdout, stderr = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, stderr
-    assert column(tmp_path / "out", "loss") == pytest.approx(
-        column(tmp_path / "alone", "loss"), rel=1e-9
-    )
-    assert events(tmp_path / "out", "start")[0]["num_ranks"] == 2
+    first, second = (line for line in stderr.splitlines() if line.startswith("taut: launch: "))
+    assert re.fullmatch(r"taut: launch: server 0 on [\d.]+ \(\w{6}\) is ready", first)
+    assert re.fullmatch(r"taut: launch: 1 rank: 1 on [\d.]+ \(\w{6}\)", second)
     assert "step 2/2" in stdout
-    assert stderr.startswith("taut: launch: 2 ranks: 1 on ")
-    assert not list(tmp_path.glob("taut-launch-*"))
-    (state,) = runs([tmp_path / "out"])
+    assert [event["servers"] for event in events(out, "rollout")] == [1, 1]
+    (state,) = runs([out])
     assert (state.state, state.step) == ("finished", 2)
+    assert not list(tmp_path.glob("taut-launch-*"))
+    model = AutoModelForCausalLM.from_pretrained(keys["model"], dtype=torch.float32)
+    with SamplingServer(model=model) as server:
+        urls = {"rollout.engine": "server", "rollout.urls": server.url}
+        train({**keys, **urls, "out": str(tmp_path / "alone")})
+    assert column(out, "loss") == pytest.approx(column(tmp_path / "alone", "loss"), rel=1e-9)
 
 
-def test_a_cluster_that_is_not_there_is_one_line(model: Path, train: Path, tmp_path: Path) -> None:
-    keys = {**KEYS, "model": str(model), "data.train": str(train), "out": str(tmp_path / "out")}
-    process = begin(keys, "127.0.0.1:1")
-    _, stderr = process.communicate(timeout=LIMIT)
-    assert process.returncode == 2
-    (line,) = stderr.splitlines()
+def test_a_cluster_that_is_not_there_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["model=m", "data.train=a.jsonl", "steps=1", f"out={tmp_path / 'out'}"]
+    assert cli.main(["launch", "ray", *words, "address=127.0.0.1:1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("taut: error: address=127.0.0.1:1: found none (")

@@ -223,8 +223,12 @@ def test_ctrl_c_in_the_middle_of_generation(
 
 
 def test_an_environment_of_one_s_own_rewards(model: Path, tmp_path: Path) -> None:
+    """And there is no room to keep the first turns, which is said once."""
     (tmp_path / "twice.py").write_text(TWICE)
-    environment = {"rollout__environment__name": f"{tmp_path / 'twice.py'}:Twice"}
+    environment = {
+        "rollout__environment__name": f"{tmp_path / 'twice.py'}:Twice",
+        "rollout__local__prefix_cache_gib": 1e-6,
+    }
     keys = keys_of("grpo", model, tmp_path, rewards=None, steps=2, check="quick", **environment)
     train(keys)
     rollout = events(tmp_path / "grpo", "rollout")[0]
@@ -236,6 +240,10 @@ def test_an_environment_of_one_s_own_rewards(model: Path, tmp_path: Path) -> Non
     assert shown["messages"][1]["content"] == "And then?"
     assert len(shown["ids"]) == len(shown["advantage"]) == len(shown["logp"])
     assert events(tmp_path / "grpo", "step")[0]["engine/difference"] < 1e-12
+    assert all(e["prefix_recomputed"] > 16 for e in events(tmp_path / "grpo", "rollout"))
+    (warning,) = [e for e in events(tmp_path / "grpo", "warning") if e["name"] == "prefix_cache"]
+    assert warning["step"] == 1
+    assert f"{rollout['prefix_gib']:.3g} GiB hold all; raise rollout.local" in warning["detail"]
 
 
 def test_turns_are_charged_and_several_rewards_are_normalised(model: Path, tmp_path: Path) -> None:

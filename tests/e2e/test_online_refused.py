@@ -95,6 +95,11 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
     ("grpo", {"rollout.oversample": 2}, r"rollout\.oversample=2 with rollout\.engine=local"),
     (
         "grpo",
+        {**AT_SERVER, "rollout.server.sync.sleep": True, "rollout.lag": 1},
+        r"rollout\.lag=1 with rollout\.server\.sync\.sleep=true",
+    ),
+    (
+        "grpo",
         {**AT_SERVER, "rollout.oversample": 2, "rollout.lag": 1},
         r"rollout\.oversample=2 with rollout\.lag=1",
     ),

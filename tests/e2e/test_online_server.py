@@ -7,7 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from tests.chat_runs import column, events, save_model, write_rows
 from tests.fake_vllm import Body, Fault
-from tests.fake_weight_sync import tiny
+from tests.fake_weight_sync import PARTS, tiny
 from tests.online_runs import keys_of, questions, train
 from tests.sampling_server import SamplingServer
 from tests.unit.commands.test_score import save_reward
@@ -93,6 +94,33 @@ def test_the_server_has_the_weights_of_each_step(
     recorded = {name: value for name, value, _ in start["decisions"]}
     assert recorded["grpo.rollout_correction"] == "truncated"
     assert recorded["grpo.rollout_correction_level"] == "token"
+
+
+def test_a_server_sleeps_while_the_model_trains(
+    server: SamplingServer, model: Path, tmp_path: Path
+) -> None:
+    server.has = ("full", "sleep")
+    keys = keys_for(server, model, tmp_path, rollout__server__sync__sleep=True, steps=3)
+    seen = []
+    with patch_updates(lambda: seen.append(server.asleep)):
+        train(keys)
+    assert seen == [PARTS] * 3
+    assert "a request while it sleeps" not in server.told
+    assert max(column(Path(keys["out"]), "engine/largest")) < 1e-4
+
+
+@contextmanager
+def patch_updates(look: Callable[[], None]) -> Iterator[None]:
+    """Inside, ``look`` is called before each update of the model."""
+    real = torch.optim.AdamW.step
+
+    def step(optimizer: torch.optim.AdamW, *args: Any, **keys: Any) -> Any:
+        look()
+        return real(optimizer, *args, **keys)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", step)
+        yield
 
 
 def test_with_a_lag_groups_are_of_older_weights_and_corrected(

@@ -7,9 +7,14 @@ one fails (https://docs.ray.io, ``ray.train.torch.TorchTrainer``). A worker only
 its own (rank_process.py), which ends by exit codes and signals as under torchrun and knows nothing of Ray. Between the
 workers and the command is one actor, ``Relay``, on the node of the command: lines and exit codes come, signals go.
 
-Roll-out servers (servers.py) are actors in a placement group of their own, which has to fit next to the ranks. Each
-runs one server; where that dies the actor dies with it, and Ray starts it again, on its node or, where that is gone, on
+Servers of roll-outs and of rewards (servers.py) are actors in a placement group of their own, which has to be had at
+the same time as that of the ranks: Ray Train makes one for its workers, all alike, and takes no other. Each actor runs
+one server; where that dies the actor dies with it, and Ray starts it again, on its node or, where that is gone, on
 another. Ranks that are started again find the servers as they are.
+
+Servers on the GPUs of the ranks (``is_colocated``) are actors that take nothing of Ray, each bound to the node of some
+ranks and started with their CUDA_VISIBLE_DEVICES, once Ray Train has placed its workers; these wait for the servers
+before they start the ranks. Workers that are placed elsewhere get new servers, behind the same doors.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -58,8 +63,18 @@ from ray.util.scheduling_strategies import (
 from taut.cluster.attempts import STATED, Attempt
 from taut.cluster.look import Expected, free_port, look, port_in_use
 from taut.cluster.rank_process import RankProcess, Stream
-from taut.cluster.servers import PROGRAM, Address, Doors, Servers, is_ready
-from taut.errors import ClusterError, RankFailed
+from taut.cluster.servers import (
+    PROGRAM,
+    REWARDS_PLACE,
+    ROLLOUT_SERVER,
+    Address,
+    Doors,
+    Place,
+    Servers,
+    is_ready,
+    shares,
+)
+from taut.errors import ClusterError, Interrupted, RankFailed
 from taut.io.console import counted
 from taut.train.signals import Interrupts
 
@@ -117,6 +132,8 @@ class Job:
     environment: Mapping[str, str]
     port: int
     """On which the ranks meet; 0: a free one."""
+    waits: bool = False
+    """Whether ranks start once there are servers on their GPUs."""
     relay: Any = None
 
 
@@ -131,22 +148,27 @@ class Relay:
     heard: float = field(default_factory=time.monotonic)
     """When a rank was last heard of."""
     lines: list[tuple[Stream, str]] = field(default_factory=list)
-    servers: dict[int, Address] = field(default_factory=dict)
+    servers: dict[tuple[str, int], Address] = field(default_factory=dict)
     """Where each server was when it last said that it is ready."""
-    server_failure: str | None = None
-    """How a server last ended."""
+    server_failures: dict[str, str] = field(default_factory=dict)
+    """How a server of each kind last ended."""
+    places: dict[int, Place] = field(default_factory=dict)
+    """Those of the ranks of this attempt."""
+    released: int = -1
+    """The last attempt whose ranks may start."""
 
     async def begin(self, size: int) -> int:
         """A new attempt; its number. The workers of an earlier one are gone."""
-        self.attempt = Attempt(self.number, size)
+        self.attempt, self.places = Attempt(self.number, size), {}
         self.number += 1
         return self.attempt.number
 
-    async def join(self, number: int, rank: int, node: str) -> None:
+    async def join(self, number: int, rank: int, node: str, place: Place) -> None:
         attempt = self._current(number)
         if attempt is None:
             return
         attempt.nodes[rank] = node
+        self.places[rank] = place
         if len(attempt.nodes) == attempt.size and attempt.error is None:
             nodes = list(attempt.nodes.values())
             counts = ", ".join(f"{nodes.count(name)} on {name}" for name in dict.fromkeys(nodes))
@@ -182,19 +204,38 @@ class Relay:
             return "another attempt has begun"
         return attempt.failure(self.signalled)
 
-    async def serve(self, number: int, node: str, address: Address) -> None:
+    async def serve(self, name: str, number: int, node: str, address: Address) -> None:
         """A server is ready."""
-        self.servers[number] = address
-        self._note(f"server {number} on {node} is ready")
+        self.servers[name, number] = address
+        self._note(f"{name} {number} on {node} is ready")
 
-    async def end_server(self, number: int, node: str, code: int, line: str) -> None:
+    async def end_server(self, name: str, number: int, node: str, code: int, line: str) -> None:
         """A server has ended, which none should. ``line``: the last that it printed."""
         said = f": {line}" if line else ""
-        self.server_failure = f"server {number} on {node} ended with {code}{said}"
-        self._note(self.server_failure)
+        self.server_failures[name] = f"{name} {number} on {node} ended with {code}{said}"
+        self._note(self.server_failures[name])
 
-    async def take_servers(self) -> tuple[dict[int, Address], str | None]:
-        return self.servers, self.server_failure
+    async def take_servers(self) -> tuple[dict[tuple[str, int], Address], dict[str, str]]:
+        return self.servers, self.server_failures
+
+    async def forget_servers(self, name: str) -> None:
+        """The servers of this name have been ended."""
+        self.servers = {key: place for key, place in self.servers.items() if key[0] != name}
+        self.server_failures.pop(name, None)
+
+    async def take_places(self) -> tuple[int, list[Place]]:
+        """The number of the attempt, and the places of its ranks, once all have one."""
+        attempt = self.attempt
+        if attempt is None or len(self.places) < attempt.size:
+            return -1, []
+        return attempt.number, [place for _, place in sorted(self.places.items())]
+
+    async def release(self, number: int) -> None:
+        """Let the ranks of an attempt start."""
+        self.released = number
+
+    async def is_released(self, number: int) -> bool:
+        return self.released >= number
 
     async def take(self) -> tuple[list[tuple[Stream, str]], float]:
         """The lines since the last time, and for how many seconds no rank has been heard of."""
@@ -223,7 +264,7 @@ def launch(
     job: Job,
     ranks: Ranks,
     expected: Expected,
-    servers: Servers | None = None,
+    kinds: Sequence[Servers] = (),
     *,
     address: str | None,
     restarts: int,
@@ -231,24 +272,25 @@ def launch(
     resize_every: float,
 ) -> int:
     """Run the job on a cluster; its exit code. Raises ClusterError where there is no room for it or a node does not
-    fit, RankFailed where ranks have died more than ``restarts`` times. With ``servers`` the run's words get where they
-    answer.
+    fit, RankFailed where ranks have died more than ``restarts`` times. ``kinds``: servers that run as
+    long; the run's words get where they answer.
     """
-    _connect(address, ranks, servers)
+    _connect(address, ranks, kinds)
     with Interrupts.watching() as interrupts:
         try:
             with interrupts.at_once():
-                group = _require_room(ranks, servers, wait)
-                _require_fit(expected, ranks, servers)
+                group = _require_room(ranks, kinds, wait)
+                _require_fit(expected, ranks, kinds)
                 here = ray.get_runtime_context().get_node_id()
-                job = replace(job, relay=_on(here, Relay, 4 * ranks.most + 16))
-            with _serving(job, servers, group, interrupts) as doors:
+                waits = any(kind.is_colocated for kind in kinds)
+                job = replace(job, relay=_on(here, Relay, 4 * ranks.most + 16), waits=waits)
+            with _serving(job, kinds, group, interrupts) as placed:
                 return _run(
-                    _pointed(job, doors),
+                    _pointed(job, placed.doors),
                     ranks,
                     expected.folder,
                     interrupts,
-                    doors,
+                    placed,
                     restarts,
                     wait,
                     resize_every,
@@ -267,23 +309,27 @@ def _on(node_id: str, cls: type[Any], max_concurrency: int) -> Any:
     )
 
 
-def _pointed(job: Job, doors: Doors | None) -> Job:
+def _pointed(job: Job, doors: Doors) -> Job:
     """The job whose run asks the servers behind the doors."""
-    if doors is None:
-        return job
-    urls = json.dumps([f"http://{host}:{port}/v1" for host, port in doors.addresses])
-    return replace(job, words=[*job.words, "rollout.engine=server", f"rollout.urls={urls}"])
+    words = list(job.words)
+    for name, addresses in doors.addresses.items():
+        urls = [f"http://{host}:{port}" for host, port in addresses]
+        if name == ROLLOUT_SERVER:
+            filled = json.dumps([f"{url}/v1" for url in urls])
+            words += ["rollout.engine=server", f"rollout.urls={filled}"]
+        else:
+            words = [word.replace(REWARDS_PLACE, urls[0]) for word in words]
+    return replace(job, words=words)
 
 
-def _connect(address: str | None, ranks: Ranks, servers: Servers | None) -> None:
+def _connect(address: str | None, ranks: Ranks, kinds: Sequence[Servers]) -> None:
     settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address == LOCAL:
         settings |= {
             "address": LOCAL,
             "include_dashboard": False,
-            "_node_ip_address": "127.0.0.1",
             "num_cpus": ranks.cpus * ranks.most
-            + (0 if servers is None else servers.cpus * servers.number),
+            + sum(kind.cpus * kind.number for kind in kinds if not kind.is_colocated),
             "object_store_memory": 80 * 2**20,
         }
     else:
@@ -336,27 +382,42 @@ def _name_of(address: str, node_id: str) -> str:
     return f"{address} ({node_id[:6]})"
 
 
-def _require_room(ranks: Ranks, servers: Servers | None, wait: float) -> Any:
+def _here() -> tuple[str, str]:
+    """The address of this process's node in the cluster, and the node as it is shown. In a worker
+    ``ray.util.get_node_ip_address`` is the address of a way to the internet, which may be another one.
+    """
+    node_id = ray.get_runtime_context().get_node_id()
+    (host,) = (node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id)
+    return host, _name_of(host, node_id)
+
+
+def _require_room(ranks: Ranks, kinds: Sequence[Servers], wait: float) -> Any:
     """Raise ClusterError unless ranks and servers can be placed at the same time within ``wait`` seconds. The placement
     group of the servers, which is theirs from now on; Ray Train makes that of the ranks again.
     """
     deadline = time.monotonic() + wait
+    kinds = [kind for kind in kinds if not kind.is_colocated]
     strategy = "PACK" if ranks.is_elastic else "STRICT_SPREAD"
-    group = placement_group(ranks.bundles, strategy=strategy)
+    asked = [("ranks", ranks.bundles, strategy)]
+    if kinds:
+        bundles = [kind.one for kind in kinds for _ in range(kind.number)]
+        asked.append(("servers", bundles, "PACK"))
+    # What is hardest to place comes first: Ray places a group without regard to the next one.
+    asked.sort(key=lambda group: max(_size(bundle) for bundle in group[1]), reverse=True)
+    groups: dict[str, Any] = {}
     try:
-        if not group.wait(wait):
-            raise ClusterError(_missing(ranks.wanted, ranks.bundles[0], wait))
-        if servers is None:
-            return None
-        theirs = placement_group([servers.one] * servers.number, strategy="PACK")
-        if not theirs.wait(max(1.0, deadline - time.monotonic())):
-            wanted = (
-                f"{counted(servers.number, 'servers')} next to {counted(ranks.fewest, 'ranks')}"
-            )
-            raise ClusterError(_missing(wanted, servers.one, wait))
-        return theirs
+        for name, bundles, strategy in asked:
+            groups[name] = placement_group(bundles, strategy=strategy)
+            if not groups[name].wait(max(1.0, deadline - time.monotonic())):
+                raise ClusterError(_missing(ranks, kinds, wait, [*groups.values()][:-1]))
+        return groups.pop("servers", None)
     finally:
-        remove_placement_group(group)
+        for group in groups.values():
+            remove_placement_group(group)
+
+
+def _size(bundle: Mapping[str, float]) -> tuple[float, float]:
+    return bundle.get("GPU", 0.0), bundle["CPU"]
 
 
 def _is_short(ranks: Ranks) -> bool:
@@ -369,30 +430,57 @@ def _is_short(ranks: Ranks) -> bool:
     return num_fitting < len(ranks.bundles) or any(group["state"] == "PENDING" for group in groups)
 
 
-def _missing(wanted: str, need: Mapping[str, float], wait: float) -> str:
-    """Which node lacks what."""
-    nodes = _nodes()
-    each = " and ".join(f"{number:g} {name}" for name, number in need.items())
-    lacking = []
+def _missing(
+    ranks: Ranks, kinds: Sequence[Servers], wait: float, groups: Sequence[Any] = ()
+) -> str:
+    """Which node lacks what, of all that is needed at the same time. ``groups``: what is set aside for this launch."""
+    asked = [(ranks.wanted, len(ranks.bundles), ranks.bundles[0])]
+    asked += [(kind.wanted, kind.number, kind.one) for kind in kinds]
+    wanted = [f"{words} with {_listed(one)} each" for words, _, one in asked]
+    nodes, ours = _nodes(), _set_aside(groups)
+    lacking, found = [], Counter[str]()
     for node in nodes:
+        free = {name: node.free.get(name, 0) + ours[node.id][name] for name in ("CPU", "GPU")}
+        found.update(free)
         short = [
-            f"{node.free.get(name, 0):g} of {node.total.get(name, 0):g} {name} free"
-            for name, number in need.items()
-            if node.free.get(name, 0) < number
+            f"{free[name]:g} of {node.total.get(name, 0):g} {name} free"
+            for name in ("CPU", "GPU")
+            if any(free[name] < one.get(name, 0) for _, _, one in asked)
         ]
         lacking.append(f"{node.name} has {' and '.join(short) or 'room'}")
+    total = ""
+    if kinds:
+        needed = Counter[str]()
+        for _, number, one in asked:
+            needed.update({name: number * amount for name, amount in one.items()})
+        needs = [f"{amount:g} {name} of {found[name]:g} free" for name, amount in needed.items()]
+        total = f": {' and '.join(needs)} in all"
     return (
-        f"no room for {wanted} with {each} each, for {wait:.0f} s; found {counted(len(nodes), 'nodes')}: "
+        f"no room for {' and '.join(wanted)}{total}, for {wait:.0f} s; found {counted(len(nodes), 'nodes')}: "
         f"{'; '.join(lacking)}; add nodes, end what runs there, or ask for less"
     )
 
 
-def _require_fit(expected: Expected, ranks: Ranks, servers: Servers | None) -> None:
+def _listed(need: Mapping[str, float]) -> str:
+    return " and ".join(f"{number:g} {name}" for name, number in need.items())
+
+
+def _set_aside(groups: Sequence[Any]) -> Mapping[str, Mapping[str, float]]:
+    """What placement groups hold of each node."""
+    held: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for group in groups:
+        table = placement_group_table(group)
+        for number, node in table["bundles_to_node_id"].items():
+            held[node].update(table["bundles"][number])
+    return held
+
+
+def _require_fit(expected: Expected, ranks: Ranks, kinds: Sequence[Servers]) -> None:
     """Raise ClusterError where a node on which ranks or servers may start lacks something. One that dies while it is
     asked, or is dead and not yet noticed to be, gets none of them: it lacks nothing.
     """
     ask = ray.remote(num_cpus=0, max_retries=0)(look)
-    needs = [ranks.one, *([] if servers is None else [servers.one])]
+    needs = [ranks.one, *(kind.one for kind in kinds if not kind.is_colocated)]
     asked = [
         (
             node.name,
@@ -429,7 +517,7 @@ def _run(
     ranks: Ranks,
     folder: str,
     interrupts: Interrupts,
-    doors: Doors | None,
+    placed: _PlacedServers,
     restarts: int,
     wait: float,
     resize_every: float,
@@ -464,13 +552,14 @@ def _run(
     while fit.is_alive():
         fit.join(BEAT)
         silence = _print_lines(relay)
-        _lead(doors, relay)
+        placed.lead()
+        placed.follow_ranks()
         if interrupts.received is not None and not passed:
             passed = ray.get(relay.pass_on.remote(_number_of(interrupts.received)))
             if not passed:  # nothing runs that could save anything
                 interrupts.check()
         if silence > wait and _is_short(ranks):
-            raise ClusterError(_missing(ranks.wanted, ranks.bundles[0], wait))
+            raise ClusterError(_missing(ranks, (), wait))
     _print_lines(relay)
     attempt, count = ray.get(relay.last.remote())
     return _outcome(attempt, count, failures, interrupts, restarts)
@@ -542,8 +631,10 @@ def _supervise(job: Job) -> None:
             shared = [(number, job.port or free_port(host))]
     dist.broadcast_object_list(shared)
     number, port = shared[0]
-    node = _name_of(ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id())
-    ray.get(job.relay.join.remote(number, rank, node))
+    _, node = _here()
+    devices = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    place = Place(ray.get_runtime_context().get_node_id(), tuple(devices))
+    ray.get(job.relay.join.remote(number, rank, node, place))
     code = 2 if port is None else _run_rank(job, number, port)
     failure = ray.get(job.relay.ended.remote(number, rank, code))
     if failure is not None:
@@ -553,6 +644,10 @@ def _supervise(job: Job) -> None:
 def _run_rank(job: Job, number: int, port: int) -> int:
     """The exit code of the rank."""
     relay = job.relay
+    while job.waits and not ray.get(relay.is_released.remote(number)):
+        if ray.get(relay.heed.remote(number)) is not None:
+            return Interrupted.exit_code
+        time.sleep(BEAT)
     lines: SimpleQueue[tuple[Stream, str]] = SimpleQueue()
     process = RankProcess(
         job.words,
@@ -584,62 +679,151 @@ def _hand_on(relay: Any, number: int, lines: SimpleQueue[tuple[Stream, str]]) ->
 
 @contextmanager
 def _serving(
-    job: Job, servers: Servers | None, group: Any, interrupts: Interrupts
-) -> Iterator[Doors | None]:
-    """The servers, all ready. Raises ClusterError where one ends before, or is not ready in time."""
-    if servers is None:
-        yield None
-        return
-    doors = Doors(ray.util.get_node_ip_address(), servers.number)
-    actors: list[Any] = []
+    job: Job, kinds: Sequence[Servers], group: Any, interrupts: Interrupts
+) -> Iterator[_PlacedServers]:
+    """The servers, all ready but those on the GPUs of the ranks. Raises ClusterError where one ends before, or is not
+    ready in time.
+    """
+    host, _ = _here()
+    placed = _PlacedServers(job, kinds, host, Doors(host, kinds))
     try:
-        actors += [
-            ray.remote(num_cpus=servers.cpus, num_gpus=servers.gpus, max_restarts=servers.restarts)(
-                _Server
-            )
-            .options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, number))
-            .remote(job, servers.command, number)
-            for number in range(servers.number)
-        ]
-        deadline = time.monotonic() + servers.start_seconds
+        bundle = 0
+        for kind in kinds:
+            if not kind.is_colocated:
+                placed.start(kind, [_request(kind, group, bundle + n) for n in range(kind.number)])
+                bundle += kind.number
         with interrupts.at_once():
-            while not _lead(doors, job.relay, is_starting=True):
-                if time.monotonic() > deadline:
-                    raise ClusterError(
-                        f"not all of {counted(servers.number, 'servers')} answer at /health after "
-                        f"{servers.start_seconds:.0f} s; expected all; see the logs of Ray's workers, or raise "
-                        "server_start"
-                    )
+            while placed.starting:
+                placed.lead()
                 _print_lines(job.relay)
                 time.sleep(BEAT)
-        yield doors
+        yield placed
     finally:
-        for actor in actors:
+        placed.close()
+
+
+def _request(kind: Servers, group: Any, bundle: int) -> dict[str, Any]:
+    """What Ray is asked for, for a server in a placement group."""
+    return {
+        "num_cpus": kind.cpus,
+        "num_gpus": kind.gpus,
+        "max_restarts": kind.restarts,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, bundle),
+    }
+
+
+def _request_at(kind: Servers, place: Place) -> dict[str, Any]:
+    """The same for a server on GPUs that are the ranks'. It is started again on its node or, with new ranks, not at
+    all.
+    """
+    return {
+        "num_cpus": 0,
+        "num_gpus": 0,
+        "max_restarts": kind.restarts,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(place.node_id, soft=False),
+    }
+
+
+@dataclass
+class _PlacedServers:
+    """The servers of a launch, and the doors that lead to them."""
+
+    job: Job
+    kinds: Sequence[Servers]
+    host: str
+    """Where the doors are."""
+    doors: Doors
+    actors: dict[str, list[Any]] = field(default_factory=dict)
+    starting: dict[str, float] = field(default_factory=dict)
+    """The kinds that are not all ready yet, and when they were started."""
+    attempt: int = -1
+    """The ranks next to which servers were last placed."""
+    places: list[Place] = field(default_factory=list)
+
+    def start(
+        self,
+        kind: Servers,
+        requests: Sequence[Mapping[str, Any]],
+        devices: Sequence[str] = (),
+    ) -> None:
+        """``devices``: the CUDA_VISIBLE_DEVICES of each; where there are none Ray sets it."""
+        command = kind.command.replace("{door}", self.host)
+        self.starting[kind.name] = time.monotonic()
+        self.actors[kind.name] = actors = []
+        for number, request in enumerate(requests):
+            visible = {"CUDA_VISIBLE_DEVICES": devices[number]} if devices else {}
+            job = replace(self.job, environment={**self.job.environment, **visible})
+            actor = ray.remote(_Server).options(**request)
+            actors.append(actor.remote(job, kind.name, command, number))
+
+    def lead(self) -> None:
+        """Let the doors lead to where the servers are now. While a kind is starting, none may end."""
+        if not self.kinds:
+            return
+        addresses, failures = ray.get(self.job.relay.take_servers.remote())
+        for name in self.starting:
+            if name in failures:
+                raise ClusterError(
+                    f"{failures[name]}; expected servers that run; correct their command"
+                )
+        for (name, number), address in addresses.items():
+            self.doors.lead(name, number, Address(*address))
+        ready = Counter(name for name, _ in addresses)
+        for kind in self.kinds:
+            began = self.starting.get(kind.name)
+            if began is None:
+                continue
+            if ready[kind.name] == kind.number:
+                del self.starting[kind.name]
+            elif time.monotonic() - began > kind.start_seconds:
+                raise ClusterError(
+                    f"not all of {kind.wanted} answer at /health after {kind.start_seconds:.0f} s; expected all; see "
+                    "the logs of Ray's workers, or raise the seconds in which they start"
+                )
+
+    def follow_ranks(self) -> None:
+        """Start the servers on the GPUs of the ranks where those have been placed, and let these ranks start once their
+        servers are ready.
+        """
+        kind = next((kind for kind in self.kinds if kind.is_colocated), None)
+        if kind is None:
+            return
+        relay = self.job.relay
+        number, ranks = ray.get(relay.take_places.remote())
+        if number < 0:
+            return
+        if number != self.attempt:
+            self.attempt, places = number, shares(ranks, kind.gpus or 1)
+            if len(places) != kind.number:
+                raise ClusterError(
+                    f"the ranks have room for {counted(len(places), 'servers')} on {kind.gpus} GPUs of one node each; "
+                    f"expected {kind.number}; set another gpus_per_server"
+                )
+            if places != self.places:
+                self.places = places
+                self._end(kind.name)
+                ray.get(relay.forget_servers.remote(kind.name))
+                devices = [",".join(place.devices) for place in places] if kind.gpus else ()
+                self.start(kind, [_request_at(kind, place) for place in places], devices)
+        if not self.starting:
+            ray.get(relay.release.remote(number))
+
+    def _end(self, name: str) -> None:
+        for actor in self.actors.pop(name, ()):
             ray.kill(actor)
-        doors.close()
 
-
-def _lead(doors: Doors | None, relay: Any, *, is_starting: bool = False) -> bool:
-    """Let the doors lead to where the servers are now; whether all have been ready. ``is_starting``: none may end."""
-    if doors is None:
-        return True
-    addresses, failure = ray.get(relay.take_servers.remote())
-    if is_starting and failure is not None:
-        raise ClusterError(f"{failure}; expected servers that run; correct server_command")
-    for number, address in addresses.items():
-        doors.lead(number, Address(*address))
-    return len(addresses) == len(doors.addresses)
+    def close(self) -> None:
+        for name in [*self.actors]:
+            self._end(name)
+        self.doors.close()
 
 
 class _Server:
     """The actor of a server, which lives as long as the server."""
 
-    def __init__(self, job: Job, command: str, number: int) -> None:
-        self._job, self._number = job, number
-        self._node = _name_of(
-            ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
-        )
-        host = ray.util.get_node_ip_address()
+    def __init__(self, job: Job, name: str, command: str, number: int) -> None:
+        self._job, self._which = job, (name, number)
+        host, self._node = _here()
         self._address = Address(host, free_port(host))
         self._last: deque[str] = deque(maxlen=1)
         process = RankProcess(
@@ -663,9 +847,9 @@ class _Server:
         while process.is_alive:
             time.sleep(BEAT)
             if not is_told and is_ready(self._address):
-                ray.get(relay.serve.remote(self._number, self._node, self._address))
+                ray.get(relay.serve.remote(*self._which, self._node, self._address))
                 is_told = True
         code = process.wait()
         last = self._last[0][-300:] if self._last else ""
-        ray.get(relay.end_server.remote(self._number, self._node, code, last))
+        ray.get(relay.end_server.remote(*self._which, self._node, code, last))
         os._exit(1)  # Ray starts the actor again

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +19,7 @@ from typing import Annotated, Generic, TypeVar
 
 from pydantic import Field
 
-from taut.cluster.servers import Servers
+from taut.cluster.servers import REWARDS_PLACE, ROLLOUT_SERVER, Servers
 from taut.config import configclass, fields_of, home_path, load, read_settings, user_path
 from taut.errors import ConfigError
 from taut.inference.weight_sync import serve_command
@@ -26,11 +27,36 @@ from taut.io.temporary import TemporaryFolder
 from taut.methods import command_of
 from taut.methods.method import RunConfig, class_of
 from taut.methods.online import OnlineMethod
+from taut.migrate.run_file import toml
 from taut.train.distributed import require_divisors
 from taut.train.run_dir import dotted, require_usable
 
 Launcher = TypeVar("Launcher")
 Count = Annotated[int, Field(ge=1)]
+NEEDS = {
+    "servers": (
+        "gpus_per_server",
+        "cpus_per_server",
+        "server_command",
+        "server_restarts",
+        "server_start",
+        "colocate",
+    ),
+    "reward_servers": (
+        "gpus_per_reward_server",
+        "cpus_per_reward_server",
+        "reward_server_command",
+        "reward_server_restarts",
+        "reward_server_start",
+    ),
+}
+"""Keys that are read only where there are servers of a kind."""
+SERVE_REWARD = (
+    f"exec {shlex.quote(sys.executable)} -m taut serve-reward host={{host}} port={{port}} 'hosts=[{{door}}]' "
+    "without_key=true"
+)
+"""The ranks reach it as the host that they are told."""
+SLEEP = "rollout.server.sync.sleep=true"
 
 
 @configclass
@@ -76,6 +102,23 @@ class LaunchRay:
     """How often each server is started again."""
     server_start: Annotated[float, Field(gt=0)] = 900.0
     """Seconds in which a server has to answer at /health."""
+    colocate: bool = False
+    """Servers are on the GPUs of the ranks, and sleep while those train (rollout.server.sync.sleep): one on each
+    gpus_per_server GPUs of a machine."""
+    reward_servers: Annotated[int, Field(ge=0)] = 0
+    """Servers of rewards that Ray starts next to the ranks and starts again when they die; all have one URL, which
+    stands in the run's settings as {reward_servers}. 0: none."""
+    gpus_per_reward_server: Annotated[int, Field(ge=0)] = 1
+    """GPUs of each, all on one machine; 0: it computes on processors."""
+    cpus_per_reward_server: Count = 1
+    """Processors that Ray sets aside for each."""
+    reward_server_command: str | None = None
+    """Shell command of each, in which {host} and {port} stand for where it is to listen, {door} for the host of the
+    URL, and {serve} for `taut serve-reward` with the options that it needs: "{serve} runs/rm/model"."""
+    reward_server_restarts: Annotated[int, Field(ge=0)] = 3
+    """How often each is started again."""
+    reward_server_start: Annotated[float, Field(gt=0)] = 900.0
+    """Seconds in which each has to answer at /health."""
     env: list[str] = field(default_factory=list)
     """Names of environment variables that every rank gets from here, e.g. [HF_HOME, WANDB_API_KEY]. Others are those of
     the cluster's processes."""
@@ -100,14 +143,16 @@ def read(
     added: Callable[[Launcher, Sequence[str]], Sequence[str]] = lambda launcher, rest: (),
 ) -> Launch[Launcher]:
     """The launcher's keys and the run's, told apart by name. Raises ConfigError for a run that cannot be launched, and
-    OutputError where ``out`` is in use. ``added``: settings of the run that the launcher makes later, of its keys and
-    those of the run.
+    OutputError where ``out`` is in use. ``added``: settings of the run that the launcher fills in later, of its keys
+    and those of the run.
     """
     ours = set(fields_of(cls))
     mine = [word for word in overrides if _key(word) in ours]
     rest = [word for word in overrides if _key(word) not in ours]
     launcher = load(cls, None, mine)
-    run = load(class_of(path, rest), path, [*added(launcher, rest), *rest])
+    filled = added(launcher, rest)
+    others = [word for word in rest if _key(word) not in {*map(_key, filled)}]
+    run = load(class_of(path, rest), path, [*filled, *others])
     if run.out is None:
         raise ConfigError(
             "out is not set; expected a directory that every machine sees; set out=DIR"
@@ -143,6 +188,8 @@ def ray(path: Path | None, overrides: Sequence[str]) -> int:
         )
     for number in {fewest, most}:
         require_divisors(number, run.parallel)
+    if launcher.colocate:
+        _require_colocated(launcher, fewest, most)
     unset = [name for name in launcher.env if name not in os.environ]
     if unset:
         raise ConfigError(
@@ -160,14 +207,19 @@ def ray(path: Path | None, overrides: Sequence[str]) -> int:
     with TemporaryFolder("launch", asked.out.absolute().parent) as folder:
         return ray_cluster.launch(
             ray_cluster.Job(
-                (*asked.words, *(_shared_weights(run, folder) if launcher.servers else ())),
+                (
+                    *asked.words,
+                    *_named_in_file(path, asked.words),
+                    *(_shared_weights(run, folder) if launcher.servers else ()),
+                    *([SLEEP] if launcher.colocate else ()),
+                ),
                 str(Path.cwd()),
                 {name: os.environ[name] for name in launcher.env},
                 launcher.port,
             ),
             ranks,
             Expected(str(Path.cwd()), str(folder), versions()),
-            _servers(launcher, run) if launcher.servers else None,
+            _servers(launcher, run),
             address=launcher.address,
             restarts=launcher.restarts,
             wait=launcher.wait,
@@ -177,22 +229,41 @@ def ray(path: Path | None, overrides: Sequence[str]) -> int:
 
 def _served(path: Path | None, launcher: LaunchRay, rest: Sequence[str]) -> list[str]:
     """Settings that stand for servers which do not run yet."""
-    if not launcher.servers:
-        unread = [
-            name
-            for name in (
-                "gpus_per_server",
-                "cpus_per_server",
-                "server_command",
-                "server_restarts",
-                "server_start",
-            )
-            if getattr(launcher, name) != getattr(LaunchRay, name)
-        ]
-        if unread:
+    for number, keys in NEEDS.items():
+        unread = [key for key in keys if getattr(launcher, key) != getattr(LaunchRay, key)]
+        if unread and not getattr(launcher, number):
             raise ConfigError(
-                f"{unread[0]} is set and servers=0; expected servers; set servers, or take it out"
+                f"{unread[0]} is set and {number}=0; expected servers; set {number}, or take it out"
             )
+    return [*_rollout_servers(path, launcher, rest), *_reward_servers(path, launcher, rest)]
+
+
+def _require_colocated(launcher: LaunchRay, fewest: int, most: int) -> None:
+    """Raise ConfigError unless each rank is of one server."""
+    if fewest < most:
+        raise ConfigError(
+            f"colocate=true with {fewest} to {most} ranks: each GPU has a rank and a server; expected a fixed number; "
+            "take min_workers and max_workers out"
+        )
+    if launcher.cpus_per_server != LaunchRay.cpus_per_server:
+        raise ConfigError(
+            "cpus_per_server is set with colocate=true: servers take what the ranks have; expected it in "
+            "cpus_per_worker; take it out"
+        )
+    size = launcher.gpus_per_server or 1
+    if (
+        bool(launcher.gpus_per_server) != bool(launcher.gpus_per_node)
+        or launcher.servers * size != most
+    ):
+        raise ConfigError(
+            f"colocate=true with servers={launcher.servers}, gpus_per_server={launcher.gpus_per_server} and {most} "
+            f"ranks, gpus_per_node={launcher.gpus_per_node}; expected a rank on each GPU of a server; set servers="
+            f"{most // size or 1}"
+        )
+
+
+def _rollout_servers(path: Path | None, launcher: LaunchRay, rest: Sequence[str]) -> list[str]:
+    if not launcher.servers:
         return []
     method = class_of(path, rest)
     if not issubclass(method, OnlineMethod):
@@ -208,7 +279,35 @@ def _served(path: Path | None, launcher: LaunchRay, rest: Sequence[str]) -> list
             "rollout.urls; expected one of the two; take one out"
         )
     urls = [f"http://server-{number}/v1" for number in range(launcher.servers)]
-    return ["rollout.engine=server", f"rollout.urls={json.dumps(urls)}"]
+    sleep = [SLEEP] if launcher.colocate else []
+    return ["rollout.engine=server", f"rollout.urls={json.dumps(urls)}", *sleep]
+
+
+def _reward_servers(path: Path | None, launcher: LaunchRay, rest: Sequence[str]) -> list[str]:
+    if not launcher.reward_servers:
+        return []
+    if launcher.reward_server_command is None:
+        raise ConfigError(
+            f"reward_servers={launcher.reward_servers} and no command that starts one; expected it; set "
+            'reward_server_command="{serve} DIR", with the directory of a reward model'
+        )
+    named = [word for word in (*_named_in_file(path, rest), *rest) if REWARDS_PLACE in word]
+    if not named:
+        raise ConfigError(
+            f"reward_servers={launcher.reward_servers}, and no setting of the run names {REWARDS_PLACE}; expected the "
+            'URL of a reward there; set rewards=[{name = "reward_server", options.url = "'
+            f'{REWARDS_PLACE}"}}]'
+        )
+    return [word.replace(REWARDS_PLACE, "http://reward-servers") for word in named]
+
+
+def _named_in_file(path: Path | None, rest: Sequence[str]) -> list[str]:
+    """The settings of the run's file that name the URL of the servers of rewards, unless the command sets others."""
+    mine = {_key(word) for word in rest}
+    settings = [
+        f"{key}={toml(value)}" for key, value in dotted(read_settings(path)) if key not in mine
+    ]
+    return [word for word in settings if REWARDS_PLACE in word]
 
 
 def _shared_weights(run: RunConfig, folder: Path) -> list[str]:
@@ -219,18 +318,41 @@ def _shared_weights(run: RunConfig, folder: Path) -> list[str]:
     return [f"rollout.server.sync.folder={folder}"]
 
 
-def _servers(launcher: LaunchRay, run: RunConfig) -> Servers:
-    model = str(home_path(run.model))
-    vllm = serve_command(model, run.lora.rank, launcher.gpus_per_server)
-    command = launcher.server_command.replace("{vllm}", vllm)
-    return Servers(
-        launcher.servers,
-        command.replace("{model}", shlex.quote(model)),
-        launcher.gpus_per_server,
-        launcher.cpus_per_server,
-        launcher.server_restarts,
-        launcher.server_start,
-    )
+def _servers(launcher: LaunchRay, run: RunConfig) -> list[Servers]:
+    """The servers that Ray is to start, of each kind."""
+    kinds = []
+    if launcher.servers:
+        model = str(home_path(run.model))
+        vllm = serve_command(model, run.lora.rank, launcher.gpus_per_server)
+        vllm += " --enable-sleep-mode" if launcher.colocate else ""
+        command = launcher.server_command.replace("{vllm}", vllm)
+        kinds.append(
+            Servers(
+                ROLLOUT_SERVER,
+                launcher.servers,
+                command.replace("{model}", shlex.quote(model)),
+                launcher.gpus_per_server,
+                launcher.cpus_per_server,
+                launcher.server_restarts,
+                launcher.server_start,
+                is_colocated=launcher.colocate,
+            )
+        )
+    if launcher.reward_servers:
+        assert launcher.reward_server_command is not None
+        kinds.append(
+            Servers(
+                "reward server",
+                launcher.reward_servers,
+                launcher.reward_server_command.replace("{serve}", SERVE_REWARD),
+                launcher.gpus_per_reward_server,
+                launcher.cpus_per_reward_server,
+                launcher.reward_server_restarts,
+                launcher.reward_server_start,
+                has_one_address=True,
+            )
+        )
+    return kinds
 
 
 def _key(word: str) -> str:

@@ -217,7 +217,7 @@ class Guard:
             raise Refused(
                 403,
                 f"Host: found {host[:80]!r}; expected a name of the loopback or one that the server was given; use "
-                "its address, or start the server with hosts=NAME",
+                "its address, or start the server with hosts=[NAME]",
                 "Host",
             )
         origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site", "none")

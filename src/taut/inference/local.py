@@ -50,7 +50,7 @@ from taut.config import NotNegative, configclass
 from taut.data.packing import PackPolicy, common_prefix, pack
 from taut.errors import ModelError, NonFiniteError
 from taut.inference.engine import Engine, OnDone, Sampling, Texts, require_usable, room, stream_seed
-from taut.inference.prefix_cache import LEAST, Kept, PrefixCache, Run, key_of
+from taut.inference.prefix_cache import Kept, PrefixCache, Run, key_of, num_known
 from taut.models import architecture, products
 from taut.models.packed_weights import PackedWeights
 from taut.models.precision import cast_once
@@ -258,6 +258,7 @@ class LocalEngine:
         self.texts = Texts(tokenizer, stop_ids)
         self.version = 0
         self._cache: PrefixCache | None = None
+        self._lost = 0, 0
         self.compute, self._ranks = compute, ranks or Ranks(0, 1, scorer.device)
 
     def generate(
@@ -296,11 +297,20 @@ class LocalEngine:
         """Keep keys and values from call to call inside the block, where the weights must stay as they are."""
         assert self._cache is None, "conversation does not nest"
         assert isinstance(self.config, ConversationConfig)
-        self._cache = PrefixCache(int(self.config.prefix_cache_gib * 2**30))
+        self._cache = cache = PrefixCache(int(self.config.prefix_cache_gib * 2**30))
         try:
             yield
         finally:
             self._cache = None
+            self._lost = self._lost[0] + cache.num_lost, max(self._lost[1], cache.wanted_bytes)
+
+    def take_lost(self) -> tuple[int, int]:
+        """Of the conversations since the last call: tokens of prompts that were computed again for want of room in the
+        cache, over all ranks; and the bytes that would have been room for all of one, at most. Every rank calls it.
+        """
+        (num_tokens, num_bytes), self._lost = self._lost, (0, 0)
+        (total,), (most,) = self._ranks.sum_of_shares([num_tokens]), self._ranks.max([num_bytes])
+        return int(total), int(most)
 
     def tokens(self, prompt: Prompt, sampling: Sampling) -> Iterator[int]:
         """The ids of one completion as they are sampled, including the id that ends it."""
@@ -438,16 +448,14 @@ class LocalEngine:
     def _begin_round(self, prompts: Sequence[Prompt]) -> None:
         """What these prompts begin with stays while they are computed."""
         if self._cache is not None:
-            self._cache.round += 1
-            for prompt in prompts:
-                self._known(prompt)
+            self._cache.begin_round([key_of(prompt) for prompt in prompts])
 
     def _known(self, prompt: Prompt) -> list[tuple[Run, int]]:
         """The runs that a prompt begins with, and how many tokens of each."""
         if self._cache is None:
             return []
         found = self._cache.find(key_of(prompt))
-        return found if sum(size for _, size in found) >= LEAST else []
+        return found if num_known(found) else []
 
     def _remember(self, row: Row, path: Sequence[Stretch], own: tuple[Own, int] | None) -> None:
         """Keep what was computed for a finished completion: all but its last token. ``own``: what has its tokens, and

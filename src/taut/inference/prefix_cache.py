@@ -9,12 +9,16 @@ that no turn of the round reads are dropped first, of these the ones that were r
 conversations before their beginnings. What finds no room is not kept: what the round reads is not dropped for it, as
 the next round would read that first.
 
+Tokens that had been kept, or had found no room, and that a prompt begins with once more are counted (``num_lost``): the
+same tree without keys and values says what a cache without a bound would have.
+
 Tokens of a picture are told apart by its digest, and a run never ends inside of one: no two pictures share a part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 
@@ -50,19 +54,34 @@ class Run:
 class PrefixCache:
     """Keys and values under one version of the weights."""
 
-    def __init__(self, capacity: int) -> None:
-        """``capacity``: bytes."""
+    def __init__(self, capacity: float) -> None:
+        """``capacity``: bytes. 0 keeps and counts nothing."""
         self.capacity, self.num_bytes, self.round = capacity, 0, 0
+        self.num_lost = 0
+        """Tokens at the beginnings of prompts that would have been found, were there room for all."""
+        self.wanted_bytes = 0
+        """Bytes of all that was to be kept."""
         self._root = Run(np.empty(0, np.int64), {}, None, 0)
+        self._unbounded = PrefixCache(math.inf) if 0 < capacity < math.inf else None
+        """The same, and what found no room, without keys and values."""
+
+    def begin_round(self, keys: Sequence[IntArray]) -> None:
+        """What these prompts begin with stays while they are computed; what of it is lost, is counted once."""
+        self.round += 1
+        before_T = np.empty(0, np.int64)
+        for key_T in sorted(keys, key=lambda key_T: key_T.tobytes()):  # equal beginnings adjacent
+            known = num_known(self.find(key_T))
+            if self._unbounded is not None:
+                had = num_known(self._unbounded.find(key_T))
+                self.num_lost += max(0, had - max(known, num_common(before_T, key_T)))
+            before_T = key_T
 
     def find(self, key_T: IntArray) -> list[tuple[Run, int]]:
         """The runs that the tokens begin with, and how many tokens of each. They count as read in this round."""
         found: list[tuple[Run, int]] = []
         following, at = self._root.following, 0
         while at < key_T.size and (run := following.get(int(key_T[at]))) is not None:
-            size = min(run.key_N.size, key_T.size - at)
-            differs = run.key_N[:size] != key_T[at : at + size]
-            size = int(differs.argmax()) if differs.any() else size
+            size = num_common(run.key_N, key_T[at:])
             run.round = self.round
             found.append((run, size))
             at += size
@@ -71,8 +90,12 @@ class PrefixCache:
 
     def add(self, key_T: IntArray, bytes_per_token: int, copy: Callable[[int], Kept]) -> None:
         """Keep the tokens that are not there yet, if there is room. ``copy``: their keys and values from a place on."""
+        if self._unbounded is not None:
+            num_new = key_T.size - num_tokens(self._unbounded.find(key_T))
+            self.wanted_bytes += num_new * bytes_per_token
+            self._unbounded.add(key_T, 0, lambda _: {})
         found = self.find(key_T)
-        first = sum(size for _, size in found)
+        first = num_tokens(found)
         if first == key_T.size or not self._has_room((key_T.size - first) * bytes_per_token):
             return
         parent = self._root
@@ -119,6 +142,24 @@ class PrefixCache:
             following.parent = rest
         run.key_N, run.kept = run.key_N[:size], part(slice(size))
         run.following = {int(rest.key_N[0]): rest}
+
+
+def num_tokens(found: Sequence[tuple[Run, int]]) -> int:
+    """Of what ``find`` returns."""
+    return sum(size for _, size in found)
+
+
+def num_known(found: Sequence[tuple[Run, int]]) -> int:
+    """How many of them are not computed again."""
+    size = num_tokens(found)
+    return size if size >= LEAST else 0
+
+
+def num_common(one_T: IntArray, other_T: IntArray) -> int:
+    """The tokens with which both begin."""
+    size = min(one_T.size, other_T.size)
+    differs = one_T[:size] != other_T[:size]
+    return int(differs.argmax()) if differs.any() else size
 
 
 def key_of(prompt: Prompt) -> IntArray:

@@ -222,6 +222,13 @@ class ServerEngine:
             )
         self.sync.push(version)
 
+    def rest(self) -> None:
+        """Have the servers sleep until the next ``update`` or request, where ``sync.sleep`` asks for it. All ranks call
+        it together.
+        """
+        if self.sync is not None:
+            self.sync.rest()
+
     @property
     def places(self) -> int:
         """Requests that are sent at a time; more wait for one another."""
@@ -278,12 +285,14 @@ class ServerEngine:
         that have the last push. Raises the error of the first rank that has one, on all ranks.
         """
         if self.sync is not None:
+            self.sync.wake()
             self.sync.hold()
         try:
             outcome: T | TautError = work()
         except TautError as error:
             outcome = error
         outcomes = [outcome] if ranks is None else ranks.gather(outcome)
+        self.rest()
         results: list[T] = []
         for outcome in outcomes:
             if isinstance(outcome, TautError):
@@ -450,9 +459,12 @@ def _opened(
         thread=thread,
         patience=["server.sync.timeout"],
     )
+    server = Server(kind_of_server(openai, control, root, card.id), Serving(card.id))
+    if config.sync.sleep:
+        server.vllm.require_sleep()
+        server.vllm.wake()  # a run that was killed leaves it asleep
     kind = _kind(openai, card.id, texts)
     untold = _untold_tokenizer(openai, card.id, texts, card.max_model_len)
-    server = Server(kind_of_server(openai, control, root, card.id), Serving(card.id))
     return _Opened(server, card.max_model_len, kind, untold)
 
 

@@ -14,6 +14,8 @@ controlled by these endpoints:
                                                             inference/worker/taut_worker.py
     /pause?mode=keep, /resume                               freeze requests under way while weights are loaded; used
                                                             where /openapi.json has them
+    /sleep?level=1, /wake_up?tags=...                       give GPU memory back between rollouts; used where asked for,
+                                                            and /server_info says that the server can
     /init_weight_transfer_engine, /start_weight_update, /update_weights, /finish_weight_update, /weight_info,
     /server_info                                            vLLM's own transfer (weight_transfer.py)
 """
@@ -29,7 +31,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import httpx2
 import numpy as np
@@ -530,6 +532,31 @@ class VllmServer:
                 self.control.once().ask("resume", {}, LEAVING)
             raise
         self.control.ask("resume", {})
+
+    def require_sleep(self) -> None:
+        """Raise EngineError unless it gives memory back when it sleeps. Without its option it has the routes, and keeps
+        the memory.
+        """
+        try:
+            info = self.control.ask("server_info?config_format=json")
+            can_sleep = info["vllm_config"]["model_config"]["enable_sleep_mode"]
+        except (EngineError, LookupError, TypeError):
+            can_sleep = None
+        if can_sleep is not True:
+            raise EngineError(
+                f"server: {self.openai.url} cannot sleep (rollout.server.sync.sleep=true); expected vLLM whose "
+                "/server_info says enable_sleep_mode; start it with VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode, or "
+                "take rollout.server.sync.sleep out"
+            )
+
+    def sleep(self) -> None:
+        """Have it move its weights to the host's memory and forget its keys and values. No request may be under way."""
+        self.root.tell("sleep?level=1", {})
+
+    def wake(self, *tags: Literal["weights", "kv_cache"]) -> None:
+        """Have it take memory for the parts with these tags, by default all; it answers requests once it has all."""
+        query = "&".join(f"tags={tag}" for tag in tags)
+        self.root.tell(f"wake_up?{query}".rstrip("?"), {})
 
     def serves(self, name: str) -> bool:
         """Whether the server lists a model of this name."""

@@ -32,6 +32,9 @@ Requests under way during a push:
     adapter                         they end under the adapter that they began with
     a probe has to be alone         they are waited for
 
+Servers on the GPUs that train (``sleep``) sleep between a rollout and the next push: they are woken in two parts,
+weights before they are loaded, keys and values after that, and no request is sent while they sleep.
+
 A completion's version is that of the weights at its beginning: of its oldest token.
 
 A server that was restarted gets the same files once more, and is proven again, before it gets requests
@@ -70,7 +73,13 @@ from taut.data.packing import pack
 from taut.errors import ConfigError, EngineError, OutputError, TautError
 from taut.inference import worker as worker_package
 from taut.inference.server_pool import Pool, Restarted, Server, Serving, require_held
-from taut.inference.vllm_client import PUSHED, TOLERANCE, NoAnswer, ParameterReport
+from taut.inference.vllm_client import (
+    PUSHED,
+    TOLERANCE,
+    NoAnswer,
+    ParameterReport,
+    VllmServer,
+)
 from taut.inference.weight_transfer import (
     VERSION,
     Choice,
@@ -122,6 +131,10 @@ class SyncConfig:
     can write in it."""
     timeout: Annotated[float, Field(gt=0)] = 600.0
     """Seconds a server may take to load them."""
+    sleep: bool = False
+    """Whether the servers sleep while the model trains, for servers on the GPUs that train: their weights are then in
+    the host's memory, and keys and values nowhere. Requires vLLM with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1,
+    and rollout.lag=0."""
     transport: Transport = "auto"
     """How every weight gets to vLLM. files: through ``folder``. nccl, ipc: by vLLM's own transfer, with which the
     server was started: to other GPUs, or to a server on this process's GPU. auto: the server's own where it can be
@@ -227,6 +240,8 @@ class Sync:
         self.pool, self.trained, self.config, self.probe_T = pool, trained, config, probe_T
         self.proofs: list[Proof] = []
         """Proofs of the last push, of each server that has it."""
+        self.is_asleep = False
+        """Whether the servers sleep, on all ranks alike."""
         self.restarts = 0
         """How often a restarted server got the last push again."""
         found = _together(trained.ranks, self._look_at_servers)
@@ -284,6 +299,9 @@ class Sync:
         found = [Decision("requests during a push", value, reason)]
         if self.mode == "full":
             found.append(Decision("weight transfer", self._way.transport, self._way_reason))
+        if self.config.sleep:
+            reason = "rollout.server.sync.sleep: weights in the host's memory, no keys and values (/sleep?level=1)"
+            found.append(Decision("servers between rollouts", "sleep", reason))
         return found
 
     @property
@@ -307,6 +325,8 @@ class Sync:
         if self._transfer is None:
             self._gathered(partial(self._write, version, expected_N))
         waits = self._is_probed_alone or (self.mode == "full" and not self._can_pause)
+        self._free_memory()
+        self.is_asleep = False  # ``_feed`` wakes them
         with self.pool.held(until_empty=waits):
             ranks.gather(None)  # requests of all ranks have ended, or are held
             if self._transfer is None:
@@ -339,6 +359,38 @@ class Sync:
         self.restarts = ranks.gather(self.restarts)[0]
         if not self.pool.in_use:
             raise self.pool.failure
+
+    def wake(self) -> None:
+        """Before generation: wake the servers, if they sleep."""
+        if self.is_asleep:
+            self._free_memory()
+            _together(self.trained.ranks, partial(self._tell_all, VllmServer.wake))
+            self.is_asleep = False
+
+    def rest(self) -> None:
+        """After generation: have the servers sleep, where ``sleep`` asks for it. No request is under way."""
+        if self.config.sleep and not self.is_asleep:
+            _together(self.trained.ranks, partial(self._tell_all, VllmServer.sleep))
+            self.is_asleep = True
+
+    def _tell_all(self, tell: Callable[[VllmServer], None]) -> None:
+        """Tell it to all servers, at the same time. One that does not do it is left out."""
+
+        def try_one(server: Server) -> None:
+            try:
+                tell(server.vllm)
+            except EngineError as failure:
+                self.pool.leave_out(server, self.pool.named(server, failure))
+
+        with self._lock, ThreadPoolExecutor(len(self.pool.servers), "sleep") as threads:
+            [*threads.map(try_one, self.pool.in_use)]
+
+    def _free_memory(self) -> None:
+        """Give back what the allocator of this process keeps of its GPU, before servers there take memory."""
+        if self.config.sleep:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self.trained.ranks.gather(None)
 
     def _gathered(self, work: Callable[[Whole], T]) -> T:
         """The result of ``work`` on the writer, which is given the whole weights, returned or raised on every rank."""
@@ -408,7 +460,9 @@ class Sync:
             raise EngineError(
                 f"server: {listed}; expected all servers to compute in one dtype; start them with the same --dtype"
             )
-        can_pause = mode == "full" and not is_alone and all(server.pauses for server in servers)
+        # A server that wakes is paused until it has all its memory: resuming it before would be wrong.
+        pauses = not self.config.sleep and all(server.pauses for server in servers)
+        can_pause = mode == "full" and not is_alone and pauses
         return _Findings(mode, dtypes[0], can_pause, is_alone, way)
 
     def _write(self, version: int, expected_N: FloatArray, whole: Whole) -> None:
@@ -486,9 +540,11 @@ class Sync:
     ) -> tuple[Serving, Proof]:
         """Have a server load what was written, or is sent by ``delivery``, and prove it."""
         start, vllm = time.monotonic(), server.vllm
+        if self.config.sleep:
+            vllm.wake("weights")
         before_N = self._logp.get(server)
         is_first = before_N is None
-        if before_N is None:
+        if before_N is None:  # it has not slept yet
             before_N = vllm.log_probs(vllm.base, self.probe_T)
         name, num_equal = vllm.base, 0
         unread: list[str] = []
@@ -526,6 +582,8 @@ class Sync:
             name = f"{vllm.base}{PUSHED}{run}-{push.folder.name}"
             vllm.load_adapter(name, push.folder)
             self._adapters[server][name] = push.folder
+        if self.config.sleep:
+            vllm.wake("kv_cache")
         logp_N = vllm.log_probs(name, self.probe_T)
         self._require_same(logp_N, push.expected_N, None if is_first else before_N, push.dtype)
         self._logp[server] = logp_N
@@ -610,6 +668,8 @@ class Sync:
                 server.vllm.serves(server.vllm.base)  # soon, where it does not answer
                 server.serving, _ = self._feed(server, self._last)
                 self.restarts += 1
+                if self.is_asleep:
+                    server.vllm.sleep()
 
     def _unload(self, server: Server, in_use: set[str]) -> None:
         """Unload the adapters that neither new requests name nor those under way."""

@@ -6,6 +6,7 @@ run warns and when it stops.
     logprobs     the engine's against the trainer's own, of the same tokens: mean |difference|, effective sample size
     ends         the share of completions that end by themselves, against that of the first rollouts
     signal       rollouts in which no group's rewards differ, with a critic none at all: nothing is learned
+    prefix_cache tokens that the engine in this process computed again for want of room (said once in a run)
     dropped      the share of answers that are cut and left out of training (shaping.overlong=drop)
     values       the critic's values against the range of the returns of recent rollouts
     updates      where several updates train on a rollout, KL(old || policy) and the share of clipped tokens; entropy
@@ -122,6 +123,8 @@ def rollout_event(
         event["turns_mean"] = fmean(trajectory.num_turns for trajectory in whole)
         event["calls"] = sum(trajectory.num_calls for trajectory in whole)
         event["malformed_calls"] = sum(trajectory.num_malformed_calls for trajectory in whole)
+    if rollout.lost[0]:
+        event["prefix_recomputed"], event["prefix_gib"] = rollout.lost[0], rollout.lost[1] / 2**30
     if config.fork.is_on and whole:
         new = [trajectory.num_sampled - trajectory.num_inherited for trajectory in whole]
         event["fork_distinct"] = fmean(count > 0 for count in new)
@@ -317,6 +320,12 @@ class RolloutMonitor:
             emit("warning", name="unrewarded", step=step, detail=detail)
             return
         self.unrewarded = 0
+        lost = fields.get("prefix_recomputed", 0)
+        detail = (
+            f"{lost:,} tokens of earlier turns had no room among the kept keys and values and were computed again; "
+            f"{fields.get('prefix_gib', 0):.3g} GiB hold all; raise rollout.local.prefix_cache_gib"
+        )
+        warn("prefix_cache", detail, is_bad=lost > 0, is_over=False)
         detail = (
             f"{total - rewarded} of {total} completions have no reward ({why}) and are not learned from; the mean "
             f"reward is over the other {rewarded}; return a number for every completion "

@@ -35,6 +35,7 @@ from taut.config import Decision
 from taut.data.batching import Rows
 from taut.data.order import Cursor, Order
 from taut.data.prompts import PromptRow, PromptSet
+from taut.inference.vllm import ServerEngine
 from taut.losses import Loss
 from taut.rewards.panel import Verdict
 from taut.rewards.verifier import Score
@@ -449,6 +450,8 @@ class Online:
         are_own = self._are_own(number)
         if not any(are_own):
             rollout = Rollout([])
+            if isinstance(engine, ServerEngine):
+                engine.rest()
         elif self.config.lag:
             num_left = -(-self.trainer.num_steps // self.config.updates) - number
             rollout = self._lagging.take(number, version, num_left)

@@ -35,7 +35,7 @@ from taut.config import Decision, configclass
 from taut.data.prompts import PromptRow
 from taut.errors import ConfigError, DataError, TautError
 from taut.inference.engine import Engine, Sampling
-from taut.inference.local import ConversationConfig
+from taut.inference.local import ConversationConfig, LocalEngine
 from taut.inference.vllm import ServerConfig, ServerEngine
 from taut.io.console import counted
 from taut.losses.advantages import are_alike
@@ -146,6 +146,11 @@ class RolloutConfig:
             raise ConfigError(
                 f"rollout.lag={self.lag} with rollout.engine=local: the engine in this process has the weights that "
                 "train, and cannot generate while they change; expected rollout.engine=server; take rollout.lag out"
+            )
+        if self.lag and self.server.sync.sleep:
+            raise ConfigError(
+                f"rollout.lag={self.lag} with rollout.server.sync.sleep=true: servers that generate while the model "
+                "trains cannot sleep meanwhile; expected one of the two; take one out"
             )
         if self.lag % self.updates:
             raise ConfigError(
@@ -294,6 +299,8 @@ class Rollout:
     """Prompts that rollout.difficulty_filter has replaced."""
     from_data: Sequence[Group] = ()
     """Answers of the data, which were not generated."""
+    lost: tuple[int, int] = 0, 0
+    """``LocalEngine.take_lost``: tokens that were computed again, and bytes that would have been enough."""
 
     @property
     def all_groups(self) -> list[Group]:
@@ -404,7 +411,8 @@ class RolloutWorker:
             seen.update(indices)
         if not groups:  # a step has to have something
             groups, left_out = left_out, []
-        return Rollout(groups, left_out, generating, judging, oversampled=oversampled)
+        lost = self.engine.take_lost() if isinstance(self.engine, LocalEngine) else (0, 0)
+        return Rollout(groups, left_out, generating, judging, oversampled=oversampled, lost=lost)
 
     def close(self) -> None:
         """Close rewards, environments and engine."""

@@ -13,7 +13,7 @@ import httpx2
 from tests.fake_vllm import FakeServer
 
 from taut.cluster.rank_process import RankProcess
-from taut.cluster.servers import PROGRAM, Address, Doors, is_ready
+from taut.cluster.servers import PROGRAM, Address, Doors, Place, Servers, is_ready, shares
 
 STARTER = """
 import sys
@@ -23,18 +23,22 @@ RankProcess([sys.argv[1]], {}, ".", lambda stream, line: print(line, end="", flu
 """
 
 
+def kind(name: str, number: int, *, has_one_address: bool) -> Servers:
+    return Servers(name, number, "", 0, 1, 0, 1.0, has_one_address)
+
+
 def test_a_door_leads_to_where_the_server_is_now() -> None:
-    doors = Doors("127.0.0.1", 2)
+    doors = Doors("127.0.0.1", [kind("server", 2, has_one_address=False)])
     try:
-        door, other = doors.addresses
+        door, other = doors.addresses["server"]
         assert not is_ready(door)
         with FakeServer(names=("first",)) as first, httpx2.Client(trust_env=False) as client:
-            doors.lead(0, Address("127.0.0.1", port_of(first)))
+            doors.lead("server", 0, Address("127.0.0.1", port_of(first)))
             assert is_ready(door)
             assert not is_ready(other)
             assert models(client, door) == ["first"]
             with FakeServer(names=("second",)) as second:
-                doors.lead(0, Address("127.0.0.1", port_of(second)))
+                doors.lead("server", 0, Address("127.0.0.1", port_of(second)))
                 with httpx2.Client(trust_env=False) as another:
                     assert models(another, door) == ["second"]
                     assert models(client, door) == ["first"]  # a connection stays where it is
@@ -44,6 +48,26 @@ def test_a_door_leads_to_where_the_server_is_now() -> None:
     assert not is_ready(door)
 
 
+def test_one_address_leads_to_the_server_with_the_fewest_connections_that_takes_it() -> None:
+    doors = Doors("127.0.0.1", [kind("reward server", 2, has_one_address=True)])
+    try:
+        (door,) = doors.addresses["reward server"]
+        with FakeServer(names=("first",)) as first, FakeServer(names=("second",)) as second:
+            for number, server in enumerate((first, second)):
+                doors.lead("reward server", number, Address("127.0.0.1", port_of(server)))
+            clients = [httpx2.Client(trust_env=False) for _ in range(4)]
+            seen = [models(client, door)[0] for client in clients]
+            assert sorted(seen) == ["first", "first", "second", "second"]
+            for client in clients:
+                client.close()
+        with FakeServer(names=("again",)) as again:
+            doors.lead("reward server", 1, Address("127.0.0.1", port_of(again)))
+            with httpx2.Client(trust_env=False) as client:
+                assert models(client, door) == ["again"]  # the other one takes no connection
+    finally:
+        doors.close()
+
+
 def port_of(server: FakeServer) -> int:
     return int(server.url.removesuffix("/v1").rpartition(":")[2])
 
@@ -51,6 +75,16 @@ def port_of(server: FakeServer) -> int:
 def models(client: httpx2.Client, door: Address) -> list[str]:
     answer = client.get(f"http://{door.host}:{door.port}/v1/models").json()
     return [card["id"] for card in answer["data"]]
+
+
+def test_servers_on_the_gpus_of_ranks_share_no_node_with_those_of_others() -> None:
+    ranks = [Place("a", ("0",)), Place("a", ("1",)), Place("b", ("4",)), Place("a", ("2",))]
+    ranks += [Place("b", ("5",)), Place("a", ("3",)), Place("b", ("6",))]
+    assert shares(ranks, 2) == [
+        Place("a", ("0", "1")),
+        Place("a", ("2", "3")),
+        Place("b", ("4", "5")),
+    ]
 
 
 def test_a_server_ends_with_a_code_and_its_last_line(tmp_path: Path) -> None:

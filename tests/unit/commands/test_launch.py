@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from taut import cli, extras
-from taut.commands.launch import LaunchRay, _served, _servers, ray, read
-from taut.config import fields_of
+from taut.cluster.ray_cluster import Job, _pointed, _request_at
+from taut.cluster.servers import Doors, Place
+from taut.commands.launch import LaunchRay, _named_in_file, _served, _servers, ray, read
+from taut.config import fields_of, load
 from taut.errors import ConfigError, OutputError
 from taut.methods import METHODS
+from taut.methods.method import class_of
 
 KEYS = ["model=m", "data.train=a.jsonl", "steps=1"]
 
@@ -45,6 +48,13 @@ def test_a_rank_is_started_with_the_runs_own_words(tmp_path: Path) -> None:
         (["stepz=3"], "unknown key 'stepz'"),
         (["gpus_per_server=2"], "gpus_per_server is set and servers=0"),
         (["servers=2"], "servers=2 and sft, which asks none"),
+        (["colocate=true"], "colocate is set and servers=0"),
+        (["reward_server_command=x"], "reward_server_command is set and reward_servers=0"),
+        (["reward_servers=2"], "reward_servers=2 and no command that starts one"),
+        (
+            ["reward_servers=2", "reward_server_command={serve} rm"],
+            "reward_servers=2, and no setting of the run names {reward_servers}",
+        ),
     ],
 )
 def test_what_cannot_be_launched_is_refused_before_ray_is_asked(
@@ -62,7 +72,8 @@ def test_a_run_with_servers_is_one_that_asks_them(tmp_path: Path) -> None:
     asked = read(LaunchRay, None, words, partial(_served, None))
     assert asked.run.rollout.engine == "server"
     assert "rollout" not in " ".join(asked.words)
-    command = _servers(asked.launcher, asked.run).command
+    (servers,) = _servers(asked.launcher, asked.run)
+    command = servers.command
     assert " vllm serve m --served-model-name policy --host {host} --port {port} " in command
     assert (
         " --enable-lora --max-lora-rank 16 --tensor-parallel-size 4 --max-model-len 512" in command
@@ -70,10 +81,64 @@ def test_a_run_with_servers_is_one_that_asks_them(tmp_path: Path) -> None:
     for more, problem in (
         ("rollout.urls=http://a:1/v1", "servers=2 and rollout.urls: Ray starts servers"),
         ("rollout.engine=local", "servers=2 and rollout.engine: Ray starts servers"),
+        ("colocate=true", "gpus_per_server=4 and 1 ranks, gpus_per_node=1; expected a rank on"),
     ):
         with pytest.raises(ConfigError) as caught:
             ray(None, [*words, more])
         assert problem in str(caught.value)
+
+
+def test_servers_on_the_gpus_of_the_ranks_sleep_and_ask_ray_for_none(tmp_path: Path) -> None:
+    words = [*KEYS, "method=grpo", "rewards=math", f"out={tmp_path / 'out'}", "nodes=2"]
+    words += ["gpus_per_node=8", "servers=4", "gpus_per_server=4", "colocate=true"]
+    asked = read(LaunchRay, None, words, partial(_served, None))
+    assert asked.run.rollout.server.sync.sleep
+    (kind,) = _servers(asked.launcher, asked.run)
+    assert kind.command.endswith(" --tensor-parallel-size 4 --enable-sleep-mode")
+    request = _request_at(kind, Place("ab" * 28, ("4", "5", "6", "7")))
+    where = request.pop("scheduling_strategy")
+    assert (where.node_id, where.soft) == ("ab" * 28, False)
+    assert request == {"num_cpus": 0, "num_gpus": 0, "max_restarts": 3}
+    for more, problem in (
+        ("servers=3", "colocate=true with servers=3, gpus_per_server=4 and 16 ranks"),
+        ("min_workers=8", "colocate=true with 8 to 16 ranks"),
+        ("cpus_per_server=2", "cpus_per_server is set with colocate=true"),
+        ("rollout.lag=1", "rollout.lag=1 with rollout.server.sync.sleep=true"),
+    ):
+        others = [word for word in words if not word.startswith(more.partition("=")[0] + "=")]
+        with pytest.raises(ConfigError) as caught:
+            ray(None, [*others, more])
+        assert str(caught.value).startswith(problem)
+
+
+def test_a_run_asks_reward_servers_at_the_url_that_its_settings_name(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'method = "grpo"\n[[rewards]]\nname = "reward_server"\noptions.url = "{reward_servers}"\n'
+    )
+    words = [*KEYS, f"out={tmp_path / 'out'}", "reward_servers=2", "gpus_per_reward_server=0"]
+    words += ["reward_server_command={serve} rm"]
+    asked = read(LaunchRay, file, words, partial(_served, file))
+    assert asked.run.rewards[0].options == {"url": "http://reward-servers"}
+    (servers,) = _servers(asked.launcher, asked.run)
+    assert (servers.wanted, servers.one) == ("2 reward servers", {"CPU": 1.0})
+    assert servers.command.endswith(
+        " serve-reward host={host} port={port} 'hosts=[{door}]' without_key=true rm"
+    )
+    (word,) = _named_in_file(file, asked.words)
+    doors = Doors("127.0.0.1", [servers])
+    try:
+        pointed = _pointed(Job([*asked.words, word], "", {}, 0), doors)
+    finally:
+        doors.close()
+    (_, port) = doors.addresses["reward server"][0]
+    run = load(class_of(file, ["method=grpo"]), file, pointed.words[2:])
+    assert run.rewards[0].options == {"url": f"http://127.0.0.1:{port}"}
+    other = 'rewards=[{name = "judge", options.url = "{reward_servers}/v1"}]'
+    assert _named_in_file(file, [*asked.words, other]) == []
+    assert read(LaunchRay, file, [*words, other], partial(_served, file)).run.rewards[
+        0
+    ].options == {"url": "http://reward-servers/v1"}
 
 
 def test_out_is_required_and_not_reused_unasked(tmp_path: Path) -> None:

@@ -135,6 +135,33 @@ def test_without_room_for_what_is_kept_each_turn_computes_its_prompt() -> None:
     assert scorer.sizes[0] == turn.ids_T.size
 
 
+def test_what_is_computed_again_for_want_of_room_is_counted() -> None:
+    """As many tokens as the forwards have more than those of a cache with room for all; what two prompts begin with
+    counts once, as it is computed once. The bytes that are said to hold all, do.
+    """
+
+    def computed(gib: float) -> tuple[int, int, int]:
+        scorer = Watched()
+        local, asked = engine(scorer, prefix_cache_gib=gib), prompts(40, 30, 20)
+        asked.append(Prompt("p3", asked[0].ids_T.copy()))
+        for _ in range(2):  # of one call after another
+            with local.conversation():
+                turn = asked
+                for _ in range(2):
+                    turn = continued(turn, local.generate(turn, DRAWN), 4)
+                local.generate(turn, DRAWN)
+        lost, num_bytes = local.take_lost()
+        assert local.take_lost() == (0, 0)
+        return sum(scorer.sizes), lost, num_bytes
+
+    least, lost, _ = computed(2.0)
+    assert lost == 0
+    all_tokens, lost, num_bytes = computed(2**15 / 2**30)
+    assert lost == all_tokens - least > 50
+    assert computed(num_bytes / 2**30) == (least, 0, num_bytes)
+    assert computed(0.0)[1:] == (0, 0)  # nothing was to be kept
+
+
 def test_a_common_beginning_is_computed_once() -> None:
     scorer = Watched()
     common = ids(30)

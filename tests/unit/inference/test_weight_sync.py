@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.fake_vllm import CONFIG, GREEDY, PROBED, FakeServer, after_probe, prompt
-from tests.fake_weight_sync import CPU, WeightServer, Worker, change, tiny, trained
+from tests.fake_weight_sync import CPU, PARTS, WeightServer, Worker, change, tiny, trained
 from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.config import from_mapping, replace
@@ -89,6 +89,60 @@ def test_a_push_is_proven_by_every_tensor_and_by_log_probs(folder: str) -> None:
     assert second.num_bytes == sum(parameter.nbytes for parameter in model.parameters())
     assert completion.version == 3
     assert server.told.count("/reset_prefix_cache") == 2
+
+
+def test_a_server_sleeps_between_rollouts_and_wakes_in_parts_around_a_push(folder: str) -> None:
+    model = tiny()
+    server = WeightServer(has=("full", "pause", "sleep"), asleep=PARTS)  # as a killed run leaves it
+    with following(server, trained(model), folder=folder, sleep=True) as engine:
+        assert "servers between rollouts" in [decision.name for decision in engine.decisions]
+        engine.update(0)
+        engine.generate([prompt("a", 1, 20)], GREEDY)
+        assert server.asleep == PARTS
+        change(model)
+        server.told.clear()
+        engine.update(1)
+        assert server.asleep == frozenset()
+        assert proof_of(engine).largest_change > 0.1
+        engine.generate([prompt("a", 1, 20)], GREEDY)
+        assert [path.removeprefix("/collective_rpc ") for path in server.told] == [
+            "/wake_up?tags=weights",
+            *("taut_held", "taut_load"),
+            *("/reset_prefix_cache?reset_running_requests=true", "taut_checksums"),
+            "/wake_up?tags=kv_cache",
+            *("taut_held", "taut_held"),  # before the rollout, and after the answer
+            "/sleep?level=1",
+        ]
+        server.told.clear()
+        (completion,) = engine.generate([prompt("a", 1, 20)], GREEDY)  # nothing was updated
+        assert (server.told[0], server.told[-1]) == ("/wake_up", "/sleep?level=1")
+        assert completion.version == 1
+        engine.rest()
+        assert server.told.count("/sleep?level=1") == 1
+        server.restart()
+        server.asleep = frozenset()
+        (completion,) = engine.generate([prompt("a", 1, 20)], GREEDY)
+        assert (completion.version, sync_of(engine).restarts) == (1, 1)
+        assert server.asleep == PARTS
+
+
+def test_an_adapter_is_loaded_by_a_server_that_wakes(folder: str) -> None:
+    model, server = apply_lora(tiny(), LORA), WeightServer(has=("adapter", "sleep"))
+    with following(server, trained(model), folder=folder, sleep=True) as engine:
+        for version in range(2):
+            engine.update(version)
+            (completion,) = engine.generate([prompt("a", 1, 20)], GREEDY)
+            assert (completion.version, server.asleep) == (version, PARTS)
+            change(model)
+    assert "a request while it sleeps" not in server.told
+
+
+def test_a_server_that_cannot_sleep_is_refused(folder: str) -> None:
+    with (
+        pytest.raises(EngineError, match=r"cannot sleep .* start it with .*--enable-sleep-mode, "),
+        following(WeightServer(), trained(tiny()), folder=folder, sleep=True),
+    ):
+        pass
 
 
 def test_an_adapter_goes_merged_to_a_server_that_loads_none(folder: str) -> None:

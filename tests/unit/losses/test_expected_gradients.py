@@ -135,7 +135,9 @@ def test_gae_has_the_gradient_of_the_reward(lam: float) -> None:
 
 @pytest.mark.parametrize("is_fresh", [True, False])
 def test_an_engine_that_differs_is_corrected_exactly(is_fresh: bool) -> None:
-    """Answers of the engine, weighted as wholes without a cap: the trainer's gradient. Unweighted it is another."""
+    """Answers of the engine, weighted as wholes without a cap: the trainer's gradient. Unweighted it is another, and
+    with a weight of each token for itself too: what comes before and after the token is the engine's.
+    """
     streams = {
         "advantage_N": REWARD_S[PACKED.row_N],
         "old_logp_N": logp(POLICY),
@@ -146,7 +148,9 @@ def test_an_engine_that_differs_is_corrected_exactly(is_fresh: bool) -> None:
     plain = PolicyGradient(is_fresh=is_fresh, has_engine_logp=True)
     corrected = replace(plain, correction=how)
     torch.testing.assert_close(expected(corrected, packed), -gradient_of_reward(), **EXACT)
-    assert float((expected(plain, packed) + gradient_of_reward()).norm()) > 1e-3
+    by_token = replace(plain, correction=how._replace(level="token"))
+    for other in (plain, by_token):
+        assert float((expected(other, packed) + gradient_of_reward()).norm()) > 1e-3
 
 
 def test_values_of_the_divergence() -> None:
