@@ -245,7 +245,7 @@ class TransferServer(WeightServer):
     def _described(self) -> Body:
         config = {
             "weight_transfer_config": self.backend and {"backend": self.backend},
-            "model_config": {"dtype": "torch.float32"},
+            "model_config": {"dtype": "torch.float32", "enable_sleep_mode": "sleep" in self.has},
             "parallel_config": {"world_size": self.world_size, "data_parallel_size": 1},
             "device_config": {"device": "cuda"},
             "lora_config": None,
@@ -268,6 +268,7 @@ class TransferServer(WeightServer):
                 self.nccl.take(self._unique_id, self.init_info["rank_offset"])
 
     def start_weight_update(self, body: Body) -> None:
+        assert "weights" not in self.asleep
         assert not self.is_updating, "called while a weight update is already active"
         self.is_updating, self.num_chunks = True, 0
 

@@ -137,9 +137,9 @@ def read_text(path: Path) -> str:
 
 def read_settings(path: Path) -> tuple[list[Setting], list[str]]:
     """The settings of a YAML or JSON file, and a line for each repeated key. Raises ConfigError otherwise."""
-    loader = yaml.SafeLoader(read_text(path))
-    loader.name = path.name
+    text = read_text(path)
     try:
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             raise ConfigError(f"{path}:1 holds no settings; expected `key: value` lines")
@@ -151,11 +151,12 @@ def read_settings(path: Path) -> tuple[list[Setting], list[str]]:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark is not None else 1
         what = getattr(error, "problem", None) or str(error)
+        if isinstance(error, yaml.reader.ReaderError):
+            line = text.count("\n", 0, error.position) + 1
+            what = f"it has the character U+{error.character:04X}"
         raise ConfigError(
             f"{path}:{line} is not YAML ({' '.join(str(what).split())}); put the line right"
         ) from error
-    finally:
-        loader.dispose()
     settings: dict[str, Setting] = {}
     unread = []
     for key, value, line in pairs:

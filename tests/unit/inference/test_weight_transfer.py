@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.fake_vllm import CONFIG, GREEDY, prompt
-from tests.fake_weight_sync import CPU, change, tiny, trained
+from tests.fake_weight_sync import CPU, PARTS, change, tiny, trained
 from tests.fake_weight_transfer import UUID, FakeNccl, TransferServer, stand_in
 from tests.tiny_tokenizers import tiny_tokenizer
 from torch import nn
@@ -101,6 +101,26 @@ def test_weights_arrive_in_chunks_between_a_pause_and_what_proves_them(
         backend,
         "every server was started with it",
     )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_server_that_sleeps_is_woken_in_parts_around_a_transfer(
+    backend: str, nccl: FakeNccl
+) -> None:
+    has = ("full", "pause", "sleep")
+    model, server = tiny(), TransferServer(backend=backend, gpu=GPU[backend], nccl=nccl, has=has)
+    with following(model, server, sleep=True) as (engine, _):
+        for version in (0, 1):
+            engine.update(version)
+            (completion,) = engine.generate([prompt("a", 1, 20)], GREEDY)
+            assert (completion.version, server.asleep) == (version, PARTS)
+            change(model)
+        assert way(engine).value == backend
+    told = server.told
+    wakes = [told.index(f"/wake_up?tags={part}") for part in ("weights", "kv_cache")]
+    assert wakes[0] < told.index("/start_weight_update")
+    assert told.index("/finish_weight_update") < wakes[1]
+    assert "a request while it sleeps" not in told
 
 
 def test_tensors_of_several_widths_are_packed_where_their_elements_can_be_read() -> None:

@@ -326,6 +326,7 @@ def test_a_key_given_twice_is_told(tmp_path: Path) -> None:
         ("trl==new:a.yaml", "new is no version"),
         ("trl.pt:{a.yaml}", "expected one of sft, dpo"),
         ("trl:{bad.yaml}", "bad.yaml:2 is not YAML"),
+        ("trl:{control.yaml}", "control.yaml:2 is not YAML (it has the character U+0080)"),
         ("trl:{accelerate.yaml}", "3 of 4 keys are no options of trl 1.16.0"),
         ("trl:{list.yaml}", "list.yaml:1 holds no settings"),
         ("trl:{empty.sh}", "empty.sh has no command of trl"),
@@ -341,6 +342,7 @@ def test_what_cannot_be_read(tmp_path: Path, spec: str, message: str) -> None:
     )
     written(tmp_path, "list.yaml", "- a\n")
     written(tmp_path, "empty.sh", "echo hello\n")
+    written(tmp_path, "control.yaml", "a: 1\nb: \x80\n")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     framework, brace, name = spec.partition("{")
     with pytest.raises(ConfigError) as caught:
