@@ -369,7 +369,19 @@ def test_a_limit_of_prompts_is_not_that_of_whole_samples(tmp_path: Path) -> None
     report = examine(f"trl==0.18.0:{tmp_path / 'b.sh'}")
     offer = json.loads(json.dumps(report.as_json(), allow_nan=False))["carried"]
     assert offer["settings"]["data.max_length"] == 64
-    assert "max_prompt_length" in lacking(offer)
+    assert "are not cut or dropped" in lacking(offer)["max_prompt_length"]
+
+
+def test_an_option_that_earlier_releases_had_is_carried(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": []}\n')
+    (tmp_path / "c.sh").write_text(
+        "trl grpo --model_name_or_path some/model --dataset_name rows.jsonl --max_prompt_length 32\n"
+    )
+    report = examine(f"trl==0.18.0:{tmp_path / 'c.sh'}")
+    offer = json.loads(json.dumps(report.as_json(), allow_nan=False))["carried"]
+    settings = offer["settings"]
+    assert (settings["data.max_length"], settings["data.too_long"]) == (32, "drop")
+    assert "max_prompt_length" not in lacking(offer)
 
 
 def test_a_variable_that_taut_has_nothing_for_has_its_reason(tmp_path: Path) -> None:
