@@ -20,7 +20,7 @@ from typing import Annotated, Generic, TypeVar
 from pydantic import Field
 
 from taut.cluster.servers import REWARDS_PLACE, ROLLOUT_SERVER, Servers
-from taut.config import configclass, fields_of, home_path, load, read_settings, user_path
+from taut.config import changed, configclass, fields_of, home_path, load, read_settings, user_path
 from taut.errors import ConfigError
 from taut.inference.weight_sync import serve_command
 from taut.io.temporary import TemporaryFolder
@@ -230,7 +230,7 @@ def ray(path: Path | None, overrides: Sequence[str]) -> int:
 def _served(path: Path | None, launcher: LaunchRay, rest: Sequence[str]) -> list[str]:
     """Settings that stand for servers which do not run yet."""
     for number, keys in NEEDS.items():
-        unread = [key for key in keys if getattr(launcher, key) != getattr(LaunchRay, key)]
+        unread = changed(launcher, keys)
         if unread and not getattr(launcher, number):
             raise ConfigError(
                 f"{unread[0]} is set and {number}=0; expected servers; set {number}, or take it out"

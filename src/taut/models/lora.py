@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from taut import capabilities
-from taut.config import Decision, configclass, fields_of
+from taut.config import Decision, changed, configclass
 from taut.errors import ConfigError, ModelError
 from taut.io import files
 from taut.models import architecture, products, tensor_parallel
@@ -95,15 +95,10 @@ class LoraConfig:
     """Directory of an adapter to continue training; its own settings apply."""
 
     def __post_init__(self) -> None:
-        changed = [
-            name
-            for name, info in fields_of(type(self)).items()
-            if name not in ("rank", "adapter")
-            and getattr(self, name) != info.get_default(call_default_factory=True)
-        ]
-        if changed and (not self.is_on or self.adapter):
+        unread = [name for name in changed(self) if name not in ("rank", "adapter")]
+        if unread and (not self.is_on or self.adapter):
             why = "the adapter's own settings apply" if self.adapter else "lora.rank is 0"
-            raise ConfigError(f"lora.{changed[0]} is set and would be ignored: {why}; remove it")
+            raise ConfigError(f"lora.{unread[0]} is set and would be ignored: {why}; remove it")
         if self.adapter and self.rank:
             raise ConfigError(
                 f"lora.rank={self.rank} and lora.adapter are both set; remove lora.rank, "
