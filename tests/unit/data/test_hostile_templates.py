@@ -38,11 +38,11 @@ HOSTILE = {
     "powers of powers": ("{{ 9 ** (9 ** 9) }}", TIME),
     "doubling a list": (
         "{% set n = namespace(x=[messages]) %}{% for i in range(64) %}{% set n.x = n.x + n.x %}{% endfor %}",
-        MEMORY,
+        f"{TIME}|{MEMORY}",
     ),
     "doubling a text": (
         "{% set n = namespace(x='ab') %}{% for i in range(64) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-        MEMORY,
+        f"{TIME}|{MEMORY}",
     ),
     "a width of %": ("{{ '%9999999999d' % 1 }}", MEMORY),
     "a width of format": (
