@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,12 @@ from typing import Any
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
+import torch
 from ray.cluster_utils import Cluster
+from tests.chat_runs import column
+from tests.online_runs import train
+from tests.sampling_server import SamplingServer
+from transformers import AutoModelForCausalLM
 
 NODE: dict[str, Any] = {
     "num_cpus": 1,
@@ -101,3 +107,21 @@ def _value(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
     return json.dumps(value)
+
+
+def serving(folder: Path) -> str:
+    """The setting with which ``taut launch`` starts roll-out servers (sampling_server.py). ``folder`` is made, for what
+    they write.
+    """
+    folder.mkdir()
+    python = shlex.quote(sys.executable)
+    return f"server_command=exec {python} -m tests.sampling_server {{model}} {{host}} {{port}} {folder}"
+
+
+def losses_alone(keys: Mapping[str, Any], out: Path) -> list[float]:
+    """The losses of the run in this process, which asks one server that samples."""
+    model = AutoModelForCausalLM.from_pretrained(keys["model"], dtype=torch.float32)
+    with SamplingServer(model=model) as server:
+        urls = {"rollout.engine": "server", "rollout.urls": server.url}
+        train({**keys, **urls, "out": str(out)})
+    return column(out, "loss")

@@ -7,21 +7,17 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from ray.cluster_utils import Cluster
 from tests.chat_runs import column, events
 from tests.online_runs import keys_of, save_models, train
-from tests.ray_clusters import LIMIT, NODE, begin, node_of, nodes
-from tests.sampling_server import SamplingServer
+from tests.ray_clusters import LIMIT, NODE, begin, losses_alone, node_of, nodes, serving
 from tests.unit.commands.test_score import save_reward
-from transformers import AutoModelForCausalLM
 
 from taut.models.reward_model import NewHead
 
@@ -73,13 +69,11 @@ def test_a_server_that_is_killed_twice_costs_no_answer(
 ) -> None:
     """Answers are a function of weights and seed, so the losses are those of one process and one server."""
     folder = tmp_path / "servers"
-    folder.mkdir()
+    command = serving(folder)
     (folder / "hold").touch()
-    python = shlex.quote(sys.executable)
-    command = f"exec {python} -m tests.sampling_server {{model}} {{host}} {{port}} {folder}"
     words = ["nodes=2", "servers=2", "gpus_per_server=0", "server_restarts=2"]
     out = tmp_path / "out"
-    process = begin({**keys, "out": str(out)}, cluster.address, *words, f"server_command={command}")
+    process = begin({**keys, "out": str(out)}, cluster.address, *words, command)
     seen: set[str] = set()
     first, pid = asked(folder, seen)
     other, _ = asked(folder, {first})
@@ -99,11 +93,8 @@ def test_a_server_that_is_killed_twice_costs_no_answer(
     assert stderr.count("ended with 137") == 2
     assert [event["servers"] for event in events(out, "rollout")][-1] == 2
     assert sum(event["server_restarts"] for event in events(out, "rollout")) >= 2
-    model = AutoModelForCausalLM.from_pretrained(keys["model"], dtype=torch.float32)
-    with SamplingServer(model=model) as server:
-        urls = {"rollout.engine": "server", "rollout.urls": server.url}
-        train({**keys, **urls, "out": str(tmp_path / "alone")})
-    assert column(out, "loss") == pytest.approx(column(tmp_path / "alone", "loss"), rel=1e-9)
+    alone = losses_alone(keys, tmp_path / "alone")
+    assert column(out, "loss") == pytest.approx(alone, rel=1e-9)
     assert not list(tmp_path.glob("taut-launch-*"))
 
 
@@ -112,14 +103,12 @@ def test_servers_next_to_the_ranks_sleep_while_those_train(
 ) -> None:
     """Where a node dies, the ranks of the next attempt get servers on other nodes."""
     folder = tmp_path / "servers"
-    folder.mkdir()
+    command = serving(folder)
     (folder / "hold").touch()
-    python = shlex.quote(sys.executable)
-    command = f"exec {python} -m tests.sampling_server {{model}} {{host}} {{port}} {folder}"
     words = ["nodes=2", "servers=2", "gpus_per_server=0", "colocate=true", "cpus_per_worker=2"]
     out = tmp_path / "out"
     cluster.add_node(**{**NODE, "num_cpus": 2})  # in place of the one that is killed
-    process = begin({**keys, "out": str(out)}, cluster.address, *words, f"server_command={command}")
+    process = begin({**keys, "out": str(out)}, cluster.address, *words, command)
     first, one = asked(folder, set())
     _, other = asked(folder, {first})
     (node, *_) = filter(None, (node_of(cluster, one), node_of(cluster, other)))
@@ -130,11 +119,8 @@ def test_servers_next_to_the_ranks_sleep_while_those_train(
     assert ", restart 1" in stderr
     for pid in filter(None, (file.read_text() for file in folder.iterdir())):
         require_gone(int(pid))
-    model = AutoModelForCausalLM.from_pretrained(keys["model"], dtype=torch.float32)
-    with SamplingServer(model=model) as server:
-        urls = {"rollout.engine": "server", "rollout.urls": server.url}
-        train({**keys, **urls, "out": str(tmp_path / "alone")})
-    assert column(out, "loss") == pytest.approx(column(tmp_path / "alone", "loss"), rel=1e-9)
+    alone = losses_alone(keys, tmp_path / "alone")
+    assert column(out, "loss") == pytest.approx(alone, rel=1e-9)
 
 
 def test_a_reward_server_that_is_killed_costs_no_number(

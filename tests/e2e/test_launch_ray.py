@@ -5,17 +5,12 @@ process. Several nodes, and what dies: tests/cluster.
 from __future__ import annotations
 
 import re
-import shlex
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 from tests.chat_runs import column, events
-from tests.online_runs import keys_of, save_models, train
-from tests.ray_clusters import LIMIT, begin
-from tests.sampling_server import SamplingServer
-from transformers import AutoModelForCausalLM
+from tests.online_runs import keys_of, save_models
+from tests.ray_clusters import LIMIT, begin, losses_alone, serving
 
 from taut import cli
 from taut.commands.runs import runs
@@ -25,10 +20,7 @@ def test_a_rank_and_a_server_give_the_losses_of_one_process(tmp_path: Path) -> N
     keys = keys_of("grpo", save_models(tmp_path), tmp_path, steps=2, batch__samples_per_step=2)
     keys |= {"rollout.n": 2, "rollout.stop": ["e"], "log.console": True}
     folder, out = tmp_path / "servers", tmp_path / "out"
-    folder.mkdir()
-    python = shlex.quote(sys.executable)
-    command = f"exec {python} -m tests.sampling_server {{model}} {{host}} {{port}} {folder}"
-    words = ["servers=1", "gpus_per_server=0", f"server_command={command}"]
+    words = ["servers=1", "gpus_per_server=0", serving(folder)]
     process = begin({**keys, "out": str(out)}, "local", *words)
     stdout, stderr = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, stderr
@@ -40,11 +32,8 @@ def test_a_rank_and_a_server_give_the_losses_of_one_process(tmp_path: Path) -> N
     (state,) = runs([out])
     assert (state.state, state.step) == ("finished", 2)
     assert not list(tmp_path.glob("taut-launch-*"))
-    model = AutoModelForCausalLM.from_pretrained(keys["model"], dtype=torch.float32)
-    with SamplingServer(model=model) as server:
-        urls = {"rollout.engine": "server", "rollout.urls": server.url}
-        train({**keys, **urls, "out": str(tmp_path / "alone")})
-    assert column(out, "loss") == pytest.approx(column(tmp_path / "alone", "loss"), rel=1e-9)
+    alone = losses_alone(keys, tmp_path / "alone")
+    assert column(out, "loss") == pytest.approx(alone, rel=1e-9)
 
 
 def test_a_cluster_that_is_not_there_is_one_line(
