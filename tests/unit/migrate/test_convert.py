@@ -293,7 +293,7 @@ def test_a_quantised_base_under_adapters(
         ("swift", "--quant_method hqq", "quant_method"),
         ("trl", "--load_in_4bit", "load_in_4bit"),
         ("openrlhf", "--ds.load_in_4bit", "ds.load_in_4bit"),
-        ("swift", "--init_weights pissa", "init_weights"),
+        ("swift", "--init_weights lora-ga", "init_weights"),
         ("swift", "--system prompt.txt", "system"),
         ("swift", "--loss_scale hermes", "loss_scale"),
         ("swift", "--truncation_strategy left", "truncation_strategy"),
