@@ -7,7 +7,7 @@ layer adds the difference of the two products:
 
 The function and its gradients are the same. At the start both products are the same numbers, so the model is the base
 to the last bit, whatever dtype W is stored in: the reference of DPO is the base. A0 and B0 are buffers: a checkpoint
-holds them, so a resume does not depend on the decomposition. What is saved is a LoRA of twice the rank on the base itself,
+holds them, so a resume does not depend on the decomposition. What is saved is a LoRA of twice the rank on the base,
 [B, -B0] [A; A0], as peft converts it; it is loaded, merged and served as any other.
 
     pissa   the r largest singular values:  B0 = U sqrt(S / s), A0 = sqrt(S / s) V^T

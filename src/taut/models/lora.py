@@ -88,7 +88,7 @@ class LoraConfig:
     dora: bool = False
     """Weight-decomposed adapters (DoRA)."""
     init: Literal["kaiming", "gaussian", "pissa", "olora"] = "kaiming"
-    """How adapters start. kaiming, gaussian: A is drawn (uniform; normal with deviation 1 / rank), B is 0. pissa: at the
+    """How adapters start. kaiming, gaussian: A is drawn (uniform; normal, deviation 1 / rank), B is 0. pissa: at the
     largest singular values of the weights, olora: at the first rows and columns of their QR decomposition; the model
     starts as the base all the same, and what is saved is a LoRA of twice the rank on the base.
     """

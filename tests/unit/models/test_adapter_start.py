@@ -1,5 +1,5 @@
-"""Adapters that start at a part of the weights: the start is the base, they train as peft's, and what is saved is a LoRA
-on the base.
+"""Adapters that start at a part of the weights: the start is the base, they train as peft's, and a LoRA on the base is
+saved.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STARTS: list[dict[str, Any]] = [
 
 
 def test_the_parts_of_a_diagonal_weight() -> None:
-    """W = diag(3, 1), rank 1, scale 2. The largest singular value is 3 along the first axis, so A0 = B0 = sqrt(3 / 2) e1
+    """W = diag(3, 1), rank 1, scale 2. The largest singular value is 3 along the first axis, so A0 = B0 = sqrt(3/2) e1
     and s B0 A0 = diag(3, 0). The first column of Q is the first axis (up to its sign), the first row of R (3, 0): with
     s = 2 the product is diag(6, 0), as peft has it.
     """
