@@ -27,7 +27,7 @@ DISTRIBUTED = (
     "train/watch.py",
     "inference",
     "models/adapter_start.py",
-    "models/quantised.py",
+    "models/byte_rows.py",
     "models/tensor_parallel.py",
 )
 """Where torch.distributed may be imported."""
