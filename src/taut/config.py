@@ -28,6 +28,7 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, dataclass_transform
 from urllib.parse import urlsplit
@@ -595,9 +596,10 @@ def to_dict(config: Any) -> dict[str, Any]:
     return plain
 
 
-def describe(cls: type[Any]) -> list[Row]:
+@cache
+def describe(cls: type[Any]) -> tuple[Row, ...]:
     """Every key with its type, default and documentation, in the order of the fields."""
-    return [
+    return tuple(
         Row(
             key,
             type_name(info.annotation),
@@ -607,7 +609,7 @@ def describe(cls: type[Any]) -> list[Row]:
             " ".join((info.description or "").replace("``", "`").split()),
         )
         for key, info in _leaves(cls, "")
-    ]
+    )
 
 
 def type_name(annotation: Any) -> str:
