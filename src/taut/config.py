@@ -28,7 +28,6 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, dataclass_transform
 from urllib.parse import urlsplit
@@ -596,10 +595,18 @@ def to_dict(config: Any) -> dict[str, Any]:
     return plain
 
 
-@cache
+_described: dict[type[Any], tuple[Row, ...]] = {}
+
+
 def describe(cls: type[Any]) -> tuple[Row, ...]:
     """Every key with its type, default and documentation, in the order of the fields."""
-    return tuple(
+    if cls not in _described:
+        _described[cls] = tuple(_rows(cls))
+    return _described[cls]
+
+
+def _rows(cls: type[Any]) -> Iterator[Row]:
+    return (
         Row(
             key,
             type_name(info.annotation),
