@@ -94,8 +94,8 @@ from taut.inference.weight_transfer import (
 )
 from taut.inference.worker.taut_worker import checksum
 from taut.io.temporary import MEMORY, PRIVATE, TemporaryFolder
+from taut.models.byte_rows import quantised_layers
 from taut.models.lora import Whole, is_adapted, plain_groups, plain_skeleton, save_adapter
-from taut.models.quantised import quantised_layers
 from taut.models.scorer import Scorer, evaluating
 from taut.models.weight_files import converted
 from taut.train import distributed
