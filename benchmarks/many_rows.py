@@ -49,8 +49,9 @@ def main() -> None:
 def write(folder: Path, num_rows: int) -> None:
     """A source's shards, as the cache has them: two thirds of a row are targets."""
     from taut.data import cache
+    from taut.data.entries import Entry
 
-    def entries(_: int) -> Iterator[cache.Entry]:
+    def entries(_: int) -> Iterator[Entry]:
         random = np.random.default_rng(0)
         for first in range(0, num_rows, PER_SHARD):
             count = min(PER_SHARD, num_rows - first)
@@ -68,7 +69,7 @@ def write(folder: Path, num_rows: int) -> None:
                 "line": np.arange(first + 1, first + count + 1),
                 "part": np.zeros(count, dtype=np.int32),
             }
-            yield cache.Entry(arrays, count, (), ends=(END,))
+            yield Entry(arrays, count, (), ends=(END,))
 
     cache.save(folder, KEY, entries)
 

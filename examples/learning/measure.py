@@ -68,10 +68,12 @@ SERVED = (
     f"log.sinks=[{HERE / 'settled.py'}:Settled]",
     "rewards=exact_match",
 )
+WHOLE = (*SERVED, "grpo.rollout_correction_level=sequence")
+"""Under a lag, an answer is weighted as a whole: the exact weight of a short one."""
 WAYS = {
     "lag_0": Way("grpo", "GRPO, lag 0", SERVED),
-    "lag_1": Way("grpo", "GRPO, lag 1", (*SERVED, "rollout.lag=1")),
-    "lag_4": Way("grpo", "GRPO, lag 4", (*SERVED, "rollout.lag=4")),
+    "lag_1": Way("grpo", "GRPO, lag 1", (*WHOLE, "rollout.lag=1")),
+    "lag_4": Way("grpo", "GRPO, lag 4", (*WHOLE, "rollout.lag=4")),
     "coin": Way("grpo", "GRPO, a coin as the reward", (*LOCAL, f"rewards={COIN}")),
     "gkd": Way("gkd", "on-policy distillation"),
 }

@@ -41,7 +41,7 @@ from taut.types import Completion, Prompt
 
 AT_ONCE = 256
 """Completions of a wave."""
-SETTLED = 0.1
+SETTLED = 0.3
 """Seconds without a request, after which nobody asks any more."""
 Asked = tuple[Body, Future[Completion]]
 

@@ -12,7 +12,7 @@ from tests.checks.faults.judged import compared
 from tests.checks.planting import Place
 
 from taut.checks.registry import Finding
-from taut.checks.rollouts import judge_rewards, rewards_know_right_answers
+from taut.checks.rollouts import answers_to_judge, judge_rewards, rewards_know_right_answers
 from taut.data.prompts import PromptRow
 from taut.rewards import Panel, PanelConfig, RewardSpec, open_panel
 
@@ -90,7 +90,7 @@ def found(panel: Panel, labels: list[str], key: str, asked: list[PromptRow]) -> 
         def grade(self, answers: Any, labels: Any = None, *, are_bare: bool = False) -> Any:
             return panel.grade(answers, self.names, are_bare=are_bare)
 
-    return judge_rewards(Some(), asked, 0.0, key, len)
+    return judge_rewards(Some(), answers_to_judge(asked, len), 0.0, key)
 
 
 @pytest.mark.parametrize("key", ["", "eval.answers"])

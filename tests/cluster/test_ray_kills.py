@@ -30,7 +30,8 @@ from tests.ray_clusters import LIMIT, NODE, begin, node_of, nodes, processes_of
 import taut
 from taut.cluster import ray_cluster
 from taut.cluster.look import Expected, versions
-from taut.cluster.ray_cluster import Job, Ranks
+from taut.cluster.placement import Ranks
+from taut.cluster.relay import Job
 from taut.commands.runs import runs
 from taut.errors import ClusterError
 

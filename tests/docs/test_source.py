@@ -26,7 +26,7 @@ DISTRIBUTED = (
     "train/sharded.py",
     "train/watch.py",
     "inference",
-    "models/quantised.py",
+    "models/byte_rows.py",
     "models/tensor_parallel.py",
 )
 """Where torch.distributed may be imported."""

@@ -22,9 +22,9 @@ from tests.online_runs import train
 
 from taut.models import architecture
 from taut.models.attention_backends import PREFIX
+from taut.models.byte_rows import names_of_rows
 from taut.models.frozen import Storage
 from taut.models.load import load_model
-from taut.models.quantised import names_of_rows
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.parallel
@@ -48,7 +48,7 @@ from taut.data.packing import ALONE, pack
 from taut.models.frozen import Storage
 from taut.models.load import load_model
 from taut.models.lora import LoraConfig, apply_lora
-from taut.models.quantised import names_of_rows
+from taut.models.byte_rows import names_of_rows
 from taut.models.scorer import Scorer
 from taut.train import distributed
 from bitsandbytes import functional

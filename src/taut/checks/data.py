@@ -1,8 +1,8 @@
-"""The data: files as records, records as rows, rows as samples, samples as micro-batches.
+"""The data: records as rows, rows as samples, tokens and targets.
 
-Looking must not take longer than a moment, so a bounded part of each is looked at: the first records of each source,
-the words of up to 200,000 rows, and samples spread evenly over a split. Findings say how many. What rows say (repeats,
-leaks, labels) is in data_quality.py, which uses what is read here.
+Looking must not take longer than a moment, so a bounded part of each is looked at: the first records of each source
+(records.py), the words of up to 200,000 rows, and samples spread evenly over a split. Findings say how many. What rows
+say (repeats, leaks, labels) is in data_quality.py, which uses what is read here.
 """
 
 from __future__ import annotations
@@ -10,283 +10,25 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import combinations, islice
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from taut.checks.chat_template import short_place
-from taut.checks.registry import (
-    Finding,
-    check,
-    failed,
-    passed,
-    skip_if,
-    split_error,
-    warned,
-)
+from taut.checks.records import SHOWN, cut_end, records, splits
+from taut.checks.registry import Finding, check, failed, passed, skip_if, split_error, warned
 from taut.checks.session import GENERATED, Session, Unavailable, once, owned_by
-from taut.data.batching import Budget, StepPlan, lay_out, samples_of, step_plan
 from taut.data.dataset import Dataset, open_sources
-from taut.data.messages import PICTURES, Completion, Conversation, Document, Row, images_of, text_of
-from taut.data.order import START
+from taut.data.messages import Completion, Conversation, Document, Row, text_of
 from taut.data.prompts import PromptSet
 from taut.data.render import Limits
-from taut.data.schema import REQUIRED, Columns, Recognised, best_row, read_any, recognise, renamed
+from taut.data.schema import best_row, read_any, recognise, renamed
 from taut.data.tokenise import attempt_rows
-from taut.errors import DataError, PictureError, TautError
-from taut.methods.method import Offline, Streamed
-from taut.rl.online import Online
-from taut.types import IntArray, Packed, Sample, Tree
-from taut.vision.content import ImageRef, decoded_size, encoded, require_allowed
-from taut.vision.placeholders import positions_of
-
-SHOWN = 4
-"""Lines of evidence."""
-
-# -- records, as the files have them
-
-
-class Record(NamedTuple):
-    """A row as its file has it."""
-
-    split: str
-    source: str
-    place: str
-    value: Any
-    columns: Columns
-
-
-def _splits(session: Session) -> list[Any]:
-    """train, and eval if there is one."""
-    return ["train", "eval"] if session.run.data.eval else ["train"]
-
-
-@once
-@owned_by("data.rows")
-def records(session: Session) -> list[Record]:
-    """The first records of each source of both splits; lines that are no records are left to data.rows."""
-    first = []
-    for split in _splits(session):
-        named = open_sources(session.run.data, split, session.run.row_kind)
-        for _, columns, opened, _ in named:
-            for line, value in islice(opened.attempts(), 2000 // len(named) + 1):
-                if not isinstance(value, DataError):
-                    place = opened.place(line)
-                    first.append(Record(split, opened.path, place, value, columns))
-    return first
-
-
-def _texts_in(value: Any) -> list[str]:
-    """All texts in a value, however deep."""
-    if isinstance(value, str):
-        return [value]
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [text for item in inside for text in _texts_in(item)]
-
-
-def cut_end(text: str, most: int) -> str:
-    """A text in a line of evidence, quoted, its end left out if it is long."""
-    return repr(text if len(text) <= most else text[: most - 3] + "...")
-
-
-PICTURES_OPENED = 200
-
-
-@check("data.images")
-def every_picture_can_be_read(session: Session) -> Finding:
-    """Can every picture be read that a row names?
-
-    Each is read whole, by the code that reads it in training. If the model takes no pictures addresses are not fetched.
-    Pictures that data.ignore_keys leaves out are counted and not opened. Rows that cannot be read are left to
-    data.rows.
-    """
-    pictures: list[tuple[str, ImageRef | PictureError]] = []
-    for record in records(session):
-        try:
-            row = best_row(read_any(record.value, record.place, record.columns))
-        except PictureError as error:
-            pictures.append((record.place, error))
-        except DataError:
-            continue
-        else:
-            named = images_of(row.messages) if isinstance(row, Conversation) else ()
-            pictures += [(record.place, ref) for ref in named]
-        if len(pictures) >= PICTURES_OPENED:
-            break
-    if not pictures:
-        num_ignored = 0
-        for record in records(session):
-            columns = record.value.values() if isinstance(record.value, dict) else ()
-            lists = [value for value in columns if isinstance(value, list)]
-            messages = [item for column in lists for item in column if isinstance(item, dict)]
-            for holder in (record.value, *messages) if columns else ():
-                for key in set(PICTURES) & set(record.columns.ignore_keys):
-                    value = holder.get(key)
-                    is_list = isinstance(value, list)
-                    num_ignored += len(value) if is_list else int(value not in (None, ""))
-        skip_if(not num_ignored, "no row that can be read names a picture")
-        return passed("the pictures are left out: data.ignore_keys", num_ignored, "pictures")
-    images, broken = session.run.data.images, list[str]()
-    pictures = pictures[:PICTURES_OPENED]
-    try:
-        image_store = session.language.renderer.image_store
-    except Unavailable:
-        image_store = None
-    for place, ref in pictures:
-        try:
-            if isinstance(ref, PictureError):
-                broken.append(str(ref))
-            elif image_store is not None:
-                image_store.see(ref, place)
-            else:
-                require_allowed(ref, images)
-                if ref.kind != "url":
-                    decoded_size(encoded(ref, images), ref.name, images)
-        except PictureError as error:
-            broken.append(str(error) if image_store is not None else f"{place}: {error}")
-    if not broken:
-        return passed("every picture can be read", len(pictures), "pictures")
-    unit = f"of {len(pictures):,} pictures"
-    says = f"{len(broken):,} {unit} cannot be read"
-    if images.bad == "drop":
-        return passed(f"{says}, and their rows are left out", len(broken), unit, broken[:SHOWN])
-    return failed(
-        says,
-        measured=(len(broken), unit),
-        evidence=broken[:SHOWN],
-        remedy="correct the paths (from data.images.folder or the data file's directory, or from here), or leave the "
-        'rows out with data.images.bad="drop"; text alone is trained with the column in data.ignore_keys',
-    )
-
-
-_ANSWER = ("answer", "response", "output", "label", "target", "solution", "completion")
-ANSWERS = {*_ANSWER, *(f"{name}s" for name in _ANSWER), "summary", "reply"}
-"""What is to be learned, by the names that data sets give it."""
-_CONTEXT = ("context", "passage", "document", "input")
-CONTEXTS = {*_CONTEXT, *(f"{name}s" for name in _CONTEXT)}
-"""What a question is about, by the names that data sets give it."""
-SEEN = {"alpaca": {*CONTEXTS, "tools"}, "completion": {*CONTEXTS, "system", "history", "tools"}}
-"""Columns that a prompt should have, if a format does not read them."""
-REMEDY_BY_FORMAT = {
-    "text": 'set data.columns={{prompt = "text", completion = "{0}"}}',
-    "alpaca": 'set data.columns={{input = "{0}"}}, or join it to the instruction',
-    "completion": "join it to the prompt",
-    "tools": "give the rows as messages, which have tools",
-}
-"""What to do with a column that is not read."""
-
-
-class ReadRecord(NamedTuple):
-    """A record, and how it is read."""
-
-    record: Record
-    how: Recognised
-
-    def shown(self, name: str) -> str:
-        text = " ".join(_texts_in(self.how.unread[name]))
-        return f"{self.record.place}: {name} is {cut_end(text, 40)}"
-
-    def is_nowhere_else(self, name: str) -> bool:
-        """Whether an unread column has words that no other column has. Numbers (a class, a score) are no words."""
-        value = self.how.unread[name]
-        words = [text.strip() for text in _texts_in(value) if text.strip()]
-        columns = self.record.value.values()
-        others = [text for item in columns if item is not value for text in _texts_in(item)]
-        return any(not any(text in other for other in others) for text in words)
-
-
-@check("data.columns", after=["data.images"])
-def every_column_that_matters_is_read(session: Session) -> Finding:
-    """Is every column read that the model should see or learn?
-
-    A column that is not read is a loss if its name says that the model should learn or see it, and its words are
-    nowhere else in the row (a prompt that was made of it).
-    """
-    first = records(session)
-    skip_if(not first, "there is no record to look at")
-    read, errors = list[ReadRecord](), []
-    for record in first:
-        try:
-            how = recognise(record.value, record.place, record.columns)
-            read.append(ReadRecord(record, how))
-        except DataError as error:
-            errors.append(error)
-    if not read:
-        says, remedy = split_error(errors[0])
-        return failed(
-            "the columns are not understood",
-            measured=(len(errors), f"of {len(first):,} rows"),
-            evidence=[says],
-            remedy=remedy,
-        )
-    if not session.is_generated and (fault := _preferences_not_read(read)):
-        return fault
-    # of a run that generates, rewards may want answers, and the input of a test
-    unwanted = {"input", "inputs", *ANSWERS} if session.is_generated else set()
-    unread: dict[tuple[str, str], list[ReadRecord]] = {}  # (source, column) -> rows with its words
-    for row in read:
-        kind, columns = row.how.format, row.record.columns
-        wanted = SEEN.get(kind, set())
-        if kind == "text" and row.record.split == "train" and columns.format == "auto":
-            is_chosen = any(name in columns.mapping for name in REQUIRED[kind])
-            wanted = set() if is_chosen else ANSWERS
-        for name in row.how.unread:
-            if name.lower() in wanted - unwanted and row.is_nowhere_else(name):
-                unread.setdefault((row.record.source, name), []).append(row)
-    num_of = Counter(row.record.source for row in read)
-    # a column with words in 1 of 20 rows, or in fewer, is not one that the run was to use
-    lost = {key: rows for key, rows in unread.items() if len(rows) > 0.05 * num_of[key[0]]}
-    if lost:
-        (source, name), examples = next(iter(lost.items()))
-        kind = examples[0].how.format
-        return failed(
-            f"the column {name} is passed over: format {kind} does not read it",
-            measured=(len(examples), f"of {num_of[source]:,} rows"),
-            evidence=[rows[0].shown(column) for (_, column), rows in lost.items()][:SHOWN],
-            remedy=REMEDY_BY_FORMAT["tools" if name == "tools" else kind].format(name)
-            + ", or name it in data.ignore_keys if it is not to be used",
-        )
-    kinds = " and ".join(Counter(row.how.format for row in read))
-    if session.is_generated:
-        return passed(f"{kinds}; rewards read the other columns", len(read), "rows")
-    counts = Counter(name for row in read for name in row.how.unread)
-    notes = [f"not read: {name}, in {times:,} rows" for name, times in counts.most_common(SHOWN)]
-    left = f"{len(counts)} columns are not read" if counts else "every column is read"
-    return passed(f"{kinds}; {left}", len(read), "rows", notes)
-
-
-def _preferences_not_read(read: Sequence[ReadRecord]) -> Finding | None:
-    """Rows that compare or judge answers, of which every answer would be learned, or none."""
-    trained = [row for row in read if row.record.split == "train"]
-    unit = f"of {len(trained):,} rows"
-    paired = [
-        row
-        for row in trained
-        if {"chosen", "rejected"} <= row.how.unread.keys() and row.is_nowhere_else("chosen")
-    ]
-    if 2 * len(paired) > len(trained):
-        return failed(
-            "the rows are preferences: chosen and rejected are passed over",
-            measured=(len(paired), unit),
-            evidence=[paired[0].shown(name) for name in ("chosen", "rejected")],
-            remedy="write the chosen answer as the last message and leave rejected out, or name both in "
-            "data.ignore_keys if the answers to learn are in the other columns",
-        )
-    judged = [row for row in trained if isinstance(row.how.unread.get("label"), bool)]
-    bad = [row for row in judged if not row.how.unread["label"]]
-    if 2 * len(judged) > len(trained) and 0 < len(bad) < len(judged):
-        return failed(
-            f"{len(bad):,} of {len(trained):,} answers are marked label false, and would be learned",
-            measured=(len(bad), unit),
-            evidence=[f"{row.record.place}: label is false" for row in bad[:SHOWN]],
-            remedy="keep the rows whose label is true, or name label in data.ignore_keys if it says something else",
-        )
-    return None
-
+from taut.errors import DataError, TautError
+from taut.types import IntArray
 
 # -- rows
 
@@ -315,7 +57,7 @@ def every_row_becomes_a_sample(session: Session) -> Finding:
     first: dict[str, str] = {}  # kind of error -> the first of it
     times: Counter[str] = Counter()
     try:
-        for split in _splits(session):
+        for split in splits(session):
             for _, columns, opened, _ in open_sources(config, split, session.run.row_kind):
                 attempts = attempt_rows(opened, columns, renderer, limits)
                 for attempt in islice(attempts, 200_000):
@@ -456,7 +198,7 @@ def texts(session: Session) -> dict[str, Texts]:
     100,000 rows of 1.4 kB take about 2 s of one core.
     """
     by_split = {}
-    for split in _splits(session):
+    for split in splits(session):
         places, exact, normal, broken = list[str](), list[int](), list[int](), list[BrokenText]()
         named = open_sources(session.run.data, split, session.run.row_kind)
         room, is_whole = 400_000_000, True  # characters, beyond which no further row is read
@@ -851,170 +593,3 @@ def most_samples_are_kept_whole(session: Session) -> Finding:
     notes = [f"{num_other:,} {how}"] if num_other else []
     says = f"{len(cut):,} cut, {len(dropped):,} dropped for their length"
     return passed(says, share, "of targets lost", notes)
-
-
-# -- micro-batches
-
-
-@check("data.packing", after=["model.trains"])
-def every_sample_is_seen_once_and_whole(session: Session) -> Finding:
-    """Is every sample seen once an epoch, and all of it, with nothing else?
-
-    The plan of the first epoch and of the first steps, made as training makes it. If the run generates, prompts are
-    counted and a dry run is laid out.
-
-    An epoch has each sample as often as its weight says, the first window of a stream once; of data too large for an
-    array over their samples, this is asked of the first steps. A step's micro-batches have exactly its samples: ids,
-    positions, targets, weights and values, read back along what each token sees. Compared answers are in one
-    micro-batch. None has more tokens than the budget, except for one sample, or one row of compared answers, alone.
-    """
-    source, last = session.trainer.source, session.trainer.num_steps
-    assert isinstance(source, Offline | Online | Streamed)
-    wrong: list[str] = []
-    counts, weights, seen = _first_epoch(source)
-    ends = np.cumsum(counts)
-    for indices, is_all in seen:
-        index_S, times_S = _counted(indices, sum(counts) if is_all else None)
-        weight_S = np.array(weights)[np.searchsorted(ends, index_S, side="right")]
-        is_wrong_S = (times_S > np.ceil(weight_S)) | (is_all & (times_S < np.floor(weight_S)))
-        for at in np.flatnonzero(is_wrong_S)[:SHOWN].tolist():
-            index = int(index_S[at])
-            first = session.train.row(index).start if session.run.compares_answers else index
-            name = session.train.sample_id(first)
-            wrong.append(
-                f"{name} is seen {times_S[at]} times an epoch, its weight is {weight_S[at]:g}"
-            )
-    begin = source.order.origin.step + 1 if isinstance(source, Offline) else 1
-    plans: list[StepPlan] = []
-    for step in range(begin, min(begin + 4, last) + 1):
-        if isinstance(source, Streamed) and not source.is_known(step):
-            break
-        trees = session.trees if isinstance(source, Online) else source.prepare(step)
-        packs = lay_out(trees, session.trainer.budget, session.trainer.policy)
-        wrong += _wrong_in_step(trees, packs, session.trainer.budget)
-        plans.append(step_plan(step, trees, packs))
-        num_planned = sum(plan.unshared for plan in plans)
-        if wrong or isinstance(source, Online) or num_planned > 100_000:
-            break
-    if wrong:
-        return failed(
-            f"the plan is wrong: {wrong[0]}",
-            measured=(len(wrong), "differences"),
-            evidence=wrong[:SHOWN],
-            remedy="please report this, with the data if they may be shown; batch.share_prefixes=false and "
-            "batch.group_prefixes=false may avoid it",
-        )
-    padded, unshared, computed, num_microbatches = (
-        sum(getattr(plan, name) for plan in plans)
-        for name in ("padded", "unshared", "computed", "num_microbatches")
-    )
-    notes = []
-    if plans:
-        notes.append(
-            f"{padded:,} tokens if padded, {unshared:,} packed, {computed:,} with prefixes shared: "
-            f"{1 - computed / padded:.0%} saved"
-        )
-    says = f"computed in {num_microbatches:,} micro-batches of the first {len(plans)} steps"
-    return passed(says, computed, "tokens", notes)
-
-
-def _first_epoch(
-    source: Offline | Online | Streamed,
-) -> tuple[Sequence[int], Sequence[float], list[tuple[IntArray, bool]]]:
-    """The samples of each source, how often an epoch has each, and the indices of the first epoch or its first steps,
-    with whether they are all. The first window of a stream has each sample once.
-    """
-    if isinstance(source, Streamed):
-        size = source.stream.windows[0]["size"]
-        _, indices = source.stream.at(0, size, source.seed)
-        return (size,), (1.0,), [(np.asarray(indices), True)]
-    order = replace(source.order, origin=START)
-    most_counted = 2_000
-    num_steps = min(most_counted, order.num_steps(1.0))
-    stepped = [index for step in range(1, num_steps + 1) for index in order.step(step, 1.0)]
-    is_whole = len(stepped) >= order.epoch_size or num_steps < most_counted
-    seen = [(np.asarray(stepped), is_whole)]
-    if not order.is_large:
-        seen.append((order.epoch(0), True))
-    return order.counts, order.weights, seen
-
-
-def _counted(indices: IntArray, num_samples: int | None) -> tuple[IntArray, IntArray]:
-    """The samples among ``indices``, or with ``num_samples`` all of them, and how often each is there."""
-    if num_samples is None:
-        return np.unique(indices, return_counts=True)
-    return np.arange(num_samples), np.bincount(indices, minlength=num_samples)
-
-
-def _wrong_in_step(trees: Sequence[Tree], packs: Sequence[Packed], budget: Budget) -> Iterator[str]:
-    """How a step's micro-batches differ from its samples."""
-    samples = samples_of(trees)
-    by_id = {sample.id: sample for sample in samples}
-    expected = Counter(sample.id for sample in samples)
-    actual = Counter(name for packed in packs for name in packed.sample_ids)
-    for name in sorted((expected - actual) | (actual - expected)):
-        yield f"{name} is {actual[name]} times in a step that has it {expected[name]} times"
-    for packed in packs:
-        for row, name in enumerate(packed.sample_ids):
-            if name in by_id:
-                yield from _wrong_in_pack(by_id[name], packed, row)
-    num_pairs, atoms = 0, list[list[str]]()
-    for tree in trees:
-        names = {sample.id for sample in tree.samples}
-        holders = [packed for packed in packs if names & set(packed.sample_ids)]
-        if tree.is_atom and any(not names <= set(packed.sample_ids) for packed in holders):
-            yield f"{tree.samples[0].id} is not in one micro-batch with what it is compared with"
-        ranks = [s.values.get("preference", 0.0) for s in tree.samples if s.group >= 0]
-        num_pairs += sum(left != right for left, right in combinations(ranks, 2))
-        atoms += [sorted(sample.id for sample in tree.samples)] if tree.is_atom else []
-    num_compared = sum(packed.num_pairs for packed in packs)
-    if num_compared != num_pairs:
-        yield f"{num_compared} pairs are compared in a step that has {num_pairs}"
-    for packed in packs:
-        if packed.num_samples == 1 or sorted(packed.sample_ids) in atoms:
-            continue
-        if packed.num_tokens > budget.tokens_per_microbatch or budget.one_sample:
-            most = f"{budget.tokens_per_microbatch:,} tokens"
-            allowed = "one sample" if budget.one_sample else most
-            yield f"a micro-batch of {packed.num_samples} samples has {packed.num_tokens:,} tokens, of {allowed}"
-
-
-def _wrong_in_pack(sample: Sample, packed: Packed, row: int) -> Iterator[str]:
-    """One sample, read back from a micro-batch."""
-    reads = packed.read_R[packed.row_R == row]
-    last_read = reads[-1]
-    path = (packed.reach_T[: last_read + 1] > last_read).nonzero()[:, 0]
-    is_own = packed.row_N == row
-    at_R = [sample.num_tokens - 1] if sample.read_at_R is None else sample.read_at_R
-    size = int(at_R[-1]) + 1  # nothing depends on tokens after the last read
-    numbered = positions_of(sample.num_tokens, sample.media)
-    positions = packed.position_ids[..., path]
-    expected_positions = np.arange(size) if numbered is None else numbered[:, :size]
-    parts = {
-        "tokens": (packed.ids_T[path], sample.ids_T[:size]),
-        "positions": (positions, np.broadcast_to(expected_positions, positions.shape)),
-        "targets": (packed.target_N[is_own], sample.ids_T[sample.target_at_N]),
-        "weights": (packed.weight_N[is_own], sample.weight_N),
-    }
-    for part, (actual, expected) in parts.items():
-        if not np.array_equal(actual.numpy(), expected):
-            yield f"{sample.id} has other {part} in its micro-batch"
-            return
-    digests = {media.start: media.picture.digest for media in packed.media}
-    for media in sample.media:
-        if media.start < size and digests.get(int(path[media.start])) != media.picture.digest:
-            yield f"{sample.id} has another picture in its micro-batch"
-            break
-    predictors = path.numpy()[sample.target_at_N - 1]
-    if not np.array_equal(packed.predictor_N[is_own].numpy(), predictors):
-        yield f"{sample.id}: a target is not predicted by the token before it"
-    if not np.array_equal(reads.numpy(), path.numpy()[at_R]):
-        where = "last token" if sample.read_at_R is None else "steps"
-        yield f"{sample.id} is not read at its {where}"
-    for name, value in sample.values.items():
-        packed_value = float(packed.values[name][row])
-        if packed_value != value:
-            yield f"{sample.id}: its {name} is {packed_value:g} in its micro-batch, {value:g} in the data"
-    for name, value_R in sample.read_values.items():
-        if not np.array_equal(packed.read_values[name][packed.row_R == row].numpy(), value_R):
-            yield f"{sample.id}: its steps have another {name} in its micro-batch"

@@ -27,8 +27,8 @@ from taut.checks.data import (
 )
 from taut.checks.registry import Finding, check, failed, passed, skip_if, skipped, warned
 from taut.checks.session import Session, once
-from taut.data.cache import VALUE
 from taut.data.dataset import Dataset
+from taut.data.entries import VALUE
 from taut.data.label_noise import Lengths, PairIds, PairReport, examine_pairs
 from taut.data.lengths import LengthCounts
 from taut.data.packing import ids_with_pictures

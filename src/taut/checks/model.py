@@ -23,10 +23,11 @@ from taut.checks.session import Session
 from taut.checks.weights import experts_in_files, open_files
 from taut.data.packing import ALONE, pack
 from taut.models import architecture
+from taut.models.byte_rows import error_of, quantised_experts, quantised_layers
 from taut.models.compiled_layers import compiled_layers, eagerly, graphs_made
 from taut.models.heads import check_head
 from taut.models.lora import plain_skeleton
-from taut.models.quantised import error_of, format_of, quantised_experts, quantised_layers
+from taut.models.quantised import format_of
 from taut.train import distributed
 
 SHOWN = 3

@@ -246,28 +246,27 @@ def rewards_know_right_answers(session: Session) -> Finding:
 
     findings = []
     evaluated = session.run.eval.answers
-    if session.run.training_rewards and (rating := rollout_worker(session).rating) is not None:
+    asked: list[AnswersToJudge] = []
+    if session.run.training_rewards:
         assert isinstance(session.train, PromptSet)
-        rating.rate(  # on every rank
-            [
-                answer
-                for row in answers_to_judge(session.train.prompt_rows, num_tokens)
-                for answer in row.all
-            ],
-            are_bare=True,
-        )
+        asked = answers_to_judge(session.train.prompt_rows, num_tokens)
+        if (rating := rollout_worker(session).rating) is not None:  # on every rank
+            rating.rate([answer for row in asked for answer in row.all], are_bare=True)
     skip_if(not session.ranks.is_writer, "the first rank judges for all")
     if session.run.training_rewards:
-        panel, train = rollout_worker(session).panel, session.train
-        assert panel is not None and isinstance(train, PromptSet)
+        panel = rollout_worker(session).panel
+        assert panel is not None
         max_errors = _online(session).monitor.config.max_errors
-        findings.append(judge_rewards(panel, train.prompt_rows, max_errors, "", num_tokens))
+        findings.append(judge_rewards(panel, asked, max_errors, ""))
     if evaluated.rewards:
         answering = _answering(session)
         assert answering.panel is not None
         findings.append(
             judge_rewards(
-                answering.panel, answering.rows, evaluated.max_errors, "eval.answers", num_tokens
+                answering.panel,
+                answers_to_judge(answering.rows, num_tokens),
+                evaluated.max_errors,
+                "eval.answers",
             )
         )
     skip_if(not findings, "no rewards are set")
@@ -306,18 +305,12 @@ def answers_to_judge(
 
 
 def judge_rewards(
-    panel: Panel,
-    rows: Sequence[PromptRow],
-    max_errors: float,
-    key: str,
-    num_tokens: Callable[[str], int],
+    panel: Panel, asked: Sequence[AnswersToJudge], max_errors: float, key: str
 ) -> Finding:
     """What the panel gives the rows' right answers and wrong ones.
 
     ``key``: the table of the configuration that has ``rewards``; "" is the run itself, in which the total counts.
-    ``num_tokens``: how many tokens an answer has.
     """
-    asked = answers_to_judge(rows, num_tokens)
     if not asked:
         return skipped("no row has a reference answer")
     answers = [answer for of_row in asked for answer in of_row.all]
@@ -356,14 +349,14 @@ def judge_rewards(
         marks.append(_marks(TOTAL, "correctness", None, True, graded))
     setting = f"{key}.rewards" if key else "rewards"
     for reward in marks:
-        if fault := _reward_fault(reward, len(rows), max_errors, setting):
+        if fault := _reward_fault(reward, len(asked), max_errors, setting):
             return fault
     if not names["correctness"]:
         says = f"{', '.join(names['form'])} can be computed; no reward judges correctness"
-        return passed(says, len(rows), "right answers")
+        return passed(says, len(asked), "right answers")
     judging = [reward for reward in marks if reward.judges == "correctness"]
     notes = [
-        f"{reward.name}: {reward.mean:.3g} on average of {len(rows)} right answers"
+        f"{reward.name}: {reward.mean:.3g} on average of {len(asked)} right answers"
         for reward in judging
     ]
     says = f"right answers are known as right by {', '.join(reward.name for reward in judging)}"

@@ -17,8 +17,9 @@ from transformers.utils.hub import cached_file
 from taut.checks.registry import Finding, check, failed, passed, skip_if
 from taut.checks.session import Session
 from taut.models import architecture
+from taut.models.byte_rows import quantised_experts
 from taut.models.lora import plain_skeleton
-from taut.models.quantised import format_of, quantised_experts
+from taut.models.quantised import format_of
 from taut.models.weight_files import converted
 from taut.train import distributed
 

@@ -1,5 +1,5 @@
 """What a machine has to have for a rank to start on it: the directory, the disk of ``out``, Python and taut.
-``ray_cluster.py`` asks every node; a problem is one line. What else nodes have to have alike (packages, model, data)
+``placement.py`` asks every node; a problem is one line. What else nodes have to have alike (packages, model, data)
 ranks compare themselves, as they start: checks/cluster.py.
 """
 

@@ -11,7 +11,7 @@
     rewards    all servers have one address: they keep nothing between two requests. A connection goes to the one that
                has the fewest, of those that take it
 
-No Ray here: ``ray_cluster.py`` places the servers.
+No Ray here: ``ray_servers.py`` places the servers.
 """
 
 from __future__ import annotations

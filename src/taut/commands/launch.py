@@ -198,15 +198,15 @@ def ray(path: Path | None, overrides: Sequence[str]) -> int:
 
     from taut.cluster import ray_cluster
     from taut.cluster.look import Expected, versions
+    from taut.cluster.placement import Ranks
+    from taut.cluster.relay import Job
 
     gpus = 1 if launcher.gpus_per_node else 0
-    ranks = ray_cluster.Ranks(
-        launcher.nodes, per_node, fewest, most, launcher.cpus_per_worker, gpus
-    )
+    ranks = Ranks(launcher.nodes, per_node, fewest, most, launcher.cpus_per_worker, gpus)
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryFolder("launch", asked.out.absolute().parent) as folder:
         return ray_cluster.launch(
-            ray_cluster.Job(
+            Job(
                 (
                     *asked.words,
                     *_named_in_file(path, asked.words),

@@ -31,6 +31,7 @@ from typing_extensions import TypedDict
 
 from taut.config import home_path
 from taut.data import cache, formats
+from taut.data.entries import Shards
 from taut.data.fetched import FetchedShards, RemoteShard, fetched_shards, require_room
 from taut.data.schema import Columns, Format
 from taut.data.sources import (
@@ -143,9 +144,7 @@ class TokenisedSource:
             template_variables=read["template_variables"],
         )
 
-    def shards(
-        self, cache_directory: Path, limit: int | None
-    ) -> tuple[cache.Shards, Remote | None]:
+    def shards(self, cache_directory: Path, limit: int | None) -> tuple[Shards, Remote | None]:
         """Its shards; and, where they are at an address, what fetches them."""
         listed, key = self.content["shards"], self.content["key"]
         if remote.scheme_of(self.directory) is None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from taut.data.cache import OFFSETS, READ_VALUE, VALUE, Entry, file_stamp, row_starts
+from taut.data.entries import OFFSETS, READ_VALUE, VALUE, Entry, file_stamp, row_starts
 from taut.data.messages import RowForm
 from taut.data.render import Incident
 from taut.types import Media, Sample

@@ -28,6 +28,7 @@ from pydantic import Field
 from taut.config import configclass
 from taut.data import cache
 from taut.data.ahead import Remote, TokenisedSource, require_same, settings_of, tokenised_sources
+from taut.data.entries import VALUE, Entry, Shards
 from taut.data.fetched import FetchedShards, RemoteShard
 from taut.data.lengths import LengthCounts
 from taut.data.messages import Row, RowForm
@@ -362,7 +363,7 @@ class SourcePart:
     """Of its files, with which sample ids begin; numbered likewise, so that these are unique."""
     weight: float
     key: str
-    shards: cache.Shards
+    shards: Shards
     source: str
     """As configured."""
     stamps: tuple[Stamp, ...]
@@ -417,7 +418,7 @@ class SourcePart:
     def name(self, index: int) -> str:
         return self._name(*self.shards.locate(index))
 
-    def _name(self, entry: cache.Entry, inside: int) -> str:
+    def _name(self, entry: Entry, inside: int) -> str:
         line, part = entry.arrays["line"][inside], entry.arrays["part"][inside]
         place = place_of(self.names, int(line))
         return f"{place}#{part}" if part else place
@@ -498,7 +499,7 @@ class Dataset(Samples):
         """Whether shards would have to be fetched to look at all samples."""
         return any(part.remote and len(part.shards) > 1 for part in self.parts)
 
-    def at_hand(self) -> Iterator[tuple[range, cache.Entry]]:
+    def at_hand(self) -> Iterator[tuple[range, Entry]]:
         """The shards that may be opened for a look, each with its samples: all that are here, and the first of a source
         at an address.
         """
@@ -573,7 +574,7 @@ class Dataset(Samples):
 
     def has_value(self, name: str) -> bool:
         """Whether any sample has a value of this name that is not 0."""
-        array = cache.VALUE + name
+        array = VALUE + name
         return any(array in facts.values for part in self.parts for facts in part.shards.facts)
 
     @property

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from taut.data import cache
+from taut.data.entries import Entry
 from taut.errors import DataError, OutputError, TautError
 from taut.io import files, remote
 
@@ -60,7 +61,7 @@ class FetchedShards:
         """Shards that this process fetched, and their bytes."""
         self.waited = 0.0
         """Seconds that steps waited for shards."""
-        self._opened: dict[str, cache.Entry] = {}
+        self._opened: dict[str, Entry] = {}
         self._lock = threading.RLock()
         """Held while a shard is fetched."""
         self._upcoming: tuple[RemoteShard, ...] = ()
@@ -73,7 +74,7 @@ class FetchedShards:
         """For the run log."""
         return {"shards": self.num_fetched, "bytes": self.num_bytes, "waited": self.waited}
 
-    def open(self, shard: RemoteShard) -> cache.Entry:
+    def open(self, shard: RemoteShard) -> Entry:
         """The shard, verified. Raises DataError where it cannot be fetched, or is not the one that was written."""
         if (entry := self._opened.get(shard.name)) is not None:
             return entry
@@ -137,7 +138,7 @@ class FetchedShards:
             finally:
                 os.close(number)
 
-    def _open(self, shard: RemoteShard, *, is_needed: bool) -> cache.Entry | None:
+    def _open(self, shard: RemoteShard, *, is_needed: bool) -> Entry | None:
         """The shard, fetched where it is not there; None: it is not needed yet, and there is no room."""
         if (entry := self._opened.get(shard.name)) is not None:
             return entry
@@ -161,7 +162,7 @@ class FetchedShards:
         self.num_bytes += shard.num_bytes
         return entry
 
-    def _fetch(self, shard: RemoteShard, partial: Path) -> cache.Entry:
+    def _fetch(self, shard: RemoteShard, partial: Path) -> Entry:
         for left in self.folder.glob(f"*{PARTIAL}"):
             if left != partial:
                 shutil.rmtree(left, ignore_errors=True)

@@ -36,9 +36,9 @@ import numpy as np
 
 from taut.config import changed
 from taut.data.blocks import BlockBuilder, joined
-from taut.data.cache import Entry, Shards
 from taut.data.chat_template import Ids, Text
 from taut.data.dataset import DataConfig, DataReport, Dataset, SourcePart, Split, sources
+from taut.data.entries import Entry, Shards
 from taut.data.images import in_batches, outside
 from taut.data.json_io import did_you_mean, listed, shown
 from taut.data.messages import (

@@ -53,6 +53,7 @@ from taut.data.arrivals import (
     Taken,
 )
 from taut.data.dataset import DataConfig, Dataset, SourcePart, key_of, require_fitting, sources
+from taut.data.entries import Entry, Shards
 from taut.data.given_rows import given_iterable
 from taut.data.large_epoch import keyed_permutation
 from taut.data.render import Limits, Renderer
@@ -103,7 +104,7 @@ class Made(NamedTuple):
     """A window before it is recorded."""
 
     names: tuple[str, ...]
-    entry: cache.Entry
+    entry: Entry
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Recipe:
     unit: Literal["num_samples", "num_groups"]
     """What is permuted and counted: samples, or rows whose answers are compared."""
     columns: Columns
-    tokenise: Callable[[Sequence[tuple[int, Any]], tuple[str, ...]], cache.Entry]
+    tokenise: Callable[[Sequence[tuple[int, Any]], tuple[str, ...]], Entry]
 
     def make(self, rows: Sequence[Arrived]) -> Made:
         names = tuple(dict.fromkeys(row.name for row in rows))
@@ -164,7 +165,7 @@ class Reader(Protocol):
     def status(self, after: int) -> Status:
         """The windows after number ``after``, once there are any, or after ``POLL`` seconds."""
 
-    def entry(self, window: Window) -> cache.Entry:
+    def entry(self, window: Window) -> Entry:
         """The samples of a window."""
 
     def first(self) -> list[Arrived]:
@@ -201,7 +202,7 @@ class Recorded:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def entry(self, window: Window) -> cache.Entry:
+    def entry(self, window: Window) -> Entry:
         place = self.folder / _name(window)
         try:
             return cache.read_shard(place, window["shard"])
@@ -440,7 +441,7 @@ class Preview:
     def __init__(self, recipe: Recipe, arrivals: Arrivals) -> None:
         self.recipe, self.arrivals = recipe, arrivals
         self._rows: list[Arrived] = []
-        self._entries: dict[int, cache.Entry] = {}
+        self._entries: dict[int, Entry] = {}
         self._last: Window | None = None
         self._iterator = iter(arrivals)
 
@@ -465,7 +466,7 @@ class Preview:
         self._rows = self._rows or rows[:NUM_FIRST]
         return Status([self._last], 0.0, False, None)
 
-    def entry(self, window: Window) -> cache.Entry:
+    def entry(self, window: Window) -> Entry:
         return self._entries[window["number"]]
 
     def first(self) -> list[Arrived]:
@@ -576,7 +577,7 @@ class Stream:
     def part(self, window: Window) -> SourcePart:
         """A window as a source of samples."""
         names = tuple(window["names"])
-        shards = cache.Shards.of([self.reader.entry(window)])
+        shards = Shards.of([self.reader.entry(window)])
         path, key = self.recipe.path, f"{self.recipe.key} {window['digest']}"
         part = SourcePart(path, names, 1.0, key, shards, path, (), names)
         if beyond := part.first_beyond(self.num_ids):

@@ -28,7 +28,7 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from taut.data.blocks import Block, BlockBuilder, in_shards, joined
-from taut.data.cache import Entry
+from taut.data.entries import Entry
 from taut.data.images import BATCH_ROWS, in_batches
 from taut.data.messages import FORM_OF, Conversation, images_of
 from taut.data.render import Incident, Limits, Renderer, answers_of, fit_any, render_each

@@ -116,6 +116,8 @@ class Pool:
         """Makes a server that was left out ready for requests. Raises EngineError where it cannot be used yet."""
         self.revives = True
         """Whether servers that were left out are tried again by themselves."""
+        self.changing = threading.RLock()
+        """Held while a server comes back, and while all of them are given weights: one at a time."""
         self._waiting: dict[int, dict[_Waiter, None]] = {}
         """Requests that wait, by priority, in the order in which they came."""
         self._left_out: list[str] = []
@@ -317,12 +319,17 @@ class Pool:
             while not self._is_closed:
                 self._wake.wait(TRIED_AGAIN if self._to_revive() else None)
                 self._wake.clear()
-                for server in self._to_revive():
-                    try:
-                        self.revive(server)
-                        self.admit(server)
-                    except EngineError as failure:
-                        self._thread.start(_run, self._refuse, server, failure).result()
+                for server in self.servers:
+                    with self.changing:
+                        if server in self._to_revive():
+                            self._bring_back(server)
+
+    def _bring_back(self, server: Server) -> None:
+        try:
+            self.revive(server)
+            self.admit(server)
+        except EngineError as failure:
+            self._thread.start(_run, self._refuse, server, failure).result()
 
     def _to_revive(self) -> list[Server]:
         """The servers that may come back by themselves."""

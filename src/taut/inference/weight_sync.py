@@ -94,8 +94,8 @@ from taut.inference.weight_transfer import (
 )
 from taut.inference.worker.taut_worker import checksum
 from taut.io.temporary import MEMORY, PRIVATE, TemporaryFolder
+from taut.models.byte_rows import quantised_layers
 from taut.models.lora import Whole, is_adapted, plain_groups, plain_skeleton, save_adapter
-from taut.models.quantised import quantised_layers
 from taut.models.scorer import Scorer, evaluating
 from taut.models.weight_files import converted
 from taut.train import distributed
@@ -260,8 +260,8 @@ class Sync:
         """Each server's last logprobs of the probe."""
         self._adapters: dict[Server, dict[str, Path]] = {server: {} for server in pool.servers}
         """The adapters that each server has, by name, with their folders."""
-        self._lock, self._proving = threading.RLock(), threading.Lock()
-        """Held while servers are given weights, and while checksums are compared."""
+        self._proving = threading.Lock()
+        """Held while checksums are compared."""
         pool.revive = self._revive
         pool.revives = trained.ranks.is_writer and self._transfer is None
 
@@ -320,6 +320,10 @@ class Sync:
         """Send the weights in training to the servers and prove it, at each that has not failed to answer. Raises
         EngineError where they arrived at none.
         """
+        with self.pool.changing:
+            return self._push(version)
+
+    def _push(self, version: int) -> list[Proof]:
         expected_N, ranks = self.trained.log_probs(self.probe_T), self.trained.ranks
         self._count += 1
         if self._transfer is None:
@@ -339,12 +343,11 @@ class Sync:
             raise EngineError(f"weights after step {version}: {self.pool.failure}")
         under_way = ranks.gather({server.url: +server.models for server in self.pool.servers})
         if ranks.is_writer:
-            with self._lock:
-                for server in self.pool.in_use:
-                    self._unload(
-                        server, {name for named in under_way for name in named.get(server.url, ())}
-                    )
-                self._remove_files()
+            for server in self.pool.in_use:
+                self._unload(
+                    server, {name for named in under_way for name in named.get(server.url, ())}
+                )
+            self._remove_files()
         return self.proofs
 
     def hold(self) -> None:
@@ -352,7 +355,11 @@ class Sync:
         ranks then use the same servers.
         """
         ranks = self.trained.ranks
-        self._apply(_together(ranks, self._hold))
+        outcomes = _together(ranks, self._hold)
+        if (
+            not ranks.is_writer
+        ):  # the writer's servers are as it found them, or have come back since
+            self._apply(outcomes)
         if self._transfer is not None and (num_back := _together(ranks, self._num_back)):
             self.push(self.version)  # nothing was trained since
             self.restarts += num_back
@@ -382,7 +389,7 @@ class Sync:
             except EngineError as failure:
                 self.pool.leave_out(server, self.pool.named(server, failure))
 
-        with self._lock, ThreadPoolExecutor(len(self.pool.servers), "sleep") as threads:
+        with self.pool.changing, ThreadPoolExecutor(len(self.pool.servers), "sleep") as threads:
             [*threads.map(try_one, self.pool.in_use)]
 
     def _free_memory(self) -> None:
@@ -398,8 +405,7 @@ class Sync:
         outcome: T | TautError | None = None
         with distributed.whole_tensors(self.trained.scorer.model, ranks) as whole:
             if whole is not None:
-                with self._lock:
-                    outcome = _outcome(partial(work, whole))
+                outcome = _outcome(partial(work, whole))
         return _shared(ranks, outcome)
 
     def _look_at_servers(self) -> _Findings:
@@ -493,7 +499,7 @@ class Sync:
             except EngineError as failure:
                 return self.pool.named(server, failure), None
 
-        with self._lock, ThreadPoolExecutor(len(self.pool.servers), "weights") as threads:
+        with ThreadPoolExecutor(len(self.pool.servers), "weights") as threads:
             return [*threads.map(feed, self.pool.servers)]
 
     def _send(
@@ -662,14 +668,13 @@ class Sync:
 
     def _revive(self, server: Server) -> None:
         """Give a server that was left out the last push, once it answers again."""
-        with self._lock:
-            if self._last is not None:
-                self._adapters[server].clear()  # it was started again
-                server.vllm.serves(server.vllm.base)  # soon, where it does not answer
-                server.serving, _ = self._feed(server, self._last)
-                self.restarts += 1
-                if self.is_asleep:
-                    server.vllm.sleep()
+        if self._last is not None:
+            self._adapters[server].clear()  # it was started again
+            server.vllm.serves(server.vllm.base)  # soon, where it does not answer
+            server.serving, _ = self._feed(server, self._last)
+            self.restarts += 1
+            if self.is_asleep:
+                server.vllm.sleep()
 
     def _unload(self, server: Server, in_use: set[str]) -> None:
         """Unload the adapters that neither new requests name nor those under way."""

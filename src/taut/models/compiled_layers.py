@@ -34,9 +34,9 @@ from taut.attention.layout import Layout
 from taut.config import Decision
 from taut.errors import ConfigError, ModelError
 from taut.models import architecture, attention_backends, faster_layers
+from taut.models.byte_rows import quantised_layers
 from taut.models.noise import KeyedDropout
 from taut.models.precision import NARROW
-from taut.models.quantised import quantised_layers
 
 BACKEND: str | Callable[..., Any] = "inductor"
 """The compiler behind the graphs."""

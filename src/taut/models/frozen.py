@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from taut.models import architecture, quantised
+from taut.models import architecture, byte_rows
 from taut.models.quantised import Quantise
 
 FrozenDtype = Literal["auto", "checkpoint", "float32"]
@@ -110,7 +110,7 @@ def reading(storage: Storage | None) -> Iterator[None]:
         if (
             storage.quantise is not None
         ):  # older versions of the library would cast what is read to the bytes of rows
-            dtypes |= dict.fromkeys(quantised.names_of_rows(model), dtype)
+            dtypes |= dict.fromkeys(byte_rows.names_of_rows(model), dtype)
         return own | {f"^{re.escape(name)}$": stored for name, stored in dtypes.items()}
 
     library._get_dtype_plan = plan
@@ -146,7 +146,7 @@ def store(model: PreTrainedModel, storage: Storage, *, widens_rows: bool = True)
 
 def stays_wide(model: nn.Module, storage: Storage) -> bool:
     """Whether a machine without a GPU has room for all in float32, and nothing is quantised."""
-    if any(quantised.quantised_layers(model)):
+    if any(byte_rows.quantised_layers(model)):
         return False
     num_bytes = 4 * architecture.num_weights(model)
     return storage.host_share is not None and num_bytes <= storage.host_share * host_memory()
@@ -156,7 +156,7 @@ def described(model: PreTrainedModel, storage: Storage) -> tuple[str, str]:
     """The dtype of a model's frozen weights, and the reason."""
     dtypes = {str(d).removeprefix("torch.") for d in stored_dtypes(model, storage).values()}
     num_wide = 4 * architecture.num_weights(model)
-    layers = [module for _, module in quantised.quantised_layers(model)]
+    layers = [module for _, module in byte_rows.quantised_layers(model)]
     if layers:
         dtypes |= {layers[0].format.kind}
     if not dtypes:
@@ -227,7 +227,7 @@ def widen_trained(model: nn.Module) -> None:
 def wide_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state dict of ``model`` with all its numbers in float32; tied tensors stay one."""
     wide: dict[int, Tensor] = {}
-    state = quantised.wide_weights(model, dict(state))
+    state = byte_rows.wide_weights(model, dict(state))
     return {
         name: wide.setdefault(tensor.data_ptr(), tensor.float())
         if tensor.dtype in NARROW

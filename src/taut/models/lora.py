@@ -41,10 +41,11 @@ from taut.errors import ConfigError, ModelError
 from taut.io import files
 from taut.models import architecture, products, tensor_parallel
 from taut.models.adapter_patterns import require_bounded_patterns
+from taut.models.byte_rows import experts_as_numbers
 from taut.models.frozen import looking_wide, wide_state, widen_trained
 from taut.models.heads import scalar_head
 from taut.models.load import require_file_itself
-from taut.models.quantised import Quantise, experts_as_numbers, quiet_import
+from taut.models.quantised import Quantise, quiet_import
 from taut.models.tokens import add_tokens
 
 ALL: Literal["all-linear"] = "all-linear"

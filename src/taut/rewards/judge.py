@@ -155,6 +155,9 @@ class Judge(Verifier):
         """ConfigError if the key is not in the environment."""
         read_secret(self.api_key_env, "api_key_env")
 
+    async def reach(self, client: Client) -> None:
+        await client.require_listening(self.url, "judge.url")
+
     async def ask(self, client: Client, answered: Answered) -> float:
         """Raises DataError if no reply has a number."""
         reply = ""
@@ -320,6 +323,9 @@ class RewardServer(Verifier):
     def prepare(self) -> None:
         """ConfigError if the key is not in the environment."""
         read_secret(self.api_key_env, "api_key_env")
+
+    async def reach(self, client: Client) -> None:
+        await client.require_listening(self.url, "reward_server.url")
 
     async def ask(self, client: Client, answered: Answered) -> float:
         """Raises EngineError if the server answers anything but one number, or one for each step."""

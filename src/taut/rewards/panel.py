@@ -190,6 +190,9 @@ class Panel:
         for part in self.parts:
             if part.verifier.runs in ("here", "remote"):
                 part.verifier.prepare()
+        remote = [part.verifier for part in self.parts if part.verifier.runs == "remote"]
+        for reached in [self._servers.start(_reach, verifier) for verifier in remote]:
+            reached.result()
         judged_by = {} if self._workers is None else self._workers.require_loadable()
         for part in self.parts:
             self.judges[part.label] = (
@@ -218,6 +221,10 @@ class Panel:
             with self._rating:
                 return self._raters[part.label](answers)
         return [judged(part.label, part.verifier, answered) for answered in answers]
+
+
+async def _reach(client: httpx2.AsyncClient, verifier: Verifier) -> None:
+    await verifier.reach(Client(client))
 
 
 async def _ask_server(

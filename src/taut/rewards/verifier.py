@@ -108,6 +108,8 @@ class Score(NamedTuple):
 LIMITS = http.Limits(seconds=math.inf, max_bytes=2**24)
 """Of one attempt; the caller has a deadline for all of them (``panel.py``)."""
 RETRIES = http.Retries()
+TO_LISTEN = http.Limits(seconds=5.0, max_bytes=2**24)
+"""Of the request before the run that only needs a connection."""
 SHOWN = 200
 """Characters of a server's own message that are repeated."""
 
@@ -118,6 +120,21 @@ class Client:
 
     def __init__(self, client: httpx2.AsyncClient) -> None:
         self._client = client
+
+    async def require_listening(self, url: str, key: str) -> None:
+        """Raise ConfigError where no connection can be made. Any answer will do, and a server that is too busy for one.
+
+        ``key``: where the URL is set.
+        """
+        try:
+            await http.request(self._client, "GET", url, TO_LISTEN)
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            raise ConfigError(
+                f"{key}={url} and nothing listens there ({reason(error)}); expected a server; start it, or correct "
+                "the URL"
+            ) from None
+        except (httpx2.RequestError, http.Refused, TimeoutError):
+            return  # it listens
 
     async def post(self, url: str, body: dict[str, Any], key: str | None) -> Any:
         """The answer to a POST. Raises EngineError for an answer that cannot be used, and TimeoutError, with the last
@@ -182,6 +199,11 @@ class Verifier:
     def dress(self, reference: str) -> str:
         """A reference written as an answer: before a run, a reference has to be judged right."""
         return reference
+
+    async def reach(self, client: Client) -> None:
+        """Raise ConfigError where the server that a verifier asks cannot be connected to. Called once, after
+        ``prepare``.
+        """
 
     def __call__(self, answered: Answered) -> float | None:
         """The value of one answer; None: it does not apply."""

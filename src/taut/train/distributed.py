@@ -16,7 +16,8 @@ A sharded model that computes in bfloat16 does so by its weights (``precision.co
     adapters            float32 masters, cast where they are multiplied (``products.linear``)
 
 Ranks watch each other (watch.py). torch.distributed is imported here, there and in sharded.py only; for the parts of
-quantised weights also in models/quantised.py, and for layers that ranks compute together in models/tensor_parallel.py.
+quantised weights also in models/byte_rows.py, and for layers that ranks compute together in
+models/tensor_parallel.py.
 """
 
 from __future__ import annotations

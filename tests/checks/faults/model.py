@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from taut.checks.session import Session
-from taut.models import compiled_layers, faster_layers, quantised
+from taut.models import byte_rows, compiled_layers, faster_layers
 
 
 @fault("model.loads", says="lacks 1 weight")
@@ -58,12 +58,12 @@ def adapters_on_modules_that_are_not_there(place: Place, is_faulty: bool) -> Ses
 def quantised_weights_of_another_row(place: Place, is_faulty: bool) -> Session:
     """Codes that are read in another order, as older versions of the libraries left them when they were moved."""
     if is_faulty:
-        pack = quantised.Format.pack
+        pack = byte_rows.Format.pack
 
-        def pack_shifted(self: quantised.Format, parts: Mapping[str, Tensor]) -> Tensor:
+        def pack_shifted(self: byte_rows.Format, parts: Mapping[str, Tensor]) -> Tensor:
             return pack(self, {**parts, "weight": parts["weight"].roll(64)})
 
-        place.patch.setattr(quantised.Format, "pack", pack_shifted)
+        place.patch.setattr(byte_rows.Format, "pack", pack_shifted)
     return place.session(lora__rank=4, quantise="nf4", dtype="float32")
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from taut import cli, extras
-from taut.cluster.ray_cluster import Job, _pointed, _request_at
+from taut.cluster.ray_servers import _request_at, pointed
+from taut.cluster.relay import Job
 from taut.cluster.servers import Doors, Place
 from taut.commands.launch import LaunchRay, _named_in_file, _served, _servers, ray, read
 from taut.config import fields_of, load
@@ -128,11 +129,11 @@ def test_a_run_asks_reward_servers_at_the_url_that_its_settings_name(tmp_path: P
     (word,) = _named_in_file(file, asked.words)
     doors = Doors("127.0.0.1", [servers])
     try:
-        pointed = _pointed(Job([*asked.words, word], "", {}, 0), doors)
+        made = pointed(Job([*asked.words, word], "", {}, 0), doors)
     finally:
         doors.close()
     (_, port) = doors.addresses["reward server"][0]
-    run = load(class_of(file, ["method=grpo"]), file, pointed.words[2:])
+    run = load(class_of(file, ["method=grpo"]), file, made.words[2:])
     assert run.rewards[0].options == {"url": f"http://127.0.0.1:{port}"}
     other = 'rewards=[{name = "judge", options.url = "{reward_servers}/v1"}]'
     assert _named_in_file(file, [*asked.words, other]) == []

@@ -25,6 +25,7 @@ from taut.data.dataset import (
     build_renderer,
     load_dataset,
 )
+from taut.data.entries import REQUIRED, Entry
 from taut.data.images import BATCH_ROWS
 from taut.data.lengths import LengthCounts
 from taut.data.render import Renderer
@@ -397,7 +398,7 @@ def test_what_a_killed_process_left_in_the_cache_is_removed_and_what_is_the_user
     (left / "new").mkdir()
     (left / "new" / "ids.npy").write_bytes(b"")
     (tmp_path / ".mine").mkdir()
-    entry = cache.Entry({name: np.zeros(1) for name in cache.REQUIRED}, 1, ())
+    entry = Entry({name: np.zeros(1) for name in REQUIRED}, 1, ())
     assert cache.load(tmp_path, "f" * 64) == (None, "not in the cache")
     assert [path.name for path in tmp_path.iterdir()] == [".mine"]
     cache.save(tmp_path, "f" * 64, lambda _: iter([entry]))

@@ -23,6 +23,7 @@ from tests.tiny_tokenizers import CHATML, tiny_tokenizer
 from taut.commands.data_filter import Filter, filter_rows
 from taut.data import blocks, cache, images, tokenise
 from taut.data.dataset import DataConfig, Dataset, load_dataset
+from taut.data.entries import Entry
 from taut.data.render import Renderer
 from taut.data.sources import Source, fraction_of
 from taut.errors import DataError, ModelError, OutputError, TautError
@@ -139,7 +140,7 @@ def interrupted_after(
 ) -> None:
     """Load, with Ctrl-C after some shards."""
 
-    def entries(made: Any, ends: Any) -> Iterator[cache.Entry]:
+    def entries(made: Any, ends: Any) -> Iterator[Entry]:
         for index, entry in enumerate(blocks.in_shards(made, ends)):
             if index == number:
                 raise KeyboardInterrupt
@@ -444,7 +445,7 @@ def test_a_process_that_is_killed_is_an_error_and_what_is_finished_is_kept(
             super().start(*given, **named)
             started.append(self)
 
-    def entries(made: Any, ends: Any) -> Iterator[cache.Entry]:
+    def entries(made: Any, ends: Any) -> Iterator[Entry]:
         for index, entry in enumerate(blocks.in_shards(made, ends)):
             if index == 1:
                 for helper in started:

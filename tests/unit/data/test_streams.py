@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from taut.data import cache
 from taut.data.arrivals import START, Arrived, IterableRows, Position, Taken
+from taut.data.entries import Entry, row_starts
 from taut.data.schema import Columns
 from taut.data.stream import (
     FIRST,
@@ -30,7 +30,7 @@ from taut.data.stream import (
 from taut.errors import OutputError, StreamError
 
 
-def tokenise(records: Any, names: tuple[str, ...]) -> cache.Entry:
+def tokenise(records: Any, names: tuple[str, ...]) -> Entry:
     """A row ``{"text": "7 8"}`` is two samples, of the tokens 7 and 8 with a target each."""
     ids, lines, parts, rows = [], [], [], 0
     for number, record in records:
@@ -49,10 +49,10 @@ def tokenise(records: Any, names: tuple[str, ...]) -> cache.Entry:
         "line": np.array(lines),
         "part": np.array(parts, np.int32),
     }
-    starts = cache.row_starts(arrays["line"])
+    starts = row_starts(arrays["line"])
     if starts.size < size:
         arrays["row_offsets"] = np.append(starts, size)
-    return cache.Entry(arrays, len(records), ())
+    return Entry(arrays, len(records), ())
 
 
 def recipe(num_rows: int, key: str = "key", unit: Any = "num_samples") -> Recipe:

@@ -12,8 +12,8 @@ import torch
 from tests.tiny_tokenizers import TEMPLATES, tiny_tokenizer
 
 from taut.config import load
-from taut.data.cache import require_sound
 from taut.data.dataset import DataConfig, build_renderer, load_dataset
+from taut.data.entries import require_sound
 from taut.data.messages import Completion, Document, read_conversation
 from taut.data.packing import ALONE, pack
 from taut.data.render import Renderer

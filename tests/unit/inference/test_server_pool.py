@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
@@ -13,16 +14,18 @@ import numpy as np
 import pytest
 import torch
 from tests.fake_vllm import CONFIG, GREEDY, FakeServer, Fault, after_probe, prompt
-from tests.fake_weight_sync import WeightServer, change, tiny, trained
+from tests.fake_weight_sync import CPU, WeightServer, change, tiny, trained
 from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.config import replace
 from taut.errors import ConfigError, EngineError
 from taut.inference import server_pool
 from taut.inference.engine import Sampling
+from taut.inference.server_pool import Server
 from taut.inference.vllm import ServerEngine, Stream
 from taut.inference.weight_sync import Trained
 from taut.models.lora import LoraConfig, apply_lora
+from taut.train.distributed import Ranks
 from taut.types import Completion
 
 GROUPS = [prompt(f"row {number}", 1, 20 + number) for number in range(9)]
@@ -172,6 +175,59 @@ def test_a_server_that_is_back_gets_the_last_push_before_a_request(folder: str) 
         assert {c.version for c in again} == {2} and len(prompts_of(servers[1])) > seen
         for mine, its in zip(model.parameters(), servers[1].worker.model.parameters(), strict=True):
             assert torch.equal(mine, its)
+
+
+def test_a_server_that_comes_back_amid_the_check_before_a_rollout_is_used(folder: str) -> None:
+    """After the first rank has found that it is gone, and before the ranks act on that: it is not left out again."""
+    back: list[Callable[[], object]] = []
+
+    class Amid(Ranks):
+        def gather(self, value: Any) -> list[Any]:
+            if back and any(isinstance(found, EngineError) for found in value):
+                back.pop()()
+            return super().gather(value)
+
+    servers = [WeightServer() for _ in range(2)]
+    asked = trained(tiny(), Amid(0, 1, CPU))
+    with several(servers, asked, **{"sync.folder": folder}) as engine:
+        engine.update(1)
+        servers[0].is_gone = True
+        engine.generate(GROUPS, SAMPLED)
+        (_,) = engine.pool.take_left_out()
+
+        def comes_back() -> None:
+            servers[0].is_gone = False
+            until(lambda: len(engine.pool.in_use) == 2)
+
+        back.append(comes_back)
+        assert engine.sync is not None
+        engine.sync.hold()
+        assert not back and not engine.pool.take_left_out()
+        assert len(engine.pool.in_use) == 2 and engine.sync.restarts == 1
+
+
+def test_a_push_waits_for_a_server_that_comes_back(folder: str) -> None:
+    """Else it would be used with the weights before: those it was just given, when the push passed it over."""
+    servers, fed = [WeightServer() for _ in range(2)], []
+    with several(servers, trained(tiny()), **{"sync.folder": folder}) as engine:
+        engine.update(1)
+        revive, push = engine.pool.revive, threading.Thread(target=engine.update, args=(2,))
+
+        def given(server: Server) -> None:
+            revive(server)
+            fed.append(server.serving.version)
+            push.start()
+            push.join(0.2)
+
+        engine.pool.revive = given
+        servers[0].is_gone = True
+        engine.generate(GROUPS, SAMPLED)
+        servers[0].is_gone = False
+        until(lambda: push.ident is not None)
+        push.join()
+        assert {server.serving.version for server in engine.pool.in_use} == {2}
+        assert [server.worker.taut_version for server in servers] == [2, 2]
+        assert fed == [1] and len(engine.pool.take_left_out()) == 1
 
 
 def test_one_killed_one_slow_one_stale(folder: str) -> None:

@@ -10,6 +10,7 @@ from tests.tiny_models import tiny_model
 
 from taut.errors import ConfigError, ModelError
 from taut.models import compiled_layers
+from taut.models.byte_rows import QuantisedLinear
 from taut.models.compiled_layers import (
     compile_layers,
     require_compiler,
@@ -19,7 +20,6 @@ from taut.models.compiled_layers import (
 )
 from taut.models.lora import LoraConfig, apply_lora
 from taut.models.noise import NoiseConfig, install_noise
-from taut.models.quantised import QuantisedLinear
 
 CPU = torch.device("cpu")
 

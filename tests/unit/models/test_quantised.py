@@ -21,8 +21,9 @@ from taut.config import from_mapping
 from taut.data.packing import ALONE, PackPolicy, pack
 from taut.errors import ConfigError, ModelError
 from taut.methods.method import RunConfig
-from taut.models import architecture, frozen, quantised
+from taut.models import architecture, byte_rows, frozen
 from taut.models.attention_backends import PREFIX
+from taut.models.byte_rows import Format, error_of, quantised_layers
 from taut.models.frozen import Storage
 from taut.models.load import load_config, load_model, quiet_library
 from taut.models.lora import (
@@ -33,7 +34,7 @@ from taut.models.lora import (
     write_base,
 )
 from taut.models.precision import compute_context
-from taut.models.quantised import Format, Quantise, quantised_layers
+from taut.models.quantised import Quantise, require_trainable
 from taut.models.recompute import ActivationCheckpointing, recompute_activations
 from taut.models.scorer import Scorer, evaluating
 from taut.plan.models import Kernels, planned_model
@@ -339,7 +340,7 @@ def test_a_base_that_comes_quantised(tmp_path: Path) -> None:
     path = save("llama", tmp_path / "base")
     save_quantised(path, tmp_path / "nf4", **NF4)
     there = str(tmp_path / "nf4")
-    assert quantised.require_trainable(there, load_config(there), None, adapts=True)
+    assert require_trainable(there, load_config(there), None, adapts=True)
     model = load(there, None)
     packed = pack(nested_family(97), ALONE)
     with torch.no_grad():
@@ -347,9 +348,9 @@ def test_a_base_that_comes_quantised(tmp_path: Path) -> None:
         expected = Scorer(load(path, "nf4"))(packed).logp_N
     assert torch.equal(found, expected)
     with pytest.raises(ModelError, match="expected adapters"):
-        quantised.require_trainable(there, load_config(there), None, adapts=False)
+        require_trainable(there, load_config(there), None, adapts=False)
     with pytest.raises(ConfigError, match="comes quantised already"):
-        quantised.require_trainable(there, load_config(there), "nf4", adapts=True)
+        require_trainable(there, load_config(there), "nf4", adapts=True)
 
 
 OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -374,7 +375,7 @@ def test_other_formats_are_refused_by_name(method: str, adapts: bool, tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps(settings, default=str))
     config = load_config(str(tmp_path), needs_weights=False)
     with pytest.raises(ModelError, match=f"comes quantised as {method}, .* expected .*{remedy}"):
-        quantised.require_trainable("m", config, None, adapts=adapts)
+        require_trainable("m", config, None, adapts=adapts)
 
 
 def test_settings_that_are_no_table_are_refused(tmp_path: Path) -> None:
@@ -391,7 +392,7 @@ def test_quantised_experts_compute_and_learn_as_their_numbers_do(
 ) -> None:
     """And no number outlives the forward pass."""
     held: list[weakref.ref[Any]] = []
-    widen = quantised._adapted
+    widen = byte_rows._adapted
 
     def seen(*given: Any) -> Tensor:
         wide = widen(*given)
@@ -403,7 +404,7 @@ def test_quantised_experts_compute_and_learn_as_their_numbers_do(
     wide.load_state_dict(plain_model(model).state_dict())
     router = model.model.layers[0].mlp.get_submodule("gate" if name == "qwen3_moe" else "router")
     assert router.weight.dtype == torch.float32
-    monkeypatch.setattr(quantised, "_adapted", seen)
+    monkeypatch.setattr(byte_rows, "_adapted", seen)
     found = []
     ways: list[tuple[Any, ActivationCheckpointing]] = [(wide, False), (model, False), (model, True)]
     ways.append((model, "selective"))  # gpt_oss changes a product in place
@@ -479,15 +480,10 @@ def test_codes_stand_for_the_checkpoints_weights(
     source = whole.state_dict()
     for name, layer in quantised_layers(model):
         row, weight = layer.weight.detach(), source[f"{name}.weight"]
-        assert quantised.error_of(layer.format, row, layer.in_checkpoint(weight)) <= 1
+        assert error_of(layer.format, row, layer.in_checkpoint(weight)) <= 1
         wide = layer.format.widen(row, torch.float32)
         x = torch.randn(3, layer.in_features)
         assert torch.allclose(layer(x), nn.functional.linear(x, wide, layer.bias), atol=1e-5)
         parts = layer.format.unpack(row)
         shifted = parts | {"weight": parts["weight"].roll(7)}
-        assert (
-            quantised.error_of(
-                layer.format, layer.format.pack(shifted), layer.in_checkpoint(weight)
-            )
-            > 1
-        )
+        assert error_of(layer.format, layer.format.pack(shifted), layer.in_checkpoint(weight)) > 1

@@ -19,7 +19,7 @@ from taut.data.packing import ALONE, pack
 from taut.losses.supervised import CrossEntropy
 from taut.methods.method import RunConfig
 from taut.methods.sft import Sft
-from taut.models import products, quantised, scorer
+from taut.models import byte_rows, products, scorer
 from taut.models.lora import LoraConfig
 from taut.models.scorer import LinearHead
 from taut.plan import tracing
@@ -174,9 +174,9 @@ def test_a_few_layers_tell_of_many(
 def test_a_plan_leaves_no_fake_tensors_behind(tmp_path: Path) -> None:
     config = tiny_config("llama")
     run = saved(config, tmp_path, **{"lora.rank": 2, "quantise": "nf4"})
-    quantised._nested_values.cache_clear()
+    byte_rows.nested_values.cache_clear()
     trace(run, config, REFERENCE._replace(dtype=torch.float32), packed_of(12), is_first=True)
-    assert type(quantised._nested_values(torch.device("cpu"))) is Tensor
+    assert type(byte_rows.nested_values(torch.device("cpu"))) is Tensor
 
 
 def test_layers_that_do_not_come_round_alike_are_all_run(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -362,3 +364,16 @@ def test_a_closed_panel_asks_nobody(server: Server) -> None:
     with pytest.raises(RuntimeError, match="the rewards are closed"):
         panel.grade([ASKED])
     assert server.asked == []
+
+
+@pytest.mark.parametrize("name", ["judge", "reward_server"])
+def test_a_server_that_is_not_there_is_refused_before_the_run_by_its_url(name: str) -> None:
+    """And not after the time limit of each answer: 120 s with a judge."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
+        options = {"url": url} | ({"model": "m"} if name == "judge" else {})
+        start = time.monotonic()
+        with pytest.raises(ConfigError, match=f"{name}.url={url} and nothing listens there") as e:
+            open_panel([RewardSpec(name=name, options=options)])
+    assert time.monotonic() - start < 5 and "\n" not in str(e.value)
