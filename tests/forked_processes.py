@@ -34,6 +34,14 @@ IMPORTED = (
     "transformers",
     "peft",
     "transformers.utils.chat_template_utils",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen2.tokenization_qwen2",
+    "pandas",
+    "taut.io.tables",
+    "taut.methods.sft",
+    "taut.methods.dpo",
+    "taut.methods.grpo",
+    "taut.methods.kto",
 )
 LIMIT = 120.0
 """Seconds that processes may take, unless a test says otherwise."""

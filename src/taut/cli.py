@@ -23,7 +23,6 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Collection, Sequence
-from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +33,7 @@ from taut.errors import ConfigError, Interrupted, RankFailed, TautError
 from taut.extras import explained_imports, require
 from taut.io import threads
 from taut.io.console import guarded, is_first_on_host, one_line, tell
+from taut.io.imports import named
 from taut.methods import METHODS
 from taut.train.signals import SIGNALS, Interrupt, Interrupts
 
@@ -594,9 +594,8 @@ def _help(name: str, command: Command, topic: str | None) -> str:
 
 def _import_name(name: str) -> Any:
     """The object that ``module:name`` names."""
-    module, _, attribute = name.partition(":")
     with explained_imports():
-        return getattr(import_module(module), attribute)
+        return named(name)
 
 
 def sort_words(

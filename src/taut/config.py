@@ -595,9 +595,18 @@ def to_dict(config: Any) -> dict[str, Any]:
     return plain
 
 
-def describe(cls: type[Any]) -> list[Row]:
+_described: dict[type[Any], tuple[Row, ...]] = {}
+
+
+def describe(cls: type[Any]) -> tuple[Row, ...]:
     """Every key with its type, default and documentation, in the order of the fields."""
-    return [
+    if cls not in _described:
+        _described[cls] = tuple(_rows(cls))
+    return _described[cls]
+
+
+def _rows(cls: type[Any]) -> Iterator[Row]:
+    return (
         Row(
             key,
             type_name(info.annotation),
@@ -607,7 +616,7 @@ def describe(cls: type[Any]) -> list[Row]:
             " ".join((info.description or "").replace("``", "`").split()),
         )
         for key, info in _leaves(cls, "")
-    ]
+    )
 
 
 def type_name(annotation: Any) -> str:

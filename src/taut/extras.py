@@ -14,13 +14,16 @@ import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from taut.errors import ConfigError
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 SHOWN = 5
 """Missing packages in one message."""
@@ -91,13 +94,11 @@ def _require_versions(extra: str, needed_by: str) -> None:
     """
     from importlib import metadata
 
-    from packaging.requirements import Requirement
-
     try:
-        lines = metadata.requires("taut") or []
+        packages = _requirements()
     except metadata.PackageNotFoundError:
         return
-    for package in map(Requirement, lines):
+    for package in packages:
         if package.marker is not None and not package.marker.evaluate({"extra": extra}):
             continue
         try:
@@ -109,6 +110,16 @@ def _require_versions(extra: str, needed_by: str) -> None:
                 f"{needed_by} found {package.name} {found}; expected {package.specifier}; "
                 f"run: pip install '{package.name}{package.specifier}'"
             )
+
+
+@cache
+def _requirements() -> list[Requirement]:
+    """The packages of pyproject.toml, with the extra of each as its marker."""
+    from importlib import metadata
+
+    from packaging.requirements import Requirement
+
+    return [Requirement(line) for line in metadata.requires("taut") or []]
 
 
 @contextmanager

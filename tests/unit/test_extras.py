@@ -167,7 +167,8 @@ def test_a_version_below_the_range_is_refused(
         line for line in PROJECT["optional-dependencies"]["train"] if line.startswith(library)
     ]
     real = metadata.version
-    monkeypatch.setattr(metadata, "requires", lambda _: [f"{line}; extra == 'train'"])
+    needed = Requirement(f"{line}; extra == 'train'")
+    monkeypatch.setattr("taut.extras._requirements", lambda: [needed])
     monkeypatch.setattr(metadata, "version", lambda of: found if of == library else real(of))
     wanted = line.removeprefix(library)
     with pytest.raises(ConfigError) as caught:
@@ -209,7 +210,7 @@ def test_a_name_that_a_newer_version_no_longer_has_is_said(
         monkeypatch.setattr(metadata, "version", missing)
     monkeypatch.delattr("torch.distributed.checkpoint.state_dict_saver._save_state_dict")
     monkeypatch.delitem(sys.modules, "taut.train.sharded", raising=False)
-    monkeypatch.setattr("taut.cli.import_module", lambda _: import_module("taut.train.sharded"))
+    monkeypatch.setattr("taut.cli.named", lambda _: import_module("taut.train.sharded"))
     assert main(["show", "model=DIR"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"taut: error: torch {version} lacks a name")

@@ -259,6 +259,9 @@ def _adapters(session: Session) -> Iterator[Setting]:
     yield Setting("lora.alpha", f"a scale of {_listed([round(scale, 6)])}", f"a scale of {scales}")
     dora = _listed(name in layer.lora_magnitude_vector for layer in layers)
     yield Setting("lora.dora", str(requested["dora"]), dora)
+    wanted_start = "the weights" if session.run.lora.starts_at_weights else "0"
+    starts = ["the weights" if hasattr(layer, "start_A") else "0" for layer in layers]
+    yield Setting("lora.init", f"a start at {wanted_start}", f"a start at {_listed(starts)}")
     dropouts = []
     for layer in layers:
         dropout = layer.lora_dropout[name]

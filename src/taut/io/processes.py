@@ -16,7 +16,6 @@ and the clock need. A process that is itself a helper, which may end at any time
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import pickle
@@ -30,6 +29,7 @@ from typing import Any
 
 from taut.errors import TautError
 from taut.io.helper import Helper, begin, how_it_ended
+from taut.io.imports import named
 
 SECONDS = 10.0
 """Processor time of one call."""
@@ -126,9 +126,9 @@ def call_each(
     ended the process; which, is not known.
     """
     if _runs_here:
-        named = _function(function)
+        called = named(function)
         with _limited_memory(_address_space(), memory_mb):
-            return _outcomes(named, arguments, seconds)
+            return _outcomes(called, arguments, seconds)
     request = pickle.dumps((function, seconds, memory_mb, arguments))
     with _lock:
         _start()
@@ -163,17 +163,11 @@ def serve(descriptor: int, leash: int) -> None:
         except EOFError:
             return
         if name not in known:
-            known[name] = _function(name)
+            known[name] = named(name)
             held = _address_space()
         with _limited_memory(held, memory_mb):
             answer = json.dumps(_outcomes(known[name], each, seconds), ensure_ascii=False)
             pipe.send_bytes(answer.encode("utf-8", "surrogatepass"))
-
-
-def _function(name: str) -> Callable[..., Any]:
-    module, _, attribute = name.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
-    return function
 
 
 def _outcomes(

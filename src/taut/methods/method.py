@@ -437,11 +437,15 @@ class RunConfig:
                 f"quantise={self.quantise} without adapters: rounded weights cannot be updated; expected a LoRA run; "
                 "set lora.rank, or take the key out"
             )
-        if self.quantise is not None and self.lora.dora:
-            raise ConfigError(
-                f"quantise={self.quantise} with lora.dora=true: DoRA reads the weights themselves; expected one of the "
-                "two; take one out"
-            )
+        for key, is_set in (
+            ("lora.dora=true: DoRA", self.lora.dora),
+            (f"lora.init={self.lora.init}: it", self.lora.starts_at_weights),
+        ):
+            if self.quantise is not None and is_set:
+                raise ConfigError(
+                    f"quantise={self.quantise} with {key} reads the weights themselves; expected one of the two; take "
+                    "one out"
+                )
         if self.parallel.cpu_offload and self.optim.name == "muon":
             raise ConfigError(
                 "parallel.cpu_offload=true with optim.name=muon: its iteration would run on the host's processor, for "
@@ -522,6 +526,11 @@ class RunConfig:
             ),
             (self.compile, "compile=true", "layers wait for other ranks between their products"),
             (self.lora.dora, "lora.dora=true", "it reads whole weights"),
+            (
+                self.lora.starts_at_weights,
+                f"lora.init={self.lora.init}",
+                "it decomposes whole weights",
+            ),
             (self.lora.dropout > 0, "lora.dropout", "its noise belongs to whole inputs"),
         ):
             if is_set:

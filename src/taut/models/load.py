@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from logging import ERROR
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -394,6 +395,9 @@ def freeze(model: nn.Module, patterns: list[str]) -> list[str]:
 def quiet_library() -> Iterator[None]:
     """Silence the library's warnings and progress bars."""
     level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    if level == ERROR and not has_bars:  # a block around this one silenced it
+        yield
+        return
     library: Any = logging  # its switches have no types
     library.set_verbosity_error()
     library.disable_progress_bar()

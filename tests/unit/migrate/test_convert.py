@@ -293,7 +293,7 @@ def test_a_quantised_base_under_adapters(
         ("swift", "--quant_method hqq", "quant_method"),
         ("trl", "--load_in_4bit", "load_in_4bit"),
         ("openrlhf", "--ds.load_in_4bit", "ds.load_in_4bit"),
-        ("swift", "--init_weights pissa", "init_weights"),
+        ("swift", "--init_weights lora-ga", "init_weights"),
         ("swift", "--system prompt.txt", "system"),
         ("swift", "--loss_scale hermes", "loss_scale"),
         ("swift", "--truncation_strategy left", "truncation_strategy"),
@@ -345,6 +345,43 @@ def test_ms_swift_freezes_by_prefixes_and_expressions(
         name for name in names if name in frozen.split()
     ]
     assert lacking(offer) == {}
+
+
+@pytest.mark.parametrize(
+    ("framework", "options", "expected"),
+    [
+        ("swift", "--init_weights true", {}),
+        ("swift", "--init_weights olora", {"lora.init": "olora"}),
+        ("swift", "--init_weights gaussian", {"lora.init": "gaussian"}),
+        (
+            "swift",
+            "--init_weights pissa_niter_4",
+            {"lora.init": "pissa", "lora.init_iterations": 4},
+        ),
+        (
+            "llamafactory",
+            "pissa_init: true\npissa_convert: true",
+            {"lora.init": "pissa", "lora.init_iterations": 16},
+        ),
+        ("llamafactory", "pissa_init: true\npissa_iter: -1", {"lora.init": "pissa"}),
+        ("axolotl", "peft_init_lora_weights: pissa", {"lora.init": "pissa"}),
+    ],
+)
+def test_where_adapters_start(
+    framework: str, options: str, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    if framework == "swift":
+        text = f"swift sft --model some/model --dataset rows.jsonl --tuner_type lora {options}\n"
+        offer = read(tmp_path, framework, text)["carried"]
+    elif framework == "llamafactory":
+        text = "model_name_or_path: some/model\nstage: sft\nfinetuning_type: lora\ndataset: rows\n"
+        offer = read(tmp_path, framework, f"{text}{options}\n", "a.yaml")["carried"]
+    else:
+        text = "base_model: some/model\nadapter: lora\nlora_r: 8\n"
+        offer = read(tmp_path, framework, f"{text}{options}\n", "a.yaml")["carried"]
+    found = {k: value for k, value in offer["settings"].items() if k.startswith("lora.init")}
+    assert found == expected
+    assert not {"init_weights", "pissa_init", "pissa_iter", "pissa_convert"} & lacking(offer).keys()
 
 
 def test_axolotl_names_what_trains(tmp_path: Path) -> None:

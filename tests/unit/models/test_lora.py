@@ -102,6 +102,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"dora": True}),
     ("phi3", {"targets": ["qkv_proj"]}),
     ("qwen3_moe", {"targets": ["q_proj", "o_proj"]}),
+    ("gemma2", {"init": "pissa", "rslora": True}),
+    ("qwen2", {"init": "olora", "rows": {"model.embed_tokens": [5, 90]}}),
     ("qwen2", {"modules_to_save": ["embed_tokens"]}),
     ("llama", {"modules_to_save": ["embed_tokens", "lm_head"]}),
     ("llama", {"modules_to_save": ["lm_head"], "dropout": 0.1}),

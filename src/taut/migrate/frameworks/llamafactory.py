@@ -154,9 +154,6 @@ LLAMAFACTORY = Tables(
             template="empty",
         ),
         **lacking(
-            "adapters are initialised as in the LoRA paper", "pissa_init pissa_iter pissa_convert"
-        ),
-        **lacking(
             "new adapters beside old ones: merge those first (taut merge)", "create_new_adapter"
         ),
         **lacking(

@@ -102,7 +102,7 @@ OTHER_KINDS: dict[str, Lacking] = {
         "num_labels problem_type mrl_dims",
     ),
     **lacking(
-        "adapters are initialised as in the LoRA paper",
+        "adapters start as in the LoRA paper, or by lora.init: gaussian, PiSSA, OLoRA",
         "init_weights lora_ga_batch_size lora_ga_iters "
         "lora_ga_max_length lora_ga_direction lora_ga_scale lora_ga_stable_gamma",
         init_weights=(True, "lora"),

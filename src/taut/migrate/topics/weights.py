@@ -66,6 +66,7 @@ def carry_adapters(draft: Draft) -> None:
         "use_dora",
         "lora_target_linear",
         "loraplus_lr_ratio",
+        *STARTS,
     )
     adapter = draft.value("adapters")
     if is_off(adapter):
@@ -93,6 +94,7 @@ def carry_adapters(draft: Draft) -> None:
     if alpha is not None or draft.is_unknown("lora_alpha"):
         draft.set("lora.alpha", alpha, "lora_alpha")
     _carry_rate_of_b(draft)
+    _carry_start(draft)
     _carry_dropout(draft)
     for name in ("use_rslora", "use_dora"):
         if draft.value(name):
@@ -100,6 +102,29 @@ def carry_adapters(draft: Draft) -> None:
         else:
             draft.needless("off", name)
     _carry_modules(draft)
+
+
+STARTS = ("init_weights", "pissa_init", "pissa_iter", "pissa_convert")
+
+
+def _carry_start(draft: Draft) -> None:
+    """Where adapters start: peft's init_lora_weights, or LLaMA-Factory's options of PiSSA. Others are lacking."""
+    name, iterations = "init_weights", None
+    if draft.framework == "llamafactory":
+        name, iterations = "pissa_init", draft.value("pissa_iter", 16)
+        init = "pissa" if draft.is_on(name) else True
+        draft.needless("adapters are saved for the base itself", "pissa_convert")
+    else:
+        init = draft.value(name, True)
+        if isinstance(init, str) and (match := re.fullmatch(r"pissa_niter_(\d+)", init)):
+            init, iterations = "pissa", int(match[1])
+    if init in ("gaussian", "pissa", "olora"):
+        draft.set("lora.init", init, name)
+        if init == "pissa" and iterations not in (None, -1):
+            draft.set("lora.init_iterations", iterations, name, "pissa_iter")
+    elif init in (True, "true", "lora"):
+        draft.needless("off", name)
+    draft.needless("off" if init != "pissa" else "of the decomposition", "pissa_iter")
 
 
 def _carry_rate_of_b(draft: Draft) -> None:
