@@ -105,11 +105,11 @@ def _values(convention: Convention, answered: Answered, is_class: bool) -> dict[
         }
     if convention == "solution_str":
         judged_by = answered.row.get("reward_model")
-        has_truth = isinstance(judged_by, Mapping) and "ground_truth" in judged_by
+        truth = judged_by.get("ground_truth") if isinstance(judged_by, Mapping) else None
         return {
             "data_source": answered.row.get("data_source"),
             "solution_str": answered.text,
-            "ground_truth": judged_by["ground_truth"] if has_truth else _right_answer(answered),
+            "ground_truth": _right_answer(answered) if truth is None else truth,
             "extra_info": answered.row.get("extra_info") or {},
         }
     answer: Any = answered.text
