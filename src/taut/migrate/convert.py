@@ -145,6 +145,11 @@ def carry_objective(draft: Draft, lacks: str) -> None:
             continue
         if name in draft.given and not draft.is_unknown(name) and value not in allowed:
             draft.lacking(name, why, refuses=True)
+    trains = draft.is_on("do_train") or "dataset" in draft.given
+    if draft.framework == "llamafactory" and not trains and "config" not in draft.given:
+        others = (name for name in ("export_dir", "infer_backend") if name in draft.given)
+        why = "nothing is trained: neither dataset nor do_train; taut merge, taut export, taut chat"
+        draft.lacking(next(others, "do_train"), why, refuses=True)
     draft.needless("a language model", "task_type")
     for why, names in SWITCHES.items():
         for name in words(names):

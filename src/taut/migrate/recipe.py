@@ -135,6 +135,10 @@ def read_text(path: Path) -> str:
         ) from error
 
 
+MERGE = "tag:yaml.org,2002:merge"
+"""The key << of YAML, whose value's entries hold where the table has none of its own."""
+
+
 def read_settings(path: Path) -> tuple[list[Setting], list[str]]:
     """The settings of a YAML or JSON file, and a line for each repeated key. Raises ConfigError otherwise."""
     text = read_text(path)
@@ -143,9 +147,12 @@ def read_settings(path: Path) -> tuple[list[Setting], list[str]]:
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             raise ConfigError(f"{path}:1 holds no settings; expected `key: value` lines")
+        own = [pair for pair in node.value if pair[0].tag != MERGE]
+        loader.flatten_mapping(node)
+        merged = [pair for pair in node.value if not any(pair is one for one in own)]
         pairs = [
             (str(key.value), loader.construct_object(value, deep=True), key.start_mark.line + 1)
-            for key, value in node.value
+            for key, value in (*merged, *own)
         ]
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -159,9 +166,9 @@ def read_settings(path: Path) -> tuple[list[Setting], list[str]]:
         ) from error
     settings: dict[str, Setting] = {}
     unread = []
-    for key, value, line in pairs:
+    for number, (key, value, line) in enumerate(pairs):
         place = f"{path.name}:{line}"
-        if key in settings:
+        if key in settings and any(key == one for one, *_ in pairs[len(merged) : number]):
             unread.append(f"{place}: {key} is given again; the value of line {line} holds")
         settings[key] = Setting(key, plain(value), place)
     return [entry for setting in settings.values() for entry in flattened(setting)], unread

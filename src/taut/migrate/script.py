@@ -1,8 +1,9 @@
 """The commands of a shell script, as far as they are known without running it.
 
 Supported: assignments (``NAME=value``, ``NAME+=value``, ``export``, ``declare``, lists), ``bash -c "..."``,
-``read -r -d '' NAME <<EOF``, continued lines, quotes, comments, ``$NAME``, ``${NAME}``, ``${NAME:-default}``,
-``"${NAME[@]}"``, and arithmetic over known integers: ``$((A / B))``, ``$(expr A / B)``.
+``read -r -d '' NAME <<EOF``, continued lines, quotes, comments, ``$NAME``, ``${NAME}``, ``${NAME:-default}`` (one
+inside another too), ``${NAME:=default}``, ``"${NAME[@]}"``, and arithmetic over known integers: ``$((A / B))``,
+``$(expr A / B)``.
 Not supported: conditions and loops (all their commands count as run), other command substitutions, ``$1``. A word that
 needs one of these carries the reason in ``obstacle``; nothing is guessed.
 """
@@ -27,12 +28,14 @@ OPEN, CLOSE = "\x03", "\x04"
 TOKEN = re.compile(
     r"""(?P<space>(?:[ \t\r]|\\\r?\n)+) | (?P<newline>\n) | (?P<comment>\#[^\n]*) | (?P<operator>[;&|()<>]+)
     | (?P<ansi>\$'(?:\\.|[^'\\])*') | (?P<single>'[^']*') | (?P<double>"(?:\\.|[^"\\])*") | (?P<escape>\\.)
-    | (?P<substitution>\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\) | `[^`]*`) | (?P<variable>\$\{[^}]*\})
+    | (?P<substitution>\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\) | `[^`]*`)
+    | (?P<variable>\$\{(?:[^{}]|\$\{[^{}]*\})*\})
     | (?P<text>[^\s;&|()<>'"\\`$#]+ | \$ | \#)""",
     re.VERBOSE | re.DOTALL,
 )
 EXPANSION = re.compile(
-    rf"[{QUOTED}$](?:(?P<name>\w+)|\{{(?P<braced>\w+)(?:\[[@*]\])?(?::?-(?P<default>[^}}]*))?\}}|(?P<other>[({{@*#?!-]))"
+    rf"[{QUOTED}$](?:(?P<name>\w+)|\{{(?P<braced>\w+)(?:\[[@*]\])?"
+    rf"(?:(?P<sign>:?[-=])(?P<default>(?:[^{{}}]|[{QUOTED}$]\{{[^{{}}]*\}})*))?\}}|(?P<other>[({{@*#?!-]))"
 )
 SUBSTITUTION = re.compile(r"(?<!\\)\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`")
 """Inside double quotes."""
@@ -113,7 +116,7 @@ def _expand_commands(
         expanded = _expanded(words, values)
         commands.append(Command(expanded, dict(exported)))
         for shell, option, inner in zip(expanded, expanded[1:], expanded[2:], strict=False):
-            if shell.text in ("bash", "sh") and option.text == "-c":
+            if shell.text in ("bash", "sh") and re.fullmatch("-[a-z]*c", option.text):
                 inner_commands = _commands(inner.text, place, inner.line)
                 commands += _expand_commands(inner_commands, values, exported, place)
     return commands
@@ -127,6 +130,8 @@ def _expand(word: Word, values: dict[str, list[Word]]) -> list[Word]:
     """A word with its variables replaced; an unquoted value is split at spaces."""
     match = EXPANSION.fullmatch(word.text)
     name = match and (match["name"] or match["braced"])
+    if match and match["default"] is not None and not _has_value(match, values):
+        return _substituted(word, values) if word.text[0] == QUOTED else _of_default(word, values)
     if not match or name not in values:
         return _substituted(word, values)
     if "[" in word.text:
@@ -138,6 +143,24 @@ def _expand(word: Word, values: dict[str, list[Word]]) -> list[Word]:
         for value in values[str(name)]
         for part in re.finditer(r"(?s).+" if value.obstacle else r"\S+", value.text)
     ]
+
+
+def _has_value(match: re.Match[str], values: dict[str, list[Word]]) -> bool:
+    """Whether a variable is set, and to more than nothing where its default is for that too (``:-``, ``:=``)."""
+    words = values.get(match["name"] or match["braced"])
+    is_for_empty = (match["sign"] or "").startswith(":")
+    return words is not None and not (
+        is_for_empty and not any(it.text or it.obstacle for it in words)
+    )
+
+
+def _of_default(word: Word, values: dict[str, list[Word]]) -> list[Word]:
+    """The words of an unquoted ``${NAME:-default}`` whose variable is not set: none where the default is empty."""
+    (whole,) = _substituted(word, values)
+    quoted = re.fullmatch(r"""(["'])(.*)\1""", whole.text, re.DOTALL)
+    if whole.obstacle or quoted:
+        return [whole._replace(text=quoted[2] if quoted else whole.text)]
+    return [whole._replace(text=part) for part in whole.text.split()]
 
 
 def _num_lines(text: str) -> int:
@@ -155,12 +178,16 @@ def _substituted(word: Word, values: dict[str, list[Word]]) -> list[Word]:
 
     def put_in(match: re.Match[str]) -> str:
         name = match["name"] or match["braced"]
-        if name in values:
+        if _has_value(match, values):
             whole = _joined(values[name], word.line)
             obstacles.extend([whole.obstacle] if whole.obstacle else [])
             return whole.text
         if match["default"] is not None:
-            return match["default"]
+            (default,) = _substituted(word._replace(text=match["default"], obstacle=""), values)
+            obstacles.extend([default.obstacle] if default.obstacle else [])
+            if match["sign"].endswith("="):
+                values[name] = [default]
+            return default.text
         obstacles.append(match[0].replace(QUOTED, "$"))
         return match[0]
 

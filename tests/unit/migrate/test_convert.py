@@ -398,6 +398,37 @@ def test_where_adapters_start(
     assert not {"init_weights", "pissa_init", "pissa_iter", "pissa_convert"} & lacking(offer).keys()
 
 
+def test_merged_keys_of_yaml_are_settings(tmp_path: Path) -> None:
+    """A table's own keys hold over those that << merges into it."""
+    text = "trainer: &t\n  learning_rate: 1e-5\n  seed: 3\n<<: *t\nseed: 4\n"
+    text += "model_name_or_path: some/model\nstage: sft\ndo_train: true\ndataset: rows\n"
+    content = read(tmp_path, "llamafactory", text, "a.yaml")
+    settings = content["carried"]["settings"]
+    assert (settings["optim.learning_rate"], settings["seed"]) == (1e-5, 4)
+    assert not any("given again" in line for line in content["unread"])
+
+
+def test_files_of_llamafactory_that_train_nothing_are_refused(tmp_path: Path) -> None:
+    text = "model_name_or_path: some/model\ntemplate: qwen\n"
+    for option in ("export_dir: out", "infer_backend: vllm"):
+        offer = read(tmp_path, "llamafactory", f"{text}{option}\n", "a.yaml")["carried"]
+        assert offer["command"] is None
+        assert "nothing is trained" in lacking(offer)[option.partition(":")[0]]
+
+
+@pytest.mark.parametrize(
+    ("options", "samples"),
+    [("batch_size: 8", 8), ("batch_size: 8\ngradient_accumulation_steps: 2", 4), ("", 2)],
+)
+def test_the_whole_batch_of_axolotl(options: str, samples: int, tmp_path: Path) -> None:
+    """Its gradient_accumulation_steps are batch_size // micro_batch_size where they are not set."""
+    text = "base_model: some/model\nmicro_batch_size: 2\ndatasets:\n  - path: rows.jsonl\n"
+    text += f"    type: chat_template\n{options}\n"
+    offer = read(tmp_path, "axolotl", text, "a.yaml")["carried"]
+    assert offer["settings"]["batch.samples_per_step"] == samples
+    assert "batch_size" not in lacking(offer)
+
+
 def test_axolotl_names_what_trains(tmp_path: Path) -> None:
     """A dot is a dot there; rows of a parameter are refused."""
     text = "base_model: some/model\ndatasets:\n  - path: rows.jsonl\n    type: chat_template\n"

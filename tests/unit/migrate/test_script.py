@@ -38,6 +38,31 @@ def test_variables_are_put_in() -> None:
     assert texts(script) == [["a", "x", "x-1", "y z", "y", "z", "d", "$A", "$A"]]
 
 
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("${E:-}", []),
+        ('"${E:-}"', [""]),
+        ("${E:-x y}", ["x", "y"]),
+        ("${E:-'x y'}", ["x y"]),
+        ('"${E:-x y}"', ["x y"]),
+        ("${E-x}", []),
+        ("${SET:-x}", ["1"]),
+        ("${U:-${SET}}", ["1"]),
+        ('"${U:-${V:-x}}/y"', ["x/y"]),
+        ("${U:=8} $U", ["8", "8"]),
+    ],
+)
+def test_defaults_are_words_as_in_bash(word: str, expected: list[str]) -> None:
+    """By bash, in which E is set to nothing and U and V are not set."""
+    assert texts(f"E=\nSET=1\na {word}\n") == [["a", *expected]]
+
+
+def test_a_default_that_is_not_known_is_told() -> None:
+    ((words, _),) = commands("a ${U:-$MISSING}\n", "x.sh")
+    assert words[1].obstacle == "$MISSING"
+
+
 def test_a_variable_made_of_another() -> None:
     assert texts("N=8\nBATCH=$N-$N\na $BATCH\n") == [["a", "8-8"]]
 
@@ -109,6 +134,10 @@ def test_a_here_document_read_into_a_variable() -> None:
 def test_a_command_kept_in_a_variable_and_given_to_bash() -> None:
     script = 'export CMD=" \\\n  x.py --a 1 \\\n  --b 2\n  "\nsrun bash -c "launch $CMD" 2>&1\n'
     assert ["launch", "x.py", "--a", "1", "--b", "2"] in texts(script)
+
+
+def test_a_login_shell_runs_commands_too() -> None:
+    assert texts("docker run i bash -lc 'trl sft'\n")[1:] == [["trl", "sft"]]
 
 
 def test_ansi_quotes() -> None:

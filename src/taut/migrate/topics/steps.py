@@ -41,6 +41,12 @@ def carry_batch(draft: Draft) -> None:
         for name, value in zip(names, (each, times, shards), strict=True):
             if name in draft.given and not draft.is_unknown(name) and not is_count(value):
                 draft.lacking(name, "a whole number above 0 is expected")
+        whole = draft.value("batch_size")
+        if draft.framework == "axolotl" and is_count(whole) and names[1] not in draft.given:
+            names = (names[0], "batch_size", names[2])
+            times = max(1, whole // each) if is_count(each) else None
+        elif draft.framework == "axolotl":
+            draft.needless("gradient_accumulation_steps says it", "batch_size")
         if times is None and names[1] not in draft.given and is_count(each) and number:
             times = max(1, math.ceil(16 / each / number))
         used = (*names[:2], *sorted(stated_by))
