@@ -435,6 +435,8 @@ def _dispatch(words: Sequence[str]) -> int:
         _print(f"taut {__version__}")
         return 0
     known, words = commands(), joined(words)
+    if words[0] in METHODS:
+        words[0] = words[0].replace("_", "-")  # as ``method`` has it
     command = known.get(words[0])
     if command is None:
         near = difflib.get_close_matches(words[0], known, n=1) or ["sft"]
@@ -535,6 +537,12 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
                 re.sub(r"^\s*data\s*=", "data.train=", word) for word in sorted_words.overrides
             ]
             sorted_words = sorted_words._replace(overrides=overrides)  # data=FILE is short for it
+        if "method" in keys:
+            overrides = [
+                re.sub(r"^\s*method\s*=.*", lambda match: match[0].replace("-", "_"), word)
+                for word in sorted_words.overrides
+            ]
+            sorted_words = sorted_words._replace(overrides=overrides)  # as the command has it
         if command.has_method:
             _require_no_method(name, sorted_words.path)
         if command.has_method and not command.is_raw:

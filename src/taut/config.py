@@ -683,7 +683,10 @@ def read_settings(path: Path | None) -> dict[str, Any]:
         raise ConfigError(
             f"{path} is not UTF-8 at line {line}; expected UTF-8; convert it"
         ) from error
-    return _read_yaml(path, text) if kind == "YAML" else _read_toml(path, text)
+    settings = _read_yaml(path, text) if kind == "YAML" else _read_toml(path, text)
+    if isinstance(method := settings.get("method"), str):
+        settings["method"] = method.replace("-", "_")  # as the command is called
+    return settings
 
 
 def _read_yaml(path: Path, text: str) -> dict[str, Any]:

@@ -95,6 +95,19 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert message in err
 
 
+@pytest.mark.parametrize("name", ["online-dpo", "online_dpo"])
+def test_a_method_is_named_as_its_command_or_as_its_section(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a file, after method=, and as a command."""
+    (tmp_path / "run.toml").write_text(f'method = "{name}"\nrollout.n = 1\n')
+    for words in (["plan", str(tmp_path / "run.toml")], ["plan", f"method={name}", "rollout.n=1"]):
+        assert main([*words, *MINIMAL]) == 2
+        assert "rollout.n=1" in capsys.readouterr().err  # its own rule: a pair is of two answers
+    assert main([name, "--help"]) == 0
+    assert "taut online-dpo" in capsys.readouterr().out
+
+
 def test_each_error_has_its_exit_code_and_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
