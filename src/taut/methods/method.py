@@ -391,7 +391,10 @@ class RunConfig:
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     freeze: list[str] = field(default_factory=list)
-    """Parameters not to train: vision_tower, projector, language_model, globs over names, or /regular expressions/."""
+    """Parameters not to train: vision_tower, projector, language_model, globs over names, /regular expressions/, slices
+    of the layers (layers[:-2]), or the first of all by a share of their numbers (90%); !PATTERN trains what patterns
+    before it froze.
+    """
     resume: bool = False
     """Continue from the newest checkpoint in out; from step 1 if there is none; a finished run is left as it is."""
     overwrite: bool = False
