@@ -34,7 +34,7 @@ from taut.extras import explained_imports, require
 from taut.io import threads
 from taut.io.console import guarded, is_first_on_host, one_line, tell
 from taut.io.imports import named
-from taut.methods import METHODS
+from taut.methods import METHODS, published
 from taut.train.signals import SIGNALS, Interrupt, Interrupts
 
 OF_KIND = re.compile(r"[\w.-]+(==[\w.]+)?:")
@@ -442,8 +442,9 @@ def _dispatch(words: Sequence[str]) -> int:
         near = difflib.get_close_matches(words[0], known, n=1) or ["sft"]
         if words[0].partition(" ")[0] in FAMILIES:
             return _run_family(words)
+        meant = published(words[0]) or f"taut {near[0]}"
         raise ConfigError(
-            f"found the command {words[0]!r}; expected one of {', '.join(known)}; did you mean 'taut {near[0]}'?"
+            f"found the command {words[0]!r}; expected one of {', '.join(known)}; did you mean '{meant}'?"
         )
     command = command_with(words, command)
     for word, following in zip(words[1:], [*words[2:], ""], strict=False):
