@@ -26,6 +26,7 @@ DISTRIBUTED = (
     "train/sharded.py",
     "train/watch.py",
     "inference",
+    "models/adapter_start.py",
     "models/byte_rows.py",
     "models/tensor_parallel.py",
 )

@@ -112,6 +112,7 @@ def test_show_takes_the_run_and_resume_goes_on(
 RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("dpo", {}),
     "lora": ("dpo", {"lora.rank": 4}),
+    "pissa": ("dpo", {"lora.rank": 4, "lora.init": "pissa"}),
 }
 
 
@@ -138,6 +139,17 @@ def test_three_and_three_steps_are_six(
     assert largest_difference(weights(out / "model"), weights(whole / "model")) == 0.0
     mine, theirs = (read_checkpoint(p / "checkpoints" / "step-000006") for p in (out, whole))
     assert [key for key in theirs if not is_same(mine.get(key), theirs[key])] == []
+
+
+def test_the_reference_of_pissa_is_the_base(
+    wholes: dict[str, dict[str, Any]], tmp_path: Path, model: Path
+) -> None:
+    """At the start the two agree to the last bit, and throughout with the base as another model."""
+    keys, whole = wholes["pissa"], Path(wholes["pissa"]["out"])
+    assert column(whole, "rewards/margin")[0] == 0.0 != column(whole, "rewards/margin")[-1]
+    beside = {"out": str(tmp_path / "beside"), "reference.model": str(model), "steps": 3}
+    out = train({**keys, **beside}).out
+    assert column(out, "loss") == pytest.approx(column(whole, "loss")[:3], abs=1e-9)
 
 
 def test_a_reference_taken_from_the_trained_weights_is_seen(

@@ -44,6 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "full in bfloat16": {"dtype": "bfloat16"},
     "lora with noise": {"lora__rank": 4, "lora__dropout": 0.2, "noise__neftune_alpha": 5.0},
     "lora on nf4": {"lora__rank": 4, "quantise": "nf4", "dtype": "float32"},
+    "pissa": {"lora__rank": 4, "lora__init": "pissa", "lora__init_iterations": 2},
     "lora by rows": {"lora__rank": 4, "lora__train_token_rows": "always"},
 }
 

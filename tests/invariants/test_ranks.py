@@ -74,6 +74,13 @@ RUNS: dict[str, dict[str, Any]] = {
         "lora.train_token_rows": "always",
         "checkpoint.every": 2,
     },
+    "pissa": {
+        **PLAIN,
+        "steps": 4,
+        "lora.rank": 4,
+        "lora.init": "pissa",
+        "checkpoint.every": 2,
+    },
     "muon, eight bits": {
         **PLAIN,
         "steps": 4,
@@ -82,7 +89,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "checkpoint.every": 2,
     },
 }
-SLOW = ("lora by rows", "muon, eight bits")
+SLOW = ("lora by rows", "pissa", "muon, eight bits")
 TAUGHT: dict[str, Any] = {
     **RUNS["uneven bins"],
     "method": "distill",

@@ -323,7 +323,7 @@ def _servers(launcher: LaunchRay, run: RunConfig) -> list[Servers]:
     kinds = []
     if launcher.servers:
         model = str(home_path(run.model))
-        vllm = serve_command(model, run.lora.rank, launcher.gpus_per_server)
+        vllm = serve_command(model, run.lora.saved_rank, launcher.gpus_per_server)
         vllm += " --enable-sleep-mode" if launcher.colocate else ""
         command = launcher.server_command.replace("{vllm}", vllm)
         kinds.append(

@@ -50,7 +50,7 @@ from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine
 from taut.losses import Loss
 from taut.losses.supervised import CrossEntropy
-from taut.methods import METHODS, command_of
+from taut.methods import METHODS, command_of, published
 from taut.methods.aux_models import AuxModels
 from taut.methods.inputs import Inputs, Language, MayChange, Models, Plan
 from taut.models.frozen import FrozenDtype
@@ -391,7 +391,10 @@ class RunConfig:
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     freeze: list[str] = field(default_factory=list)
-    """Parameters not to train: vision_tower, projector, language_model, globs over names, or /regular expressions/."""
+    """Parameters not to train: vision_tower, projector, language_model, globs over names, /regular expressions/, slices
+    of the layers (layers[:-2]), or the first of all by a share of their numbers (90%); !PATTERN trains what patterns
+    before it froze.
+    """
     resume: bool = False
     """Continue from the newest checkpoint in out; from step 1 if there is none; a finished run is left as it is."""
     overwrite: bool = False
@@ -437,11 +440,15 @@ class RunConfig:
                 f"quantise={self.quantise} without adapters: rounded weights cannot be updated; expected a LoRA run; "
                 "set lora.rank, or take the key out"
             )
-        if self.quantise is not None and self.lora.dora:
-            raise ConfigError(
-                f"quantise={self.quantise} with lora.dora=true: DoRA reads the weights themselves; expected one of the "
-                "two; take one out"
-            )
+        for key, is_set in (
+            ("lora.dora=true: DoRA", self.lora.dora),
+            (f"lora.init={self.lora.init}: it", self.lora.starts_at_weights),
+        ):
+            if self.quantise is not None and is_set:
+                raise ConfigError(
+                    f"quantise={self.quantise} with {key} reads the weights themselves; expected one of the two; take "
+                    "one out"
+                )
         if self.parallel.cpu_offload and self.optim.name == "muon":
             raise ConfigError(
                 "parallel.cpu_offload=true with optim.name=muon: its iteration would run on the host's processor, for "
@@ -522,6 +529,11 @@ class RunConfig:
             ),
             (self.compile, "compile=true", "layers wait for other ranks between their products"),
             (self.lora.dora, "lora.dora=true", "it reads whole weights"),
+            (
+                self.lora.starts_at_weights,
+                f"lora.init={self.lora.init}",
+                "it decomposes whole weights",
+            ),
             (self.lora.dropout > 0, "lora.dropout", "its noise belongs to whole inputs"),
         ):
             if is_set:
@@ -816,5 +828,7 @@ def class_of(path: Path | None, overrides: Sequence[str] = ()) -> type[RunConfig
         key, _, value = text.partition("=")
         name = value.strip().strip("\"'") if key.strip() == "method" else name
     if name not in list(METHODS):  # the value in a file may be of any type
-        raise ConfigError(f"found method={name}; expected one of {', '.join(METHODS)}; correct it")
+        meant = published(str(name))
+        remedy = "correct it" if meant is None else f"it is {meant}: set method=grpo and these"
+        raise ConfigError(f"found method={name}; expected one of {', '.join(METHODS)}; {remedy}")
     return METHODS[name]

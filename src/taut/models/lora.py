@@ -1,4 +1,5 @@
-"""Low-rank adapters through peft: LoRA (arXiv:2106.09685), rsLoRA (2312.03732), DoRA (2402.09353).
+"""Low-rank adapters through peft: LoRA (arXiv:2106.09685), rsLoRA (2312.03732), DoRA (2402.09353); PiSSA and OLoRA
+(``models.adapter_start``).
 
 ``apply_lora`` wraps a loaded model in place and refuses settings that would not take effect. Of a vision-language
 model, ``all-linear`` means the language model's layers, as in other frameworks; its other parts are adapted where
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -39,7 +41,7 @@ from taut import capabilities
 from taut.config import Decision, changed, configclass
 from taut.errors import ConfigError, ModelError
 from taut.io import files
-from taut.models import architecture, products, tensor_parallel
+from taut.models import adapter_start, architecture, products, tensor_parallel
 from taut.models.adapter_patterns import require_bounded_patterns
 from taut.models.byte_rows import experts_as_numbers
 from taut.models.frozen import looking_wide, wide_state, widen_trained
@@ -62,6 +64,8 @@ TABLES = (
     "embed_out.weight",
 )
 """Names of the tables in adapters that train them whole."""
+_OF_A_RESIDUAL = ("pissa", "olora", "corda", "lora_ga", "loftq")
+"""Ways of peft to start an adapter that change the base."""
 _TARGETS, _SAVED = "lora.targets", "lora.modules_to_save"
 
 
@@ -84,6 +88,15 @@ class LoraConfig:
     """Scale by alpha / sqrt(rank) (rank-stabilised LoRA)."""
     dora: bool = False
     """Weight-decomposed adapters (DoRA)."""
+    init: Literal["kaiming", "gaussian", "pissa", "olora"] = "kaiming"
+    """How adapters start. kaiming, gaussian: A is drawn (uniform; normal, deviation 1 / rank), B is 0. pissa: at the
+    largest singular values of the weights, olora: at the first rows and columns of their QR decomposition; the model
+    starts as the base all the same, and what is saved is a LoRA of twice the rank on the base.
+    """
+    init_iterations: Annotated[int, Field(ge=1)] | None = None
+    """Iterations of a randomised decomposition for init=pissa (peft's pissa_niter_N). Default: the exact one, which is
+    slow for large layers.
+    """
     modules_to_save: list[str] = field(default_factory=list)
     """Modules trained whole next to the adapters, by the end of their names: embed_tokens, lm_head; in a
     vision-language model also projector, whatever its family calls it.
@@ -105,6 +118,25 @@ class LoraConfig:
                 f"lora.rank={self.rank} and lora.adapter are both set; remove lora.rank, "
                 "the adapter has its own"
             )
+        if self.dora and self.starts_at_weights:
+            raise ConfigError(
+                f"lora.init={self.init} with lora.dora=true, whose magnitudes are those of the weights and the adapter "
+                "together; expected one of the two; take one out"
+            )
+        if self.init_iterations is not None and self.init != "pissa":
+            raise ConfigError(
+                f"lora.init_iterations is set and would be ignored: lora.init is {self.init}; expected pissa; remove it"
+            )
+
+    @property
+    def starts_at_weights(self) -> bool:
+        """Whether adapters start at a part of the weights."""
+        return self.init in adapter_start.PARTS
+
+    @property
+    def saved_rank(self) -> int:
+        """Rank of the adapters that are saved and pushed."""
+        return self.rank * (2 if self.starts_at_weights else 1)
 
     @property
     def is_on(self) -> bool:
@@ -174,6 +206,7 @@ def apply_lora(
                 target_modules=_target_names(model, config.targets),
                 use_rslora=config.rslora,
                 use_dora=config.dora,
+                init_lora_weights="gaussian" if config.init == "gaussian" else True,
                 modules_to_save=list(dict.fromkeys([*saved, *scalar])) or None,
                 trainable_token_indices=dict(rows or {}) or None,
                 ensure_weight_tying=saves_embedding and architecture.is_tied(model),
@@ -196,6 +229,10 @@ def apply_lora(
     _adapt_quantised_experts(wrapped)
     _compute_in_base_dtype(wrapped)
     products.install(wrapped)
+    if config.starts_at_weights:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            adapter_start.install(wrapped, config.init, config.init_iterations)
     tensor_parallel.divide_adapters(wrapped)
     _prepare_tables(wrapped)
     for parameter in wrapped.parameters():
@@ -400,6 +437,13 @@ def _read_settings(directory: Path, key: str) -> dict[str, Any]:
     if not (directory / WEIGHTS).is_file():
         raise ModelError(
             f"{key}={directory} has no {WEIGHTS}; expected an adapter saved as safetensors"
+        )
+    init = str(settings.get("init_lora_weights", True)).lower()
+    if init.startswith(_OF_A_RESIDUAL):
+        raise ModelError(
+            f"{key}={directory} was trained with init_lora_weights={init} and belongs to a base from which its start "
+            "was subtracted; expected an adapter of the base itself; convert it with peft's save_pretrained("
+            "path_initial_model_for_weight_conversion=...)"
         )
     return settings
 
@@ -692,6 +736,8 @@ def plain_groups(model: nn.Module, whole: Whole | None = None) -> Iterator[dict[
         settings = copy.deepcopy(wrapper.peft_config[wrapper.active_adapter])
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
+            if adapter_start.is_installed(model):
+                settings = _twice_the_rank(settings)
             wrapped = get_peft_model(
                 _made_again(model), settings, adapter_name=wrapper.active_adapter
             )
@@ -768,6 +814,7 @@ def _merged(
     for place in [*parts]:
         weights = parts.pop(place)
         module: Any = wrapped.get_submodule(place)
+        weights = adapter_start.with_starts_joined(weights)
         missing, unexpected = module.load_state_dict(weights, strict=False, assign=True)
         assert not missing, f"{place}: weights missing: {missing[:3]}"
         assert not unexpected, f"{place}: weights unexpected: {unexpected[:3]}"
@@ -808,9 +855,26 @@ def save_adapter(model: nn.Module, directory: Path, whole: Whole | None = None) 
         }
         found = dict(whole({*names.values()}))
         state_dict = {name: found[source] for name, source in names.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # embeddings are saved only where they were trained
-        inner.save_pretrained(str(directory), state_dict=state_dict, save_embedding_layers=False)
+    trained = dict(inner.peft_config)
+    if adapter_start.is_installed(model):
+        state_dict = adapter_start.with_starts_joined(state_dict or model.state_dict())
+        inner.peft_config = {name: _twice_the_rank(config) for name, config in trained.items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # embeddings are saved only where they were trained
+            inner.save_pretrained(
+                str(directory), state_dict=state_dict, save_embedding_layers=False
+            )
+    finally:
+        inner.peft_config = trained
+
+
+def _twice_the_rank(settings: Any) -> Any:
+    """peft's settings of an adapter with twice the rank and the same scale."""
+    twice = copy.deepcopy(settings)
+    twice.r *= 2
+    twice.lora_alpha *= math.sqrt(2) if settings.use_rslora else 2
+    return twice
 
 
 def _row_adapters(model: nn.Module) -> tuple[Any, Any]:

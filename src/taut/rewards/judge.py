@@ -174,7 +174,7 @@ class Judge(Verifier):
 
     async def _reply(self, client: Client, answered: Answered, temperature: float) -> str:
         values = {
-            "question": _text(answered.prompt),
+            "question": prompt_text(answered.prompt),
             "answer": answered.text,
             "reference": "\n".join(answered.references),
             "conversation": conversation_text(answered),
@@ -217,7 +217,7 @@ def _number(match: str | tuple[str, ...]) -> float | None:
         return None
 
 
-def _text(prompt: Sequence[Mapping[str, Any]] | str) -> str:
+def prompt_text(prompt: Sequence[Mapping[str, Any]] | str) -> str:
     """A conversation as text; a single message without its role."""
     if isinstance(prompt, str):
         return prompt

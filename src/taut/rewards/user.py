@@ -8,9 +8,8 @@ answers (empty if there are none); ``row``, the row as it is in the data; ``num_
 it does not apply; an exception is an error. It judges correctness unless its attribute ``judges`` says otherwise:
 ``function.judges = "form"``.
 
-A function with the parameter ``completions`` is called as TRL calls it, with lists of one: completions, prompts, and
-each column of the row by its name; a class, as ms-swift's ORM, is made without arguments, and its completions are texts
-where TRL's are messages if the prompt is. The first element of what it returns counts; a coroutine is run.
+A function of TRL, OpenRLHF or verl and a class of ms-swift are called as those frameworks call them (``foreign.py``); a
+class is made without arguments.
 
 The file is read once, when a panel opens, and run as Python in worker processes, never in the process that trains.
 ``random`` (and ``numpy.random``, if the file imports numpy) is seeded by the answer, so that a function that draws from
@@ -19,7 +18,6 @@ it gives the same answer the same number.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import random
 import sys
@@ -31,6 +29,7 @@ from typing import Any, ClassVar, get_args
 
 from taut.errors import ConfigError
 from taut.io.user_code import UserCode
+from taut.rewards import foreign
 from taut.rewards.verifier import FIELDS, Answered, Judged, Place, Verifier
 
 
@@ -66,40 +65,22 @@ class UserReward(Verifier):
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed)
-        if self._is_batched:
-            return self._call_with_lists(answered)
+        if self._convention is not None:
+            return foreign.call(
+                self._function, self._convention, answered, self.options, is_class=self._is_class
+            )
         values = {name: getattr(answered, name) for name in self._parameters}
         if "references" in values:
             values["references"] = list(answered.references)
         return self._function(**values, **self.options)
-
-    def _call_with_lists(self, answered: Answered) -> Any:
-        """What the function returns for a batch of this answer alone."""
-        answer: Any = answered.text
-        prompt: Any = answered.prompt
-        if not isinstance(prompt, str):
-            prompt = list(prompt)
-            if not self._is_class:
-                answer = [{"role": "assistant", "content": answered.text}]
-        columns = {name: [value] for name, value in answered.row.items()}
-        values = {**columns, "prompts": [prompt], "completions": [answer]}
-        parameters = inspect.signature(self._function).parameters
-        if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-            values = {name: value for name, value in values.items() if name in parameters}
-        returned = self._function(**values, **self.options)
-        if inspect.iscoroutine(returned):
-            returned = asyncio.run(returned)
-        if not isinstance(returned, list | tuple) or len(returned) != 1:
-            raise ValueError(f"returned {returned!r:.80}; expected a list with one number")
-        return returned[0]
 
     @property
     def _is_class(self) -> bool:
         return isinstance(self._loaded, type)
 
     @cached_property
-    def _is_batched(self) -> bool:
-        return "completions" in inspect.signature(self._function).parameters
+    def _convention(self) -> foreign.Convention | None:
+        return foreign.convention_of(self._function)
 
     @cached_property
     def _loaded(self) -> Any:
@@ -116,7 +97,13 @@ class UserReward(Verifier):
         no parameter.
         """
         parameters = inspect.signature(self._function).parameters.values()
-        if self._is_batched:
+        if self._convention is not None:
+            missing = foreign.without_value(self._function, self._convention, self.options)
+            if missing is not None:
+                raise ConfigError(
+                    f"the reward {self.spec} takes {missing!r}, which taut does not have; expected parameters that are "
+                    "columns or options; give it a default"
+                )
             return ()
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         named = [

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, TextIO, cast
 
-from taut.errors import TautError
+from taut.errors import TautError, UserCodeError
 from taut.io.console import Printer
 from taut.io.helper import begin
 from taut.rewards.user import UserReward
@@ -85,6 +85,8 @@ def judged(
     """A verifier's score of one answer; an exception becomes an error."""
     try:
         return scored(label, verifier(answered))
+    except UserCodeError as error:
+        return Score(error=str(error), is_wrong_type=True)
     except TautError as error:
         return Score(error=reason(error), is_ours=True)
     except caught as error:

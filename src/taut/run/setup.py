@@ -172,6 +172,11 @@ def storage_for(
             "the two; take one out"
         )
     continued = settings_to_continue(run.lora)
+    if is_quantised and run.lora.starts_at_weights:
+        raise ConfigError(
+            f"lora.init={run.lora.init} with a base that comes quantised, whose weights are codes; expected a base in "
+            "floating point; take lora.init out"
+        )
     is_dora = bool(continued.get("use_dora", run.lora.dora))
     if is_dora and (is_quantised or run.frozen_dtype == "checkpoint"):
         found = "lora.adapter is a DoRA adapter" if continued else "lora.dora=true"

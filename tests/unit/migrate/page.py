@@ -97,8 +97,9 @@ The objective comes first: `trl kto` becomes `taut kto`, `loss_type: simpo` of C
   share that is held out is `share`, of rows by their hash. Of `swift/self-cognition`, which has 108 rows, it is a
   `weight`, and `model_name` and `model_author` are its `replace`.
 - **Rewards** by the names of TRL, open-r1 and ms-swift are those of [rewards](rewards.md). A class that a plugin of
-  ms-swift registers is called as it stands, `plugin.py:CLASS`; other functions of the recipe's own are named as
-  `own.py:NAME`, and are lacking until they are in a file.
+  ms-swift registers is called as it stands, `plugin.py:CLASS`, and so are OpenRLHF's `FILE.py`
+  and an import path of TRL whose file is here; other functions of the recipe's own are named as `own.py:NAME`, and are
+  lacking until they are in a file.
 - **Dropout** of adapters is in force in GRPO where each answer is trained on once. It is left out where answers are
   compared; of the frameworks that leave it on there, it is lacking.
 

@@ -477,6 +477,26 @@ def test_rewards_that_a_plugin_registers_are_its_classes(folder: Path) -> None:
     assert {option.key for option in carried.having("lacking")} == {"reward_funcs"}
 
 
+def test_reward_functions_by_file_and_by_import_path(folder: Path) -> None:
+    """OpenRLHF always calls ``reward_func`` of its file; TRL's path is a file where that is here."""
+    text = f"{RAY}--reward.remote_url /data/judge.py --data.label_key answer"
+    carried = imported(folder, "openrlhf", "a.sh", text).carried
+    assert carried.settings["rewards"] == ["/data/judge.py:reward_func"]
+    assert carried.settings["rollout.reference"] == "answer"
+    assert "reward.remote_url" not in {option.key for option in carried.having("lacking")}
+    assert "critic.model" not in carried.settings  # it begins as the policy
+    assert "reward.model_name_or_path" in {option.key for option in carried.having("needless")}
+    (folder / "mine").mkdir()
+    (folder / "mine" / "judges.py").write_text(
+        "def length(completions, **kwargs):\n    return []\n"
+    )
+    text = "trl grpo --model_name_or_path m --dataset_name org/set --reward_funcs mine.judges."
+    carried = imported(folder, "trl", "a.sh", f"{text}length").carried
+    assert carried.settings["rewards"] == ["mine/judges.py:length"]
+    carried = imported(folder, "trl", "a.sh", f"{text}width").carried
+    assert {option.key for option in carried.having("lacking")} >= {"reward_funcs"}
+
+
 def test_the_matrices_b_have_the_rate_of_lora_plus(folder: Path) -> None:
     """16 times the learning rate, 1e-4 by default."""
     text = "swift sft --model m --dataset rows.jsonl --lorap_lr_ratio 16"

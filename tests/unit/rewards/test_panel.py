@@ -525,6 +525,7 @@ def test_a_system_that_does_not_tell_memory_has_no_limit_of_it(
 
 LISTS = """
 import asyncio
+import numpy as np
 
 def of_trl(completions, prompts, target):
     (messages,), (prompt,) = completions, prompts
@@ -542,6 +543,29 @@ class Orm:
 
 def two(completions):
     return [1.0, 2.0]
+
+def of_openrlhf(queries, prompts, labels, **kwargs):
+    right = [float(q == p + l) for q, p, l in zip(queries, prompts, labels)]
+    return {"rewards": np.array(right), "scores": right, "extra_logs": {"seen": len(queries)}}
+
+def listed(queries, prompts, labels):
+    return [np.float32(len(prompts[0]))]
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, worth=1.0):
+    assert data_source == "sums" and extra_info == {"index": 3}
+    return {"score": worth * (solution_str == ground_truth), "pred": solution_str}
+
+def of_verl(data_source, solution_str, ground_truth, extra_info):
+    return solution_str == ground_truth
+
+def no_rewards(queries, prompts, labels):
+    return {"scores": [1.0]}
+
+def tokens(completions, completion_ids):
+    return [1.0]
+
+def unknown(solution_str, ground_truth, num_turns):
+    return 1.0
 """
 
 
@@ -551,11 +575,54 @@ def test_functions_of_other_frameworks_are_called_with_lists_of_one(tmp_path: Pa
     asked = ({"role": "user", "content": "?"},)
     row = {"target": "yes", "nums": [1, 2, 3]}
     answers = [Answered(text=text, row=row, prompt=asked) for text in ("yes", "no")]
-    names = [f"{path}:{name}" for name in ("of_trl", "later", "Orm", "two")]
+    names = [f"{path}:{name}" for name in ("of_trl", "later", "Orm")]
     with open_panel(names, ONE) as panel:
-        verdicts = panel.grade(answers, ["of_trl", "later", "Orm", "two"])
-    parts = [verdict.parts for verdict in verdicts]
+        parts = [verdict.parts for verdict in panel.grade(answers)]
     assert [part["of_trl"].value for part in parts] == [1.0, 0.0]
     assert [part["later"].value for part in parts] == [3.0, 3.0]
     assert [part["Orm"].value for part in parts] == [7.0, None]
-    assert all("expected a list with one number" in str(part["two"].error) for part in parts)
+
+
+def test_functions_of_openrlhf_and_verl_are_called_by_their_own_names(tmp_path: Path) -> None:
+    """OpenRLHF's prompt of one message is its text; verl's truth is in the row, or the row's right answer."""
+    path = tmp_path / "lists.py"
+    path.write_text(LISTS)
+    row = {"data_source": "sums", "extra_info": {"index": 3}}
+    asked = ({"role": "user", "content": "1+1="},)
+    truth = {"reward_model": {"style": "rule", "ground_truth": "2"}}
+    answers = [
+        Answered(text="2", references=("2",), row=row, prompt=asked),
+        Answered(text="3", references=("3",), row=row | truth, prompt="1+1="),
+    ]
+    names = [f"{path}:{name}" for name in ("of_openrlhf", "listed", "of_verl")]
+    twice = RewardSpec(name=f"{path}:compute_score", options={"worth": 2.0})
+    with open_panel([*names, twice], ONE) as panel:
+        parts = [verdict.parts for verdict in panel.grade(answers)]
+    assert [part["of_openrlhf"].value for part in parts] == [1.0, 1.0]
+    assert "'seen': 1" in str(parts[0]["of_openrlhf"].reply)
+    assert [part["listed"].value for part in parts] == [4.0, 4.0]
+    assert [part["of_verl"].value for part in parts] == [1.0, 0.0]
+    assert [part["compute_score"].value for part in parts] == [2.0, 0.0]
+    assert parts[1]["compute_score"].reply == "{'pred': '3'}"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("two", "expected a list with one number"), ("no_rewards", "'rewards'")]
+)
+def test_another_frameworks_function_that_returns_something_else_stops_the_run(
+    tmp_path: Path, name: str, says: str
+) -> None:
+    path = tmp_path / "lists.py"
+    path.write_text(LISTS)
+    with open_panel([f"{path}:{name}"], ONE) as panel, pytest.raises(UserCodeError, match=says):
+        panel.grade([Answered(text="2")])
+
+
+@pytest.mark.parametrize(("name", "says"), [("tokens", "completion_ids"), ("unknown", "num_turns")])
+def test_a_parameter_of_another_framework_without_a_value_is_refused_before_the_run(
+    tmp_path: Path, name: str, says: str
+) -> None:
+    path = tmp_path / "lists.py"
+    path.write_text(LISTS)
+    with pytest.raises(ConfigError, match=says):
+        open_panel([f"{path}:{name}"], ONE)

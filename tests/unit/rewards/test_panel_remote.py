@@ -150,6 +150,7 @@ def test_an_answer_that_inflates_drips_or_nests_is_an_error_of_that_answer() -> 
             ("drips", "reward_server had no answer within 1 s"),
             ("nests", "expected JSON"),
         ):
+            server.paths[f"/{path}"] = answers(b"{}")
             (score,) = said("reward_server", ASKED, url=f"{server.url}/{path}", timeout=1)
             assert score.value is None and found in str(score.error)
 
@@ -199,8 +200,14 @@ def test_an_answer_that_is_late_is_an_error_and_holds_nobody_up(server: Server) 
     assert 1 < server.most <= 8
 
 
-def test_a_server_that_is_not_there_is_an_error_in_time() -> None:
-    (score,) = said("reward_server", ASKED, url="http://127.0.0.1:9", timeout=3)
+def test_a_server_that_goes_away_is_an_error_in_time() -> None:
+    with serving() as server:
+        server.paths["/"] = answers(b"{}", b"Connection: close")
+        panel = open_panel(
+            [RewardSpec(name="reward_server", timeout=3, options={"url": server.url})]
+        )
+    with panel:
+        score = panel.grade([ASKED])[0].parts["reward_server"]
     late = "reward_server had no answer within 3 s; the last: no answer (ConnectError: "
     assert str(score.error).startswith(late)
 
@@ -342,9 +349,12 @@ def test_options_that_cannot_be(name: str, options: dict[str, Any], message: str
 
 
 FORGETFUL = """
+import socket
+
 from taut.rewards import Answered, RewardSpec, open_panel
 
-url = {"url": "http://127.0.0.1:9"}
+listening = socket.create_server(("127.0.0.1", 0))  # and never answers
+url = {"url": f"http://127.0.0.1:{listening.getsockname()[1]}"}
 panel = open_panel([RewardSpec(name="reward_server", timeout=0.1, options=url)])
 panel.grade([Answered(text="a")])
 """

@@ -38,6 +38,7 @@ AXOLOTL = Tables(
             "lora_modules_to_save": "modules_to_save",
             "lora_model_dir": "adapters",
             "peft_use_dora": "use_dora",
+            "peft_init_lora_weights": "init_weights",
             "peft_use_rslora": "use_rslora",
             "rl_beta": "beta",
             "dpo_loss_type": "loss_type",
@@ -195,8 +196,13 @@ AXOLOTL = Tables(
             "freeze_mm_modules lora_layers_to_transform peft_layers_to_transform peft_layers_pattern",
         ),
         **lacking(
+            "adapters start as in the LoRA paper, or by lora.init: gaussian, PiSSA, OLoRA",
+            "init_weights",
+            init_weights=True,
+        ),
+        **lacking(
             "adapters of another kind",
-            "peft peft_init_lora_weights lora_fan_in_fan_out "
+            "peft lora_fan_in_fan_out "
             "loraplus_lr_embedding relora relora_prune_ratio relora_cpu_offload peft_trainable_token_indices "
             "lora_rank_pattern lora_alpha_pattern peft_layer_replication",
             loraplus_lr_embedding=1e-6,

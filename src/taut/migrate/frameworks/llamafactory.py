@@ -69,6 +69,8 @@ LLAMAFACTORY = Tables(
             "lora_dropout": 0.0,
             "target_modules": "all",
             "split_dataset_ratio": 0.0,
+            "freeze_trainable_layers": 2,
+            "freeze_trainable_modules": "all",
             "freeze_llm": False,
             "freeze_vit": True,
             "freeze_aligner": True,
@@ -154,9 +156,6 @@ LLAMAFACTORY = Tables(
             template="empty",
         ),
         **lacking(
-            "adapters are initialised as in the LoRA paper", "pissa_init pissa_iter pissa_convert"
-        ),
-        **lacking(
             "new adapters beside old ones: merge those first (taut merge)", "create_new_adapter"
         ),
         **lacking(
@@ -197,10 +196,6 @@ LLAMAFACTORY = Tables(
             ppo_buffer_size=1,
         ),
         **lacking("another share of BCO in the loss", "pref_bco_weight", pref_bco_weight=0),
-        **lacking(
-            "options of freezing by layer",
-            "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules",
-        ),
     },
     variables=transformers.VARIABLES,
     none_is_unset=True,

@@ -102,7 +102,7 @@ OTHER_KINDS: dict[str, Lacking] = {
         "num_labels problem_type mrl_dims",
     ),
     **lacking(
-        "adapters are initialised as in the LoRA paper",
+        "adapters start as in the LoRA paper, or by lora.init: gaussian, PiSSA, OLoRA",
         "init_weights lora_ga_batch_size lora_ga_iters "
         "lora_ga_max_length lora_ga_direction lora_ga_scale lora_ga_stable_gamma",
         init_weights=(True, "lora"),
@@ -116,8 +116,7 @@ OTHER_KINDS: dict[str, Lacking] = {
         "taut has no backend of adapters besides peft", "tuner_backend", tuner_backend="peft"
     ),
     **lacking(
-        "freeze takes names of parameters that train whole, not a share of them, nor Megatron's names, nor those "
-        "next to adapters",
+        "freeze takes the library's names of parameters, not Megatron's, nor those next to adapters",
         "freeze_parameters freeze_parameters_regex freeze_parameters_ratio "
         "trainable_parameters trainable_parameters_regex",
         freeze_parameters_ratio=0,

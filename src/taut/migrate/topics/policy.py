@@ -352,7 +352,9 @@ def carry_critic(draft: Draft) -> None:
         draft.set(key, value(name), name)
     if draft.framework == "openrlhf":
         draft.set("critic.learning_rate", value("critic_learning_rate"), "critic_learning_rate")
-        model = value("critic_model") or value("reward_model")
+        model = value("critic_model")
+        if not model and not value("reward.remote_url"):  # a server's: it begins as the policy
+            model = value("reward_model")
         if model and not str(model).startswith("http"):
             draft.set(
                 "critic.model", model, "critic_model" if value("critic_model") else "reward_model"

@@ -55,6 +55,11 @@ def carry_rewards(draft: Draft) -> None:
             draft.assumed.append(
                 f"{plugins[name]} judges each answer by itself; where its file imports ms-swift, that is installed"
             )
+        if spec is None and (file := _file_of(draft, name)) is not None:
+            spec = {"name": file}
+            draft.assumed.append(
+                f"{file} judges each answer by itself; what its file imports is on PYTHONPATH"
+            )
         if spec is None:
             own.append(name)
             spec = {"name": f"own.py:{name.rpartition('.')[2]}"}
@@ -66,8 +71,10 @@ def carry_rewards(draft: Draft) -> None:
             "(docs/rewards.md), in own.py",
         )
     sources = ["reward_funcs"]
-    models = draft.value("reward_model")
-    if not is_off(models):
+    models, url = draft.value("reward_model"), draft.value("reward.remote_url")
+    if not is_off(models) and not is_off(url):
+        draft.needless("not loaded where reward.remote_url is set", "reward_model")
+    elif not is_off(models):
         models = models if isinstance(models, list) else str(models).split(",")
         judges = [
             {"name": "reward_model", "options": {"model": str(model).strip()}} for model in models
@@ -75,7 +82,6 @@ def carry_rewards(draft: Draft) -> None:
         is_first = draft.framework in ("trl", "open-r1")
         specs = judges + specs if is_first else specs + judges
         sources.append("reward_model")
-    url = draft.value("reward.remote_url")
     if not is_off(url):
         url = url[0] if isinstance(url, list) and len(url) == 1 else url
         if isinstance(url, str) and url.startswith("http"):
@@ -84,12 +90,19 @@ def carry_rewards(draft: Draft) -> None:
             )
             draft.assumed.append(f"the reward model at {url} is served by `taut serve-reward`")
             sources.append("reward.remote_url")
+        elif isinstance(url, str) and url.endswith(".py"):
+            specs.append({"name": f"{url}:reward_func"})
+            draft.assumed.append(
+                f"reward_func of {url} gets the answer without the token that ends it, and of a prompt of messages "
+                "their texts; where its file imports openrlhf, that is installed"
+            )
+            sources.append("reward.remote_url")
         else:
             draft.lacking(
                 "reward.remote_url",
-                "a function of the recipe's own; write it as taut calls it (docs/rewards.md), in own.py",
+                "several servers, or no address; taut asks one server, and calls FILE.py:reward_func",
             )
-            specs.append({"name": "own.py:reward_func"})
+            draft.leave_open("rewards", "reward.remote_url is neither one address nor a file")
     weights = draft.value("reward_weights")
     weights = weights if isinstance(weights, list) else [] if weights is None else [weights]
     if weights and len(weights) == len(specs):
@@ -137,6 +150,18 @@ def _plugins(draft: Draft) -> dict[str, str]:
             if re.search(rf"(?m)^class {kind}\b", text):
                 found[name] = f"{file}:{kind}"
     return found
+
+
+def _file_of(draft: Draft, name: str) -> str | None:
+    """FILE.py:function of an import path, ``package.module.function``, whose file is here."""
+    module, _, function = name.rpartition(".")
+    file = f"{module.replace('.', '/')}.py"
+    path = find_near(draft.facts.directory / "recipe", file) if module else None
+    if path is None or not re.search(
+        rf"(?m)^(async )?(def|class) {re.escape(function)}\b", read_text(path)
+    ):
+        return None
+    return f"{file}:{function}"
 
 
 def _named(draft: Draft, name: str) -> Spec | None:
