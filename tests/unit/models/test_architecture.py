@@ -127,6 +127,7 @@ PROJECTORS = {
     "smolvlm": {"model.connector"},
     "llava_onevision": {"model.image_newline", "model.multi_modal_projector"},
     "gemma3": {"model.multi_modal_projector"},
+    "gemma4": {"model.embed_vision"},
 }
 
 

@@ -69,7 +69,11 @@ def library_processor(path: Path, kind: str) -> Any:
         patch.setattr(ProcessorMixin, "__init__", set_up)
         patch.setattr(processing_smolvlm, "num2words", str)
         make = getattr(transformers, PROCESSORS[kind].processor)
-        films = {"video_processor": None} if kind == "smolvlm" else {}
+        films: dict[str, None] = {}
+        if kind in ("smolvlm", "gemma4"):
+            films["video_processor"] = None
+        if kind == "gemma4":
+            films["feature_extractor"] = None
         return make(image_processor=images, tokenizer=tokenizer_of(kind), **films, **own)
 
 
