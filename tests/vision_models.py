@@ -224,7 +224,6 @@ _FAMILIES["gemma4"] = Family(
             "head_dim": 8,
             "global_head_dim": 16,
             "hidden_size_per_layer_input": 4,
-            "pad_token_id": 0,
             "tie_word_embeddings": True,
         },
         "vision_config": {
@@ -299,6 +298,7 @@ def vision_config(kind: str, **text: int) -> PreTrainedConfig:
     }
     if kind == "gemma4":
         language_model["vocab_size_per_layer_input"] = language_model["vocab_size"]
+        language_model["pad_token_id"] = tokenizer.pad_token_id
     ids = {name: tokenizer.convert_tokens_to_ids(word) for name, word in family.words.items()}
     return AutoConfig.for_model(kind, **{**family.config, "text_config": language_model, **ids})
 

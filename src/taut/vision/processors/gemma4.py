@@ -36,6 +36,8 @@ class Gemma4(Family):
         self._patch_size, self._pooled = images.patch_size, images.pooling_kernel_size
         self._num_patches = images.max_soft_tokens * images.pooling_kernel_size**2
         text = files.config.get_text_config()
+        # the model reads a picture's places as padding besides their features
+        files.require_same("pad_token_id", files.tokenizer.pad_token_id, text.pad_token_id)
         self._sees_both_ways = text.use_bidirectional_attention == "vision"
         self._path = files.path
 
