@@ -36,7 +36,7 @@ from taut.io.temporary import TemporaryFolder
 from taut.methods.method import Offline, Streamed
 from taut.models import architecture
 from taut.models.compiled_layers import compiled_layers, layers_to_compile
-from taut.models.load import load_config, load_tokenizer
+from taut.models.load import frozen_names, load_config, load_tokenizer
 from taut.models.lora import is_adapted
 from taut.models.noise import KeyedDropout
 from taut.models.recompute import applied
@@ -175,12 +175,11 @@ def _trained(session: Session) -> Iterator[Setting]:
     named = dict(session.scorer.model.named_parameters())
     in_optimizer = set(members)
     held = {name for name, p in named.items() if p.requires_grad or id(p) in in_optimizer}
-    frozen: set[str] = set()
-    for pattern in session.run.freeze:
-        matches = architecture.match_pattern(session.scorer.model, pattern, list(named), "freeze")
-        frozen |= set(matches)
-        moving = [name for name in matches if name in held]
-        yield Setting(f"freeze {pattern}", "frozen", f"{moving[0]} trains" if moving else "frozen")
+    frozen = frozen_names(session.scorer.model, session.run.freeze)
+    if frozen:
+        moving = [name for name in frozen if name in held]
+        state = f"{moving[0]} trains" if moving else "frozen"
+        yield Setting(f"freeze {' '.join(session.run.freeze)}", "frozen", state)
     if not session.run.lora.is_on:
         still = [name for name in named if name not in frozen and name not in held]
         decided = {name: value for name, value, _ in session.built.decisions}

@@ -50,7 +50,7 @@ from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine
 from taut.losses import Loss
 from taut.losses.supervised import CrossEntropy
-from taut.methods import METHODS, command_of
+from taut.methods import METHODS, command_of, published
 from taut.methods.aux_models import AuxModels
 from taut.methods.inputs import Inputs, Language, MayChange, Models, Plan
 from taut.models.frozen import FrozenDtype
@@ -391,7 +391,10 @@ class RunConfig:
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     freeze: list[str] = field(default_factory=list)
-    """Parameters not to train: vision_tower, projector, language_model, globs over names, or /regular expressions/."""
+    """Parameters not to train: vision_tower, projector, language_model, globs over names, /regular expressions/, slices
+    of the layers (layers[:-2]), or the first of all by a share of their numbers (90%); !PATTERN trains what patterns
+    before it froze.
+    """
     resume: bool = False
     """Continue from the newest checkpoint in out; from step 1 if there is none; a finished run is left as it is."""
     overwrite: bool = False
@@ -825,5 +828,7 @@ def class_of(path: Path | None, overrides: Sequence[str] = ()) -> type[RunConfig
         key, _, value = text.partition("=")
         name = value.strip().strip("\"'") if key.strip() == "method" else name
     if name not in list(METHODS):  # the value in a file may be of any type
-        raise ConfigError(f"found method={name}; expected one of {', '.join(METHODS)}; correct it")
+        meant = published(str(name))
+        remedy = "correct it" if meant is None else f"it is {meant}: set method=grpo and these"
+        raise ConfigError(f"found method={name}; expected one of {', '.join(METHODS)}; {remedy}")
     return METHODS[name]

@@ -142,6 +142,8 @@ def carry_objective(draft: Draft, lacks: str) -> None:
         value = value.lower() if isinstance(value, str) else value
         if draft.method == "reward" and (name, value) == ("task_type", "seq_cls"):
             continue
+        if draft.framework == "llamafactory" and (name, value) == ("tuner_type", "freeze"):
+            continue
         if name in draft.given and not draft.is_unknown(name) and value not in allowed:
             draft.lacking(name, why, refuses=True)
     draft.needless("a language model", "task_type")

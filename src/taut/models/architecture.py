@@ -476,10 +476,26 @@ def part_of(name: str) -> Part | None:
     return None if _SCALAR in words or not words.isdisjoint(_SOUND) else "language_model"
 
 
+_SLICE = re.compile(r"layers\[(-?\d+)?:(-?\d+)?(?::([1-9]\d*))?\](.*)")
+"""Some of the decoder layers, as Python counts them, and a glob for the rest of a name."""
+
+
 def match_pattern(model: nn.Module, pattern: str, names: Sequence[str], key: str) -> list[str]:
     """The ``names`` (of the model's parameters or modules) that a pattern matches: a part, a regular expression between
-    slashes, or a glob. ``key``: the user's setting.
+    slashes, a slice of the decoder layers (``layers[-2:]``, ``layers[:4].mlp.*``), or a glob. ``key``: the user's
+    setting.
     """
+    if some := _SLICE.fullmatch(pattern):
+        chosen = slice(*(None if it is None else int(it) for it in some.groups()[:3]))
+        blocks = {id(block) for block in [*layers(model)][chosen]}
+        inside = [f"{name}." for name, module in model.named_modules() if id(module) in blocks]
+        rests = {
+            name: name[len(block) - 1 :]
+            for block in inside
+            for name in names
+            if name.startswith(block)
+        }
+        return [name for name in names if fnmatch.fnmatchcase(rests.get(name, ""), some[4] or ".*")]
     if pattern in PARTS:
         if not has_parts(model):
             raise ModelError(

@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import accumulate
 from logging import ERROR
 from pathlib import Path
 from pickle import UnpicklingError
@@ -367,27 +368,51 @@ def _require_complete(path: str, model: PreTrainedModel, report: dict[str, Any])
         raise ModelError(f"model={path} cannot be loaded: {report['error_msgs'][0]}")
 
 
-def freeze(model: nn.Module, patterns: list[str]) -> list[str]:
-    """Stop training every parameter whose name matches one of ``patterns``; returns the names.
+_SHARE = re.compile(r"(\d+(?:\.\d+)?)%")
 
-    A pattern is a part of a vision-language model (``architecture.PARTS``), a glob over the whole name (``*.mlp.*``,
-    ``model.embed_tokens.weight``) or, between slashes, a regular expression searched in it
-    (``/layers\\.[0-3]\\./``). A pattern that matches nothing is an error.
-    """
-    frozen: dict[str, nn.Parameter] = {}
+
+def freeze(model: nn.Module, patterns: list[str]) -> list[str]:
+    """Stop training every parameter that ``patterns`` freeze; returns the names."""
     parameters = dict(model.named_parameters())
-    for pattern in patterns:
-        matches = architecture.match_pattern(model, pattern, list(parameters), "freeze")
-        if not matches:
-            raise ModelError(
-                f"freeze pattern {pattern!r} matches no parameter; "
-                f"{architecture.suggest(pattern, list(parameters))}"
-            )
-        frozen |= {name: parameters[name] for name in matches}
-    for parameter in frozen.values():
-        parameter.requires_grad_(False)
+    frozen = frozen_names(model, patterns)
+    for name in frozen:
+        parameters[name].requires_grad_(False)
     if frozen and not any(parameter.requires_grad for parameter in parameters.values()):
         raise ModelError(f"freeze={patterns} leaves no parameter to train; name fewer")
+    return frozen
+
+
+def frozen_names(model: nn.Module, patterns: list[str]) -> list[str]:
+    """The parameters that ``patterns`` freeze, one after the other; ``!PATTERN`` lets those train that it matches.
+
+    A pattern is a part of a vision-language model (``architecture.PARTS``), a glob over the whole name (``*.mlp.*``,
+    ``model.embed_tokens.weight``), a regular expression between slashes that is searched in it
+    (``/layers\\.[0-3]\\./``), a slice of the decoder layers (``layers[:-2]``), or a share: ``90%`` are the first
+    parameters, in the model's order, that have no more than that of all numbers. One that changes nothing is an error.
+    """
+    frozen: dict[str, None] = {}
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        wanted = pattern.removeprefix("!")
+        if share := _SHARE.fullmatch(wanted):
+            sizes = [parameter.numel() for parameter in parameters.values()]
+            limit = int(sum(sizes) * (float(share[1]) / 100))
+            count = sum(size <= limit for size in accumulate(sizes))
+            matches = list(parameters)[:count]
+        else:
+            matches = architecture.match_pattern(model, wanted, list(parameters), "freeze")
+        if wanted != pattern:
+            matches = [name for name in matches if name in frozen]
+        if not matches:
+            what = "parameter" if wanted == pattern else "parameter that is frozen before it"
+            raise ModelError(
+                f"freeze pattern {pattern!r} matches no {what}; "
+                f"{architecture.suggest(wanted, list(parameters))}"
+            )
+        if wanted == pattern:
+            frozen |= dict.fromkeys(matches)
+        else:
+            frozen = {name: None for name in frozen if name not in {*matches}}
     return list(frozen)
 
 

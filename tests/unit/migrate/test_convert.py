@@ -311,40 +311,54 @@ def test_a_setting_that_taut_lacks_is_named(
 
 
 @pytest.mark.parametrize(
-    ("options", "frozen"),
+    ("options", "expected"),
     [
-        ("--freeze_parameters model.layers.0. model.embed", "model.layers.0.a model.embed_tokens"),
-        ("--freeze_parameters_regex 'layers\\.[01]\\.'", "model.layers.0.a model.layers.1.a"),
+        (
+            "--freeze_parameters model.layers.0. model.embed",
+            ["/^model\\.layers\\.0\\./", "/^model\\.embed/"],
+        ),
+        ("--freeze_parameters_regex 'layers\\.[01]\\.'", ["/layers\\.[01]\\./"]),
         (
             "--freeze_parameters model. --trainable_parameters model.layers.1.",
-            "model.layers.0.a model.layers.10.a model.embed_tokens",
+            ["/^model\\./", "!/^model\\.layers\\.1\\./"],
         ),
         (
-            "--freeze_parameters model. --trainable_parameters_regex 'embed|\\.10\\.'",
-            "model.layers.0.a model.layers.1.a",
+            "--freeze_parameters_ratio 0.7 --trainable_parameters_regex 'embed|\\.10\\.'",
+            ["70%", "!/embed|\\.10\\./"],
+        ),
+        ("--freeze_parameters_ratio 0 --trainable_parameters lm_head", None),
+    ],
+)
+def test_ms_swift_freezes_by_prefixes_expressions_and_a_share(
+    options: str, expected: list[str] | None, tmp_path: Path
+) -> None:
+    """A name that begins with a prefix, or in which the expression is found, is frozen; what trains comes last."""
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    offer = carried(tmp_path, "swift", f"--tuner_type full {options}")
+    assert offer["settings"].get("freeze") == expected
+    assert lacking(offer) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("", ["*", "!layers[-2:]"]),
+        ("freeze_trainable_layers: 3\nfreeze_trainable_modules: mlp,self_attn", None),
+        (
+            "freeze_trainable_layers: -1\nfreeze_extra_modules: norm",
+            ["*", "!layers[:1]", "!*norm*"],
         ),
     ],
 )
-def test_ms_swift_freezes_by_prefixes_and_expressions(
-    options: str, frozen: str, tmp_path: Path
+def test_llamafactory_trains_some_layers(
+    options: str, expected: list[str] | None, tmp_path: Path
 ) -> None:
-    """By hand from ms-swift: a name that begins with a prefix, or in which the expression is found, is frozen, unless
-    the same holds of those that train.
-    """
-    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
-    offer = carried(tmp_path, "swift", f"--tuner_type full {options}")
-    (pattern,) = offer["settings"]["freeze"]
-    names = [
-        "model.layers.0.a",
-        "model.layers.1.a",
-        "model.layers.10.a",
-        "model.embed_tokens",
-        "lm_head",
-    ]
-    assert [name for name in names if re.search(pattern[1:-1], name)] == [
-        name for name in names if name in frozen.split()
-    ]
-    assert lacking(offer) == {}
+    text = "model_name_or_path: some/model\nstage: sft\nfinetuning_type: freeze\ndataset: rows\n"
+    offer = read(tmp_path, "llamafactory", f"{text}{options}\n", "a.yaml")["carried"]
+    modules = ["*", "!layers[-3:].mlp*", "!layers[-3:].self_attn*"]
+    assert offer["settings"]["freeze"] == (expected or modules)
+    assert "lora.rank" not in offer["settings"]
+    assert not any("freeze" in key for key in lacking(offer))
 
 
 @pytest.mark.parametrize(
@@ -391,9 +405,10 @@ def test_axolotl_names_what_trains(tmp_path: Path) -> None:
     offer = read(
         tmp_path, "axolotl", f"{text}  - ^lm_head.weight$\n  - model.layers.1.+\n", "a.yaml"
     )
-    (pattern,) = offer["carried"]["settings"]["freeze"]
+    every, *kept = offer["carried"]["settings"]["freeze"]
     names = ["lm_head.weight", "lm_head_weight", "model.layers.1.a", "model.layers.2.a"]
-    assert [name for name in names if re.search(pattern[1:-1], name)] == [names[1], names[3]]
+    trains = [n for n in names for pattern in kept if re.search(pattern[2:-1], n)]
+    assert (every, trains) == ("*", [names[0], names[2]])
     offer = read(tmp_path, "axolotl", f"{text}  - ^embed.weight$[:32000]\n", "a.yaml")["carried"]
     assert "unfrozen_parameters" in lacking(offer) and "freeze" not in offer["settings"]
 

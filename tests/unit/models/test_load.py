@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import resource
 import shutil
 import time
@@ -18,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.tiny_models import logits_of, save_tiny, tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
+from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -211,6 +213,35 @@ def test_freezing_by_pattern() -> None:
         load.freeze(model, ["mlp"])
     with pytest.raises(ModelError, match="leaves no parameter to train"):
         load.freeze(model, ["*"])
+
+
+def test_freezing_goes_by_the_order_of_patterns() -> None:
+    model = tiny_model("llama", num_hidden_layers=4)
+    names = [name for name, _ in model.named_parameters()]
+    last = [name for name in names if ".layers.2." in name or ".layers.3." in name]
+    frozen = load.frozen_names(model, ["*", "!layers[-2:]"])
+    assert [name for name in names if name not in frozen] == last
+    frozen = load.frozen_names(model, ["*", "!layers[1::2].mlp*", "!lm_head.*"])
+    trains = [name for name in names if name not in frozen]
+    assert len(trains) == 7
+    assert all(re.search(r"layers\.[13]\.mlp\.|lm_head", name) for name in trains)
+    assert load.frozen_names(model, ["layers[:]", "*norm*"])[-1] == "model.norm.weight"
+    with pytest.raises(ModelError, match=r"'!layers\[0:1\]' matches no parameter that is frozen"):
+        load.frozen_names(model, ["lm_head.*", "!layers[0:1]"])
+    with pytest.raises(ModelError, match=r"'layers\[9:\]' matches no parameter"):
+        load.frozen_names(model, ["layers[9:]"])
+
+
+def test_a_share_freezes_the_first_parameters_as_ms_swift_counts() -> None:
+    """Four tensors of 4, 6, 5 and 5 numbers. Half of 20 is 10, which is what the first two have; 49% are 9.8, of which
+    the first alone has no more.
+    """
+    model = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in (4, 6, 5, 5)])
+    assert load.frozen_names(model, ["50%"]) == ["0", "1"]
+    assert load.frozen_names(model, ["49%"]) == ["0"]
+    assert load.frozen_names(model, ["100%", "!3"]) == ["0", "1", "2"]
+    with pytest.raises(ModelError, match="'10%' matches no parameter"):
+        load.frozen_names(model, ["10%"])
 
 
 SECONDS = 10

@@ -102,6 +102,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"dora": True}),
     ("phi3", {"targets": ["qkv_proj"]}),
     ("qwen3_moe", {"targets": ["q_proj", "o_proj"]}),
+    ("llama", {"targets": ["layers[-1:].mlp.*"]}),
     ("gemma2", {"init": "pissa", "rslora": True}),
     ("qwen2", {"init": "olora", "rows": {"model.embed_tokens": [5, 90]}}),
     ("qwen2", {"modules_to_save": ["embed_tokens"]}),

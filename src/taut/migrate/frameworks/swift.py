@@ -116,8 +116,7 @@ OTHER_KINDS: dict[str, Lacking] = {
         "taut has no backend of adapters besides peft", "tuner_backend", tuner_backend="peft"
     ),
     **lacking(
-        "freeze takes names of parameters that train whole, not a share of them, nor Megatron's names, nor those "
-        "next to adapters",
+        "freeze takes the library's names of parameters, not Megatron's, nor those next to adapters",
         "freeze_parameters freeze_parameters_regex freeze_parameters_ratio "
         "trainable_parameters trainable_parameters_regex",
         freeze_parameters_ratio=0,

@@ -332,39 +332,70 @@ def carry_routers(draft: Draft) -> None:
 
 
 def carry_frozen(draft: Draft) -> None:
-    """Parameters that do not train, by their names: prefixes and regular expressions of ms-swift, or axolotl's patterns
-    of those that do.
+    """Parameters that do not train, by their names, and those that do in spite of it. In ms-swift a name begins with a
+    prefix, or an expression is found in it; axolotl and LLaMA-Factory's freeze name those that train.
     """
     has_adapters = "lora.rank" in draft.settings or "lora.adapter" in draft.settings
-    if has_adapters or draft.framework not in ("swift", "axolotl"):
+    is_layers = draft.framework == "llamafactory" and draft.value("tuner_type") == "freeze"
+    if draft.framework == "llamafactory" and not is_layers:
+        draft.needless("with finetuning_type: freeze alone", *LAYERS)
+    if has_adapters or draft.framework not in ("swift", "axolotl", "llamafactory"):
         return
-    if draft.framework == "axolotl":
+    frozen, kept = [], []
+    if is_layers:
+        names = list(LAYERS)
+        kept = _trained_layers(draft)
+    elif draft.framework == "axolotl":
         names = ["unfrozen_parameters"]
-        kept = [re.sub(r"\.(?!\+)", r"\.", word) for word in _texts(draft, names[0])]
-        if any(re.search(r"\[\d*:\d*\]$", word) for word in kept):
+        words = [re.sub(r"\.(?!\+)", r"\.", word) for word in _texts(draft, names[0])]
+        if any(re.search(r"\[\d*:\d*\]$", word) for word in words):
             draft.lacking(names[0], "rows of a parameter: a parameter trains whole or not at all")
             return
-        frozen = [""] if kept else []
+        kept = [f"/^(?:{word})/" for word in words]
     else:
-        names = ["freeze_parameters", "freeze_parameters_regex"]
-        frozen = [re.escape(word) for word in _texts(draft, names[0])]
-        frozen += [f".*(?:{word})" for word in _texts(draft, names[1])]
+        names = ["freeze_parameters_ratio", "freeze_parameters", "freeze_parameters_regex"]
         names += ["trainable_parameters", "trainable_parameters_regex"]
-        kept = [re.escape(word) for word in _texts(draft, names[2])]
-        kept += [f".*(?:{word})" for word in _texts(draft, names[3])]
-    if not frozen or draft.is_unknown(*names):
-        return
-    pattern = f"^{f'(?!{_any(kept)})' if kept else ''}{_any(frozen)}"
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        draft.lacking(names[0], f"its patterns are no regular expression together: {error}")
+        ratio = draft.value(names[0])
+        frozen = [f"{100 * ratio:.12g}%"] if is_number(ratio) and ratio > 0 else []
+        by_name = [
+            [f"/^{re.escape(word)}/" for word in _texts(draft, name)] for name in names[1::2]
+        ]
+        found = [[f"/{word}/" for word in _texts(draft, name)] for name in names[2::2]]
+        frozen += by_name[0] + found[0]
+        kept = by_name[1] + found[1]
+    if draft.is_unknown(*names):
         return
     parts = draft.settings.get("freeze", [])
-    if parts and kept:
-        draft.lacking(names[0], "parameters of a part that is frozen are to train: freeze")
+    if kept and draft.framework != "swift":
+        if "language_model" in parts or (parts and len(parts) < 2):
+            draft.lacking(names[0], "layers that train next to parts of the model: freeze")
+            return
+        parts, frozen = [], ["*"]
+    if not parts and not frozen:
+        draft.needless("nothing is frozen", *names)
         return
-    draft.set("freeze", [*parts, f"/{pattern}/"], *names)
+    if frozen or kept:
+        for pattern in (pattern for pattern in (*frozen, *kept) if pattern.startswith("/")):
+            try:
+                re.compile(pattern[1:-1])
+            except re.error as error:
+                draft.lacking(names[0], f"{pattern} is no regular expression: {error}")
+                return
+        draft.set("freeze", [*parts, *frozen, *(f"!{pattern}" for pattern in kept)], *names)
+
+
+LAYERS = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
+
+
+def _trained_layers(draft: Draft) -> list[str]:
+    """What trains with LLaMA-Factory's finetuning_type: freeze: of the last layers (of the first, where the number is
+    negative) all modules or those whose names begin so, and what else has a name in it.
+    """
+    count, chosen, others = (draft.value(name) for name in LAYERS)
+    layers = f"layers[{-count}:]" if is_count(count) else f"layers[:{-(count or 0)}]"
+    modules = words_of(chosen)
+    globs = [layers] if "all" in modules else [f"{layers}.{module}*" for module in modules]
+    return [*globs, *(f"*{name}*" for name in words_of(others))]
 
 
 def _texts(draft: Draft, name: str) -> list[str]:
@@ -374,10 +405,6 @@ def _texts(draft: Draft, name: str) -> list[str]:
         if is_off(value)
         else [str(word) for word in (value if isinstance(value, list) else [value])]
     )
-
-
-def _any(patterns: list[str]) -> str:
-    return f"(?:{'|'.join(patterns)})"
 
 
 def carry_parts(draft: Draft) -> None:
