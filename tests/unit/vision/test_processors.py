@@ -185,7 +185,7 @@ def test_padding_which_gemma_4_reads_at_pictures_has_to_be_the_tokenizers(direct
     config = vision_config("gemma4")
     config.text_config.pad_token_id = 1
     with pytest.raises(
-        ModelError, match="pad_token_id is .* in config.json; expected them to agree"
+        ModelError, match=r"pad_token_id is .* in config\.json; expected them to agree"
     ):
         open_processor(str(directory / "gemma4"), config, tokenizer_of("gemma4"))
 
