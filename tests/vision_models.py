@@ -37,6 +37,7 @@ FAMILIES = (
     "smolvlm",
     "llava_onevision",
     "gemma3",
+    "gemma4",
 )
 
 """One of each."""
@@ -209,6 +210,42 @@ _FAMILIES = {
         bos="<bos>",
     ),
 }
+_FAMILIES["gemma4"] = Family(
+    templates.GEMMA4,
+    "<turn|>",
+    {
+        "text_config": {
+            **_TEXT,
+            "model_type": "gemma4_text",
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 40,
+            "num_kv_shared_layers": 2,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "hidden_size_per_layer_input": 4,
+            "tie_word_embeddings": True,
+        },
+        "vision_config": {
+            **_TOWER,
+            "model_type": "gemma4_vision",
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 160,
+        },
+        "audio_config": None,
+        "tie_word_embeddings": True,
+    },
+    {
+        "boi_token_id": "<|image>",
+        "eoi_token_id": "<image|>",
+        "image_token_id": "<|image|>",
+        "video_token_id": "<|video|>",
+        "audio_token_id": "<|audio|>",
+    },
+    bos="<bos>",
+)
 _FAMILIES["qwen3_vl_moe"] = _FAMILIES["qwen3_vl"].with_text(
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12
 )
@@ -259,6 +296,9 @@ def vision_config(kind: str, **text: int) -> PreTrainedConfig:
         "eos_token_id": tokenizer.eos_token_id,
         **text,
     }
+    if kind == "gemma4":
+        language_model["vocab_size_per_layer_input"] = language_model["vocab_size"]
+        language_model["pad_token_id"] = tokenizer.pad_token_id
     ids = {name: tokenizer.convert_tokens_to_ids(word) for name, word in family.words.items()}
     return AutoConfig.for_model(kind, **{**family.config, "text_config": language_model, **ids})
 

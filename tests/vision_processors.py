@@ -100,6 +100,12 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         },
         {"image_seq_length": 9},
     ),
+    "gemma4": (
+        "Gemma4Processor",
+        "Gemma4ImageProcessor",
+        {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70, "do_normalize": False},
+        {},
+    ),
 }
 """Family -> class of the processor, class of the image processor, its settings, the processor's own."""
 
@@ -119,6 +125,10 @@ _WORDS = {
     "smolvlm": _IDEFICS_WORDS,
     "llava_onevision": ["<image>", "<video>"],
     "gemma3": ["<start_of_image>", "<end_of_image>", "<image_soft_token>"],
+    "gemma4": [
+        *("<|image|>", "<|image>", "<image|>", "<|video|>"),
+        *("<|audio|>", "<|audio>", "<audio|>"),
+    ],
 }
 _NAMES = {
     "internvl": {
@@ -131,6 +141,14 @@ _NAMES = {
         "boi_token": "<start_of_image>",
         "eoi_token": "<end_of_image>",
         "image_token": "<image_soft_token>",
+    },
+    "gemma4": {
+        "boi_token": "<|image>",
+        "eoi_token": "<image|>",
+        "image_token": "<|image|>",
+        "audio_token": "<|audio|>",
+        "boa_token": "<|audio>",
+        "eoa_token": "<audio|>",
     },
 }
 

@@ -89,3 +89,13 @@ GEMMA3 = (
     "{{ '<end_of_turn>\n' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{'<start_of_turn>model\n'}}{%- endif -%}"
 )
+GEMMA4 = (
+    "{{ bos_token }}{%- for message in messages -%}"
+    "{{ '<|turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' }}"
+    "{%- if message['content'] is string -%}{{ message['content'] | trim }}"
+    "{%- else -%}{%- for item in message['content'] -%}"
+    "{%- if item['type'] == 'image' -%}{{ '<|image|>' }}"
+    "{%- elif item['type'] == 'text' -%}{{ item['text'] | trim }}{%- endif -%}{%- endfor -%}{%- endif -%}"
+    "{{ '<turn|>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|turn>model\n' }}{%- endif -%}"
+)

@@ -34,7 +34,7 @@ from taut.extras import explained_imports, require
 from taut.io import threads
 from taut.io.console import guarded, is_first_on_host, one_line, tell
 from taut.io.imports import named
-from taut.methods import METHODS
+from taut.methods import METHODS, published
 from taut.train.signals import SIGNALS, Interrupt, Interrupts
 
 OF_KIND = re.compile(r"[\w.-]+(==[\w.]+)?:")
@@ -435,13 +435,16 @@ def _dispatch(words: Sequence[str]) -> int:
         _print(f"taut {__version__}")
         return 0
     known, words = commands(), joined(words)
+    if words[0] in METHODS:
+        words[0] = words[0].replace("_", "-")  # as ``method`` has it
     command = known.get(words[0])
     if command is None:
         near = difflib.get_close_matches(words[0], known, n=1) or ["sft"]
         if words[0].partition(" ")[0] in FAMILIES:
             return _run_family(words)
+        meant = published(words[0]) or f"taut {near[0]}"
         raise ConfigError(
-            f"found the command {words[0]!r}; expected one of {', '.join(known)}; did you mean 'taut {near[0]}'?"
+            f"found the command {words[0]!r}; expected one of {', '.join(known)}; did you mean '{meant}'?"
         )
     command = command_with(words, command)
     for word, following in zip(words[1:], [*words[2:], ""], strict=False):
@@ -535,6 +538,12 @@ def _run(name: str, command: Command, words: Sequence[str]) -> int:
                 re.sub(r"^\s*data\s*=", "data.train=", word) for word in sorted_words.overrides
             ]
             sorted_words = sorted_words._replace(overrides=overrides)  # data=FILE is short for it
+        if "method" in keys:
+            overrides = [
+                re.sub(r"^\s*method\s*=.*", lambda match: match[0].replace("-", "_"), word)
+                for word in sorted_words.overrides
+            ]
+            sorted_words = sorted_words._replace(overrides=overrides)  # as the command has it
         if command.has_method:
             _require_no_method(name, sorted_words.path)
         if command.has_method and not command.is_raw:

@@ -256,6 +256,10 @@ RENAMED = {
 """Keys and tables of earlier versions -> their names now; ``*`` stands for any table. They are refused; the error gives
 the new name."""
 
+REWARD_KEYS = (
+    "a reward has name, weight, label, timeout, inside, after, judges and options; what one reward alone takes is in "
+    "options: options.{}"
+)
 INSTEAD = {
     name: sentence
     for sentence, names in {
@@ -433,6 +437,8 @@ def _explain_one(path: KeyPath, details: Sequence[Any], place: str, keys: Sequen
 def _suggest(key: str, keys: Sequence[str]) -> str:
     """A hint for an unknown key: its name now, the key of the same function or name, or one spelt alike."""
     table, _, last = key.rpartition(".")
+    if re.search(r"\brewards\[\d+\]$", table):
+        return REWARD_KEYS.format(last)
     renamed = f"{RENAMED.get(table, table)}.{last}" if table else key
     renamed = RENAMED.get(renamed) or RENAMED.get(f"*.{last}", renamed).replace("*", table)
     if renamed != key and any(f"{known}.".startswith(f"{renamed}.") for known in keys):
@@ -683,7 +689,10 @@ def read_settings(path: Path | None) -> dict[str, Any]:
         raise ConfigError(
             f"{path} is not UTF-8 at line {line}; expected UTF-8; convert it"
         ) from error
-    return _read_yaml(path, text) if kind == "YAML" else _read_toml(path, text)
+    settings = _read_yaml(path, text) if kind == "YAML" else _read_toml(path, text)
+    if isinstance(method := settings.get("method"), str):
+        settings["method"] = method.replace("-", "_")  # as the command is called
+    return settings
 
 
 def _read_yaml(path: Path, text: str) -> dict[str, Any]:

@@ -82,7 +82,8 @@ key given twice are errors.
 With `#:schema dpo.schema.json` as its first line, an editor that uses Taplo completes and checks the keys.
 
 These keys are those of every command that trains; what only some of them take is at the end. A file that says
-`method = "dpo"` tells `taut show`, `taut check` and `taut plan` whose run it is.
+`method = "dpo"` tells `taut show`, `taut check` and `taut plan` whose run it is. `online-dpo`, as the
+command is called, is `online_dpo` there.
 """
 
 OTHERS = """

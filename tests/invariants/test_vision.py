@@ -154,9 +154,11 @@ def test_a_picture_with_another_number_of_placeholders_is_refused(seeing: Seeing
 
 
 def test_a_placeholder_that_the_model_wrote_is_a_token_like_others(seeing: Seeing) -> None:
-    """One that is no picture's gives what a token of the same embedding gives."""
+    """One that is no picture's gives what a token of the same embedding gives; Gemma 4 reads it as padding."""
     sample = samples_of(seeing)[0]
     image_id, twin = seeing.processor.image_id, 17
+    if seeing.kind == "gemma4":
+        twin = architecture.text_config(seeing.scorer.model).pad_token_id
     written = replace(sample, ids_T=np.append(sample.ids_T, [image_id, 40]))
     spoken = replace(sample, ids_T=np.append(sample.ids_T, [twin, 40]))
     last = np.array([sample.num_tokens + 1])
@@ -165,7 +167,8 @@ def test_a_placeholder_that_the_model_wrote_is_a_token_like_others(seeing: Seein
     assert table is not None
     before = table[twin].clone()
     with torch.no_grad():
-        table[twin] = table[image_id]
+        if seeing.kind != "gemma4":
+            table[twin] = table[image_id]
         one, other = (seeing.scorer(pack([one], ALONE)).logp_N for one in pair)
         table[twin] = before
     torch.testing.assert_close(one, other, rtol=0, atol=1e-12)

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
@@ -17,11 +18,12 @@ import taut
 from taut import cli
 from taut.cli import Words, main, sort_words
 from taut.commands import help, keys, train
-from taut.config import describe
+from taut.config import REWARD_KEYS, describe, load
 from taut.demo import story
 from taut.errors import CheckFailed, ConfigError
-from taut.methods import METHODS
+from taut.methods import METHODS, PUBLISHED
 from taut.methods.method import RunConfig
+from taut.rewards.registry import RewardSpec
 
 
 @pytest.fixture
@@ -78,6 +80,19 @@ def test_a_switch_takes_no_following_word() -> None:
             f"found the command 'stf'; expected one of {', '.join(cli.commands())}; did you mean 'taut sft'?",
         ),
         (
+            ["dr-grpo"],
+            "did you mean 'taut grpo grpo.advantage=mean grpo.loss_aggregation=constant'?",
+        ),
+        (
+            ["plan", "method=rloo", *MINIMAL],
+            "it is taut grpo grpo.advantage=rloo grpo.loss=reinforce: set method=grpo and these",
+        ),
+        (
+            ["grpo", *MINIMAL, 'rewards=[{name="judge", url="http://h"}]'],
+            "unknown key 'rewards[0].url' on the command line; a reward has name, weight, label, timeout, inside, "
+            "after, judges and options; what one reward alone takes is in options: options.url",
+        ),
+        (
             ["plan", "online-dpo", *MINIMAL],
             "found 'online-dpo' after taut plan; expected a file of settings, or key=value; write method=online_dpo",
         ),
@@ -93,6 +108,31 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert err.startswith("taut: error: ")
     assert err.count("\n") == 1
     assert message in err
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_methods_are_settings_that_can_be(name: str) -> None:
+    keys = PUBLISHED[name].replace("soft_overlong=N", "soft_overlong=9").split()
+    two = 'rewards=["numeric", "stop"]'
+    config = load(METHODS["grpo"], None, [*MINIMAL, two, *keys])
+    assert config != load(METHODS["grpo"], None, [*MINIMAL, two])
+
+
+def test_the_keys_that_an_unknown_one_of_a_reward_is_shown() -> None:
+    assert all(field.name in REWARD_KEYS for field in fields(RewardSpec))
+
+
+@pytest.mark.parametrize("name", ["online-dpo", "online_dpo"])
+def test_a_method_is_named_as_its_command_or_as_its_section(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a file, after method=, and as a command."""
+    (tmp_path / "run.toml").write_text(f'method = "{name}"\nrollout.n = 1\n')
+    for words in (["plan", str(tmp_path / "run.toml")], ["plan", f"method={name}", "rollout.n=1"]):
+        assert main([*words, *MINIMAL]) == 2
+        assert "rollout.n=1" in capsys.readouterr().err  # its own rule: a pair is of two answers
+    assert main([name, "--help"]) == 0
+    assert "taut online-dpo" in capsys.readouterr().out
 
 
 def test_each_error_has_its_exit_code_and_one_line(

@@ -60,7 +60,7 @@ def runs(directories: Sequence[str | os.PathLike[str]]) -> list[RunState]:
 
 def table(states: Iterable[RunState], now: float) -> str:
     """The runs, one per line."""
-    head = ("run", "method", "state", "step", "loss", "checkpoint", "wrote", "")
+    head = ("run", "method", "state", "step", "loss", "reward", "checkpoint", "wrote", "")
     rows = [head, *(_row(state, now) for state in states)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
@@ -82,6 +82,7 @@ def _row(state: RunState, now: float) -> tuple[str, ...]:
         state.state,
         f"{state.step}/{'?' if state.num_steps is None else state.num_steps}",
         "" if state.loss is None else f"{state.loss:.4f}",
+        "" if state.reward is None else f"{state.reward:.3f}",
         "" if state.checkpoint is None else one_line(state.checkpoint.name),
         _age(state.written, now),
         why,

@@ -356,9 +356,7 @@ class Sync:
         """
         ranks = self.trained.ranks
         outcomes = _together(ranks, self._hold)
-        if (
-            not ranks.is_writer
-        ):  # the writer's servers are as it found them, or have come back since
+        if not ranks.is_writer:  # the writer knows: what it found out, or that they came back since
             self._apply(outcomes)
         if self._transfer is not None and (num_back := _together(ranks, self._num_back)):
             self.push(self.version)  # nothing was trained since

@@ -74,6 +74,28 @@ METHODS = Methods(
 )
 
 
+PUBLISHED = {
+    "rloo": "grpo.advantage=rloo grpo.loss=reinforce",
+    "dapo": "rollout.dynamic_sampling_rounds=3 shaping.soft_overlong=N",
+    "dr_grpo": "grpo.advantage=mean grpo.loss_aggregation=constant",
+    "reinforce": "grpo.advantage=mean grpo.loss=reinforce",
+    "reinforce_pp": "grpo.advantage=reinforce_pp grpo.kl_in=reward grpo.kl_coef=0.01",
+    "gspo": "grpo.loss=gspo grpo.loss_aggregation=sequence",
+    "cispo": "grpo.loss=cispo",
+    "sapo": "grpo.loss=sapo grpo.loss_aggregation=sequence",
+    "gmpo": "grpo.loss=gmpo grpo.loss_aggregation=sequence",
+    "maxrl": "grpo.advantage=maxrl",
+    "gdpo": "grpo.advantage=gdpo",
+}
+"""Published methods that are settings of ``taut grpo`` (docs/rl.md has all of them) -> those."""
+
+
+def published(name: str) -> str | None:
+    """The command of a published method that is none of taut's, where it has one."""
+    keys = PUBLISHED.get(name.replace("-", "_"))
+    return None if keys is None else f"taut grpo {keys}"
+
+
 def command_of(method: str) -> str:
     """The command of a method, as it is typed."""
     return f"taut {method.replace('_', '-')}"

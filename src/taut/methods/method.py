@@ -50,7 +50,7 @@ from taut.inference.engine import Sampling
 from taut.inference.local import LocalEngine
 from taut.losses import Loss
 from taut.losses.supervised import CrossEntropy
-from taut.methods import METHODS, command_of
+from taut.methods import METHODS, command_of, published
 from taut.methods.aux_models import AuxModels
 from taut.methods.inputs import Inputs, Language, MayChange, Models, Plan
 from taut.models.frozen import FrozenDtype
@@ -828,5 +828,7 @@ def class_of(path: Path | None, overrides: Sequence[str] = ()) -> type[RunConfig
         key, _, value = text.partition("=")
         name = value.strip().strip("\"'") if key.strip() == "method" else name
     if name not in list(METHODS):  # the value in a file may be of any type
-        raise ConfigError(f"found method={name}; expected one of {', '.join(METHODS)}; correct it")
+        meant = published(str(name))
+        remedy = "correct it" if meant is None else f"it is {meant}: set method=grpo and these"
+        raise ConfigError(f"found method={name}; expected one of {', '.join(METHODS)}; {remedy}")
     return METHODS[name]

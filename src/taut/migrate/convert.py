@@ -7,6 +7,7 @@ method of taut's is refused by name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -245,6 +246,11 @@ def carry_model(draft: Draft) -> None:
         draft.needless(why, "model_revision")
     else:
         draft.set("model", f"{model}@{revision}", "model", "model_revision")
+    for pattern, why in NOT_READ.items():
+        if draft.facts.model is None and re.search(pattern, value.lower()):
+            draft.lacking("model", why)
+    if draft.facts.model is None and re.search(r"gemma-?4-(26|31)b", value.lower()):
+        draft.assumed.append(f"the rows have no pictures: those of {value} are refused")
     is_swift = draft.framework in ("swift", "megatron")
     if is_swift and draft.facts.model is None and not draft.value("use_hf"):
         draft.assumed.append(f"{value} is the same on the Hugging Face hub as on ModelScope")
@@ -258,6 +264,17 @@ def carry_model(draft: Draft) -> None:
             draft.set("reference.model", reference, "ref_model")
         else:
             draft.needless("the model that training starts from", "ref_model")
+
+
+NOT_READ = {
+    r"diffusion-?gemma": "it fills in a text in no order, and taut trains models that write one token after another",
+    r"gemma-?4-12b|gemma-?3n|deepseek-?vl|glm-?4\.\d+v|minicpm-[vo]|ovis|pixtral|paligemma|kimi-vl|lfm2-vl|omni|"
+    r"phi-3(\.5)?-vision|llama-?3\.2-\d+b-vision|llama-?4|mistral-small-3\.[12]": (
+        "its pictures are of a family that taut does not read (docs/vision.md)"
+    ),
+    r"internvl(?!.*-hf$)": "taut reads the library's form of it, whose name ends in -hf (docs/vision.md)",
+}
+"""What the name of a model that is not here says: the models of these are refused by taut."""
 
 
 BY_METHOD: dict[str, tuple[Callable[[Draft], None], ...]] = {

@@ -448,11 +448,15 @@ PARTS: tuple[Part, ...] = get_args(Part)
 _WORDS: dict[Part, frozenset[str]] = {
     "language_model": frozenset({"language_model", "text_model"}),
     "projector": frozenset(
-        {"merger", "deepstack_merger_list", "multi_modal_projector", "connector", "image_newline"}
+        {
+            *("merger", "deepstack_merger_list", "multi_modal_projector", "connector"),
+            *("image_newline", "embed_vision"),
+        }
     ),
     "vision_tower": frozenset({"visual", "vision_tower", "vision_model"}),
 }
 """Part -> the words of names of which one decides; the first part whose word a name has."""
+_SOUND = frozenset({"audio_tower", "embed_audio"})
 _SCALAR = "score"
 
 
@@ -462,12 +466,14 @@ def has_parts(model: nn.Module) -> bool:
 
 
 def part_of(name: str) -> Part | None:
-    """The part that a parameter or module of a vision-language model belongs to; None for a scalar head."""
+    """The part that a parameter or module of a vision-language model belongs to; None for a scalar head, and for
+    what hears sound, which taut gives no model.
+    """
     words = set(name.split("."))
     for part, decisive in _WORDS.items():
         if not words.isdisjoint(decisive):
             return part
-    return None if _SCALAR in words else "language_model"
+    return None if _SCALAR in words or not words.isdisjoint(_SOUND) else "language_model"
 
 
 _SLICE = re.compile(r"layers\[(-?\d+)?:(-?\d+)?(?::([1-9]\d*))?\](.*)")
@@ -564,8 +570,11 @@ def parts_without_gradient(
 
 def count_by_part(names: Iterable[str]) -> str:
     """How many of the names are in each part, as text."""
-    counts = Counter(part_of(name) or _SCALAR for name in names)
-    return ", ".join(f"{counts[part]} in {part}" for part in (*PARTS, _SCALAR) if counts[part])
+    counts = Counter(
+        part_of(name) or (_SCALAR if _SCALAR in name.split(".") else "sound") for name in names
+    )
+    parts = (*PARTS, _SCALAR, "sound")
+    return ", ".join(f"{counts[part]} in {part}" for part in parts if counts[part])
 
 
 # -- running the backbone --------------------------------------------------------------------------

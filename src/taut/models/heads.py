@@ -132,7 +132,10 @@ def _own_logits(model: nn.Module, hidden: Tensor) -> Tensor:
     ids = torch.full((1, 3), 1 if pad == 0 else 0, device=hidden.device)
     own_forward = backbone.__dict__.get("forward")
     output = MoeModelOutputWithPast(last_hidden_state=hidden)
-    for name in ("image_hidden_states", "video_hidden_states", "rope_deltas", "shared_kv_states"):
+    passed_on = (
+        "image_hidden_states video_hidden_states audio_hidden_states rope_deltas shared_kv_states"
+    )
+    for name in passed_on.split():
         setattr(output, name, None)  # vision-language models and Gemma 4 pass them on
     backbone.forward = lambda *_, **__: output
     try:

@@ -55,7 +55,9 @@ class RunState:
     """The last valid step."""
     num_steps: int | None
     loss: float | None
-    """Loss of that step."""
+    """Loss of that step. A policy gradient's says nothing of how well it goes: look at ``reward``."""
+    reward: float | None
+    """Mean reward of the newest rollout; None: the run has none, or its rollouts have no rewards."""
     checkpoint: Path | None
     """The newest complete checkpoint."""
     written: float
@@ -87,12 +89,15 @@ def state_of(out: Path) -> RunState:
     newest: Event | None = None
     end: Event | None = None
     step: Event = {}
+    rollout: Event = {}
     try:
         resolved = read_resolved(out)
     except TautError as error:
         damage.append(str(error))
     try:
-        newest, end, step = _last_events(out / EVENTS)
+        config = resolved.get("config")
+        generates = isinstance(config, dict) and "rollout" in config
+        newest, end, step, rollout = _last_events(out / EVENTS, generates)
     except TautError as error:
         damage.append(str(error))
     state, reason = _state_at_end(end, out)
@@ -115,6 +120,7 @@ def state_of(out: Path) -> RunState:
         step=step.get("step", 0),
         num_steps=num_steps if isinstance(num_steps, int) else None,
         loss=_number(step.get("loss")),
+        reward=_number(rollout.get("reward")),
         checkpoint=checkpoints[-1] if checkpoints else None,
         written=written,
         reason=reason,
@@ -138,17 +144,25 @@ def find(place: Path, depth: int = DEPTH) -> Iterator[Path]:
         yield from find(path, depth - 1)
 
 
-def _last_events(path: Path) -> tuple[Event | None, Event | None, Event]:
-    """The newest event, the event that ended the run if no other followed, and the newest step ({}: none)."""
+def _last_events(path: Path, generates: bool) -> tuple[Event | None, Event | None, Event, Event]:
+    """The newest event, the event that ended the run if no other followed, the newest step, and of a run that generates
+    the newest rollout ({}: none).
+    """
     newest, end, is_after_end = None, None, True
+    step: Event = {}
+    rollout: Event = {}
     for event in newest_first(path) if path.is_file() else ():
         newest = newest or event
         if is_after_end and event["kind"] not in AFTER_END:
             is_after_end = False
             end = event if event["kind"] == "end" else None
         if event["kind"] == "step":
-            return newest, end, event
-    return newest, end, {}
+            step = step or event
+        if event["kind"] == "rollout":
+            rollout = rollout or event
+        if step and (rollout or not generates):
+            break
+    return newest, end, step, rollout
 
 
 def _state_at_end(end: Event | None, out: Path) -> tuple[State, str | None]:

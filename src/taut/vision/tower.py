@@ -49,6 +49,7 @@ def encode(backbone: nn.Module, media: Sequence[Media], ids_T: Tensor) -> Argume
         return {}
     inner: Any = backbone
     kind, image_id = family(backbone), inner.config.image_token_id
+    adapter = FAMILIES[kind]
     features = features_of(backbone, media)
     # number of placeholders of each image; and of those before the first, between two, and after the last
     before_T = nn.functional.pad((ids_T == image_id).cumsum(0), (1, 0))
@@ -65,7 +66,8 @@ def encode(backbone: nn.Module, media: Sequence[Media], ids_T: Tensor) -> Argume
     every: list[Features] = []
     for num_strays, following in zip(counts[::2], [*features, None], strict=True):
         if num_strays:
-            ids = torch.full((num_strays,), image_id, device=features[0].main_ND.device)
+            stray = inner.config.text_config.pad_token_id if adapter.pads_strays else image_id
+            ids = torch.full((num_strays,), stray, device=features[0].main_ND.device)
             embedded: Tensor = inner.get_input_embeddings()(ids)
             deep = tuple(torch.zeros_like(embedded) for _ in features[0].deep)
             every.append(Features(embedded, deep))
@@ -73,7 +75,7 @@ def encode(backbone: nn.Module, media: Sequence[Media], ids_T: Tensor) -> Argume
             every.append(following)
     main: Any = [of_image.main_ND for of_image in every]
     output = BaseModelOutputWithPooling()
-    output.pooler_output = torch.cat(main) if FAMILIES[kind].is_one_tensor else main
+    output.pooler_output = torch.cat(main) if adapter.is_one_tensor else main
     if every[0].deep:
         levels = zip(*(of_image.deep for of_image in every), strict=True)
         output["deepstack_features"] = [list(level) for level in levels]
@@ -221,6 +223,11 @@ def _patches(pictures: Sequence[Tensors]) -> Arguments:
     return {name: _join(pictures, name) for name in ("pixel_values", "image_grid_thw")}
 
 
+def _placed_patches(pictures: Sequence[Tensors]) -> Arguments:
+    """Patches with their places."""
+    return {name: _join(pictures, name) for name in ("pixel_values", "image_position_ids")}
+
+
 def _tiles(pictures: Sequence[Tensors]) -> Arguments:
     return {"pixel_values": _join(pictures, "pixel_values")}
 
@@ -275,6 +282,17 @@ def _patch_noise(backbone: Any) -> Tensors:
     return {"pixel_values": _noise(merge * merge, size), "image_grid_thw": grid}
 
 
+def _placed_noise(backbone: Any) -> Tensors:
+    """The patches of one token."""
+    vision = backbone.config.vision_config
+    side = vision.pooling_kernel_size
+    places = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="xy"), -1)
+    return {
+        "pixel_values": _noise(1, side * side, 3 * vision.patch_size**2),
+        "image_position_ids": places.reshape(1, -1, 2),
+    }
+
+
 def _tile_noise(backbone: Any) -> Tensors:
     """One tile, of the size that the tower's position embeddings have."""
     vision = backbone.config.vision_config
@@ -310,6 +328,11 @@ def _by_tile(tensors: Tensors) -> tuple[Any, ...]:
     return (*pixels.shape[1:], pixels.shape[0] > 1)
 
 
+def _by_itself(tensors: Tensors) -> tuple[Any, ...]:
+    """Gemma 4 pools in float32, where sums depend on what is computed together."""
+    return (id(tensors),)
+
+
 class Family(NamedTuple):
     """How the library's model of a family computes features."""
 
@@ -323,6 +346,8 @@ class Family(NamedTuple):
     """A key that is equal for images that can be computed together."""
     types: str | None = None
     """Argument of the library's forward for its own positions or masks: 1 at placeholders, else 0."""
+    pads_strays: bool = False
+    """Whether a placeholder without a picture has the embedding of the padding token; else that of its own."""
     is_one_tensor: bool = False
     """Whether the library takes the features of all images as one tensor; else as a list."""
 
@@ -341,5 +366,8 @@ FAMILIES: dict[str, Family] = {
     "smolvlm": _IDEFICS,
     "llava_onevision": Family(_sized_tiles, _each, _rows_noise),
     "gemma3": Family(_tiles, _by_tiles, _tile_noise, types="token_type_ids", is_one_tensor=True),
+    "gemma4": Family(
+        *(_placed_patches, _each, _placed_noise, _by_itself, "mm_token_type_ids"), pads_strays=True
+    ),
 }
 """model_type -> family. A model with a vision tower that is not listed is refused by name."""

@@ -165,18 +165,34 @@ def test_the_table(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "time", lambda: NOW)
     run_in(Path("old"), START, *steps(1, 2), age=300.0)
-    reason = "step 3: the loss\nis nan"
+    reason = "step 3: loss\nis nan"
     run_in(Path("new"), START, *steps(1, 2), end("stopped", 2, reason), checkpoints=[1])
     assert main(["runs", "new", "old"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "run  method  state    step  loss    checkpoint   wrote",
-        "new  sft     stopped  2/9   2.0000  step-000001  1 s ago    resumes after step 1; step 3: the loss is nan",
-        "old  sft     died     2/9   2.0000               5 min ago  resumes from step 1",
+        "run  method  state    step  loss    reward  checkpoint   wrote",
+        "new  sft     stopped  2/9   2.0000          step-000001  1 s ago    resumes after step 1; step 3: loss is nan",
+        "old  sft     died     2/9   2.0000                       5 min ago  resumes from step 1",
     ]
     assert main(["runs", "new/model"]) == 0
     assert capsys.readouterr().out == "no runs in new/model: no directory with a resolved.json\n"
     assert main(["runs", "none"]) == 2
     assert "found 'none', which is no directory that can be read" in capsys.readouterr().err
+
+
+def test_a_run_that_generates_shows_the_reward_of_its_newest_rollout(tmp_path: Path) -> None:
+    """One rollout is trained on for two steps; a resume revokes those after its step."""
+    first, second = ({"kind": "rollout", "step": step, "reward": step / 4} for step in (1, 3))
+    events = [START, first, *steps(1, 2), second, *steps(3)]
+    for name, after, reward in (
+        ("all", [], 0.75),
+        ("revoked", [{"kind": "resume", "from_step": 2}], 0.25),
+        ("no rewards", [{"kind": "rollout", "step": 4}, *steps(4)], None),
+    ):
+        out = run_in(tmp_path / name, *events, *after)
+        assert taut.runs(out)[0].reward is None, "it does not generate: no rollout is looked for"
+        resolved = {"method": "grpo", "num_steps": 9, "config": {"rollout": {"n": 4}}}
+        (out / "resolved.json").write_text(json.dumps(resolved))
+        assert taut.runs(out)[0].reward == reward
 
 
 def test_json_is_for_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,6 +207,7 @@ def test_json_is_for_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "step": 1,
         "num_steps": 9,
         "loss": "nan",
+        "reward": None,
         "checkpoint": str(out / "checkpoints" / "step-000001"),
         "reason": None,
         "resumes_after": 1,

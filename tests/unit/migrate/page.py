@@ -93,6 +93,8 @@ The objective comes first: `trl kto` becomes `taut kto`, `loss_type: simpo` of C
 - **Packs**: TRL, ms-swift, LLaMA-Factory and axolotl count a packed batch in packs of `max_length` tokens. It becomes
   `batch.tokens_per_step`, the tokens of all packs of a step. Packs are seldom quite full, so a step here has a few more
   samples; no sample is cut.
+- **Models** with pictures that taut refuses to open ([vision](vision.md)) are lacking, by their names where they are
+  not here: the run would end before it begins.
 - **Data** keep the names that hubs have for them; ModelScope's become `ms://owner/name`. `NAME#500` is `limit = 500`, a
   share that is held out is `share`, of rows by their hash. Of `swift/self-cognition`, which has 108 rows, it is a
   `weight`, and `model_name` and `model_author` are its `replace`.

@@ -477,6 +477,29 @@ def test_rewards_that_a_plugin_registers_are_its_classes(folder: Path) -> None:
     assert {option.key for option in carried.having("lacking")} == {"reward_funcs"}
 
 
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("google/gemma-4-E2B-it", None),
+        ("google/gemma-4-26B-A4B-it", None),
+        ("google/gemma-4-12B-it", "a family that taut does not read"),
+        ("google/diffusiongemma-26B-A4B-it", "one token after another"),
+        ("OpenGVLab/InternVL3-8B", "ends in -hf"),
+        ("OpenGVLab/InternVL3-8B-hf", None),
+        ("Qwen/Qwen3-Omni-30B-A3B-Instruct", "a family that taut does not read"),
+    ],
+)
+def test_models_whose_pictures_are_not_read(folder: Path, model: str, says: str | None) -> None:
+    carried = imported(
+        folder, "swift", "a.sh", f"swift sft --model {model} --dataset rows.jsonl"
+    ).carried
+    lacking = {option.key: option.why for option in carried.having("lacking")}
+    assert ("model" in lacking) == (says is not None)
+    assert (says or "") in lacking.get("model", "")
+    is_large = "26B" in model and says is None
+    assert any("the rows have no pictures" in text for text in carried.assumed) == is_large
+
+
 def test_reward_functions_by_file_and_by_import_path(folder: Path) -> None:
     """OpenRLHF always calls ``reward_func`` of its file; TRL's path is a file where that is here."""
     text = f"{RAY}--reward.remote_url /data/judge.py --data.label_key answer"

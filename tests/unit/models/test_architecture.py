@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tests.tiny_models import CARRIED, REFUSED, STATEFUL, tiny_model
 from tests.vision_models import FAMILIES, vision_config
 from torch import nn
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from taut.errors import ModelError
 from taut.models import architecture, heads
@@ -127,7 +129,33 @@ PROJECTORS = {
     "smolvlm": {"model.connector"},
     "llava_onevision": {"model.image_newline", "model.multi_modal_projector"},
     "gemma3": {"model.multi_modal_projector"},
+    "gemma4": {"model.embed_vision"},
 }
+
+
+def test_what_hears_sound_is_frozen_and_has_no_adapters() -> None:
+    hearing = {
+        "model_type": "gemma4_audio",
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "output_proj_dims": 16,
+        "subsampling_conv_channels": [4, 4],
+    }
+    config = vision_config("gemma4")
+    fields = config.to_dict() | {"audio_config": hearing}
+    fields.pop("model_type")
+    build: Any = AutoModelForImageTextToText.from_config
+    model = build(AutoConfig.for_model("gemma4", **fields))
+    heard = {name for name, _ in model.named_parameters() if "audio" in name}
+    assert len(heard) > 20
+    assert {architecture.part_of(name) for name in heard} == {None}
+    assert architecture.count_by_part(heard) == f"{len(heard)} in sound"
+    assert set(architecture.freeze_unused(model)) == heard
+    apply_lora(model, LoraConfig(rank=2))
+    trained = [name for name, each in model.named_parameters() if each.requires_grad]
+    assert trained
+    assert not any("audio" in name for name in trained)
 
 
 def skeleton(kind: str) -> nn.Module:

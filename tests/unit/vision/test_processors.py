@@ -69,7 +69,11 @@ def library_processor(path: Path, kind: str) -> Any:
         patch.setattr(ProcessorMixin, "__init__", set_up)
         patch.setattr(processing_smolvlm, "num2words", str)
         make = getattr(transformers, PROCESSORS[kind].processor)
-        films = {"video_processor": None} if kind == "smolvlm" else {}
+        films: dict[str, None] = {}
+        if kind in ("smolvlm", "gemma4"):
+            films["video_processor"] = None
+        if kind == "gemma4":
+            films["feature_extractor"] = None
         return make(image_processor=images, tokenizer=tokenizer_of(kind), **films, **own)
 
 
@@ -166,6 +170,24 @@ def test_words_for_pictures_are_reserved(directory: Path) -> None:
         assert set(ours.reserved) == set(image_tokens(kind))
         assert ours.placeholder in ours.reserved
         assert ours.is_two_way == (kind == "gemma3")
+
+
+def test_pictures_of_the_larger_gemma_4_are_refused_and_texts_are_not(directory: Path) -> None:
+    kind = "gemma4"
+    config = vision_config(kind)
+    config.text_config.use_bidirectional_attention = "vision"
+    ours: Any = open_processor(str(directory / kind), config, tokenizer_of(kind))
+    with pytest.raises(ModelError, match="both ways in layers with a window, and in those alone"):
+        ours.shape(8, 8, 1)
+
+
+def test_padding_which_gemma_4_reads_at_pictures_has_to_be_the_tokenizers(directory: Path) -> None:
+    config = vision_config("gemma4")
+    config.text_config.pad_token_id = 1
+    with pytest.raises(
+        ModelError, match=r"pad_token_id is .* in config\.json; expected them to agree"
+    ):
+        open_processor(str(directory / "gemma4"), config, tokenizer_of("gemma4"))
 
 
 def test_a_text_model_has_none(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from taut.io import hub
 from taut.vision.placeholders import Processor
 from taut.vision.processors.family import ModelFiles
 from taut.vision.processors.gemma3 import Gemma3
+from taut.vision.processors.gemma4 import Gemma4
 from taut.vision.processors.idefics3 import Idefics3
 from taut.vision.processors.internvl import InternVL
 from taut.vision.processors.llava_onevision import LlavaOnevision
@@ -49,6 +50,7 @@ PROCESSORS = {
         LlavaOnevision, "LlavaOnevisionProcessor", "LlavaOnevisionImageProcessor"
     ),
     "gemma3": Kind(Gemma3, "Gemma3Processor", "Gemma3ImageProcessor"),
+    "gemma4": Kind(Gemma4, "Gemma4Processor", "Gemma4ImageProcessor"),
 }
 """model_type -> family."""
 
