@@ -3,13 +3,15 @@
     python examples/learning/server.py MODEL        prints its address, and serves until its input ends
 
 Completions are of taut's engine, in waves: what has been asked for when one begins. A wave has one version of the
-weights. Protocol and weight updates are those of the server that the tests use (tests/fake_weight_sync.py).
+weights. Protocol and weight updates are those of the server that the tests use (tests/fake_weight_sync.py). It is no
+teacher (``distill.url``), and says so.
 GET /settled is answered when nobody asks for anything any more (settled.py).
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -66,6 +68,10 @@ class WaveServer(WeightServer):
         Thread(target=self._answer, daemon=True).start()
 
     def handle(self, handler: Any, body: Body | None) -> None:
+        asked = body or {}
+        if "prompt_logprobs" in asked and isinstance(asked["prompt"], str):  # as of a teacher
+            message = "examples/learning/server.py samples and is no teacher: expected vLLM"
+            return _send(handler, 400, json.dumps({"error": {"message": message}}))
         if handler.path != "/settled":
             return super().handle(handler, body)
         busy_at = time.monotonic()

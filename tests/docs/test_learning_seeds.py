@@ -13,6 +13,8 @@ from tests.docs.test_learning import load
 from tests.online_runs import keys_of, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from taut.errors import TautError
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "learning"
 
@@ -68,6 +70,18 @@ def test_the_server_samples_from_the_weights_that_it_was_given(lag: int, tmp_pat
     else:
         assert ages[0] == 0 and max(ages) == 2
         assert apart[0] < 1e-5 and max(apart[2:]) > 1e-3
+
+
+def test_the_server_refuses_to_be_a_teacher(tmp_path: Path) -> None:
+    """In one line, before the first rollout."""
+    model = save_model(tmp_path / "model" / "llama", "llama")
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    server = load(EXAMPLE / "server.py").WaveServer(model=loaded, max_model_len=64)
+    with server, pytest.raises(TautError, match=r"server\.py samples and is no teacher") as caught:
+        train(
+            keys_of("gkd", model, tmp_path, **{"distill.teacher": None, "distill.url": server.url})
+        )
+    assert "\n" not in str(caught.value)
 
 
 # -- the statistics

@@ -646,6 +646,11 @@ def _load(name: str, config: EnvironmentConfig, sources: Mapping[str, Kit | Agen
         from taut.rl.environments.gymnasium import load_gymnasium
 
         return Kind(load_gymnasium(name.removeprefix(GYM), config.options))
+    if ":" not in name:
+        raise ConfigError(
+            f"rollout.environment.name is {name}; expected tools, FILE.py:class, gym:ENV_ID, verifiers:ENV_ID or "
+            "agent:COMMAND; correct it"
+        )
     found = load_own(name, "rollout.environment.name", "class")
     if not isinstance(found, type) or not callable(getattr(found, "step", None)):
         raise ConfigError(

@@ -420,6 +420,7 @@ def test_a_text_is_refused() -> None:
     ("name", "message"),
     [
         ("nowhere.py:Game", "there is no file"),
+        ("tool", "is tool; expected tools, FILE.py:class, gym:ENV_ID, verifiers:ENV_ID or agent:"),
         ("FILE:Missing", "has no class 'Missing'"),
         ("FILE:Step", "no class with a method step"),
     ],
