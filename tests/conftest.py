@@ -21,6 +21,9 @@ from itertools import count
 import pytest
 
 NUMBERS = count()
+MANY_MODULES = 100
+num_known_modules = 0
+"""How many were imported when ``leave_alone`` last looked."""
 
 
 def pytest_configure() -> None:
@@ -45,15 +48,30 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """The garbage collector rests while modules and thousands of tests are made, and leaves alone what is there before
-    the first test: a full collection, as after each shortage of memory, would look through it for half a second.
+    the first test.
     """
     gc.disable()
     try:
         return (yield)
     finally:
-        gc.collect()
-        gc.freeze()
+        leave_alone()
         gc.enable()
+
+
+def pytest_runtest_teardown() -> None:
+    """So it does with libraries that a test was the first to import: a full collection, as after each shortage of
+    memory, would look through their 700,000 objects for a second.
+    """
+    if len(sys.modules) > num_known_modules + MANY_MODULES:
+        leave_alone()
+
+
+def leave_alone() -> None:
+    """The garbage collector looks no more at any object that is there now."""
+    global num_known_modules
+    num_known_modules = len(sys.modules)
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from taut import cli
 from taut.commands.runs import runs
 
 
+@pytest.mark.slow
 def test_a_rank_and_a_server_give_the_losses_of_one_process(tmp_path: Path) -> None:
     keys = keys_of("grpo", save_models(tmp_path), tmp_path, steps=2, batch__samples_per_step=2)
     keys |= {"rollout.n": 2, "rollout.stop": ["e"], "log.console": True}

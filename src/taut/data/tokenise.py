@@ -212,14 +212,17 @@ def _blocks(how: _How, records: Records) -> Iterator[Block]:
     _, names, columns, limits, renderer = how
     drops_images = renderer.image_store is not None and renderer.image_store.images.bad == "drop"
     tolerated = (PictureError,) if drops_images else ()
-    gc.freeze()  # else each full collection looks at all objects of the libraries again
+    is_frozen = gc.get_freeze_count() > 0
+    if not is_frozen:  # each full collection would look at all objects of the libraries again
+        gc.freeze()
     try:
         for attempts in _attempt_blocks(records, names, columns, renderer, limits, tolerated):
             yield _block(attempts)
     except PictureError as error:
         raise PictureError(f"{error}; or leave such rows out with data.images.bad=drop") from None
     finally:
-        gc.unfreeze()
+        if not is_frozen:
+            gc.unfreeze()
 
 
 def _block(attempts: Sequence[Attempt]) -> Block:

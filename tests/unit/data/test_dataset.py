@@ -187,6 +187,19 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     assert files(tmp_path) == ["a.jsonl", "c"]
 
 
+@pytest.mark.parametrize("num_frozen", [0, 500_000])
+def test_what_the_garbage_collector_was_told_to_leave_alone_stays_so(
+    num_frozen: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Objects that were frozen before rows are tokenised are not thawed after it; those frozen for it are."""
+    told: list[str] = []
+    monkeypatch.setattr("gc.get_freeze_count", lambda: num_frozen)
+    monkeypatch.setattr("gc.freeze", lambda: told.append("freeze"))
+    monkeypatch.setattr("gc.unfreeze", lambda: told.append("unfreeze"))
+    load(tmp_path / "c", train=write(tmp_path / "a.jsonl", [CHAT]))
+    assert told == ([] if num_frozen else ["freeze", "unfreeze"])
+
+
 def test_cache_directory_from_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
