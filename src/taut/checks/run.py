@@ -564,8 +564,12 @@ def _compare(session: Session, before: Trained, directory: Path) -> tuple[list[C
         )
         if inputs.renderer.image_store is None:
             return comparisons, ""
-        used = inputs.renderer.image_store.processor
-        saved = open_processor(path, load_config(path, trust), load_tokenizer(path, trust), trust)
+        used, least = (
+            inputs.renderer.image_store.processor,
+            inputs.renderer.image_store.images.min_pixels,
+        )
+        files = (load_config(path, trust), load_tokenizer(path, trust))
+        saved = open_processor(path, *files, trust, least)
     if saved is None or saved.identity() != used.identity():
         says = "preprocessor_config.json and processor_config.json make other tensors of a picture"
         return comparisons, says

@@ -88,6 +88,9 @@ class ImagesConfig:
     """Time limit of decoding a video, in seconds."""
     max_pixels: Annotated[int, Field(ge=1)] | None = None
     """Larger pictures are scaled down to this number of pixels, aspect ratio kept, before the model's own processor."""
+    min_pixels: Annotated[int, Field(ge=1)] | None = None
+    """Smaller pictures, and frames of a video, are scaled up to this number of pixels by the model's own processor, in
+    place of its own lower limit: for the Qwen family."""
     allow_urls: bool = False
     """Fetch pictures at http and https addresses, once, into the cache (also from hosts that only this machine can
     reach: trust the data)."""

@@ -88,7 +88,7 @@ def open_image_store(
     """The image store of the model at ``path``; None where it takes no images: then settings of images, which would do
     nothing, are refused. ``directory``: that of the cache; ``key``: the name of ``images`` in the configuration.
     """
-    processor = open_processor(path, config, tokenizer, trust_remote_code)
+    processor = open_processor(path, config, tokenizer, trust_remote_code, images.min_pixels)
     if processor is not None:
         return ImageStore(processor, images, directory / "pictures", key)
     reader = f"model={path}, which takes no pictures"
@@ -105,7 +105,8 @@ def require_same_processor(
     trust_remote_code: bool = False,
 ) -> None:
     """Raise ModelError where the model at ``path`` processes images otherwise than the model of ``image_store``."""
-    processor = open_processor(path, config, tokenizer, trust_remote_code)
+    least = image_store.images.min_pixels
+    processor = open_processor(path, config, tokenizer, trust_remote_code, least)
     if processor is None or processor.identity() != image_store.processor.identity():
         fault = (
             "takes no pictures" if processor is None else "scales or cuts pictures in another way"

@@ -470,7 +470,7 @@ def test_an_option_that_earlier_releases_had_is_carried(tmp_path: Path) -> None:
 def test_a_variable_that_taut_has_nothing_for_has_its_reason(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
     offer = carried(tmp_path, "swift", "", "export VIDEO_MIN_PIXELS=256\n")
-    assert lacking(offer)["$VIDEO_MIN_PIXELS"].startswith("lower limits of pictures")
+    assert lacking(offer)["$VIDEO_MIN_PIXELS"].startswith("lower limits of frames")
 
 
 def weighed(rules: list[dict[str, Any]], text: str) -> list[tuple[str, float]]:

@@ -477,6 +477,21 @@ def test_rewards_that_a_plugin_registers_are_its_classes(folder: Path) -> None:
     assert {option.key for option in carried.having("lacking")} == {"reward_funcs"}
 
 
+def test_lower_limits_of_pictures(folder: Path) -> None:
+    """4 tokens of 28 x 28 pixels in Qwen2.5-VL; frames have the limit of pictures."""
+    text = "swift sft --model Qwen/Qwen2.5-VL-3B-Instruct --dataset rows.jsonl"
+    carried = imported(folder, "swift", "a.sh", f"IMAGE_MIN_TOKEN_NUM=4 {text}").carried
+    assert carried.settings["data.images.min_pixels"] == 4 * 28 * 28
+    assert carried.is_exact
+    carried = imported(folder, "swift", "a.sh", f"MIN_PIXELS=1024 {text}").carried
+    assert carried.settings["data.images.min_pixels"] == 1024
+    carried = imported(folder, "swift", "a.sh", f"VIDEO_MIN_PIXELS=1024 {text}").carried
+    assert {option.key for option in carried.having("lacking")} == {"$VIDEO_MIN_PIXELS"}
+    other = "MIN_PIXELS=1024 swift sft --model google/gemma-3-4b-it --dataset rows.jsonl"
+    carried = imported(folder, "swift", "a.sh", other).carried
+    assert {option.key for option in carried.having("lacking")} == {"$MIN_PIXELS"}
+
+
 @pytest.mark.parametrize(
     ("model", "says"),
     [

@@ -190,6 +190,42 @@ def test_padding_which_gemma_4_reads_at_pictures_has_to_be_the_tokenizers(direct
         open_processor(str(directory / "gemma4"), config, tokenizer_of("gemma4"))
 
 
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("least", [16, 640])
+def test_a_lower_limit_is_that_of_the_processor_called_alone(
+    kind: str, least: int, directory: Path
+) -> None:
+    """Below the one in the model's files, and above it."""
+    path, tokenizer, config = directory / kind, tokenizer_of(kind), config_of(kind)
+    ours: Any = open_processor(str(path), config, tokenizer, min_pixels=least)
+    load: Any = AutoImageProcessor.from_pretrained
+    alone = load(str(path), backend="pil", config=config)
+    most = alone.size.longest_edge
+    assert ours.identity() != open_at(path, kind).identity()
+    changed = 0
+    for size in ((3, 5), (16, 16), (40, 20)):
+        image = photo(*size)
+        limits = {"shortest_edge": least, "longest_edge": most}
+        expected = alone(image, size=limits, return_tensors="pt")
+        found = ours.tensors(image, 1)
+        assert torch.equal(found["pixel_values"], expected["pixel_values"])
+        assert found["image_grid_thw"].tolist() == expected["image_grid_thw"].tolist()
+        cells = int(expected["image_grid_thw"].prod()) // 4
+        assert ours.shape(*size, 1).num_tokens == cells
+        changed += cells != open_at(path, kind).shape(*size, 1).num_tokens
+    assert changed
+
+
+def test_a_lower_limit_that_cannot_be_is_refused(directory: Path) -> None:
+    for kind, least, says in (
+        ("gemma3", 16, "have no lower limit; expected images.min_pixels unset"),
+        ("qwen2_vl", 769, "lower limit of 769 pixels for pictures, and 768"),
+    ):
+        path = str(directory / kind)
+        with pytest.raises(ModelError, match=says):
+            open_processor(path, config_of(kind), tokenizer_of(kind), min_pixels=least)
+
+
 def test_a_text_model_has_none(tmp_path: Path) -> None:
     assert open_processor(str(tmp_path), Qwen2Config(), tokenizer_of("qwen2_vl")) is None
 

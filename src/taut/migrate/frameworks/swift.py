@@ -174,9 +174,8 @@ OTHER_KINDS: dict[str, Lacking] = {
 VARIABLES_ELSEWHERE = {
     name: why
     for why, names in {
-        "lower limits of pictures and frames, and a limit of whole videos": (
-            "VIDEO_MIN_PIXELS VIDEO_TOTAL_PIXELS MIN_PIXELS FPS_MIN_FRAMES "
-            "IMAGE_MIN_TOKEN_NUM VIDEO_MIN_TOKEN_NUM NFRAMES"
+        "lower limits of frames apart from those of pictures, and a limit of whole videos": (
+            "VIDEO_MIN_PIXELS VIDEO_TOTAL_PIXELS FPS_MIN_FRAMES VIDEO_MIN_TOKEN_NUM NFRAMES"
         ),
         "sound, and pictures that are generated": "ENABLE_AUDIO_OUTPUT SPEAKER_NAME USE_AUDIO_IN_VIDEO image_area",
         "options of classifiers, embedding models and rerankers": (

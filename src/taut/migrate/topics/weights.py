@@ -462,9 +462,14 @@ def carry_pictures(draft: Draft) -> None:
         "$FPS_MAX_FRAMES": "data.images.max_frames",
         "fps_max_frames": "data.images.max_frames",
         "$IMAGE_MAX_TOKEN_NUM": "data.images.max_pixels",
+        "$MIN_PIXELS": "data.images.min_pixels",
+        "$IMAGE_MIN_TOKEN_NUM": "data.images.min_pixels",
         "$VIDEO_MAX_PIXELS": "data.images.max_frame_pixels",
         "$VIDEO_MAX_TOKEN_NUM": "data.images.max_frame_pixels",
     }
+    model = str(draft.value("model")).lower()
+    is_older = re.search(r"qwen-?2(\.5)?-?(vl|omni)|qvq", model)
+    side = 28 if is_older else 32 if re.search(r"qwen-?3(\.5)?", model) else 0
     for name, key in names.items():
         is_default = name not in draft.given and name in draft.defaults and draft.is_vision
         if (name not in draft.given and not is_default) or draft.is_unknown(name):
@@ -475,10 +480,9 @@ def carry_pictures(draft: Draft) -> None:
             draft.needless("the model takes no pictures", name)
         elif not is_number(value):
             draft.lacking(name, f"a number is expected by {key}")
-        elif name.endswith("_MAX_TOKEN_NUM"):
-            model = str(draft.value("model")).lower()
-            is_older = re.search(r"qwen-?2(\.5)?-?(vl|omni)|qvq", model)
-            side = 28 if is_older else 32 if re.search(r"qwen-?3(\.5)?", model) else 0
+        elif name == "$MIN_PIXELS" and not side:
+            draft.lacking(name, "a lower limit of pictures in a family that has none in taut")
+        elif name.endswith("_TOKEN_NUM"):
             if side:
                 pixels = int(value * side * side)
                 draft.set(key, min(pixels, draft.settings.get(key, pixels)), name)

@@ -62,8 +62,11 @@ def open_processor(
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     trust_remote_code: bool = False,
+    min_pixels: int | None = None,
 ) -> Processor | None:
-    """The processor of the model at ``path``; None: the model takes no pictures."""
+    """The processor of the model at ``path``; None: the model takes no pictures. ``min_pixels``: the lower limit of a
+    picture in place of its own; refused where the family has none.
+    """
     if getattr(config, "vision_config", None) is None:
         return None
     kind = PROCESSORS.get(config.model_type)
@@ -71,6 +74,11 @@ def open_processor(
         raise ModelError(
             f"model={path} is a {config.model_type}, whose pictures are not supported; expected one of "
             f"{', '.join(PROCESSORS)}; use a model of these families, or a text model"
+        )
+    if min_pixels is not None and kind.family is not Qwen:
+        raise ModelError(
+            f"model={path} is a {config.model_type}, whose pictures have no lower limit; expected images.min_pixels "
+            "unset; remove it"
         )
     capabilities.require("a model with pictures", f"model={path}")
     if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in _FILES):
@@ -83,8 +91,14 @@ def open_processor(
         settings, _ = ImageProcessingMixin.get_image_processor_dict(place, **revision)
         own, _ = ProcessorMixin.get_processor_dict(place, **revision)
         load: Any = AutoImageProcessor.from_pretrained  # has no types
+        limits = {} if min_pixels is None else {"min_pixels": min_pixels}
         images = load(
-            place, config=config, backend="pil", trust_remote_code=trust_remote_code, **revision
+            place,
+            config=config,
+            backend="pil",
+            trust_remote_code=trust_remote_code,
+            **revision,
+            **limits,
         )
     except (OSError, ValueError, LookupError, ImportError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]

@@ -45,6 +45,11 @@ class Qwen(Family):
                 f"model={files.path}: found size={images.size} in preprocessor_config.json; expected shortest_edge and "
                 "longest_edge, in pixels; copy the file from the base model"
             )
+        if self._min_pixels > self._max_pixels:
+            raise ModelError(
+                f"model={files.path}: found a lower limit of {self._min_pixels:,} pixels for pictures, and "
+                f"{self._max_pixels:,} as their upper one; expected at most that; lower images.min_pixels"
+            )
 
     def shape(self, width: int, height: int, num_pictures: int) -> Shape:
         if max(width, height) > _MAX_RATIO * min(width, height):
