@@ -37,7 +37,8 @@ A recipe is a YAML or JSON file of settings, or the shell script that starts the
 Of a script are read: assignments, lists, here-documents, quotes, continued lines, `$NAME`, `${NAME:-default}`,
 `${NAME:=default}`, what `bash -c` runs, and the files of settings it names. Arithmetic over known integers is
 computed (`$(expr 16 / $N)`, `$((16 / N))`). Another value that would have to be computed (`$(nproc)`, `$1`) is listed
-under "Not read", and what depends on it under "Not decided"; nothing is guessed. Options that the framework does not have are listed with the nearest one that it has.
+under "Not read", and what depends on it under "Not decided"; nothing is guessed. Options that
+the framework does not have are listed with the nearest one that it has.
 
 Traps belong to releases. Without a word the newest release known is meant, for open-r1 the trl that it pins; another is
 said as `trl==0.18.0:recipe.yaml`. A file of settings that may be for several methods is refused until the method is
