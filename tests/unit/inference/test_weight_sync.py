@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,19 @@ import pytest
 import torch
 from tests.fake_vllm import CONFIG, GREEDY, PROBED, FakeServer, after_probe, prompt
 from tests.fake_weight_sync import CPU, PARTS, WeightServer, Worker, change, tiny, trained
+from tests.tiny_models import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 
 from taut.config import from_mapping, replace
 from taut.errors import ConfigError, EngineError
-from taut.inference import vllm_client, weight_sync
+from taut.inference import vllm_client, weight_sync, weight_transfer
 from taut.inference.open import ModelUse
 from taut.inference.vllm import ServerEngine
 from taut.inference.vllm_client import VllmServer
 from taut.inference.weight_sync import Proof, Sync, Trained, write
 from taut.inference.worker import taut_worker
 from taut.models.lora import LoraConfig, apply_lora
+from taut.plan.memory import peak_bytes
 from taut.train.distributed import Ranks
 from taut.types import Completion, FloatArray
 
@@ -426,6 +428,36 @@ def test_ranks_share_the_prompts_and_have_all_answers(folder: str) -> None:
 
 def completion(name: str) -> Completion:
     return Completion(name, 0, np.array([7]), None, None, "stop")
+
+
+@pytest.mark.parametrize("adapts", [False, True])
+@pytest.mark.parametrize("way", ["files", "chunks"])
+def test_no_more_than_a_layer_and_a_part_of_the_weights_is_held(
+    way: str, adapts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen layers of shards, each gathered when it is its turn: a file, or a chunk, is as large as one of them."""
+    model: Any = tiny_model("llama", dtype=torch.float32, num_hidden_layers=16, hidden_size=64)
+    layer = sum(weight.nbytes for weight in model.model.layers[0].parameters())
+    monkeypatch.setattr(weight_sync, "FILE_BYTES", layer)
+    monkeypatch.setattr(weight_transfer, "CHUNK_BYTES", layer)
+    if adapts:
+        model = apply_lora(model, LORA)
+
+    def gathered(names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in model.state_dict().items():
+            if name in names:
+                yield name, tensor.clone()
+
+    def push() -> None:
+        tensors = weight_sync.checkpoint_tensors(model, gathered)
+        if way == "files":
+            write(tensors, torch.float32, tmp_path)
+        else:
+            for chunk in weight_transfer.chunks(tensors, torch.float32, CPU):
+                del chunk
+
+    total = sum(weight.nbytes for weight in model.parameters())
+    assert peak_bytes(push, [], CPU) < 2.5 * layer < total / 6
 
 
 def test_an_unknown_mode_is_refused() -> None:
