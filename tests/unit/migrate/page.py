@@ -155,13 +155,13 @@ left out; offered: what is left out is named; refused: the option that says why 
 |---|---|---|---|---|
 | open-r1 | 21 | 12 | 6 | 3 |
 | OpenRLHF | 23 | 12 | 7 | 4 |
-| ms-swift, Megatron-SWIFT | 400 | 210 | 123 | 65, and 2 that name no teacher |
+| ms-swift, Megatron-SWIFT | 400 | 191 | 142 | 65, and 2 that name no teacher |
 | TRL | 146 | 80 | 32 | 34 |
 | LLaMA-Factory | 105 | 35 | 28 | 40, and 2 files of data |
-| axolotl | 327 | 99 | 184 | 41, and 3 files that are no recipes |
+| axolotl | 327 | 85 | 198 | 41, and 3 files that are no recipes |
 
 What is most often lacking of axolotl's are prompts that it writes itself (`type: alpaca` and the like, 108):
-taut takes the model's chat template.
+taut takes the model's chat template. Models whose pictures taut does not read count as offered.
 
 ## A new trap
 
