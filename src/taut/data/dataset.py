@@ -174,6 +174,8 @@ class DataConfig:
             ("name", None),
             ("revision", None),
             ("replace", None),
+            ("prepend", None),
+            ("append", None),
         ):
             if getattr(source, key) != default:
                 raise ConfigError(

@@ -90,6 +90,10 @@ class Source:
     """As data.columns, for this source."""
     replace: dict[str, str] | None = None
     """Text -> the text that stands in its place in all values of the rows, as { "{{NAME}}" = "Robin" }."""
+    prepend: dict[str, str] | None = None
+    """Column -> the text that is put before its own in each row, as { response = "<think>\\n\\n</think>\\n\\n" }."""
+    append: dict[str, str] | None = None
+    """Column -> the text that is put after its own in each row, as { query = " /no_think" }."""
     system: str | None = None
     """As data.system, for this source; empty for none."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -181,8 +185,8 @@ class Opened:
     """The lines of JSONL files; None: of another format."""
     share: tuple[float, float] | None = None
     limit: int | None = None
-    replaced: Mapping[str, str] = field(default_factory=dict)
-    """Text -> what stands in its place in the rows that are read."""
+    change: Change | None = None
+    """What is changed in the rows that are read."""
     note: str = ""
     """What there is to say about where it comes from."""
     is_part: bool = False
@@ -229,7 +233,15 @@ class Opened:
         formats do not show where the next record begins.
         """
         for number, record in self._read(self._records(), lambda _, record: record):
-            yield number, with_texts(record, self.replaced) if self.replaced else record
+            is_changed = self.change is not None and not isinstance(record, DataError)
+            yield number, self._changed(number, record) if is_changed else record
+
+    def _changed(self, number: int, record: Any) -> Any:
+        assert self.change is not None
+        try:
+            return self.change.of(record)
+        except ValueError as error:
+            return DataError(f"{self.place(number)}: {error}")
 
     def _read(self, items: Records, record_of: Callable[[int, Any], Any]) -> Records:
         """The items that share and limit take. A DataError is raised if the files are not what the digest covers."""
@@ -270,6 +282,29 @@ class Opened:
                 f"{self.path}: the data changed while they were read: {changed[0]}; expected them to stay as they "
                 "are; begin again when they are written"
             )
+
+
+class Change(NamedTuple):
+    """What a source changes in its rows."""
+
+    replace: Mapping[str, str]
+    prepend: Mapping[str, str]
+    append: Mapping[str, str]
+
+    def of(self, record: Any) -> Any:
+        """The record with its texts replaced, then with those before and after its columns. Raises ValueError for a
+        column that has no text.
+        """
+        record = with_texts(record, self.replace)
+        for name in dict.fromkeys((*self.prepend, *self.append)):
+            text = record.get(name) if isinstance(record, dict) else None
+            if not isinstance(text, str):
+                key = "prepend" if name in self.prepend else "append"
+                raise ValueError(
+                    f"{key} names the column {name}, and it is {text!r:.60}; expected a text; correct the {key} of it"
+                )
+            record[name] = f"{self.prepend.get(name, '')}{text}{self.append.get(name, '')}"
+        return record
 
 
 def with_texts(value: Any, texts: Mapping[str, str]) -> Any:
@@ -335,9 +370,11 @@ def open_source(source: Source) -> Opened:
         opened = _open_given(source)
     else:
         opened = _open_local(source)
-    if source.replace:
-        digest = f"{opened.digest}:replace={json.dumps(source.replace)}"
-        opened = replace(opened, digest=digest, replaced=source.replace, _lines=None)
+    change = Change(source.replace or {}, source.prepend or {}, source.append or {})
+    if any(change):
+        words = (f":{key}={json.dumps(texts)}" for key, texts in change._asdict().items() if texts)
+        digest = opened.digest + "".join(words)
+        opened = replace(opened, digest=digest, change=change, _lines=None)
     if source.share is None and source.limit is None:
         return opened
     digest = f"{opened.digest}:share={source.share}:limit={source.limit}"

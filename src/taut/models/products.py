@@ -398,7 +398,8 @@ def measure(
     rates = {}
     for name in calls:
         work = num_flops[name] * torch.get_num_threads() / 1e9
-        found = {way: work / two[0] for way, two in shortest[name].items()}
+        # a profiler that has armed a timer lets processor time advance in steps, and the shortest be 0
+        found = {way: work / max(two[0], 1e-9) for way, two in shortest[name].items()}
         rates[name] = Rates(**found, has_settled=name not in pending)
     return rates
 

@@ -242,3 +242,21 @@ def test_texts_are_replaced_in_the_values_of_rows(tmp_path: Path) -> None:
     assert open_source(source).digest != open_source(Source(path=str(path))).digest
     with pytest.raises(ValueError, match='replace has the key ""'):
         Source(path=str(path), replace={"": "x"})
+
+
+def test_texts_are_put_before_and_after_those_of_columns(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    rows = [{"query": "Who?", "response": "I am NAME."}, {"query": ["Who?"], "response": "NAME"}]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    put: dict[str, Any] = {"prepend": {"response": "So: NAME, "}, "append": {"query": " Say it."}}
+    opened = open_source(Source(path=str(path), replace={"NAME": "Robin"}, **put))
+    first, second = (record for _, record in opened.attempts())
+    assert first == {"query": "Who? Say it.", "response": "So: NAME, I am Robin."}
+    assert isinstance(second, DataError)
+    assert str(second) == f"{path}:2: " + (
+        "append names the column query, and it is ['Who?']; expected a text; correct the append of it"
+    )
+    both = Source(path=str(path), limit=1, prepend={"query": "("}, append={"query": ")"})
+    assert next(open_source(both).records())[1]["query"] == "(Who?)"
+    digests = {open_source(Source(path=str(path), **{key: put[key]})).digest for key in put}
+    assert len({*digests, opened.digest, open_source(Source(path=str(path))).digest}) == 4

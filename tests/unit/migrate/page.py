@@ -76,8 +76,7 @@ Every option of the recipe, every environment variable that it sets and every op
 
 An option that the framework does not have is lacking. Where something is lacking that changes what is learned, the exit
 code is 1, each is named, and the file is written with `--force` alone. A method, a task, a tuner, an optimizer or a
-loss
-that taut does not have is refused by its name: there is no file.
+loss that taut does not have is refused by its name: there is no file.
 
 The objective comes first: `trl kto` becomes `taut kto`, `loss_type: simpo` of CPO `taut simpo`, `gkd` with `lmbda: 0`
 `taut distill`, `openrlhf.cli.train_ppo_ray` without a critic `taut grpo`. These become runs:
@@ -86,11 +85,9 @@ The objective comes first: `trl kto` becomes `taut kto`, `loss_type: simpo` of C
 
 - **The batch** is a product over the processes. How many there are is read from torchrun, accelerate, deepspeed, the
   files that they name, `NPROC_PER_NODE`, `NNODES`, `CUDA_VISIBLE_DEVICES` and OpenRLHF's numbers of GPUs. Where the
-  recipe
-  does not say it, the run is for one process, which is listed as assumed; `--processes 8` says it. GRPO counts
-  prompts in
-  taut and completions elsewhere: a step's completions are divided by the size of a group, and refused where that is no
-  whole number.
+  recipe does not say it, the run is for one process, which is listed as assumed; `--processes 8` says it. GRPO counts
+  prompts in taut and completions elsewhere: a step's completions are divided by the size of a group, and refused where
+  that is no whole number.
 - **Packs**: TRL, ms-swift, LLaMA-Factory and axolotl count a packed batch in packs of `max_length` tokens. It becomes
   `batch.tokens_per_step`, the tokens of all packs of a step. Packs are seldom quite full, so a step here has a few more
   samples; no sample is cut.
@@ -98,7 +95,8 @@ The objective comes first: `trl kto` becomes `taut kto`, `loss_type: simpo` of C
   not here: the run would end before it begins.
 - **Data** keep the names that hubs have for them; ModelScope's become `ms://owner/name`. `NAME#500` is `limit = 500`, a
   share that is held out is `share`, of rows by their hash. Of `swift/self-cognition`, which has 108 rows, it is a
-  `weight`, and `model_name` and `model_author` are its `replace`.
+  `weight`, `model_name` and `model_author` are its `replace`, and the subsets `qwen3` and `empty_think` its `prepend`
+  and `append`.
 - **Rewards** by the names of TRL, open-r1 and ms-swift are those of [rewards](rewards.md). A class that a plugin of
   ms-swift registers is called as it stands, `plugin.py:CLASS`, and so are OpenRLHF's `FILE.py`
   and an import path of TRL whose file is here; other functions of the recipe's own are named as `own.py:NAME`, and are
@@ -107,8 +105,8 @@ The objective comes first: `trl kto` becomes `taut kto`, `loss_type: simpo` of C
   compared; of the frameworks that leave it on there, it is lacking.
 
 Some values only you know. They stand as a comment in the file, `# train = ?`, with the reason: a chat template that
-stands
-in the recipe, modules that peft chooses by the model's type where that is not known, a value that a script computes.
+stands in the recipe, modules that peft chooses by the model's type where that is not known, a value that a script
+computes.
 
 Where torch is installed, the classes of the configuration check the file, and the file says so.
 
@@ -142,11 +140,10 @@ One object. `schema` is `taut.recipe/3`; the number is raised whenever a field c
 ## An option
 
 The names, the defaults and the outcomes of a framework's options are a file of `src/taut/migrate/frameworks`; what
-takes
-arithmetic or several options is in `src/taut/migrate/topics`, one file for each topic. `python benchmarks/recipes.py
-swift:DIR` counts what becomes of the recipes in a directory and compares what was read with bash and PyYAML. `python -m
-benchmarks.recipes_beside` runs recipes by their framework and as they are imported: the first losses are equal to 1e-5
-([benchmarks](benchmarks.md#recipes-beside-their-framework)).
+takes arithmetic or several options is in `src/taut/migrate/topics`, one file for each topic. `python
+benchmarks/recipes.py swift:DIR` counts what becomes of the recipes in a directory and compares what was read with bash
+and PyYAML. `python -m benchmarks.recipes_beside` runs recipes by their framework and as they are imported: the first
+losses are equal to 1e-5 ([benchmarks](benchmarks.md#recipes-beside-their-framework)).
 
 What it counted over the frameworks' own repositories, in November 2026; exact: nothing that changes what is learned is
 left out; offered: what is left out is named; refused: the option that says why there is no such run is named:

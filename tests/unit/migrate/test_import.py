@@ -448,7 +448,24 @@ def test_questions_about_the_model_itself_are_filled_in_and_repeated(folder: Pat
     assert carried.is_exact
     two = options.replace("swift-robot", "小黄 Robin").replace("cognition#500", "cognition:qwen3")
     lacks = imported(folder, "swift", "a.sh", f"swift sft --model m {two}").carried
-    assert {option.key for option in lacks.having("lacking")} == {"model_name", "dataset"}
+    assert {option.key for option in lacks.having("lacking")} == {"model_name"}
+    (source,) = lacks.settings["data.train"]
+    thought = {"response": "<think>\n\n</think>\n\n"}
+    assert (source["append"], source["prepend"]) == ({"query": " /no_think"}, thought)
+    words = (
+        "--model deepseek-ai/DeepSeek-R1-0528-Qwen3-8B --dataset swift/self-cognition:empty_think"
+    )
+    taken = imported(folder, "swift", "a.sh", f"swift sft {words}").carried
+    assert {option.key for option in taken.having("lacking")} == {"dataset"}
+
+
+def test_a_key_of_a_service_and_how_a_gpu_is_driven_change_nothing(folder: Path) -> None:
+    text = f"E2B_API_KEY=x HSA_NO_SCRATCH_RECLAIM=1 swift sft {SWIFT}"
+    carried = imported(folder, "swift", "a.sh", text).carried
+    assert {"$E2B_API_KEY", "$HSA_NO_SCRATCH_RECLAIM"} <= {
+        option.key for option in carried.having("machine")
+    }
+    assert carried.is_exact
 
 
 def test_dropout_is_in_force_where_an_answer_is_trained_on_once(folder: Path) -> None:

@@ -329,6 +329,11 @@ def test_the_shortest_time_counts() -> None:
     assert of_head[:4] == ["torch", "onednn"] * 2, "they take turns"
 
 
+def test_a_clock_that_stands_still_has_rates() -> None:
+    """As a process's own does between two steps of a profiler's timer."""
+    assert not faster(measure(SHAPES, lambda *_: 0.0))
+
+
 def test_a_class_is_timed_until_its_shortest_times_are_met_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

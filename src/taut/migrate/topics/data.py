@@ -15,6 +15,8 @@ from taut.migrate.frameworks.tables import words
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 """Data files that taut reads."""
 SELF_COGNITION = ("swift/self-cognition", "modelscope/self-cognition")
+EMPTY_THINK = "<think>\n\n</think>\n\n"
+"""What the subsets qwen3 and empty_think of it have before each answer; qwen3 also asks for it."""
 SELF_COGNITION_ROWS = 108
 TAKEN = "has as many rows as are named, or more: the first are taken, where ms-swift draws them"
 SWIFT_COLUMNS = {
@@ -293,8 +295,16 @@ def _swift_sources(draft: Draft, word: str, uses_hugging_face: bool) -> list[Sou
 def _self_cognition(draft: Draft, source: Source, subset: str, limit: Source) -> Source:
     """Questions about the model itself: names are filled in, and rows repeated to a number of them."""
     source = source | {"columns": {"instruction": "query", "output": "response"}}
-    if subset.strip() not in ("", "default"):
-        draft.lacking("dataset", f"the subset {subset}, whose rows ms-swift changes: write them so")
+    if subset.strip() == "qwen3":
+        source["append"] = {"query": " /no_think"}
+    if subset.strip() in ("qwen3", "empty_think"):
+        source["prepend"] = {"response": EMPTY_THINK}
+        if "deepseek-r1" in str(draft.value("model")).lower():
+            draft.lacking(
+                "dataset", "an empty thought before answers, which its chat template takes away"
+            )
+    elif subset.strip() not in ("", "default"):
+        draft.lacking("dataset", f"the subset {subset}, which is not known")
     if limit:
         source["weight"] = float(f"{limit['limit'] / SELF_COGNITION_ROWS:.6g}")
     texts = {}
