@@ -153,7 +153,7 @@ left out; offered: what is left out is named; refused: the option that says why 
 | open-r1 | 21 | 12 | 6 | 3 |
 | OpenRLHF | 23 | 12 | 7 | 4 |
 | ms-swift, Megatron-SWIFT | 400 | 197 | 136 | 65, and 2 that name no teacher |
-| TRL | 146 | 80 | 32 | 34 |
+| TRL | 146 | 82 | 30 | 34 |
 | LLaMA-Factory | 105 | 35 | 28 | 40, and 2 files of data |
 | axolotl | 327 | 85 | 198 | 41, and 3 files that are no recipes |
 

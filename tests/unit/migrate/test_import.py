@@ -459,6 +459,17 @@ def test_questions_about_the_model_itself_are_filled_in_and_repeated(folder: Pat
     assert {option.key for option in taken.having("lacking")} == {"dataset"}
 
 
+@pytest.mark.parametrize("method", ["bco", "cpo", "orpo", "prm"])
+def test_the_length_of_answers_is_that_of_decoders_behind_an_encoder(
+    folder: Path, method: str
+) -> None:
+    """As in TRL's trainers but prm's, which cuts steps to it."""
+    text = f"trl {method} --model_name_or_path m --dataset_name a/b --max_completion_length 64"
+    carried = imported(folder, "trl", "a.sh", text).carried
+    outcome = "lacking" if method == "prm" else "needless"
+    assert "max_completion_length" in {option.key for option in carried.having(outcome)}
+
+
 def test_a_key_of_a_service_and_how_a_gpu_is_driven_change_nothing(folder: Path) -> None:
     text = f"E2B_API_KEY=x HSA_NO_SCRATCH_RECLAIM=1 swift sft {SWIFT}"
     carried = imported(folder, "swift", "a.sh", text).carried

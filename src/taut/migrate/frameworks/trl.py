@@ -72,9 +72,9 @@ TRL = Tables(
             "response_length": "max_completion_length",
             "reward_model_path": "reward_model",
         },
-        "bco": {"max_completion_length": "answer_length"},
-        "cpo": {"max_completion_length": "answer_length"},
-        "orpo": {"max_completion_length": "answer_length"},
+        "bco": {"max_completion_length": "decoder_length"},
+        "cpo": {"max_completion_length": "decoder_length"},
+        "orpo": {"max_completion_length": "decoder_length"},
         "prm": {"max_completion_length": "answer_length"},
     },
     defaults={
@@ -178,6 +178,7 @@ TRL = Tables(
         {
             "the reward model's scores need no head of another type": "is_encoder_decoder padding_value",
             "only the tokenizer is read of it, which is the policy's": "tokenizer",
+            "for models with an encoder alone; data.max_length is that of prompt and answer": "decoder_length",
             "a weight of 0 or 1 of what is off": "ignore_bias_buffers cast_lm_head_to_fp32",
             "prefixes are shared where it saves anything": "fork_threshold_tokens",
         },
