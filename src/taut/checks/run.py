@@ -564,12 +564,9 @@ def _compare(session: Session, before: Trained, directory: Path) -> tuple[list[C
         )
         if inputs.renderer.image_store is None:
             return comparisons, ""
-        used, least = (
-            inputs.renderer.image_store.processor,
-            inputs.renderer.image_store.images.min_pixels,
-        )
-        files = (load_config(path, trust), load_tokenizer(path, trust))
-        saved = open_processor(path, *files, trust, least)
+        store = inputs.renderer.image_store
+        used, files = store.processor, (load_config(path, trust), load_tokenizer(path, trust))
+        saved = open_processor(path, *files, trust, store.images.min_pixels)
     if saved is None or saved.identity() != used.identity():
         says = "preprocessor_config.json and processor_config.json make other tensors of a picture"
         return comparisons, says

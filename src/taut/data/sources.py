@@ -233,11 +233,12 @@ class Opened:
         formats do not show where the next record begins.
         """
         for number, record in self._read(self._records(), lambda _, record: record):
-            is_changed = self.change is not None and not isinstance(record, DataError)
-            yield number, self._changed(number, record) if is_changed else record
+            yield number, self._changed(number, record)
 
     def _changed(self, number: int, record: Any) -> Any:
-        assert self.change is not None
+        """The record as the source changes it, or the error of one that it cannot."""
+        if self.change is None or isinstance(record, DataError):
+            return record
         try:
             return self.change.of(record)
         except ValueError as error:

@@ -412,7 +412,8 @@ def frozen_names(model: nn.Module, patterns: list[str]) -> list[str]:
         if wanted == pattern:
             frozen |= dict.fromkeys(matches)
         else:
-            frozen = {name: None for name in frozen if name not in {*matches}}
+            for name in matches:
+                del frozen[name]
     return list(frozen)
 
 
